@@ -1,0 +1,3 @@
+"""Rillflow: dataflow-oriented reinforcement learning for agentic language models."""
+
+__version__ = "0.1.0"

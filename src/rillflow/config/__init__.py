@@ -1,0 +1,36 @@
+"""One schema per part; unknown keys are refused with the nearest valid name."""
+
+from rillflow.config.load import load_recipe, recipes, resolve_object, write_resolved
+from rillflow.config.schema import (
+    DataConfig,
+    DataflowConfig,
+    EngineConfig,
+    EvaluationConfig,
+    ObserveConfig,
+    PolicyConfig,
+    Recipe,
+    RolloutConfig,
+    RuntimeConfig,
+    SamplingConfig,
+    SourceConfig,
+    TrainerConfig,
+)
+
+__all__ = [
+    "DataConfig",
+    "DataflowConfig",
+    "EngineConfig",
+    "EvaluationConfig",
+    "ObserveConfig",
+    "PolicyConfig",
+    "Recipe",
+    "RolloutConfig",
+    "RuntimeConfig",
+    "SamplingConfig",
+    "SourceConfig",
+    "TrainerConfig",
+    "load_recipe",
+    "recipes",
+    "resolve_object",
+    "write_resolved",
+]

@@ -1,0 +1,231 @@
+"""From YAML and `key=value` overrides to a validated `Recipe`.
+
+Recipes compose: `extends: other` starts from another recipe (a name or a path) and changes what the file says.
+A top-level `trainer:` section is shared by every policy; `policies.NAME.trainer` wins over it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from rillflow.config.schema import Recipe
+from rillflow.errors import ConfigError
+from rillflow.storage import write_atomic
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+_PATHS = ("workflow", "reward", "path", "generator", "model")
+
+
+def _shipped_folder() -> Path:
+    """Installed wheels carry the recipes inside the package; a checkout has them at its root."""
+    installed = _PACKAGE / "recipes"
+    return installed if installed.is_dir() else _PACKAGE.parent.parent / "recipes"
+
+
+def recipes() -> dict[str, Path]:
+    """The shipped recipes by name."""
+    return {path.stem: path for path in sorted(_shipped_folder().glob("*.yaml"))}
+
+
+def find_recipe(name: str) -> Path:
+    """A path to a YAML file, or the name of a shipped recipe."""
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml"):
+        if not path.is_file():
+            raise ConfigError(f"there is no recipe file {name}", "check the path")
+        return path
+    shipped = recipes()
+    if name not in shipped:
+        raise ConfigError(
+            f"there is no recipe {name!r}",
+            f"{_nearest(name, list(shipped))}`rillflow recipes` lists the shipped ones; give a path ending in .yaml "
+            "for your own",
+        )
+    return shipped[name]
+
+
+def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
+    """The validated recipe, with file references made absolute, so that a run folder can be resumed anywhere."""
+    raw = _read(find_recipe(name), seen=())
+    for override in overrides:
+        _apply_override(raw, override)
+    return validate(raw)
+
+
+def validate(raw: dict[str, Any]) -> Recipe:
+    _share_trainer(raw)
+    try:
+        return Recipe.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(
+            "\n".join(_explain(error)), "`rillflow run --help` and docs/recipes.md list the keys"
+        ) from None
+
+
+def write_resolved(recipe: Recipe, path: Path) -> None:
+    text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
+    write_atomic(path, text.encode())
+
+
+# ---------------------------------------------------------------- reading
+
+
+def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    path = path.resolve()
+    if path in seen:
+        raise ConfigError(f"{path} extends itself", "remove one `extends` of the circle")
+    try:
+        raw = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}", "fix the line it names") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} must be a mapping of keys to values", "see docs/recipes.md")
+    base_name = raw.pop("extends", None)
+    _anchor(raw, path.parent)
+    if base_name is None:
+        return raw
+    beside = path.parent / str(base_name)
+    base = _read(beside if beside.is_file() else find_recipe(str(base_name)), (*seen, path))
+    return _merged(base, raw)
+
+
+def _anchor(raw: dict[str, Any], folder: Path) -> None:
+    """Make references to files next to the recipe absolute: `play.py:play` becomes `/where/play.py:play`."""
+    for key, value in raw.items():
+        if isinstance(value, dict):
+            _anchor(value, folder)
+        elif key in _PATHS and isinstance(value, str):
+            name, _, rest = value.partition(":")
+            candidate = folder / name
+            if not Path(name).is_absolute() and (candidate.exists() or key == "path"):
+                raw[key] = str(candidate.resolve()) + (f":{rest}" if rest else "")
+
+
+def _merged(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    result = dict(base)
+    for key, value in change.items():
+        old = result.get(key)
+        result[key] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return result
+
+
+def _share_trainer(raw: dict[str, Any]) -> None:
+    shared = raw.pop("trainer", None)
+    policies = raw.get("policies")
+    if shared is None or not isinstance(policies, dict):
+        return
+    for policy in policies.values():
+        if isinstance(policy, dict):
+            policy["trainer"] = _merged(shared, policy.get("trainer") or {})
+
+
+def _apply_override(raw: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"{override!r} is not of the form key=value", "for example trainer.lr=1e-4 seed=3")
+    where = raw
+    *parents, last = key.split(".")
+    for parent in parents:
+        where = where.setdefault(parent, {})
+        if not isinstance(where, dict):
+            raise ConfigError(f"{key}: {parent} is a value, not a section", "check the key")
+    where[last] = _scalar(text)
+
+
+def _scalar(text: str) -> Any:
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{text!r} is not a valid value: {error}", "quote it") from None
+    if isinstance(value, str):
+        try:
+            return float(value)  # YAML 1.1 reads 1e-4 as a string
+        except ValueError:
+            return value
+    return value
+
+
+# ---------------------------------------------------------------- explaining
+
+
+def _explain(error: ValidationError) -> Iterator[str]:
+    for item in error.errors():
+        where = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            valid = _fields_at(item["loc"][:-1])
+            yield f"unknown key {where}; {_nearest(str(item['loc'][-1]), valid)}valid: {', '.join(valid)}"
+        elif item["type"] == "missing":
+            yield f"{where} is missing"
+        else:
+            what = item["msg"].removeprefix("Value error, ")
+            yield f"{where}: {what} (got {item.get('input')!r:.80})" if where else what
+
+
+def _fields_at(location: tuple[int | str, ...]) -> list[str]:
+    """The valid keys of the section at `location`."""
+    model: type[BaseModel] = Recipe
+    for part in location:
+        field = model.model_fields.get(str(part))
+        inner = _section_of(field.annotation) if field else None
+        if inner is not None:
+            model = inner
+    names = list(model.model_fields)
+    return [*names, "trainer"] if model is Recipe else names
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def _nearest(name: str, valid: list[str]) -> str:
+    close = difflib.get_close_matches(name, valid, 1)
+    return f"did you mean {close[0]!r}? " if close else ""
+
+
+# ---------------------------------------------------------------- references to code
+
+
+def resolve_object(reference: str) -> Any:
+    """`package.module:name` or `/path/file.py:name`. A ConfigError says what could not be found."""
+    target, colon, name = reference.rpartition(":")
+    if not colon:
+        raise ConfigError(f"{reference!r} must look like module:name or file.py:name", "for example play.py:play")
+    module = _load_file(Path(target)) if target.endswith(".py") else _load_module(target)
+    if not hasattr(module, name):
+        names = [n for n in vars(module) if not n.startswith("_")]
+        raise ConfigError(f"{target} has no {name!r}", f"{_nearest(name, names)}check the recipe")
+    return getattr(module, name)
+
+
+def _load_module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(f"cannot import {name}: {error}", "install it, or give file.py:name") from error
+
+
+def _load_file(path: Path) -> Any:
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}", "paths in a recipe are relative to the recipe")
+    spec = importlib.util.spec_from_file_location(f"rillflow_user_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent))  # the file may import its neighbours
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(f"cannot load {path}: {type(error).__name__}: {error}", "fix the file") from error
+    return module

@@ -1,0 +1,170 @@
+"""What a recipe may say. Every key has a default that works or is required; every bound is checked here, once.
+
+A recipe is YAML; `load.load_recipe` turns it into a `Recipe` or into a ConfigError that names the key, what is
+wrong with it and the nearest valid name. The resolved recipe is written into every run.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys refused, values never coerced from another kind, immutable."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class SourceConfig(Section):
+    """Where prompts come from: a JSONL file (one object a line), or a function that yields prompts."""
+
+    path: str | None = Field(None, description="JSONL file; relative paths are relative to the recipe")
+    generator: str | None = Field(None, description="module:function or file.py:function that yields prompts")
+    arguments: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the generator")
+    id_key: str = Field("id", description="key of a row's id in the JSONL; rows without it are numbered")
+    limit: Positive | None = Field(None, description="use only the first rows")
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> SourceConfig:
+        if (self.path is None) == (self.generator is None):
+            raise ValueError("give exactly one of `path` and `generator`")
+        return self
+
+
+class DataConfig(Section):
+    prompts: SourceConfig = Field(description="prompts to train on")
+    heldout: SourceConfig | None = Field(None, description="prompts to evaluate on; never trained")
+    shuffle: bool = Field(True, description="a new order every epoch, fixed by the seed")
+    epochs: Positive | None = Field(None, description="stop after this many passes (default: as many as needed)")
+
+
+class SamplingConfig(Section):
+    """How a policy samples when the agent does not say; the agent's own request wins."""
+
+    temperature: Annotated[float, Field(ge=0, le=10)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: NonNegative = 0
+    max_tokens: Positive = 128
+
+
+class EngineConfig(Section):
+    kind: Literal["embedded"] = "embedded"
+    slots: Positive = Field(64, description="sequences decoded at once")
+    context: Positive = Field(512, description="most tokens of one sequence, prompt and answer together")
+    queue: Positive = Field(1024, description="most requests that wait for a slot")
+    device: str = Field("auto", description="auto, cpu, cuda, cuda:0 …")
+    dtype: Literal["fp32", "bf16"] = "fp32"
+
+
+class TrainerConfig(Section):
+    """One trainer, of one policy."""
+
+    algorithm: Literal["grpo", "dapo"] = "grpo"
+    steps: Positive = Field(100, description="optimizer steps of the whole run")
+    batch_groups: Positive = Field(8, description="groups in a batch; a batch is one optimizer step")
+    micro_tokens: Positive = Field(8192, description="most tokens, padding included, of one forward pass")
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    warmup_steps: NonNegative = 0
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    clip_low: Annotated[float, Field(gt=0)] | None = Field(None, description="default: the algorithm's own")
+    clip_high: Annotated[float, Field(gt=0)] | None = Field(None, description="default: the algorithm's own")
+    overlong_filter: bool = Field(False, description="mask samples whose answer was cut (DAPO)")
+    dtype: Literal["fp32", "bf16"] = Field("fp32", description="of the forward pass; masters are always fp32")
+    device: str = Field("auto", description="auto, cpu, cuda, cuda:0 …")
+    checkpoint_every: Positive = Field(10, description="optimizer steps between checkpoints")
+    keep_checkpoints: Positive = 2
+    batch_wait: Seconds = Field(600.0, description="longest wait for a batch before the run fails, saying why")
+
+
+class PolicyConfig(Section):
+    model: str = Field(description="folder of a Hugging Face model, or `tiny` for the shipped policy")
+    sampling: SamplingConfig = SamplingConfig()
+    engine: EngineConfig = EngineConfig()
+    trainer: TrainerConfig = TrainerConfig()
+
+
+class DataflowConfig(Section):
+    group_size: Positive = Field(8, description="episodes of one prompt")
+    staleness: NonNegative = Field(4, description="most versions between sampling and training; 0 is on-policy")
+    filters: list[str] = Field(["zero_variance"], description="names or module:Class, applied in order")
+    sampler: str = Field("earliest_deadline", description="name or module:Class")
+    curators: list[str] = Field(default_factory=list, description="names or module:Class, applied in order")
+    attempts: Positive = Field(3, description="how often a task is tried before it counts as failed")
+    task_lease: Seconds = Field(30.0, description="a lease not renewed for so long returns")
+    batch_lease: Seconds = Field(300.0, description="a batch not committed for so long returns")
+    node_timeout: Seconds = Field(10.0, description="a node not heard of for so long is gone")
+    commit_interval: Annotated[float, Field(ge=0, le=1)] = Field(0.005, description="group commit, seconds")
+    max_failures: Positive = Field(
+        64, description="the run stops when so many tasks in a row have failed and none has succeeded"
+    )
+
+
+class RolloutConfig(Section):
+    nodes: Positive = Field(1, description="rollout nodes that `rillflow run` starts")
+    episodes: Positive = Field(64, description="episodes that one node plays at once")
+    episode_timeout: Seconds = Field(60.0, description="an episode that takes longer is cut and retried")
+    reward_timeout: Seconds = Field(20.0, description="a reward function that takes longer is retried")
+    refresh_every: Seconds = Field(0.2, description="how often a node looks for newer weights")
+
+
+class EvaluationConfig(Section):
+    every: NonNegative = Field(0, description="versions between evaluations; 0: before and after training only")
+    repeats: Positive = Field(1, description="episodes of each held-out prompt")
+
+
+class ObserveConfig(Section):
+    tensorboard: bool = True
+    plot: bool = True
+
+
+class RuntimeConfig(Section):
+    deterministic: bool = Field(
+        False, description="on-policy, one sequence per forward pass: a resumed run is bit-identical (slow)"
+    )
+    host: str = "127.0.0.1"
+    port: NonNegative = Field(0, description="of the dataflow service; 0 takes any free one")
+    threads: NonNegative = Field(1, description="torch threads of each process; 0 leaves torch's default")
+    restarts: NonNegative = Field(5, description="how often one process is started again before the run fails")
+    start_timeout: Seconds = 120.0
+
+
+class Recipe(Section):
+    """A whole experiment."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    description: str = ""
+    seed: int = 0
+    policies: dict[str, PolicyConfig] = Field(min_length=1)
+    workflow: str = Field(description="module:function or file.py:function, `async def play(episode)`")
+    reward: str | None = Field(
+        None, description="module:function, `reward(payload, answer) -> float`; without it the workflow returns it"
+    )
+    data: DataConfig
+    dataflow: DataflowConfig = DataflowConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    observe: ObserveConfig = ObserveConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Recipe:
+        if self.runtime.deterministic and self.dataflow.staleness != 0:
+            raise ValueError(
+                "runtime.deterministic needs dataflow.staleness=0: only on-policy runs are repeatable"
+            )
+        if len(self.policies) > 1:
+            raise ValueError("this version trains one policy at a time: keep one entry in `policies`")
+        return self
+
+    @property
+    def policy(self) -> str:
+        """The name of the first policy: what `episode.model` says."""
+        return next(iter(self.policies))

@@ -1,0 +1,211 @@
+"""The protocols between the parts. A part is exchangeable when it keeps the promises written here.
+
+Contracts name no implementation: `dataflow`, `rollout` and `trainer` meet only through these and `types`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from rillflow.types import Chunk, EngineStats, GenerateRequest, Prompt, Row, UnitInfo
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import torch
+    from openai import AsyncOpenAI
+
+    Columns = Mapping[str, npt.NDArray[Any]]
+    Tensors = Mapping[str, torch.Tensor]
+    Tokens = npt.NDArray[np.int32]
+
+
+class Clock(Protocol):
+    """Time is injected, so that deadlines can be tested without waiting."""
+
+    def now(self) -> float:
+        """Seconds since the epoch, for what is written down."""
+
+    def monotonic(self) -> float:
+        """Seconds that never go back, for deadlines."""
+
+
+class SystemClock:
+    """The real clock."""
+
+    def now(self) -> float:
+        return time.time()
+
+    def monotonic(self) -> float:
+        return time.monotonic()
+
+
+class Engine(Protocol):
+    """Token ids in; chunks of ids, log-probs and version out.
+
+    A token is sampled by exactly one version. `load` takes effect between two tokens and drops no request:
+    running requests go on, their later chunks carrying the new version. `pause` returns once no token is being
+    sampled; requests stay and go on after `resume`. Closing the iterator of `generate` aborts the request.
+    """
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def context(self) -> int:
+        """Most tokens, prompt and answer together, that one sequence may have."""
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        """Raises ContextOverflow when the prompt leaves no room for one token, QueueFull at the bound."""
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def load(self, tensors: Tensors, version: int) -> None:
+        """Raises WeightsError, changing nothing, when names, shapes or dtypes do not fit."""
+
+    def stats(self) -> EngineStats: ...
+
+
+class StorageUnit(Protocol):
+    """Holds payload columns. A row is durable when `put` returns; a damaged one raises CorruptData."""
+
+    def put(self, rows: Sequence[Mapping[str, bytes]]) -> list[Row]: ...
+
+    def get(self, rows: Sequence[Row], columns: Sequence[str]) -> list[dict[str, bytes]]: ...
+
+    def info(self) -> UnitInfo: ...
+
+
+class WeightStore(Protocol):
+    """Immutable, hashed versions of one policy's weights, and a head that names the live one."""
+
+    def publish(self, tensors: Tensors, version: int, parent: int | None) -> None:
+        """All or nothing: readers see the version whole or not at all. A version is never written twice."""
+
+    def head(self) -> int | None: ...
+
+    def versions(self) -> list[int]: ...
+
+    def pull(self, version: int) -> dict[str, torch.Tensor]:
+        """Verified against the manifest; raises CorruptData rather than returning something else."""
+
+    def rewind(self, version: int) -> list[int]:
+        """Make `version` the head again and mark later versions orphaned; returns them."""
+
+
+class Group(Protocol):
+    """A complete group, as hooks see it."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def prompt(self) -> Prompt: ...
+
+    @property
+    def rewards(self) -> Sequence[float]: ...
+
+    @property
+    def lengths(self) -> Sequence[int]: ...
+
+    @property
+    def truncated(self) -> Sequence[bool]: ...
+
+
+class Curator(Protocol):
+    """Decides which prompts are played. Its state is checkpointed with the ledger."""
+
+    def admit(self, prompt: Prompt) -> bool: ...
+
+    def observe(self, group: Group) -> None: ...
+
+    def on_version(self, version: int) -> None: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: dict[str, Any]) -> None: ...
+
+
+class Filter(Protocol):
+    """Decides whether a complete group is trained on; the reason of a drop is counted."""
+
+    def keep(self, group: Group) -> bool | str:
+        """True to keep; False or the reason to drop."""
+
+
+class ReadyGroup(Protocol):
+    """A group that may be served: its order of admission and its oldest trained token's version."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def order(self) -> int: ...
+
+    @property
+    def oldest(self) -> int: ...
+
+
+class Sampler(Protocol):
+    """Picks which ready groups make the next batch."""
+
+    def pick(self, ready: Sequence[ReadyGroup], want: int) -> list[str]: ...
+
+
+class PromptSource(Protocol):
+    """Yields prompts in an order fixed by its seed; `length` prompts make one epoch."""
+
+    @property
+    def length(self) -> int: ...
+
+    def at(self, index: int) -> Prompt:
+        """The prompt at a position of the endless sequence of epochs (0-based); pure, so a cursor is enough."""
+
+
+@runtime_checkable
+class Episode(Protocol):
+    """What a workflow gets: a prompt, clients for its policies, a seed and a deadline.
+
+    `client` is a plain OpenAI client whose base URL is this episode's session at the gateway; any other client
+    can be pointed at `base_url` with `api_key`. `model` is the name of the first policy.
+    """
+
+    @property
+    def prompt(self) -> Prompt: ...
+
+    @property
+    def payload(self) -> dict[str, Any]: ...
+
+    @property
+    def client(self) -> AsyncOpenAI: ...
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def policies(self) -> Sequence[str]: ...
+
+    @property
+    def base_url(self) -> str: ...
+
+    @property
+    def api_key(self) -> str: ...
+
+    @property
+    def seed(self) -> int: ...
+
+    def seconds_left(self) -> float: ...
+
+
+class PromptGenerator(Protocol):
+    """A function that makes prompts: `prompts(split=…, count=…, seed=…)` yields `{"id", "payload"}` dicts."""
+
+    def __call__(self, **arguments: Any) -> Iterator[dict[str, Any]]: ...

@@ -1,0 +1,78 @@
+"""Atomic files. A reader sees the old content or the new one, never a mixture, whatever is killed when."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rillflow.errors import CorruptData, DiskFull, StorageError
+
+_HASH_BLOCK = 1 << 20
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn what the operating system says about a disk into an error that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskFull(
+                f"no space left while writing {path}",
+                "free some space (old run folders, old weights) and run `rillflow resume RUN`: nothing that "
+                "was acknowledged is lost",
+            ) from error
+        raise StorageError(
+            f"cannot write {path}: {error}", "check that the folder exists and is writable"
+        ) from error
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make a rename or a new file in `folder` survive a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Durable and all-or-nothing; the temporary file is removed when the write fails."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with disk_errors(path):
+        try:
+            with open(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        fsync_folder(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_atomic(path, json.dumps(value, indent=2, sort_keys=True).encode() + b"\n")
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as error:
+        raise CorruptData(f"{path} is not valid JSON: {error}", "restore it from a copy or remove it") from error
+
+
+def file_hash(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(_HASH_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,151 @@
+"""Append-only segment files of checksummed records, each a small table of named columns.
+
+A record that `append` has returned, after `sync`, survives kill -9 and power failure. A record that was torn by a
+crash is never referred to: every writer starts a file of its own. A reader never returns bytes whose checksum does
+not match: it raises CorruptData.
+
+Record layout (little-endian, records start at multiples of 8):
+    u32 magic | u32 header length | u64 body length | u32 crc32 of header and body | u32 zero
+    header: msgpack {column: [offset in body, length]}, padded to 8 | body: columns, each padded to 8
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from io import BufferedWriter
+from pathlib import Path
+
+import msgspec
+
+from rillflow.errors import CorruptData, StorageError
+from rillflow.storage.files import disk_errors, fsync_folder
+
+MAGIC = 0x52494C4C  # "RILL"
+_PREFIX = struct.Struct("<IIQII")
+_Index = dict[str, tuple[int, int]]
+_decode_index = msgspec.msgpack.Decoder(_Index).decode
+
+
+def _padded(length: int) -> int:
+    return (length + 7) & ~7
+
+
+def segment_path(folder: Path, number: int) -> Path:
+    return folder / f"{number:08d}.seg"
+
+
+def encode_record(columns: Mapping[str, bytes]) -> bytes:
+    """One record, ready to be appended."""
+    index: _Index = {}
+    parts: list[bytes] = []
+    at = 0
+    for name, data in columns.items():
+        index[name] = (at, len(data))
+        parts.append(data + bytes(_padded(len(data)) - len(data)))
+        at += _padded(len(data))
+    header = msgspec.msgpack.encode(index)
+    rest = header + bytes(_padded(len(header)) - len(header)) + b"".join(parts)
+    return _PREFIX.pack(MAGIC, len(header), at, zlib.crc32(rest), 0) + rest
+
+
+def decode_record(view: memoryview, columns: Sequence[str] | None = None) -> dict[str, memoryview]:
+    """The asked-for columns as views; CorruptData when anything is not as it was written."""
+    if len(view) < _PREFIX.size:
+        raise CorruptData("record is cut off")
+    magic, header_length, body_length, checksum, _ = _PREFIX.unpack_from(view)
+    start = _PREFIX.size + _padded(header_length)
+    end = start + body_length
+    if magic != MAGIC or end > len(view):
+        raise CorruptData("record is cut off or not a record")
+    if zlib.crc32(view[_PREFIX.size : end]) != checksum:
+        raise CorruptData("record does not match its checksum")
+    body = view[start:end]
+    index = _decode_index(view[_PREFIX.size : _PREFIX.size + header_length])
+    wanted = index if columns is None else [name for name in columns if name in index]
+    return {name: body[index[name][0] : index[name][0] + index[name][1]] for name in wanted}
+
+
+class SegmentWriter:
+    """Appends records to numbered files in a folder, starting a new file after `limit` bytes."""
+
+    def __init__(self, folder: Path, limit: int = 64 << 20) -> None:
+        self._folder = folder
+        self._limit = limit
+        folder.mkdir(parents=True, exist_ok=True)
+        numbers = sorted(int(path.stem) for path in folder.glob("*.seg"))
+        # A new file for every writer: what an earlier one left, torn or damaged, is never touched again.
+        self._number = numbers[-1] + 1 if numbers else 0
+        self._at = 0
+        self._file = self._open()
+
+    def _open(self) -> BufferedWriter:
+        with disk_errors(self._folder):
+            file = open(segment_path(self._folder, self._number), "ab")  # noqa: SIM115
+            fsync_folder(self._folder)
+            return file
+
+    def append(self, columns: Mapping[str, bytes]) -> tuple[int, int, int]:
+        """Write a record; returns (segment, offset, length). Durable only after `sync`."""
+        record = encode_record(columns)
+        if self._at and self._at + len(record) > self._limit:
+            self._roll()
+        try:
+            with disk_errors(self._folder):
+                self._file.write(record)
+                self._file.flush()
+        except StorageError:
+            self._abandon()
+            raise
+        offset, self._at = self._at, self._at + len(record)
+        return self._number, offset, len(record)
+
+    def sync(self) -> None:
+        with disk_errors(self._folder):
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _abandon(self) -> None:
+        """After a failed write the file may end in half a record: leave it behind and start the next one."""
+        # Closing the raw file drops what the buffer still holds; a plain close would try to write it again.
+        self._file.raw.close()
+        self._number += 1
+        self._at = 0
+        self._file = self._open()
+
+    def _roll(self) -> None:
+        self.sync()
+        self._file.close()
+        self._number += 1
+        self._at = 0
+        self._file = self._open()
+
+
+class SegmentReader:
+    """Maps segment files and hands out views into them; remaps when a file has grown."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._maps: dict[int, mmap.mmap] = {}
+
+    def read(self, segment: int, offset: int, length: int, columns: Sequence[str]) -> dict[str, memoryview]:
+        mapped = self._map(segment, offset + length)
+        if offset + length > len(mapped):
+            raise CorruptData(f"segment {segment} ends before offset {offset + length}", "the unit lost data")
+        return decode_record(memoryview(mapped)[offset : offset + length], columns)
+
+    def _map(self, segment: int, needed: int) -> mmap.mmap:
+        mapped = self._maps.get(segment)
+        if mapped is None or len(mapped) < needed:
+            try:
+                with open(segment_path(self._folder, segment), "rb") as file:
+                    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            except (FileNotFoundError, ValueError) as error:
+                raise CorruptData(f"segment {segment} of {self._folder} is missing or empty") from error
+            self._maps[segment] = mapped
+        return mapped

@@ -1,0 +1,44 @@
+"""An event loop in a thread of its own, for loops that compute: a trainer's heartbeats go on during its step."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """Runs coroutines for synchronous code. Every wait has a deadline."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T], deadline: float) -> T:
+        """The result of `work`, or TimeoutError after `deadline` seconds (the work is cancelled)."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(deadline)
+        except TimeoutError:
+            future.cancel()
+            raise
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Start `work` and let it run until `close`."""
+        asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def close(self) -> None:
+        self.run(self._cancel_all(), 5.0)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5.0)
+        self._loop.close()
+
+    async def _cancel_all(self) -> None:
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
