@@ -293,7 +293,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write the policy to")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=1000, help="batches of 64 demonstrations")
+    parser.add_argument("--steps", type=int, default=900, help="batches of 64 demonstrations")
     options = parser.parse_args()
 
     torch.set_num_threads(1)  # a sum split over threads would round differently from machine to machine

@@ -1,0 +1,1 @@
+"""Engines: token ids in; chunks of ids, log-probs and version out. The contract is `rillflow.contracts.Engine`."""

@@ -5,7 +5,7 @@ crash is never referred to: every writer starts a file of its own. A reader neve
 not match: it raises CorruptData.
 
 Record layout (little-endian, records start at multiples of 8):
-    u32 magic | u32 header length | u64 body length | u32 crc32 of header and body | u32 zero
+    u32 magic | u32 crc32 of all that follows | u32 header length | u32 zero | u64 body length
     header: msgpack {column: [offset in body, length]}, padded to 8 | body: columns, each padded to 8
 """
 
@@ -25,7 +25,8 @@ from rillflow.errors import CorruptData, StorageError
 from rillflow.storage.files import disk_errors, fsync_folder
 
 MAGIC = 0x52494C4C  # "RILL"
-_PREFIX = struct.Struct("<IIQII")
+_PREFIX = struct.Struct("<IIIIQ")
+_CHECKED_FROM = 8
 _Index = dict[str, tuple[int, int]]
 _decode_index = msgspec.msgpack.Decoder(_Index).decode
 
@@ -48,20 +49,22 @@ def encode_record(columns: Mapping[str, bytes]) -> bytes:
         parts.append(data + bytes(_padded(len(data)) - len(data)))
         at += _padded(len(data))
     header = msgspec.msgpack.encode(index)
-    rest = header + bytes(_padded(len(header)) - len(header)) + b"".join(parts)
-    return _PREFIX.pack(MAGIC, len(header), at, zlib.crc32(rest), 0) + rest
+    record = bytearray(_PREFIX.pack(MAGIC, 0, len(header), 0, at))
+    record += header + bytes(_padded(len(header)) - len(header)) + b"".join(parts)
+    struct.pack_into("<I", record, 4, zlib.crc32(memoryview(record)[_CHECKED_FROM:]))
+    return bytes(record)
 
 
 def decode_record(view: memoryview, columns: Sequence[str] | None = None) -> dict[str, memoryview]:
     """The asked-for columns as views; CorruptData when anything is not as it was written."""
     if len(view) < _PREFIX.size:
         raise CorruptData("record is cut off")
-    magic, header_length, body_length, checksum, _ = _PREFIX.unpack_from(view)
+    magic, checksum, header_length, _, body_length = _PREFIX.unpack_from(view)
     start = _PREFIX.size + _padded(header_length)
     end = start + body_length
     if magic != MAGIC or end > len(view):
         raise CorruptData("record is cut off or not a record")
-    if zlib.crc32(view[_PREFIX.size : end]) != checksum:
+    if zlib.crc32(view[_CHECKED_FROM:end]) != checksum:
         raise CorruptData("record does not match its checksum")
     body = view[start:end]
     index = _decode_index(view[_PREFIX.size : _PREFIX.size + header_length])

@@ -1,0 +1,49 @@
+# The front doors. Everything runs in .venv, made from nothing but Python 3.11+.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test test-all lint format docs bench clean
+
+help:  ## show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+setup: $(STAMP)  ## make the virtual environment and install Rillflow with its development tools
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Rillflow needs Python 3.11 or later")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e . --group dev
+	touch $@
+
+quickstart: setup  ## train the tiny policy on this machine, in about three minutes
+	$(BIN)/rillflow run quickstart
+
+test: setup  ## the plain tests, a few minutes
+	$(BIN)/python -m pytest
+
+test-all: setup  ## everything: also real training runs and killed processes
+	$(BIN)/python -m pytest -m "not engines and not oracle"
+
+lint: setup  ## formatting, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/mkdocs build --strict --quiet
+
+format: setup  ## put the code into shape
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: setup  ## serve the documentation on localhost
+	$(BIN)/mkdocs serve
+
+bench: setup  ## every performance claim, quickly
+	for script in $$(ls bench/*.py | grep -v -e __init__ -e common -e _); do \
+	  $(BIN)/python -m bench.$$(basename $$script .py) --quick --json - || exit 1; done
+
+clean:  ## remove the virtual environment and caches (never runs/)
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache site

@@ -1,0 +1,144 @@
+"""The `rillflow` command. Errors that a user can do something about are printed without a traceback."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import rillflow
+from rillflow.errors import RillflowError
+
+app = typer.Typer(
+    name="rillflow",
+    help="Train agentic language models with reinforcement learning.\n\nStart with: rillflow run quickstart",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+errors = Console(stderr=True)
+RunArgument = Annotated[Path, typer.Argument(help="A run folder, such as runs/quickstart-…", metavar="RUN")]
+
+
+@contextmanager
+def clear_errors() -> Iterator[None]:
+    try:
+        yield
+    except RillflowError as error:
+        errors.print(f"[bold red]error:[/] {error.message}", highlight=False, markup=True)
+        if error.hint:
+            errors.print(f"[bold]what to do:[/] {error.hint}", highlight=False)
+        raise typer.Exit(2) from None
+
+
+@app.command()
+def run(
+    recipe: Annotated[str, typer.Argument(help="A shipped recipe's name, or the path of a YAML file")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Changes to the recipe, such as trainer.steps=20 seed=3")
+    ] = None,
+    runs: Annotated[Path, typer.Option(help="Where run folders are made")] = Path("runs"),
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check and print the resolved recipe, run nothing")
+    ] = False,
+) -> None:
+    """Run a recipe on this machine: starts every process, shows progress, ends with a summary and a plot."""
+    from rillflow.cli.run import check, run_folder, show_recipe
+    from rillflow.config import load_recipe
+    from rillflow.runtime.folder import RunFolder
+
+    with clear_errors():
+        loaded = load_recipe(recipe, overrides or ())
+        if dry_run:
+            show_recipe(loaded)
+            return
+        check(loaded)
+        raise typer.Exit(run_folder(RunFolder.create(loaded, runs)))
+
+
+@app.command()
+def resume(folder: RunArgument) -> None:
+    """Go on with a run that was stopped, killed or failed, exactly where it was."""
+    from rillflow.cli.run import run_folder
+    from rillflow.runtime.folder import RunFolder
+
+    with clear_errors():
+        opened = RunFolder.open(folder)
+        if opened.state()["state"] == "finished":
+            errors.print(f"{folder} has finished ({opened.state()['reason']}): nothing to resume")
+            return
+        raise typer.Exit(run_folder(opened))
+
+
+@app.command()
+def audit(
+    folder: RunArgument,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the whole report as JSON")] = False,
+) -> None:
+    """Prove from the ledger that every prompt, task, sample and batch is in exactly one state."""
+    from rillflow.cli.audit import print_report
+    from rillflow.dataflow.audit import audit as audit_ledger
+    from rillflow.runtime.folder import RunFolder
+
+    with clear_errors():
+        report = audit_ledger(RunFolder.open(folder).ledger)
+        print_report(report, as_json=as_json)
+        raise typer.Exit(0 if report.balanced else 1)
+
+
+@app.command()
+def recipes() -> None:
+    """List the shipped recipes."""
+    from rillflow.config import load_recipe
+    from rillflow.config import recipes as shipped
+
+    table = Table("recipe", "what it does", "file")
+    with clear_errors():
+        for name, path in shipped().items():
+            table.add_row(name, load_recipe(name).description, str(path))
+    Console().print(table)
+
+
+@app.command()
+def version() -> None:
+    """Print the version of Rillflow and of what it runs on."""
+    from importlib.metadata import version as installed
+
+    print(f"rillflow {rillflow.__version__}")
+    print(f"python {sys.version.split()[0]}, torch {installed('torch')}, transformers {installed('transformers')}")
+
+
+@app.command(rich_help_panel="One part of a run, started by hand")
+def dataflow(folder: RunArgument) -> None:
+    """Serve the dataflow layer of a run."""
+    from rillflow.runtime.folder import RunFolder
+    from rillflow.runtime.roles import dataflow_role
+
+    with clear_errors():
+        dataflow_role(RunFolder.open(folder))
+
+
+@app.command(rich_help_panel="One part of a run, started by hand")
+def rollout(folder: RunArgument, name: Annotated[str, typer.Option(help="The node's name")] = "rollout-0") -> None:
+    """Play episodes for a run."""
+    from rillflow.runtime.folder import RunFolder
+    from rillflow.runtime.roles import rollout_role
+
+    with clear_errors():
+        rollout_role(RunFolder.open(folder), name)
+
+
+@app.command(rich_help_panel="One part of a run, started by hand")
+def trainer(folder: RunArgument, policy: Annotated[str, typer.Option(help="The policy to train")]) -> None:
+    """Train one policy of a run."""
+    from rillflow.runtime.folder import RunFolder
+    from rillflow.runtime.roles import trainer_role
+
+    with clear_errors():
+        trainer_role(RunFolder.open(folder), policy)

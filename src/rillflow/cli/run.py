@@ -1,0 +1,81 @@
+"""`rillflow run` and `rillflow resume`: the run, its live view, and what is printed at its end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import yaml
+from rich.console import Console
+
+from rillflow.config import Recipe, resolve_object
+from rillflow.errors import RunError
+from rillflow.observe.metrics import read_metrics
+from rillflow.observe.plot import plot_reward
+from rillflow.observe.progress import Progress
+from rillflow.observe.summary import summarise, summary_table
+from rillflow.observe.tensorboard import TensorBoard
+from rillflow.runtime.folder import RunFolder
+from rillflow.runtime.local import GOOD_ENDS, LocalRun
+from rillflow.storage import write_json
+from rillflow.types import Status
+
+console = Console(stderr=True)
+INTERRUPTED = 130
+
+
+def show_recipe(recipe: Recipe) -> None:
+    print(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False), end="")
+
+
+def check(recipe: Recipe) -> None:
+    """Fail before anything is started where a look can tell that the run cannot work."""
+    from rillflow.dataflow.sources import open_source
+
+    resolve_object(recipe.workflow)
+    if recipe.reward is not None:
+        resolve_object(recipe.reward)
+    for source in (recipe.data.prompts, recipe.data.heldout):
+        if source is not None:
+            open_source(source)
+
+
+def run_folder(folder: RunFolder) -> int:
+    """Run to the end; returns the exit code: 0 for a good end, 1 for a bad one, 130 when interrupted."""
+    recipe = folder.recipe
+    console.print(f"[bold]{recipe.name}[/] in {folder.root}", highlight=False)
+    board = TensorBoard(folder.metrics, folder.root / "tensorboard") if recipe.observe.tensorboard else None
+    started = time.monotonic()
+    try:
+        with Progress(recipe.name) as progress:
+
+            def on_status(status: Status) -> None:
+                progress.show(status)
+                if board is not None:
+                    board.update()
+
+            status = asyncio.run(LocalRun(folder, on_status).run())
+    except RunError as error:
+        raise RunError(error.message, f"{error.hint}; then `rillflow resume {folder.root}` goes on") from error
+    finally:
+        if board is not None:
+            board.close()
+    if status is None:
+        console.print(f"stopped; `rillflow resume {folder.root}` goes on where it was", highlight=False)
+        return INTERRUPTED
+    return _conclude(folder, status, time.monotonic() - started)
+
+
+def _conclude(folder: RunFolder, status: Status, seconds: float) -> int:
+    metrics = read_metrics(folder.metrics)
+    summary = summarise(metrics, status, seconds)
+    write_json(folder.root / "summary.json", summary)
+    plot = folder.root / "reward.png" if folder.recipe.observe.plot and metrics.steps else None
+    if plot is not None:
+        plot_reward(metrics, plot, folder.recipe.name)
+    console.print(summary_table(summary, folder.root, plot))
+    if status.reason in GOOD_ENDS:
+        return 0
+    console.print(f"[bold red]the run failed:[/] {status.reason}", highlight=False)
+    console.print(f"[bold]what to do:[/] the logs are in {folder.root / 'logs'}", highlight=False)
+    return 1

@@ -1,0 +1,134 @@
+"""Slots of KV cache: one preallocated tensor, never reallocated and never concatenated.
+
+Invariants: slot s holds keys and values of one sequence in columns 0..n-1; the last column belongs to no sequence,
+it takes the writes of padding. Every value is finite (stale columns are masked, and 0 * NaN would not be 0).
+
+Shape suffixes: L layers, S slots, K kv heads, C columns (context + 1), D head size, N tokens, R rows, T tokens of a
+row, E columns read (the extent).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rillflow.engine.embedded.sampling import Array
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One forward: R rows of T new tokens each, right-padded.
+
+    `rows` are the slots read, as a slice (a view, no copy) or as indices (a gather). `mask_RTE` is additive, None
+    when nothing is cached yet: then the new tokens attend causally to one another alone. `last_R` is the index, in
+    the flattened tokens, of each row's last real token; None when every row has exactly one.
+    """
+
+    ids_RT: torch.Tensor
+    positions_RT: torch.Tensor
+    rows: slice | torch.Tensor
+    write_N2K: torch.Tensor
+    extent: int
+    mask_RTE: torch.Tensor | None
+    last_R: torch.Tensor | None
+
+
+class KVCache:
+    """The tensor and the moves on it. `write` and `read` are what a forward calls, layer by layer."""
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        slots: int,
+        heads: int,
+        context: int,
+        head_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.context = context
+        self.heads = heads
+        self.device = device
+        shape = (layers, 2, slots, heads, context + 1, head_size)
+        self._kv_L2SKCD = torch.zeros(shape, dtype=dtype, device=device)
+        self._flat_LND = self._kv_L2SKCD.view(layers, -1, head_size)
+        # Offsets of (key or value, head) for a slot, in units of head_size.
+        half = slots * heads * (context + 1)
+        self._offset_2K = np.add.outer(np.arange(2) * half, np.arange(heads) * (context + 1)).reshape(-1)
+        self._columns_C = torch.arange(context, device=device)
+        self._zero = torch.zeros((), dtype=dtype, device=device)
+        self._closed = torch.full((), -torch.inf, dtype=dtype, device=device)
+
+    def write(self, layer: int, batch: Batch, kv_ND: torch.Tensor) -> None:
+        """Store keys and values, ordered (token, key or value, head)."""
+        self._flat_LND[layer].index_copy_(0, batch.write_N2K, kv_ND)
+
+    def read(self, layer: int, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [R, K, E, D] of the batch's rows, its own tokens included."""
+        kv_2RKED = self._kv_L2SKCD[layer, :, batch.rows, :, : batch.extent]
+        return kv_2RKED[0], kv_2RKED[1]
+
+    def copy(self, source: int, target: int, count: int) -> None:
+        """Copy the first `count` columns of one slot to another, in all layers at once."""
+        self._kv_L2SKCD[:, :, target, :, :count].copy_(self._kv_L2SKCD[:, :, source, :, :count])
+
+    def swap(self, one: int, other: int, count: int) -> None:
+        """Exchange the first `count` columns of two slots."""
+        kept = self._kv_L2SKCD[:, :, one, :, :count].clone()
+        self.copy(other, one, count)
+        self._kv_L2SKCD[:, :, other, :, :count].copy_(kept)
+
+    def clear(self) -> None:
+        self._kv_L2SKCD.zero_()
+
+    def decode_batch(self, rows: slice, ids_R: Array, positions_R: Array, ready_R: Array) -> Batch:
+        """One new token for each row of a run of slots. Rows that are not ready write into the spare column."""
+        slots_R = np.arange(rows.start, rows.stop)
+        columns_R = np.where(ready_R, positions_R, self.context)
+        extent = int(positions_R.max()) + 1
+        positions_R1 = self._tensor(positions_R.astype(np.int64)[:, None])
+        return Batch(
+            ids_RT=self._tensor(ids_R.astype(np.int64)[:, None]),
+            positions_RT=positions_R1,
+            rows=rows,
+            write_N2K=self._write_index(slots_R, columns_R),
+            extent=extent,
+            mask_RTE=self.mask(positions_R1, extent),
+            last_R=None,
+        )
+
+    def prefill_batch(self, slots_R: Array, ids_RT: Array, starts_R: Array, counts_R: Array) -> Batch:
+        """`counts_R` new tokens for each slot, from column `starts_R` on."""
+        rows, width = ids_RT.shape
+        steps_T = np.arange(width)
+        positions_RT = starts_R[:, None] + steps_T
+        real_RT = steps_T < counts_R[:, None]
+        columns_RT = np.where(real_RT, positions_RT, self.context)
+        positions_RT = np.where(real_RT, positions_RT, 0)  # a padded token needs some valid position
+        extent = int((starts_R + counts_R).max())
+        positions = self._tensor(positions_RT.astype(np.int64))
+        fresh = not starts_R.any()
+        return Batch(
+            ids_RT=self._tensor(ids_RT.astype(np.int64)),
+            positions_RT=positions,
+            rows=self._tensor(slots_R.astype(np.int64)),
+            write_N2K=self._write_index(np.repeat(slots_R, width), columns_RT.reshape(-1)),
+            extent=extent,
+            mask_RTE=None if fresh else self.mask(positions, extent),
+            last_R=self._tensor((np.arange(rows) * width + counts_R - 1).astype(np.int64)),
+        )
+
+    def _write_index(self, slots_N: Array, columns_N: Array) -> torch.Tensor:
+        base_N = slots_N * (self.heads * (self.context + 1)) + columns_N
+        return self._tensor(np.add.outer(base_N, self._offset_2K).reshape(-1).astype(np.int64))
+
+    def mask(self, positions_RT: torch.Tensor, extent: int) -> torch.Tensor:
+        """Additive, computed once a step: SDPA would turn a bool mask into this in every layer."""
+        open_RTE = self._columns_C[:extent] <= positions_RT[:, :, None]
+        return torch.where(open_RTE, self._zero, self._closed)
+
+    def _tensor(self, values: Array) -> torch.Tensor:
+        return torch.from_numpy(values).to(self.device, non_blocking=True)

@@ -1,0 +1,370 @@
+"""The scheduler: admits requests into slots, computes prompts, draws one token for every running sequence per step.
+
+Invariants: a token is drawn from keys and values that the current weights alone have computed. A row is drawn from
+only when all its tokens but the last are cached. Tokens leave through the outbox in order, each chunk of one
+version. A step either succeeds or raises; the caller then calls `fail`, which answers every request.
+
+The core knows nothing of asyncio: `submit` and `abort` may be called from another thread while `step` runs, everything
+else between two steps.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from rillflow.engine.embedded.cache import Batch, KVCache
+from rillflow.engine.embedded.forward import make_forward
+from rillflow.engine.embedded.model import WeightSlots
+from rillflow.engine.embedded.sampling import Array, draw
+from rillflow.engine.embedded.slots import MIN_SHARED, Slots
+from rillflow.errors import EngineError
+from rillflow.types import Chunk, EngineStats, FinishReason, GenerateRequest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from rillflow.contracts import Tensors
+
+# Tokens of prompts computed per step: enough to keep the device busy, few enough that running sequences go on.
+_PREFILL_TOKENS = {"cpu": 1024, "cuda": 8192}
+
+
+@dataclass(eq=False, slots=True)
+class Ticket:
+    """A request on its way through the engine."""
+
+    request: GenerateRequest
+    seed: int
+    slot: int = -1
+    ended: bool = False
+
+
+@dataclass(slots=True)
+class _Counts:
+    generated: int = 0
+    prefilled: int = 0
+    reused: int = 0
+    steps: int = 0
+    loads: int = 0
+
+
+@dataclass(slots=True)
+class Outbox:
+    """What the callers get: chunks in order, filled by steps and emptied between them."""
+
+    chunks: list[tuple[Ticket, Chunk]] = field(default_factory=list)
+
+    def take(self) -> list[tuple[Ticket, Chunk]]:
+        taken, self.chunks = self.chunks, []
+        return taken
+
+
+class Core:
+    def __init__(self, model: PreTrainedModel, version: int, slots: int, context: int, exact: bool) -> None:
+        self.version = version
+        self.outbox = Outbox()
+        model.train(False)
+        self._exact = exact
+        self._slots = Slots(slots, context)
+        self._cache = _make_cache(model, slots, context)
+        self._forward = make_forward(model, self._cache)
+        self._weights = WeightSlots(model)
+        self._seated: list[Ticket | None] = [None] * slots
+        self._waiting: deque[Ticket] = deque()
+        self._aborted: deque[Ticket] = deque()
+        self._budget = _PREFILL_TOKENS[self._cache.device.type]
+        self._counts = _Counts()
+
+    # ------------------------------------------------------------ requests
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting or self._aborted or self._slots.active.any())
+
+    def submit(self, ticket: Ticket) -> None:
+        self._waiting.append(ticket)
+
+    def abort(self, ticket: Ticket) -> None:
+        self._aborted.append(ticket)
+
+    def fail(self) -> list[Ticket]:
+        """Give up every request, after a step raised; the engine is empty and usable afterwards."""
+        lost = [ticket for ticket in self._seated if ticket is not None] + list(self._waiting)
+        for ticket in lost:
+            ticket.ended = True
+        self._waiting.clear()
+        for slot in np.flatnonzero(self._slots.active):
+            self._slots.release(int(slot))
+        self._seated = [None] * self._slots.count
+        self._invalidate()
+        return lost
+
+    def stats(self) -> EngineStats:
+        counts = self._counts
+        return EngineStats(
+            version=self.version,
+            running=int(self._slots.active.sum()),
+            waiting=len(self._waiting),
+            slots=self._slots.count,
+            generated_tokens=counts.generated,
+            prefilled_tokens=counts.prefilled,
+            reused_tokens=counts.reused,
+            steps=counts.steps,
+            loads=counts.loads,
+        )
+
+    # ------------------------------------------------------------ weights
+
+    def load(self, tensors: Tensors, version: int) -> None:
+        """Take new weights between two tokens. Running sequences are computed again under them, none is dropped."""
+        self.flush()  # what is not yet sent belongs to the old version
+        self._weights.copy(tensors)
+        self._forward.refresh()
+        self._invalidate()
+        self.version = version
+        self._counts.loads += 1
+        for slot in np.flatnonzero(self._slots.active):
+            self._share_prefix(int(slot), earlier=np.arange(self._slots.count) < slot)
+
+    def _invalidate(self) -> None:
+        self._slots.forget()
+        self._cache.clear()
+
+    # ------------------------------------------------------------ one step
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Admit, compute prompts up to the budget, then draw one token for every row that is ready."""
+        self._counts.steps += 1
+        self._reap()
+        self._hand_over()
+        self._admit()
+        if self._exact:
+            self._step_exact()
+            return
+        self._compact()
+        self._prefill()
+        self._hand_over()
+        self._decode()
+
+    def flush(self) -> None:
+        """Put all tokens that callers do not have yet into the outbox."""
+        slots = self._slots
+        for slot in np.flatnonzero(slots.active & (slots.length > slots.sent)):
+            self._send(int(slot), None)
+
+    def _send(self, slot: int, finish: FinishReason | None) -> None:
+        slots, ticket = self._slots, self._seated[slot]
+        if ticket is None:
+            return
+        part = slice(int(slots.sent[slot]), int(slots.length[slot]))
+        slots.sent[slot] = part.stop
+        chunk = Chunk(
+            tokens=slots.tokens[slot, part].tolist(),
+            logprobs=slots.logprobs[slot, part].tolist(),
+            raw_logprobs=slots.raw_logprobs[slot, part].tolist(),
+            version=self.version,
+            finish=finish,
+        )
+        self.outbox.chunks.append((ticket, chunk))
+
+    def _finish(self, slot: int, reason: FinishReason) -> None:
+        self._send(slot, reason)
+        ticket = self._seated[slot]
+        if ticket is not None:
+            ticket.ended = True
+        self._seated[slot] = None
+        self._slots.release(slot)
+
+    def _reap(self) -> None:
+        while self._aborted:
+            ticket = self._aborted.popleft()
+            if ticket.ended:
+                continue
+            if ticket.slot >= 0:
+                self._finish(ticket.slot, "abort")
+            else:
+                self._waiting.remove(ticket)
+                ticket.ended = True
+                empty = Chunk(tokens=[], logprobs=[], raw_logprobs=[], version=self.version, finish="abort")
+                self.outbox.chunks.append((ticket, empty))
+
+    # ------------------------------------------------------------ admission and prefixes
+
+    def _admit(self) -> None:
+        free = self._slots.count - int(self._slots.active.sum())
+        while self._waiting and free:
+            self._seat(self._waiting.popleft())
+            free -= 1
+
+    def _seat(self, ticket: Ticket) -> None:
+        slots, tokens = self._slots, ticket.request.tokens
+        if self._exact:
+            slot, cached = slots.vacant(keep=-1), 0
+        else:
+            slot, cached = self._place(np.asarray(tokens[:-1], np.int32))
+        slots.occupy(slot, tokens, ticket.request.sampling, ticket.seed, cached)
+        ticket.slot = slot
+        self._seated[slot] = ticket
+        self._counts.reused += cached
+        if not self._exact:
+            self._share_prefix(slot, earlier=np.arange(slots.count) != slot)
+
+    def _place(self, prefix: Array) -> tuple[int, int]:
+        """A slot for the sequence and how much of it the slot holds: all, when it continues a resident sequence."""
+        slots = self._slots
+        best = slots.match(prefix, np.ones(slots.count, bool))
+        continues = best.shared * 2 >= slots.cached[best.slot]
+        if best.shared and not slots.active[best.slot] and continues:
+            return best.slot, best.shared
+        slot = slots.vacant(keep=best.slot if best.shared >= MIN_SHARED else -1)
+        return slot, best.shared if slot == best.slot else 0
+
+    def _share_prefix(self, slot: int, earlier: Array) -> None:
+        """Look for a slot that holds, or will hold, more of this sequence's prefix; take it over when it is there."""
+        slots = self._slots
+        if self._exact:
+            return
+        best = slots.match(slots.tokens[slot, : slots.length[slot] - 1], earlier)
+        if best.shared >= max(MIN_SHARED, int(slots.cached[slot]) + 1):
+            slots.leader[slot], slots.shared[slot] = best.slot, best.shared
+            self._hand_over_to(slot)
+
+    def _hand_over(self) -> None:
+        for slot in np.flatnonzero(self._slots.leader >= 0):
+            self._hand_over_to(int(slot))
+
+    def _hand_over_to(self, slot: int) -> None:
+        """Copy the shared prefix once the leader has it, or whatever it had when it ended."""
+        slots = self._slots
+        leader, shared = int(slots.leader[slot]), int(slots.shared[slot])
+        ready = int(slots.cached[leader])
+        if ready < shared and slots.active[leader]:
+            return
+        slots.leader[slot] = -1
+        count = min(ready, shared)
+        if count > slots.cached[slot]:
+            self._counts.reused += count - int(slots.cached[slot])
+            self._cache.copy(leader, slot, count)
+            slots.cached[slot] = count
+
+    def _compact(self) -> None:
+        """Move the highest sequences into holes below, so that decoding reads a dense run of slots."""
+        slots = self._slots
+        span = slots.span()
+        holes = np.flatnonzero(~slots.active[:span]).tolist()
+        if len(holes) <= span // 16:
+            return
+        for hole in holes:
+            top = slots.span() - 1
+            if top <= hole:
+                return
+            self._move_down(top, hole)
+
+    def _move_down(self, top: int, hole: int) -> None:
+        slots, ticket = self._slots, self._seated[top]
+        if slots.cached[hole]:
+            self._cache.swap(hole, top, int(max(slots.cached[hole], slots.cached[top])))
+        else:
+            self._cache.copy(top, hole, int(slots.cached[top]))
+        slots.swap(hole, top)
+        self._seated[hole], self._seated[top] = ticket, None
+        if ticket is not None:
+            ticket.slot = hole
+
+    # ------------------------------------------------------------ forwards
+
+    def _prefill(self) -> None:
+        """Compute prompts (and, after a load, whole sequences), the longest first, bounded by the budget."""
+        slots = self._slots
+        missing = np.where(slots.active & (slots.leader < 0), slots.length - slots.cached, 0)
+        rows = np.flatnonzero(missing > 1)
+        if not rows.size:
+            return
+        rows = rows[np.argsort(-missing[rows], kind="stable")]
+        width = min(int(missing[rows[0]]), self._budget)
+        rows = rows[: max(1, self._budget // width)]
+        self._prefill_rows(rows, np.minimum(missing[rows], width))
+
+    def _prefill_rows(self, rows: Array, counts: Array) -> None:
+        slots = self._slots
+        starts = slots.cached[rows]
+        columns = np.minimum(starts[:, None] + np.arange(int(counts.max())), slots.context - 1)
+        ids = np.maximum(slots.tokens[rows[:, None], columns], 0)  # padding may read an unused column
+        logits = self._forward(self._cache.prefill_batch(rows, ids, starts, counts))
+        slots.cached[rows] = starts + counts
+        self._counts.prefilled += int(counts.sum())
+        whole = slots.cached[rows] == slots.length[rows]
+        if whole.any():
+            self._draw(rows[whole], logits if whole.all() else logits[torch.from_numpy(whole)])
+
+    def _decode(self) -> None:
+        """One token for every ready row. Rows in between that are not ready compute along and change nothing."""
+        slots = self._slots
+        ready = slots.active & (slots.length - slots.cached == 1)
+        rows = np.flatnonzero(ready)
+        if not rows.size:
+            return
+        run = slice(0, int(rows[-1]) + 1)
+        logits = self._forward(self._decode_batch(run, ready[run]))
+        slots.cached[rows] += 1
+        self._draw(rows, logits if len(rows) == run.stop else logits[torch.from_numpy(rows)])
+
+    def _decode_batch(self, run: slice, ready: Array) -> Batch:
+        slots = self._slots
+        positions = np.where(ready, slots.cached[run], 0)
+        ids = np.maximum(slots.tokens[np.arange(run.start, run.stop), positions], 0)
+        return self._cache.decode_batch(run, ids, positions, ready)
+
+    def _step_exact(self) -> None:
+        """One sequence per forward: no result can depend on who else is running."""
+        slots = self._slots
+        for slot in np.flatnonzero(slots.active):
+            row = np.asarray([slot])
+            missing = slots.length[row] - slots.cached[row]
+            if missing[0] > 1:
+                self._prefill_rows(row, missing)
+            else:
+                run = slice(int(slot), int(slot) + 1)
+                logits = self._forward(self._decode_batch(run, np.ones(1, bool)))
+                slots.cached[row] += 1
+                self._draw(row, logits)
+
+    def _draw(self, rows: Array, logits: torch.Tensor) -> None:
+        slots = self._slots
+        drawn = draw(logits, slots.settings(rows))
+        if not np.isfinite(drawn.raw_logprobs).all():
+            raise EngineError(f"the logits of version {self.version} are not finite", "load weights that are finite")
+        stopped = slots.append(rows, drawn.tokens, drawn.logprobs, drawn.raw_logprobs)
+        self._counts.generated += len(rows)
+        for index in np.flatnonzero(stopped | (slots.length[rows] >= slots.limit[rows])):
+            self._finish(int(rows[index]), "stop" if stopped[index] else "length")
+
+
+def _make_cache(model: PreTrainedModel, slots: int, context: int) -> KVCache:
+    config = model.config
+    longest = getattr(config, "max_position_embeddings", None) or context
+    if context > longest:
+        raise EngineError(
+            f"context {context} is longer than the model's {longest}", f"set the context to {longest} or less"
+        )
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return KVCache(
+        layers=config.num_hidden_layers,
+        slots=slots,
+        heads=heads,
+        context=context,
+        head_size=head_size,
+        dtype=model.dtype,
+        device=model.device,
+    )

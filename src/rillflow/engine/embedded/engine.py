@@ -1,0 +1,260 @@
+"""The async face of the embedded engine: requests in from many coroutines, one driver that steps the core.
+
+Invariants: only the driver, or a coroutine that holds `_between`, touches the core, so `pause` and `load` act between
+two tokens. A request always ends: with a finish reason, or with an EngineError when a step failed. A slow consumer
+costs memory bounded by its own max_tokens, and finds the waiting tokens merged into one chunk per version.
+
+On a CPU a step runs in the event loop's own thread: a second thread would only fight it for the interpreter lock. On a
+GPU steps run in a single worker thread, and the loop serves meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+from rillflow.contracts import Clock, SystemClock
+from rillflow.engine.embedded.core import Core, Ticket
+from rillflow.errors import ContextOverflow, EngineError, QueueFull
+from rillflow.types import Chunk, EngineStats, GenerateRequest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from rillflow.contracts import Tensors
+
+_SEED_MASK = 2**64 - 1
+_HAND_OUT_SECONDS = 0.05  # tokens of unfinished requests are handed to their readers this often, not one by one
+
+
+class EmbeddedEngine:
+    """Continuous batching for a transformers causal model. Takes over `model`: its weights are changed in place."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        version: int = 0,
+        slots: int = 64,
+        context: int = 512,
+        queue: int = 1024,
+        exact: bool = False,
+        clock: Clock | None = None,
+    ) -> None:
+        self._core = Core(model, version, slots, context, exact)
+        self._context = context
+        self._queue = queue
+        self._vocabulary: int = model.config.vocab_size
+        self._clock = clock or SystemClock()
+        self._worker = ThreadPoolExecutor(1, "engine") if model.device.type != "cpu" else None
+        self._between = asyncio.Lock()
+        self._wake = asyncio.Event()
+        self._paused = False
+        self._driver: asyncio.Task[None] | None = None
+        self._streams: dict[Ticket, _Stream] = {}
+        self._handed_out = 0.0
+
+    @property
+    def version(self) -> int:
+        return self._core.version
+
+    @property
+    def context(self) -> int:
+        return self._context
+
+    def stats(self) -> EngineStats:
+        return self._core.stats()
+
+    async def start(self) -> None:
+        if self._driver is None:
+            self._driver = asyncio.create_task(self._drive(), name="embedded engine")
+
+    async def close(self) -> None:
+        """Stop. Requests still open end with an EngineError."""
+        if self._driver is not None:
+            self._driver.cancel()
+            await asyncio.wait([self._driver])
+            self._driver = None
+        async with self._between:
+            self._fail(EngineError("the engine was closed", "send the request to another engine"))
+        if self._worker is not None:
+            self._worker.shutdown()
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        self._check(request)
+        seed = request.sampling.seed
+        ticket = Ticket(request, (secrets.randbits(64) if seed is None else seed) & _SEED_MASK)
+        stream = _Stream(lambda: self._abort(ticket))
+        self._streams[ticket] = stream
+        self._core.submit(ticket)
+        self._wake.set()
+        return stream
+
+    async def pause(self) -> None:
+        self._paused = True
+        async with self._between:
+            self._core.flush()
+            self._hand_out()
+
+    async def resume(self) -> None:
+        self._paused = False
+        self._wake.set()
+
+    async def load(self, tensors: Tensors, version: int) -> None:
+        async with self._between:
+            await self._run(lambda: self._core.load(tensors, version))
+            self._hand_out()
+
+    # ------------------------------------------------------------ the driver
+
+    async def _drive(self) -> None:
+        while True:
+            while self._paused or not self._core.busy:
+                self._wake.clear()
+                await self._wake.wait()
+            async with self._between:
+                if not self._paused:
+                    await self._step()
+            await asyncio.sleep(0)
+
+    async def _step(self) -> None:
+        try:
+            await self._run(self._advance)
+        except Exception as error:
+            self._fail(error)
+        self._hand_out()
+
+    def _advance(self) -> None:
+        self._core.step()
+        now = self._clock.monotonic()
+        if now - self._handed_out >= _HAND_OUT_SECONDS:
+            self._handed_out = now
+            self._core.flush()
+
+    async def _run(self, work: Callable[[], None]) -> None:
+        if self._worker is None:
+            work()
+        else:
+            # Shielded: a cancelled caller must not leave while the worker still changes the core.
+            await _finish(asyncio.get_running_loop().run_in_executor(self._worker, work))
+
+    def _hand_out(self) -> None:
+        for ticket, chunk in self._core.outbox.take():
+            stream = self._streams.get(ticket)
+            if stream is not None:
+                stream.push(chunk)
+            if chunk.finish is not None:
+                self._streams.pop(ticket, None)
+
+    def _fail(self, error: Exception) -> None:
+        """Answer every open request; what was sampled before goes out first."""
+        self._hand_out()
+        for ticket in self._core.fail():
+            stream = self._streams.pop(ticket, None)
+            if stream is not None:
+                stream.fail(error)
+
+    def _abort(self, ticket: Ticket) -> None:
+        if self._streams.pop(ticket, None) is not None:
+            self._core.abort(ticket)
+            self._wake.set()
+
+    # ------------------------------------------------------------ admission
+
+    def _check(self, request: GenerateRequest) -> None:
+        tokens, sampling = request.tokens, request.sampling
+        if len(tokens) >= self._context:
+            raise ContextOverflow(
+                f"the prompt has {len(tokens)} tokens, the context {self._context}: no room for one more",
+                "shorten the prompt or raise the engine's context",
+            )
+        if self._core.waiting >= self._queue:
+            raise QueueFull(f"{self._queue} requests are waiting", "ask again later or add an engine")
+        if not tokens or min(tokens) < 0 or max(tokens) >= self._vocabulary:
+            raise EngineError(
+                f"a prompt needs token ids from 0 to {self._vocabulary - 1}", "is it the model's own tokenizer?"
+            )
+        if (
+            sampling.max_tokens < 1
+            or sampling.top_k < 0
+            or not (sampling.temperature >= 0.0 and 0.0 < sampling.top_p <= 1.0)
+        ):
+            raise EngineError(
+                f"sampling out of range: {sampling}",
+                "max_tokens is at least 1, temperature and top_k at least 0, top_p in (0, 1]",
+            )
+
+
+async def _finish(future: asyncio.Future[None]) -> None:
+    """Wait until the worker is done even when cancelled, then let the cancellation go on."""
+    try:
+        await asyncio.shield(future)
+    except asyncio.CancelledError:
+        await asyncio.wait([future])
+        raise
+
+
+class _Stream:
+    """What a caller iterates. Closing it, or dropping it, aborts the request."""
+
+    def __init__(self, abort: Callable[[], None]) -> None:
+        self._abort = abort
+        self._chunks: deque[Chunk] = deque()
+        self._arrived = asyncio.Event()
+        self._error: Exception | None = None
+        self._done = False
+
+    def push(self, chunk: Chunk) -> None:
+        self._chunks.append(chunk)
+        self._arrived.set()
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+        self._arrived.set()
+
+    def __aiter__(self) -> AsyncIterator[Chunk]:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        if self._done:
+            raise StopAsyncIteration
+        while not self._chunks and self._error is None:
+            self._arrived.clear()
+            await self._arrived.wait()
+        if self._chunks:
+            chunk = self._pop()
+            self._done = chunk.finish is not None
+            return chunk
+        self._done = True
+        if isinstance(self._error, EngineError):
+            raise EngineError(self._error.message, self._error.hint)
+        raise EngineError(f"a step of the engine failed: {self._error!r}", "see its cause") from self._error
+
+    async def aclose(self) -> None:
+        self._done = True
+        self._chunks.clear()
+        self._abort()
+
+    def __del__(self) -> None:
+        self._abort()
+
+    def _pop(self) -> Chunk:
+        """The waiting tokens of one version as one chunk."""
+        version = self._chunks[0].version
+        same = list(takewhile(lambda chunk: chunk.version == version, self._chunks))
+        for _ in same:
+            self._chunks.popleft()
+        if len(same) == 1:
+            return same[0]
+        return Chunk(
+            tokens=[token for chunk in same for token in chunk.tokens],
+            logprobs=[value for chunk in same for value in chunk.logprobs],
+            raw_logprobs=[value for chunk in same for value in chunk.raw_logprobs],
+            version=version,
+            finish=same[-1].finish,
+        )

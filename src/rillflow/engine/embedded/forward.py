@@ -1,0 +1,193 @@
+"""From a batch of new tokens to the logits of each row's last one, through the slots of KV cache.
+
+Two implementations of one function. `LeanForward` runs the Llama family (Llama, Qwen2, Qwen3) with few, large
+operators: a small model's time is dispatch, and the library's own forward spends three quarters of it there.
+`LibraryForward` calls any other transformers model through a cache object. Both agree with a plain forward of the
+model within float rounding.
+
+Invariant: the lean forward keeps no second copy of the weights. The fused matrices are the storage, and the model's
+parameters become views into them, so weights copied into the parameters reach both.
+
+Shape suffixes: R rows, T tokens of a row, N = R*T, H query heads, K kv heads, G = H / K, D head size, E columns
+read, X hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from rillflow.engine.embedded.cache import Batch, KVCache
+from rillflow.errors import EngineError
+
+_LEAN = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+_STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # tables that do not depend on the length of a sequence
+
+
+class Forward(Protocol):
+    def __call__(self, batch: Batch) -> torch.Tensor:
+        """Write the batch's keys and values; return logits [R, V] of each row's last token."""
+
+    def refresh(self) -> None:
+        """Recompute what is derived from the weights; called after they changed."""
+
+
+def make_forward(model: Any, cache: KVCache) -> Forward:
+    """The lean forward where it fits the model, else the library's."""
+    config = model.config
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        raise EngineError(
+            f"the embedded engine cannot run layers of kind {', '.join(sorted(kinds - {'full_attention'}))}",
+            "use a model with full attention in every layer, or another engine",
+        )
+    if _is_lean(model):
+        return LeanForward(model, cache)
+    from rillflow.engine.embedded.library import LibraryForward
+
+    return LibraryForward(model, cache)
+
+
+def _is_lean(model: Any) -> bool:
+    config = model.config
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    layer = model.model.layers[0] if type(model).__name__ in _LEAN else None
+    return (
+        layer is not None
+        and rope in _STATIC_ROPE
+        and config.hidden_act == "silu"
+        and layer.self_attn.o_proj.bias is None
+        and layer.mlp.down_proj.bias is None
+        and layer.mlp.gate_proj.bias is None
+    )
+
+
+def _fuse(linears: list[nn.Linear]) -> torch.Tensor:
+    """Move the weights side by side into one [in, out] matrix, of which the parameters become views.
+
+    That orientation is also the one that small matrix products on CPUs are fastest in.
+    """
+    fused = torch.cat([linear.weight.detach() for linear in linears]).t().contiguous()
+    at = 0
+    for linear in linears:
+        linear.weight.data = fused[:, at : at + linear.out_features].t()
+        at += linear.out_features
+    return fused
+
+
+def _fuse_bias(linears: list[Any]) -> torch.Tensor | None:
+    if linears[0].bias is None:
+        return None
+    fused = torch.cat([linear.bias.detach() for linear in linears])
+    at = 0
+    for linear in linears:
+        linear.bias.data = fused[at : at + linear.out_features]
+        at += linear.out_features
+    return fused
+
+
+class _Layer:
+    """The tensors of one decoder layer, fused."""
+
+    def __init__(self, layer: Any) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+        self.qkv = _fuse(projections)
+        self.qkv_bias = _fuse_bias(projections)
+        self.out = _fuse([attention.o_proj])
+        self.gate_up = _fuse([mlp.gate_proj, mlp.up_proj])
+        self.down = _fuse([mlp.down_proj])
+        self.first_norm = layer.input_layernorm
+        self.second_norm = layer.post_attention_layernorm
+        self.scaling: float = attention.scaling
+        self._head_norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
+        self.heads: int = attention.q_proj.out_features // attention.head_dim
+        self.kv_heads: int = attention.k_proj.out_features // attention.head_dim
+        self.head_size: int = attention.head_dim
+        self.head_weight: torch.Tensor | None = None
+        self.refresh()
+
+    def refresh(self) -> None:
+        if self._head_norms is not None:
+            query, key = (norm.weight.detach() for norm in self._head_norms)
+            self.head_weight = torch.cat((query.expand(self.heads, -1), key.expand(self.kv_heads, -1))).contiguous()
+
+
+class LeanForward:
+    """The Llama family in about twenty operators a layer."""
+
+    def __init__(self, model: Any, cache: KVCache) -> None:
+        self._cache = cache
+        self._layers = [_Layer(layer) for layer in model.model.layers]
+        self._embedding: torch.Tensor = model.model.embed_tokens.weight
+        self._norm = model.model.norm
+        self._head: torch.Tensor = model.lm_head.weight
+        self._head_bias: torch.Tensor | None = model.lm_head.bias
+        self._eps: float = model.config.rms_norm_eps
+        positions = torch.arange(cache.context, device=cache.device)[None]
+        cos, sin = model.model.rotary_emb(self._embedding[:1], positions)
+        half = cos.shape[-1] // 2
+        # Rotating by half and flipping the sign of the first half is the same as flipping it in the table.
+        self._cos_CD: torch.Tensor = cos[0].contiguous()
+        self._sin_CD: torch.Tensor = torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1)
+
+    def refresh(self) -> None:
+        for layer in self._layers:
+            layer.refresh()
+
+    def __call__(self, batch: Batch) -> torch.Tensor:
+        positions_N = batch.positions_RT.view(-1)
+        cos_N1D = self._cos_CD[positions_N][:, None]
+        sin_N1D = self._sin_CD[positions_N][:, None]
+        x_NX = F.embedding(batch.ids_RT.view(-1), self._embedding)
+        for index, layer in enumerate(self._layers):
+            qkv_NAD = self._project(layer, self._rms(x_NX, layer.first_norm), cos_N1D, sin_N1D)
+            self._cache.write(index, batch, qkv_NAD[:, layer.heads :].reshape(-1, layer.head_size))
+            x_NX = torch.addmm(x_NX, self._attend(index, layer, batch, qkv_NAD), layer.out)
+            gate, up = (self._rms(x_NX, layer.second_norm) @ layer.gate_up).chunk(2, -1)
+            x_NX = torch.addmm(x_NX, F.silu(gate) * up, layer.down)
+        if batch.last_R is not None:
+            x_NX = x_NX[batch.last_R]
+        return F.linear(self._rms(x_NX, self._norm), self._head, self._head_bias)
+
+    def _rms(self, x: torch.Tensor, norm: Any) -> torch.Tensor:
+        return F.rms_norm(x, (x.shape[-1],), norm.weight, self._eps)
+
+    def _project(self, layer: _Layer, x_NX: torch.Tensor, cos_N1D: torch.Tensor, sin_N1D: torch.Tensor) -> torch.Tensor:
+        """Queries, keys and values as heads side by side, A = H + 2K of them, rotated to their positions."""
+        flat = x_NX @ layer.qkv if layer.qkv_bias is None else torch.addmm(layer.qkv_bias, x_NX, layer.qkv)
+        qkv_NAD = flat.view(x_NX.shape[0], -1, layer.head_size)
+        qk_NAD = qkv_NAD[:, : layer.heads + layer.kv_heads]
+        turned = qk_NAD
+        if layer.head_weight is not None:
+            turned = F.rms_norm(qk_NAD, (layer.head_size,), None, self._eps) * layer.head_weight
+        rolled = turned.roll(layer.head_size // 2, -1)
+        torch.addcmul(turned * cos_N1D, rolled, sin_N1D, out=qk_NAD)
+        return qkv_NAD
+
+    def _attend(self, index: int, layer: _Layer, batch: Batch, qkv_NAD: torch.Tensor) -> torch.Tensor:
+        rows, width = batch.ids_RT.shape
+        if width == 1:  # decode: the G query heads of a kv head stand where several tokens would, nothing is repeated
+            q_RKGD = qkv_NAD[:, : layer.heads].view(rows, layer.kv_heads, -1, layer.head_size)
+            key, value = self._cache.read(index, batch)
+            mask = None if batch.mask_RTE is None else batch.mask_RTE[:, None]
+            out = F.scaled_dot_product_attention(q_RKGD, key, value, attn_mask=mask, scale=layer.scaling)
+            return out.reshape(rows, -1)
+        qkv_RATD = qkv_NAD.view(rows, width, -1, layer.head_size).transpose(1, 2)
+        query = qkv_RATD[:, : layer.heads]
+        if batch.mask_RTE is None:  # nothing cached: the new keys and values are all there is
+            key = qkv_RATD[:, layer.heads : layer.heads + layer.kv_heads]
+            value = qkv_RATD[:, layer.heads + layer.kv_heads :]
+            out = F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=layer.scaling, enable_gqa=True
+            )
+        else:
+            key, value = self._cache.read(index, batch)
+            mask = batch.mask_RTE[:, None]
+            out = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, scale=layer.scaling, enable_gqa=True
+            )
+        return out.transpose(1, 2).reshape(rows * width, -1)

@@ -1,0 +1,207 @@
+"""Messages to token ids through the tokenizer's chat template, without ever touching ids that are already stored.
+
+A first prompt is rendered whole. A later one is rendered as what the template writes after the stored path: the end
+of the answer where sampling was cut before it, the template's text between turns, the new messages and the
+generation prompt. That is possible where the template is *append-only*, that is where a message never changes how
+an earlier one is written. Probes at construction tell the two kinds of templates apart:
+
+* append-only on every probe: new messages are rendered behind a stand-in for the history, in time that does not
+  grow with it;
+* otherwise the whole text is rendered and compared with the stored path's; where it begins with it the rest is
+  taken, where it does not (`Renderer.extend` gives None) the caller forks.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from rillflow.errors import BadRequest, ConfigError
+from rillflow.gateway.messages import Body, Message
+from rillflow.gateway.probes import PROBES, STAND_IN, STAND_IN_CALLING, Probe
+from rillflow.gateway.tree import Canonical
+
+Tools = list[Body] | None
+
+_CACHED_PROMPTS = 256
+_CACHED_BYTES = 1 << 16  # of the messages and tools of one cached prompt
+
+
+class Rendered(NamedTuple):
+    """Ids to add to a path; `canonical` of the path with them, where later extensions must be compared with it."""
+
+    tokens: list[int]
+    canonical: Canonical | None
+
+
+class Renderer:
+    """One policy's tokenizer and chat template. `stop_tokens` end an answer; they include the end of a turn."""
+
+    def __init__(self, tokenizer: Any, stop_tokens: Iterable[int] = ()) -> None:
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise ConfigError("the tokenizer has no chat template", "add chat_template.jinja to the model's folder")
+        self._tokenizer = tokenizer
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._prompts: OrderedDict[bytes, Rendered] = OrderedDict()
+        eos = tokenizer.eos_token_id
+        stops = [*([] if eos is None else [eos]), *stop_tokens]
+        self.end_text, self.end_token, self._gap = self._turn_end(stops)
+        self.stop_tokens = tuple(dict.fromkeys(stops + ([] if self.end_token is None else [self.end_token])))
+        self.append_only = all(self._passes(probe) for probe in PROBES)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Renderer:
+        """From a Hugging Face model folder; its generation config may name more stop tokens."""
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        config = Path(folder) / "generation_config.json"
+        stops = msgspec.json.decode(config.read_bytes()).get("eos_token_id") if config.exists() else None
+        return cls(tokenizer, [stops] if isinstance(stops, int) else stops or ())
+
+    # ------------------------------------------------------------ ids and text
+
+    def encode(self, text: str) -> list[int]:
+        if self._backend is not None:
+            return list(self._backend.encode(text, add_special_tokens=False).ids)
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, ids: list[int]) -> str:
+        """Special tokens are text here: tool-call markers are often special."""
+        if self._backend is not None:
+            return str(self._backend.decode(ids, skip_special_tokens=False))
+        return str(
+            self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False),
+        )
+
+    # ------------------------------------------------------------ rendering
+
+    def first(self, messages: Sequence[Message], tools: Tools, tools_key: bytes) -> Rendered:
+        """The whole prompt. The episodes of a group begin with the same one, so the last few are kept."""
+        key = b"\n".join((tools_key, *(message.key for message in messages)))
+        found = self._prompts.get(key)
+        if found is not None:
+            self._prompts.move_to_end(key)
+            return found
+        text = self._text(bodies(messages), tools, prompt=True)
+        rendered = Rendered(self.encode(text), self._canonical(text))
+        if len(key) <= _CACHED_BYTES:
+            self._prompts[key] = rendered
+            if len(self._prompts) > _CACHED_PROMPTS:
+                self._prompts.popitem(last=False)
+        return rendered
+
+    def after_answer(
+        self,
+        history: Sequence[Message],
+        covered: int,
+        tools: Tools,
+        *,
+        last_token: int | None,
+        before: Canonical | None,
+    ) -> Rendered | None:
+        """What follows a sampled answer, the last of `covered` messages, whose last id was `last_token`.
+
+        `before` is the canonical text of the prompt that was answered. None where the template rewrites it.
+        """
+        found = self._suffix(history, covered, tools, before, answered=True)
+        if found is None:
+            return None
+        text, canonical = found
+        # Encoded together with the end of the turn, so that nothing is tokenised as the beginning of a text.
+        ids = self.encode(self.end_text + self._gap + text)
+        if self.end_token is not None and last_token == self.end_token:
+            ids = ids[1:]
+        return Rendered(ids, canonical)
+
+    def after_prompt(
+        self, history: Sequence[Message], covered: int, tools: Tools, *, before: Canonical | None
+    ) -> Rendered | None:
+        """What follows a generation prompt when the agent wrote the answer itself (an edited history)."""
+        found = self._suffix(history, covered, tools, before, answered=False)
+        return None if found is None else Rendered(self.encode(found[0]), found[1])
+
+    def _suffix(
+        self, history: Sequence[Message], covered: int, tools: Tools, before: Canonical | None, *, answered: bool
+    ) -> tuple[str, Canonical | None] | None:
+        if self.append_only:
+            return self._behind_stand_in(bodies(history[covered:]), answered=answered), None
+        old = self._text(bodies(history[:covered]), tools, prompt=not answered)
+        new = self._text(bodies(history), tools, prompt=True)
+        unchanged = before is not None and canonical_of(old[: before.length]) == before
+        if not unchanged or not new.startswith(old) or (answered and not old.endswith(self.end_text + self._gap)):
+            return None
+        return new[len(old) :], self._canonical(new)
+
+    def _behind_stand_in(self, new: list[Body], *, answered: bool) -> str:
+        if not answered:
+            history = STAND_IN[:1]
+        elif new and new[0]["role"] == "tool":
+            history = STAND_IN_CALLING
+        else:
+            history = STAND_IN
+        old = self._text(history, None, prompt=not answered)
+        text = self._text([*history, *new], None, prompt=True)
+        return text[len(old) :]
+
+    def _canonical(self, text: str) -> Canonical | None:
+        return None if self.append_only else canonical_of(text)
+
+    def _text(self, messages: list[Body], tools: Tools, *, prompt: bool) -> str:
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    messages, tools=tools, tokenize=False, add_generation_prompt=prompt
+                )
+            )
+        except Exception as error:  # a template is code of the model's authors and may raise anything
+            raise BadRequest(f"the chat template cannot write these messages: {error}") from error
+
+    # ------------------------------------------------------------ what kind of template this is
+
+    def _turn_end(self, stops: list[int]) -> tuple[str, int | None, str]:
+        """The text and id that end an answer, and the text between it and the next turn."""
+        said = STAND_IN[1]["content"]
+        text = self._text(STAND_IN, None, prompt=False)
+        tail = text[text.rindex(said) + len(said) :]
+        ids = self.encode(tail)
+        if ids and (ids[0] in stops or ids[0] in self._tokenizer.all_special_ids):
+            end = self.decode(ids[:1])
+            if end and tail.startswith(end):
+                return end, ids[0], tail[len(end) :]
+        return "", None, tail
+
+    def _passes(self, probe: Probe) -> bool:
+        """Whether a stand-in for the history gives what the whole history gives, for one shape of conversation."""
+        try:
+            asked = self._text(probe.history[:-1], probe.tools, prompt=True)
+            old = self._text(probe.history, probe.tools, prompt=False)
+            new = self._text([*probe.history, *probe.new], probe.tools, prompt=True)
+        except BadRequest:
+            return True  # a shape that the template refuses never comes up
+        if not (old.startswith(asked) and new.startswith(old) and old.endswith(self.end_text + self._gap)):
+            return False
+        return self._same(new[len(old) :], probe.new, answered=True) and self._same(
+            new[len(asked) :], [probe.history[-1], *probe.new], answered=False
+        )
+
+    def _same(self, expected: str, new: list[Body], *, answered: bool) -> bool:
+        try:
+            return self._behind_stand_in(new, answered=answered) == expected
+        except BadRequest:
+            return False
+
+
+def bodies(messages: Sequence[Message]) -> list[Body]:
+    return [message.body for message in messages]
+
+
+def canonical_of(text: str) -> Canonical:
+    return Canonical(len(text), blake2b(text.encode(), digest_size=16).digest())
+
+

@@ -1,0 +1,34 @@
+"""The reward plot that every run leaves behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rillflow.observe.metrics import Metrics
+
+
+def plot_reward(metrics: Metrics, path: Path, title: str) -> None:
+    """Training reward by step, its running mean, and the held-out evaluations, as a PNG."""
+    # Imported here: matplotlib takes a second, and most commands draw nothing.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    rewards = [step["reward"] for step in metrics.steps]
+    steps = list(range(1, len(rewards) + 1))
+    axes.plot(steps, rewards, color="#9ecae1", linewidth=1, label="training batch")
+    axes.plot(steps, running_mean(rewards, 8), color="#2171b5", linewidth=2, label="mean of 8 steps")
+    if metrics.evaluations:
+        by_version = {step["version"]: index for index, step in enumerate(metrics.steps, 1)}
+        at = [by_version.get(e["version"], 0) for e in metrics.evaluations]
+        axes.plot(at, [e["reward"] for e in metrics.evaluations], "o--", color="#d94801", label="held-out prompts")
+    axes.set(xlabel="optimizer step", ylabel="mean reward", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="best")
+    figure.savefig(path)
+
+
+def running_mean(values: list[float], width: int) -> list[float]:
+    return [sum(values[max(0, i - width + 1) : i + 1]) / min(i + 1, width) for i in range(len(values))]

@@ -1,0 +1,96 @@
+"""The live view of a run: one panel on a terminal, one line every few seconds elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from rillflow.types import Status
+
+_PLAIN_EVERY = 5.0
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: list[float], width: int = 40) -> str:
+    """The last `width` values as small bars between their least and greatest."""
+    shown = values[-width:]
+    if not shown:
+        return ""
+    low, high = min(shown), max(shown)
+    span = (high - low) or 1.0
+    return "".join(_BARS[round((value - low) / span * (len(_BARS) - 1))] for value in shown)
+
+
+class Progress:
+    """Shows each status it is given; `with Progress(…) as progress: progress.show(status)`."""
+
+    def __init__(self, title: str, console: Console | None = None) -> None:
+        self._title = title
+        self._console = console or Console(file=sys.stderr)
+        self._live = Live(console=self._console, refresh_per_second=4) if self._console.is_terminal else None
+        self._rewards: list[float] = []
+        self._step = -1
+        self._started = time.monotonic()
+        self._printed = 0.0
+
+    def __enter__(self) -> Progress:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, status: Status) -> None:
+        if status.reward is not None and status.steps != self._step:
+            self._step = status.steps
+            self._rewards.append(status.reward)
+        if self._live is not None:
+            self._live.update(self._panel(status))
+        elif time.monotonic() - self._printed >= _PLAIN_EVERY or status.phase == "ended":
+            self._printed = time.monotonic()
+            self._console.print(self._line(status), highlight=False)
+
+    def _numbers(self, status: Status) -> dict[str, str]:
+        reward = "–" if status.reward is None else f"{status.reward:.3f}"
+        return {
+            "step": f"{status.steps}/{status.total_steps}",
+            "reward": reward,
+            "samples/s": f"{status.samples_per_second:.1f}",
+            "staleness": f"{status.staleness:.2f}",
+            "wait": f"{status.wait_fraction:.0%}",
+            "nodes": str(status.nodes),
+            "time": f"{time.monotonic() - self._started:.0f} s",
+        }
+
+    def _line(self, status: Status) -> str:
+        numbers = "  ".join(f"{name} {value}" for name, value in self._numbers(status).items())
+        waits = f"  waiting for {status.waits[0]}" if status.waits else ""
+        return f"[{status.phase}] {numbers}{waits}"
+
+    def _panel(self, status: Status) -> Panel:
+        numbers = self._numbers(status)
+        table = Table.grid(padding=(0, 3))
+        table.add_row(*(Text(name, style="dim") for name in numbers))
+        table.add_row(*(Text(value, style="bold") for value in numbers.values()))
+        rows: list[object] = [ProgressBar(total=max(status.total_steps, 1), completed=status.steps), table]
+        if self._rewards:
+            rows.append(Text(f"reward  {sparkline(self._rewards)}", style="green"))
+        for evaluation in status.evaluations:
+            rows.append(
+                Text(f"held-out reward at version {evaluation.version}: {evaluation.reward:.3f}", style="cyan")
+            )
+        if status.waits:
+            rows.append(Text("waiting for " + "; ".join(status.waits[:3]), style="yellow"))
+        return Panel(Group(*rows), title=self._title, subtitle=f"{status.phase}  (Ctrl-C stops)")  # type: ignore[arg-type]

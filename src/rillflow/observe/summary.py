@@ -1,0 +1,52 @@
+"""What a run amounts to: a small JSON beside it, and the table that `rillflow run` ends with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from rillflow.observe.metrics import Metrics
+from rillflow.types import Status
+
+
+def summarise(metrics: Metrics, status: Status, seconds: float) -> dict[str, Any]:
+    """The figures people ask for first."""
+    steps = metrics.steps
+    samples = sum(int(step["samples"]) for step in steps)
+    evaluations = [{"version": e["version"], "reward": e["reward"]} for e in metrics.evaluations]
+    return {
+        "end": status.reason,
+        "steps": status.steps,
+        "seconds": round(seconds, 1),
+        "samples_trained": samples,
+        "samples_per_second": round(samples / seconds, 2) if seconds else 0.0,
+        "staleness_mean": _mean([step["staleness_mean"] for step in steps]),
+        "staleness_max": max((step["staleness_max"] for step in steps), default=0),
+        "wait_fraction": status.wait_fraction,
+        "rollbacks": len(metrics.rollbacks),
+        "heldout": evaluations,
+        "counts": status.counts,
+    }
+
+
+def summary_table(summary: dict[str, Any], folder: Path, plot: Path | None) -> Table:
+    table = Table(title="Run summary", show_header=False, title_justify="left")
+    heldout = summary["heldout"]
+    if heldout:
+        table.add_row("held-out reward", f"{heldout[0]['reward']:.3f} before, {heldout[-1]['reward']:.3f} after")
+    table.add_row("optimizer steps", str(summary["steps"]))
+    table.add_row("time", f"{summary['seconds']:.0f} s, {summary['samples_per_second']:.1f} trained samples/s")
+    table.add_row("staleness", f"mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']:.0f}")
+    table.add_row("trainer waited", f"{summary['wait_fraction']:.0%} of its time")
+    table.add_row("prompts", ", ".join(f"{name} {count}" for name, count in summary["counts"].items() if count))
+    table.add_row("ended", summary["end"])
+    if plot is not None:
+        table.add_row("reward plot", str(plot))
+    table.add_row("run folder", str(folder))
+    return table
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,143 @@
+"""One episode: the user's workflow, then the user's reward, each with a deadline and each failure with its cause.
+
+Invariant: an episode ends with a finite reward or with an EpisodeFailed that says why; a reward that raised, hung
+or was not a number is never 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import openai
+
+from rillflow.contracts import Clock
+from rillflow.errors import RewardError, WorkflowError
+from rillflow.types import Prompt, Task
+
+Workflow = Callable[[Any], Awaitable[Any]]
+Reward = Callable[[dict[str, Any], Any], Any]
+
+
+class EpisodeFailed(Exception):
+    """Why an episode gave no trajectory; `cause` is what is counted."""
+
+    def __init__(self, cause: str, error: str) -> None:
+        super().__init__(f"{cause}: {error}")
+        self.cause = cause
+        self.error = error
+
+
+class RunningEpisode:
+    """What a workflow gets (`contracts.Episode`)."""
+
+    def __init__(
+        self,
+        task: Task,
+        *,
+        client: openai.AsyncOpenAI,
+        policies: Sequence[str],
+        base_url: str,
+        api_key: str,
+        clock: Clock,
+        seconds: float,
+    ) -> None:
+        self.task = task
+        self.policies = tuple(policies)
+        self.base_url = base_url
+        self.api_key = api_key
+        self.seed = task.seed
+        # A copy shares the connection pool: a client of its own per episode would open its own connections.
+        self.client = client.with_options(base_url=base_url, api_key=api_key)
+        self._clock = clock
+        self._end = clock.monotonic() + seconds
+
+    @property
+    def prompt(self) -> Prompt:
+        return self.task.prompt
+
+    @property
+    def payload(self) -> dict[str, Any]:
+        return self.task.prompt.payload
+
+    @property
+    def model(self) -> str:
+        return self.policies[0]
+
+    def seconds_left(self) -> float:
+        return max(0.0, self._end - self._clock.monotonic())
+
+
+async def play(workflow: Workflow, episode: RunningEpisode) -> Any:
+    """The workflow's answer. Whatever it raises, or a deadline it passes, is an EpisodeFailed."""
+    seconds = episode.seconds_left()
+    try:
+        async with asyncio.timeout(seconds):
+            return await workflow(episode)
+    except TimeoutError as error:
+        raise EpisodeFailed("timeout", f"the workflow took longer than {seconds:.0f} s") from error
+    except openai.APIStatusError as error:
+        cause = "context_overflow" if error.code == "context_length_exceeded" else "workflow_error"
+        raise EpisodeFailed(cause, _short(error)) from error
+    except Exception as error:
+        raise EpisodeFailed("workflow_error", _short(error)) from error
+
+
+async def score(reward: Reward | None, payload: dict[str, Any], answer: Any, seconds: float) -> float:
+    """A finite reward, or EpisodeFailed("reward_error")."""
+    try:
+        value = answer if reward is None else await _call_reward(reward, payload, answer, seconds)
+        return _finite(value, answer_is_reward=reward is None)
+    except TimeoutError as error:
+        raise EpisodeFailed("reward_error", f"the reward took longer than {seconds:.0f} s") from error
+    except Exception as error:
+        raise EpisodeFailed("reward_error", _short(error)) from error
+
+
+async def _call_reward(reward: Reward, payload: dict[str, Any], answer: Any, seconds: float) -> Any:
+    async with asyncio.timeout(seconds):
+        if inspect.iscoroutinefunction(reward):
+            return await reward(payload, answer)
+        return await _in_thread(reward, payload, answer)
+
+
+async def _in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Run plain code off the loop, in a daemon thread: one that never returns holds nothing up, not even the exit."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(setter: Callable[[Any], None], value: Any) -> None:
+        if not future.done():
+            setter(value)
+
+    def work() -> None:
+        try:
+            result = function(*arguments)
+        except BaseException as error:
+            loop.call_soon_threadsafe(settle, future.set_exception, error)
+        else:
+            loop.call_soon_threadsafe(settle, future.set_result, result)
+
+    threading.Thread(target=work, name="reward", daemon=True).start()
+    return await future
+
+
+def _finite(value: Any, *, answer_is_reward: bool) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, bool):
+            return float(value)
+        what = (
+            "the workflow must return the reward, because the recipe names none" if answer_is_reward else "reward"
+        )
+        raise (WorkflowError if answer_is_reward else RewardError)(f"{what}: got {value!r:.80}, not a number")
+    if not math.isfinite(value):
+        raise RewardError(f"the reward is {value}")
+    return float(value)
+
+
+def _short(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:500]

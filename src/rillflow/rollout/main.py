@@ -1,0 +1,95 @@
+"""Starts a rollout node: models, engines, gateway, then the node's loop."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from pathlib import Path
+
+import openai
+
+from rillflow.clients.dataflow import DataflowClient
+from rillflow.config import PolicyConfig, Recipe, resolve_object
+from rillflow.contracts import Engine
+from rillflow.engine.embedded import EmbeddedEngine
+from rillflow.errors import ConfigError
+from rillflow.gateway.render import Renderer
+from rillflow.gateway.server import Gateway
+from rillflow.rollout.episode import Reward, Workflow
+from rillflow.rollout.node import Node
+from rillflow.rollout.refresh import Refresher
+from rillflow.weights.models import load_policy_model, load_tokenizer, pick_device
+from rillflow.weights.store import FolderStore
+
+log = logging.getLogger(__name__)
+
+
+def load_workflow(recipe: Recipe) -> tuple[Workflow, Reward | None]:
+    """The user's functions, checked before anything is started."""
+    workflow = resolve_object(recipe.workflow)
+    if not inspect.iscoroutinefunction(workflow):
+        raise ConfigError(
+            f"workflow {recipe.workflow} is not an async function", "write `async def play(episode):`"
+        )
+    reward = resolve_object(recipe.reward) if recipe.reward else None
+    if reward is not None and not callable(reward):
+        raise ConfigError(f"reward {recipe.reward} is not a function", "write `def reward(payload, answer):`")
+    return workflow, reward
+
+
+def build_engine(policy: PolicyConfig, *, exact: bool) -> Engine:
+    """The initial weights are version 0, the same as the trainer publishes first."""
+    model = load_policy_model(policy.model, policy.engine.dtype, pick_device(policy.engine.device))
+    return EmbeddedEngine(
+        model,
+        version=0,
+        slots=policy.engine.slots,
+        context=policy.engine.context,
+        queue=policy.engine.queue,
+        exact=exact,
+    )
+
+
+async def run_node(
+    name: str, recipe: Recipe, *, dataflow_url: str, token: str, weights: Path, host: str = "127.0.0.1"
+) -> None:
+    """Play until the run has ended or the caller cancels."""
+    workflow, reward = load_workflow(recipe)
+    engines = {n: build_engine(p, exact=recipe.runtime.deterministic) for n, p in recipe.policies.items()}
+    refreshers = {n: Refresher(n, engine, FolderStore(weights / n)) for n, engine in engines.items()}
+    gateway = Gateway(
+        engines,
+        {n: Renderer(load_tokenizer(p.model)) for n, p in recipe.policies.items()},
+        {n: p.sampling for n, p in recipe.policies.items()},
+        token=token,
+    )
+    dataflow = DataflowClient(dataflow_url, token)
+    client = openai.AsyncOpenAI(
+        base_url=f"{host}", api_key="unset", http_client=openai.DefaultAioHttpClient(timeout=None), max_retries=0
+    )
+    try:
+        for engine in engines.values():
+            await engine.start()
+        url = await gateway.start(host)
+        for refresher in refreshers.values():
+            await refresher.refresh()
+        log.info("node %s: gateway at %s", name, url)
+        node = Node(
+            name,
+            recipe,
+            dataflow=dataflow,
+            gateway=gateway,
+            gateway_url=url,
+            engines=engines,
+            refreshers=refreshers,
+            workflow=workflow,
+            reward=reward,
+            client=client,
+        )
+        await node.run()
+    finally:
+        await asyncio.gather(*(engine.close() for engine in engines.values()), return_exceptions=True)
+        await gateway.stop()
+        await client.close()
+        await dataflow.close()

@@ -1,0 +1,243 @@
+"""The rollout node: lease tasks, play many episodes at once, push what they leave, follow the weights.
+
+Invariants: at most `episodes` episodes run at once; an episode whose lease is lost is cancelled and pushes nothing;
+a trajectory's payload is durable in a storage unit before its task is completed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import openai
+
+from rillflow.clients.dataflow import DataflowClient
+from rillflow.config import Recipe
+from rillflow.contracts import Clock, Engine, SystemClock
+from rillflow.errors import DeadlineExceeded, WireError
+from rillflow.gateway.server import Gateway
+from rillflow.gateway.session import SessionRecord
+from rillflow.rollout.episode import EpisodeFailed, Reward, RunningEpisode, Workflow, play, score
+from rillflow.rollout.refresh import Refresher
+from rillflow.types import CompleteTask, FailTask, Heartbeat, LeaseTasks, Row, SampleMeta, TaskLease
+
+log = logging.getLogger(__name__)
+
+LEASE_WAIT = 2.0
+HEARTBEAT_EVERY = 2.0
+PUSH_DEADLINE = 120.0
+
+
+class Node:
+    """One node: its gateway and engines are handed in, started."""
+
+    def __init__(
+        self,
+        name: str,
+        recipe: Recipe,
+        *,
+        dataflow: DataflowClient,
+        gateway: Gateway,
+        gateway_url: str,
+        engines: Mapping[str, Engine],
+        refreshers: Mapping[str, Refresher],
+        workflow: Workflow,
+        reward: Reward | None,
+        client: openai.AsyncOpenAI,
+        clock: Clock | None = None,
+    ) -> None:
+        self.name = name
+        self._incarnation = uuid.uuid4().hex
+        self._recipe = recipe
+        self._dataflow = dataflow
+        self._gateway = gateway
+        self._gateway_url = gateway_url
+        self._engines = engines
+        self._refreshers = refreshers
+        self._workflow = workflow
+        self._reward = reward
+        self._client = client
+        self._clock = clock or SystemClock()
+        self._playing: dict[str, asyncio.Task[None]] = {}
+        self._freed = asyncio.Event()
+        self._finished = 0
+
+    async def run(self) -> None:
+        """Until the run has ended; running episodes are cancelled then, because nobody waits for them."""
+        helpers = [asyncio.create_task(self._heartbeats(), name="heartbeats")]
+        for policy, refresher in self._refreshers.items():
+            follow = refresher.run(self._recipe.rollout.refresh_every)
+            helpers.append(asyncio.create_task(follow, name=f"refresh-{policy}"))
+        try:
+            while await self._lease_once():
+                for helper in helpers:
+                    if helper.done():
+                        helper.result()
+        finally:
+            tasks = [*helpers, *self._playing.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ------------------------------------------------------------ leasing
+
+    async def _lease_once(self) -> bool:
+        """Lease and start what there is room for; False once the run has ended."""
+        room = self._recipe.rollout.episodes - len(self._playing)
+        if room <= 0:
+            self._freed.clear()
+            await self._freed.wait()
+            return True
+        wanted = LeaseTasks(
+            node=self.name, incarnation=self._incarnation, want=room, versions=self._versions(), wait=LEASE_WAIT
+        )
+        try:
+            reply = await self._dataflow.lease_tasks(wanted, deadline=PUSH_DEADLINE)
+        except DeadlineExceeded as error:
+            log.warning("no tasks: %s", error)
+            return True
+        if reply.phase == "ended":
+            return False
+        for lease in reply.leases:
+            self._playing[lease.attempt] = asyncio.create_task(self._play(lease), name=lease.task.id)
+        if any(head != self._engines[policy].version for policy, head in reply.heads.items()):
+            for refresher in self._refreshers.values():
+                await refresher.refresh()
+        return True
+
+    def _versions(self) -> dict[str, int]:
+        return {policy: engine.version for policy, engine in self._engines.items()}
+
+    async def _heartbeats(self) -> None:
+        """Renew the leases; stop playing what was taken away."""
+        while True:
+            beat = Heartbeat(
+                node=self.name,
+                incarnation=self._incarnation,
+                attempts=list(self._playing),
+                versions=self._versions(),
+                capacity=self._recipe.rollout.episodes,
+                stats=self._stats(),
+            )
+            try:
+                reply = await self._dataflow.heartbeat(beat, deadline=HEARTBEAT_EVERY * 4)
+            except WireError as error:
+                log.warning("heartbeat not taken: %s", error)
+            else:
+                for attempt in reply.lost:
+                    if attempt in self._playing:
+                        self._playing[attempt].cancel()
+            await asyncio.sleep(HEARTBEAT_EVERY)
+
+    def _stats(self) -> dict[str, float]:
+        stats: dict[str, float] = {"episodes_finished": self._finished, "episodes_running": len(self._playing)}
+        for policy, engine in self._engines.items():
+            now = engine.stats()
+            stats |= {
+                f"{policy}.generated_tokens": now.generated_tokens,
+                f"{policy}.prefilled_tokens": now.prefilled_tokens,
+                f"{policy}.reused_tokens": now.reused_tokens,
+                f"{policy}.loads": self._refreshers[policy].loads,
+                f"{policy}.load_seconds": self._refreshers[policy].seconds,
+            }
+        return stats
+
+    # ------------------------------------------------------------ playing
+
+    async def _play(self, lease: TaskLease) -> None:
+        try:
+            await self._play_and_push(lease)
+        except WireError as error:
+            # The lease runs out by itself and the task is played again, here or elsewhere.
+            log.warning("task %s: its end could not be told: %s", lease.task.id, error)
+        finally:
+            self._playing.pop(lease.attempt, None)
+            self._freed.set()
+
+    async def _play_and_push(self, lease: TaskLease) -> None:
+        task = lease.task
+        started = self._clock.monotonic()
+        limits = self._recipe.rollout
+        session = self._gateway.sessions.open(
+            lease.attempt, seed=task.seed, group=task.group, deadline_seconds=limits.episode_timeout
+        )
+        try:
+            episode = RunningEpisode(
+                task,
+                client=self._client,
+                policies=list(self._engines),
+                base_url=f"{self._gateway_url}/s/{lease.attempt}/v1",
+                api_key=session,
+                clock=self._clock,
+                seconds=limits.episode_timeout,
+            )
+            answer = await play(self._workflow, episode)
+            reward = await score(self._reward, task.prompt.payload, answer, limits.reward_timeout)
+        except EpisodeFailed as failure:
+            await self._fail(lease, failure)
+            return
+        finally:
+            record = self._gateway.sessions.close(lease.attempt)
+        if record.calls == 0:
+            await self._fail(lease, EpisodeFailed("no_model_call", "the workflow called no model"))
+            return
+        await self._push(lease, record, reward, self._clock.monotonic() - started)
+
+    async def _push(self, lease: TaskLease, record: SessionRecord, reward: float, seconds: float) -> None:
+        payloads, metas = pack(record, list(self._engines), reward)
+        rows = await self._dataflow.put_rows(payloads, deadline=PUSH_DEADLINE)
+        done = CompleteTask(
+            task=lease.task.id,
+            attempt=lease.attempt,
+            node=self.name,
+            reward=reward,
+            samples=[with_row(meta, row) for meta, row in zip(metas, rows, strict=True)],
+            calls=record.calls,
+            seconds=seconds,
+        )
+        ack = await self._dataflow.complete(done, deadline=PUSH_DEADLINE)
+        self._finished += ack.accepted
+        if not ack.accepted:
+            log.info("task %s: completion not taken: %s", lease.task.id, ack.reason)
+
+    async def _fail(self, lease: TaskLease, failure: EpisodeFailed) -> None:
+        log.warning("task %s failed: %s", lease.task.id, failure)
+        news = FailTask(
+            task=lease.task.id, attempt=lease.attempt, node=self.name, cause=failure.cause, error=failure.error
+        )
+        await self._dataflow.fail(news, deadline=PUSH_DEADLINE)
+
+
+def pack(
+    record: SessionRecord, policies: list[str], reward: float
+) -> tuple[list[dict[str, bytes]], list[dict[str, Any]]]:
+    """The payload rows of a trajectory and, in the same order, what the ledger is told of each."""
+    payloads: list[dict[str, bytes]] = []
+    metas: list[dict[str, Any]] = []
+    for policy in policies:
+        for sample in record.samples(policy):
+            payload = {name: column.tobytes() for name, column in sample.columns.items()}
+            if not payloads:
+                payload["transcript"] = json.dumps(record.transcript).encode()
+            payloads.append(payload)
+            versions = sample.columns["versions"][sample.columns["mask"] == 1]
+            metas.append(
+                {
+                    "policy": policy,
+                    "tokens": len(sample.columns["tokens"]),
+                    "trained": len(versions),
+                    "oldest": int(versions.min()),
+                    "newest": int(versions.max()),
+                    "reward": reward,
+                    "truncated": sample.truncated,
+                }
+            )
+    return payloads, metas
+
+
+def with_row(meta: dict[str, Any], row: Row) -> SampleMeta:
+    return SampleMeta(row=row, **meta)

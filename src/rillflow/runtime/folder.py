@@ -1,0 +1,137 @@
+"""The run folder: everything a run leaves, and all that is needed to resume it.
+
+recipe.yaml      the resolved recipe            logs/            one file per process
+run.json         token, versions, start time    endpoints/       where each service listens
+state.json       running, finished, …           ledger.sqlite    states of everything (dataflow)
+metrics.jsonl    one line per step              units/           payloads (dataflow)
+weights/         published versions             checkpoints/     trainers' own
+tensorboard/     event files                    reward.png, summary.json at the end
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version as installed
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from rillflow.config import Recipe, write_resolved
+from rillflow.config.load import validate
+from rillflow.errors import RunError
+from rillflow.storage import disk_errors, read_json, write_json
+
+State = Literal["running", "finished", "stopped", "failed"]
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths and small files of one run."""
+
+    root: Path
+
+    @classmethod
+    def create(cls, recipe: Recipe, parent: Path, *, now: float | None = None) -> RunFolder:
+        """A new folder with the resolved recipe, a fresh token and the versions of what it runs on."""
+        now = time.time() if now is None else now
+        root = _unused(parent / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}")
+        with disk_errors(root):
+            for name in ("logs", "endpoints"):
+                (root / name).mkdir(parents=True)
+        folder = cls(root.resolve())
+        write_resolved(recipe, folder.root / "recipe.yaml")
+        # The token opens every route of the run: only its owner may read it.
+        (folder.root / "run.json").touch(mode=0o600)
+        write_json(folder.root / "run.json", {"token": secrets.token_urlsafe(32), "started": now, **_versions()})
+        os.chmod(folder.root / "run.json", 0o600)
+        return folder
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunFolder:
+        root = Path(path).resolve()
+        if not (root / "recipe.yaml").is_file() or not (root / "run.json").is_file():
+            raise RunError(f"{path} is not a run folder", "give a folder that `rillflow run` made, such as runs/…")
+        return cls(root)
+
+    @property
+    def recipe(self) -> Recipe:
+        return validate(yaml.safe_load((self.root / "recipe.yaml").read_text()))
+
+    @property
+    def token(self) -> str:
+        return str(read_json(self.root / "run.json")["token"])
+
+    @property
+    def ledger(self) -> Path:
+        return self.root / "ledger.sqlite"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    def log(self, process: str) -> Path:
+        return self.root / "logs" / f"{process}.log"
+
+    def weights(self, policy: str) -> Path:
+        return self.root / "weights" / policy
+
+    def checkpoints(self, policy: str) -> Path:
+        return self.root / "checkpoints" / policy
+
+    # ------------------------------------------------------------ end state
+
+    def state(self) -> dict[str, Any]:
+        path = self.root / "state.json"
+        return dict(read_json(path)) if path.is_file() else {"state": "new", "reason": ""}
+
+    def set_state(self, state: State, reason: str = "") -> None:
+        write_json(self.root / "state.json", {"state": state, "reason": reason, "time": time.time()})
+
+    # ------------------------------------------------------------ endpoints
+
+    def publish_endpoint(self, process: str, url: str) -> None:
+        write_json(self.root / "endpoints" / f"{process}.json", {"url": url, "pid": os.getpid()})
+
+    def endpoint(self, process: str) -> str | None:
+        path = self.root / "endpoints" / f"{process}.json"
+        return str(read_json(path)["url"]) if path.is_file() else None
+
+    def last_port(self, process: str) -> int:
+        """The port a process had before, so that it comes back where its peers look for it; 0 if it is new."""
+        url = self.endpoint(process)
+        return int(url.rsplit(":", 1)[1]) if url else 0
+
+    # ------------------------------------------------------------ one supervisor at a time
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Held by the supervisor; the operating system lets go of it when the supervisor dies."""
+        with open(self.root / ".lock", "w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RunError(
+                    f"another process is running {self.root}", "wait for it to end, or stop it with Ctrl-C"
+                ) from None
+            yield
+
+
+def _unused(path: Path) -> Path:
+    candidate, count = path, 1
+    while candidate.exists():
+        count += 1
+        candidate = path.with_name(f"{path.name}-{count}")
+    return candidate
+
+
+def _versions() -> dict[str, Any]:
+    packages = {name: installed(name) for name in ("rillflow", "torch", "transformers")}
+    return {"versions": {"python": platform.python_version(), **packages}, "machine": platform.machine()}

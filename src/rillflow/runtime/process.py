@@ -1,0 +1,93 @@
+"""What every process of a run does first: it dies with its parent, logs to its file, and stops on SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+_PARENT_ENV = "RILLFLOW_PARENT"
+_ORPHAN_POLL = 1.0
+
+log = logging.getLogger(__name__)
+
+
+def child_environment(threads: int) -> dict[str, str]:
+    """The environment of a supervised process: it knows its parent, and its libraries their share of the cores."""
+    environment = dict(os.environ)
+    environment[_PARENT_ENV] = str(os.getpid())
+    environment["TOKENIZERS_PARALLELISM"] = "false"
+    environment["HF_HUB_OFFLINE"] = environment.get("HF_HUB_OFFLINE", "1")
+    if threads:
+        environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    return environment
+
+
+def prepare() -> None:
+    """Call first in a role's process."""
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+    )
+    faulthandler.enable()
+    parent = int(os.environ.get(_PARENT_ENV, "0"))
+    if parent:
+        _die_with(parent)
+
+
+def _die_with(parent: int) -> None:
+    """SIGTERM when the supervisor dies, by the kernel where it can, by looking once a second elsewhere."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    threading.Thread(target=_watch, args=(parent,), name="parent-watch", daemon=True).start()
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_ORPHAN_POLL)
+    log.warning("the supervisor has died: stopping")
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(3 * _ORPHAN_POLL)
+    os._exit(1)
+
+
+def run_until_signal(main: Coroutine[Any, Any, None]) -> None:
+    """Run `main`; SIGTERM or SIGINT cancels it, and the process ends when it has cleaned up."""
+
+    async def guarded() -> None:
+        task = asyncio.ensure_future(main)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, task.cancel)
+        try:
+            await task
+        except asyncio.CancelledError:
+            log.info("stopped by signal")
+
+    asyncio.run(guarded())
+
+
+class LoopWatchdog:
+    """Ends a process whose event loop is blocked: all stacks go to the log, then the supervisor starts it anew.
+
+    A workflow that blocks (`time.sleep`, an endless loop) would otherwise hold every other episode of its node.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    async def run(self) -> None:
+        try:
+            while True:
+                faulthandler.dump_traceback_later(self._seconds, exit=True)
+                await asyncio.sleep(min(1.0, self._seconds / 4))
+        finally:
+            faulthandler.cancel_dump_traceback_later()

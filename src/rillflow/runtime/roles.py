@@ -1,0 +1,85 @@
+"""What each role's process does: read the run folder, run its part, say where it listens."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+
+from rillflow.errors import RunError
+from rillflow.runtime.folder import RunFolder
+from rillflow.runtime.process import LoopWatchdog, prepare, run_until_signal
+
+log = logging.getLogger(__name__)
+
+_ENDPOINT_WAIT = 60.0
+
+
+def dataflow_role(folder: RunFolder) -> None:
+    from rillflow.dataflow.main import serve
+
+    recipe = folder.recipe
+    port = folder.last_port("dataflow") or recipe.runtime.port
+
+    async def main() -> None:
+        await serve(
+            recipe,
+            folder.root,
+            folder.token,
+            host=recipe.runtime.host,
+            port=port,
+            on_ready=lambda url: folder.publish_endpoint("dataflow", url),
+        )
+
+    prepare()
+    run_until_signal(main())
+
+
+def rollout_role(folder: RunFolder, name: str) -> None:
+    from rillflow.rollout.main import run_node
+
+    recipe = folder.recipe
+    _use_threads(recipe.runtime.threads)
+
+    async def main() -> None:
+        url = await wait_for_endpoint(folder, "dataflow")
+        watchdog = asyncio.create_task(LoopWatchdog(recipe.rollout.episode_timeout).run())
+        try:
+            await run_node(name, recipe, dataflow_url=url, token=folder.token, weights=folder.root / "weights")
+        finally:
+            watchdog.cancel()
+
+    prepare()
+    run_until_signal(main())
+    logging.shutdown()
+    # A reward function that never returned still has its thread: nothing is left to wait for.
+    os._exit(0)
+
+
+def trainer_role(folder: RunFolder, policy: str) -> None:
+    from rillflow.trainer.main import run_trainer
+
+    prepare()
+    recipe = folder.recipe
+    if policy not in recipe.policies:
+        raise RunError(f"there is no policy {policy!r} in this run", f"one of: {', '.join(recipe.policies)}")
+    _use_threads(recipe.runtime.threads)
+    url = asyncio.run(wait_for_endpoint(folder, "dataflow"))
+    run_trainer(recipe, policy, folder.root, dataflow_url=url, token=folder.token)
+
+
+def _use_threads(threads: int) -> None:
+    import torch
+
+    if threads:
+        torch.set_num_threads(threads)
+
+
+async def wait_for_endpoint(folder: RunFolder, process: str) -> str:
+    """Where `process` listens; RunError when it has not said so in time."""
+    deadline = asyncio.get_running_loop().time() + _ENDPOINT_WAIT
+    while (url := folder.endpoint(process)) is None:
+        if asyncio.get_running_loop().time() > deadline:
+            raise RunError(f"waited {_ENDPOINT_WAIT:.0f} s for {process} to start", f"see {folder.log(process)}")
+        await asyncio.sleep(0.1)
+    return url

@@ -1,0 +1,144 @@
+"""Keeps the processes of a run alive. A process that dies is started again, a bounded number of times.
+
+Invariants: every process runs in a group of its own; `stop` leaves none behind and takes at most `grace` + 1
+seconds; a process that ended with code 0 has finished and is not started again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from rillflow.errors import RunError
+from rillflow.runtime.process import child_environment
+
+log = logging.getLogger(__name__)
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 5.0
+_LOG_TAIL = 25
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """One process: its name in logs and endpoints, and the `rillflow` arguments that start it."""
+
+    name: str
+    arguments: tuple[str, ...]
+
+
+class Supervised:
+    """One process and its restarts."""
+
+    def __init__(self, spec: ProcessSpec, log_path: Path, restarts: int, threads: int) -> None:
+        self.spec = spec
+        self.log_path = log_path
+        self.starts = 0
+        self._restarts = restarts
+        self._threads = threads
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the running process; None between two starts."""
+        return self._process.pid if self._process is not None and self._process.returncode is None else None
+
+    async def run(self) -> None:
+        """Until it finishes by itself (code 0). RunError when it died once too often."""
+        pause = _FIRST_PAUSE
+        while (code := await self._run_once()) != 0:
+            if self.starts > self._restarts:
+                raise RunError(
+                    f"{self.spec.name} ended with code {code} for the {self.starts}. time\n{self._tail()}",
+                    f"the whole log is {self.log_path}",
+                )
+            log.warning("%s ended with code %s: starting it again", self.spec.name, code)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    async def _run_once(self) -> int:
+        self.starts += 1
+        with open(self.log_path, "ab") as output:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "rillflow",
+                *self.spec.arguments,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=child_environment(self._threads),
+                start_new_session=True,
+            )
+        return await self._process.wait()
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the whole group, so that what the process started goes with it."""
+        if self._process is not None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, number)
+
+    async def wait(self, seconds: float) -> bool:
+        """Whether it has ended within so many seconds."""
+        if self._process is None:
+            return True
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), seconds)
+        return self._process.returncode is not None
+
+    def _tail(self) -> str:
+        lines = self.log_path.read_text(errors="replace").splitlines()[-_LOG_TAIL:]
+        return "\n".join(f"  | {line}" for line in lines)
+
+
+class Supervisor:
+    """All processes of a run on this machine."""
+
+    def __init__(self, logs: Path, restarts: int, threads: int, grace: float = 3.0) -> None:
+        self._logs = logs
+        self._restarts = restarts
+        self._threads = threads
+        self._grace = grace
+        self._running: dict[Supervised, asyncio.Task[None]] = {}
+
+    def start(self, spec: ProcessSpec) -> Supervised:
+        process = Supervised(spec, self._logs / f"{spec.name}.log", self._restarts, self._threads)
+        self._running[process] = asyncio.create_task(process.run(), name=spec.name)
+        return process
+
+    @property
+    def processes(self) -> Sequence[Supervised]:
+        return list(self._running)
+
+    def check(self) -> None:
+        """Raise the error of the first process that cannot be kept alive."""
+        for task in self._running.values():
+            if task.done() and not task.cancelled():
+                task.result()
+
+    async def wait(self, seconds: float) -> bool:
+        """Whether every process has finished by itself within so many seconds."""
+        if self._running:
+            await asyncio.wait(self._running.values(), timeout=seconds)
+        return all(task.done() for task in self._running.values())
+
+    async def stop(self) -> None:
+        for task in self._running.values():
+            task.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+        for process in self._running:
+            process.signal(signal.SIGTERM)
+        ended = await asyncio.gather(*(process.wait(self._grace) for process in self._running))
+        for process, gone in zip(self._running, ended, strict=True):
+            if not gone:
+                log.warning("%s did not stop within %.0f s: killed", process.spec.name, self._grace)
+            # Also where the leader has gone: members of its group may still be there.
+            process.signal(signal.SIGKILL)
+        await asyncio.gather(*(process.wait(1.0) for process in self._running))
+        self._running.clear()

@@ -1,0 +1,147 @@
+"""Server and client bases over real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+
+from rillflow.errors import BadRequest, DeadlineExceeded, LeaseLost, RillflowError, RunError, Unauthorized, Unavailable
+from rillflow.types import Ack, FailTask
+from rillflow.wire import Client, LoopThread, Service
+
+NEWS = FailTask(task="t", attempt="a", node="n", cause="c", error="e")
+
+
+class Echo(Service):
+    """Answers by what the cause asks for."""
+
+    def __init__(self) -> None:
+        super().__init__("echo", "secret", body_limit=4096)
+        self.seen = 0
+        self.post("/fail", self.fail, FailTask)
+
+    async def fail(self, news: FailTask) -> Ack:
+        self.seen += 1
+        match news.cause:
+            case "lost":
+                raise LeaseLost("not yours", "lease again")
+            case "busy" if self.seen < 3:
+                raise Unavailable("starting")
+            case "bug":
+                raise KeyError("oops")
+            case "slow":
+                await asyncio.sleep(5)
+        return Ack(accepted=True, reason=news.error)
+
+
+@pytest.fixture
+async def echo() -> AsyncIterator[tuple[Echo, str]]:
+    service = Echo()
+    yield service, await service.start()
+    await service.stop()
+
+
+@pytest.fixture
+async def client(echo: tuple[Echo, str]) -> AsyncIterator[Client]:
+    client = Client(echo[1], "secret", peer="echo", jitter=random.Random(0))
+    yield client
+    await client.close()
+
+
+async def test_round_trip(client: Client) -> None:
+    assert await client.post("/fail", NEWS, Ack) == Ack(accepted=True, reason="e")
+
+
+async def test_errors_keep_their_kind_message_and_hint(client: Client) -> None:
+    with pytest.raises(LeaseLost, match="not yours") as caught:
+        await client.post("/fail", FailTask(task="t", attempt="a", node="n", cause="lost", error="e"), Ack)
+    assert caught.value.hint == "lease again"
+
+
+async def test_503_is_retried(client: Client, echo: tuple[Echo, str]) -> None:
+    await client.post("/fail", FailTask(task="t", attempt="a", node="n", cause="busy", error="e"), Ack)
+    assert echo[0].seen == 3
+
+
+async def test_a_bug_is_answered_and_the_service_lives(client: Client) -> None:
+    with pytest.raises(RillflowError, match="KeyError"):
+        await client.post("/fail", FailTask(task="t", attempt="a", node="n", cause="bug", error="e"), Ack)
+    assert (await client.post("/fail", NEWS, Ack)).accepted
+
+
+async def test_deadline(client: Client) -> None:
+    slow = FailTask(task="t", attempt="a", node="n", cause="slow", error="e")
+    with pytest.raises(DeadlineExceeded, match="echo"):
+        await client.post("/fail", slow, Ack, deadline=0.2)
+
+
+async def test_unreachable_peer_ends_in_an_error() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    client = Client(f"http://127.0.0.1:{port}", "secret", peer="nobody")
+    with pytest.raises(DeadlineExceeded, match="nobody did not answer"):
+        await client.get("/health", dict[str, str], deadline=0.3)
+    await client.close()
+
+
+async def test_every_route_needs_the_token(echo: tuple[Echo, str]) -> None:
+    async with aiohttp.ClientSession() as session:
+        for route in ("/health", "/metrics", "/fail", "/no-such-route"):
+            for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": ""}):
+                async with session.get(echo[1] + route, headers=headers) as response:
+                    assert response.status == 401
+    client = Client(echo[1], "wrong")
+    with pytest.raises(Unauthorized, match="token"):
+        await client.get("/health", dict[str, str])
+    await client.close()
+
+
+async def test_body_limit(client: Client) -> None:
+    fits = FailTask(task="t", attempt="a", node="n", cause="c", error="e" * 4000)
+    assert (await client.post("/fail", fits, Ack)).accepted
+    with pytest.raises(BadRequest, match="4096"):
+        await client.post("/fail", FailTask(task="t", attempt="a", node="n", cause="c", error="e" * 4096), Ack)
+
+
+@pytest.mark.parametrize("body", [{"task": 1}, {"unknown": "x"}, [1, 2], "text", None])
+async def test_wrong_bodies_are_named(client: Client, body: object) -> None:
+    with pytest.raises(BadRequest, match="/fail"):
+        await client.post("/fail", body, Ack)
+
+
+async def test_metrics_count_requests(client: Client, echo: tuple[Echo, str]) -> None:
+    await client.post("/fail", NEWS, Ack)
+    async with (
+        aiohttp.ClientSession(headers={"authorization": "Bearer secret"}) as session,
+        session.get(echo[1] + "/metrics") as response,
+    ):
+        assert 'rillflow_requests_total{route="/fail",status="200"} 1.0' in await response.text()
+
+
+async def test_port_in_use_is_clear(echo: tuple[Echo, str]) -> None:
+    with pytest.raises(RunError, match="cannot listen on 127.0.0.1") as caught:
+        await Echo().start(port=int(echo[1].rsplit(":", 1)[1]))
+    assert "port" in caught.value.hint
+
+
+def test_a_service_without_token_is_refused() -> None:
+    with pytest.raises(RunError, match="needs a token"):
+        Service("open", "")
+
+
+def test_loop_thread_runs_and_times_out() -> None:
+    thread = LoopThread("test")
+
+    async def value() -> int:
+        return 3
+
+    assert thread.run(value(), 1.0) == 3
+    with pytest.raises(TimeoutError):
+        thread.run(asyncio.sleep(5), 0.05)
+    thread.close()
