@@ -205,11 +205,16 @@ class CommitBatch(Wire, frozen=True):
 
 
 class JoinTrainer(Wire, frozen=True):
-    """A trainer starts from `checkpoint` (the version it restored; 0 for the initial weights)."""
+    """A trainer starts from `checkpoint` (the version it restored; 0 for the initial weights).
+
+    `published` is the highest version in its weight store: a version that was published but never committed died
+    with the trainer that made it, and only the store knows of it.
+    """
 
     policy: str
     incarnation: str
     checkpoint: int
+    published: int = 0
 
 
 class TrainerJoined(Wire, frozen=True):
@@ -298,6 +303,12 @@ class EngineStats(Wire, frozen=True):
 
 
 # ---------------------------------------------------------------- status, for people and supervisors
+
+
+class StopRun(Wire, frozen=True):
+    """Ends the run; what is outstanding stays in the ledger, so that a resumed run goes on with it."""
+
+    reason: str = "stopped"
 
 
 class Evaluation(Wire, frozen=True):

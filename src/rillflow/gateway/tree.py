@@ -75,8 +75,10 @@ class Node:
         self.messages = (said,)
 
     def abandon(self) -> None:
-        """Nobody saw these tokens: nothing extends them and nothing trains on them."""
+        """Nobody saw these tokens: nothing extends them and nothing trains on them. Without any, the node goes."""
         self.abandoned = True
+        if not self.tokens and self.parent is not None and self in self.parent.children:
+            self.parent.children.remove(self)
 
     @property
     def usable(self) -> bool:

@@ -6,7 +6,7 @@ import sys
 import time
 from types import TracebackType
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -81,10 +81,12 @@ class Progress:
 
     def _panel(self, status: Status) -> Panel:
         numbers = self._numbers(status)
-        table = Table.grid(padding=(0, 3))
-        table.add_row(*(Text(name, style="dim") for name in numbers))
+        table = Table(*numbers, box=None, padding=(0, 3, 0, 0), header_style="dim")
         table.add_row(*(Text(value, style="bold") for value in numbers.values()))
-        rows: list[object] = [ProgressBar(total=max(status.total_steps, 1), completed=status.steps), table]
+        # In a grid, because a bare bar does not end its line.
+        bar = Table.grid(expand=True)
+        bar.add_row(ProgressBar(total=max(status.total_steps, 1), completed=status.steps))
+        rows: list[RenderableType] = [bar, table]
         if self._rewards:
             rows.append(Text(f"reward  {sparkline(self._rewards)}", style="green"))
         for evaluation in status.evaluations:
@@ -93,4 +95,4 @@ class Progress:
             )
         if status.waits:
             rows.append(Text("waiting for " + "; ".join(status.waits[:3]), style="yellow"))
-        return Panel(Group(*rows), title=self._title, subtitle=f"{status.phase}  (Ctrl-C stops)")  # type: ignore[arg-type]
+        return Panel(Group(*rows), title=self._title, subtitle=f"{status.phase}  (Ctrl-C stops)")

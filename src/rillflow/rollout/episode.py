@@ -11,6 +11,7 @@ import inspect
 import math
 import threading
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import openai
@@ -110,17 +111,24 @@ async def _in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
-    def settle(setter: Callable[[Any], None], value: Any) -> None:
-        if not future.done():
-            setter(value)
+    def settle(result: Any, error: Exception | None) -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
 
     def work() -> None:
+        result, failure = None, None
         try:
             result = function(*arguments)
-        except BaseException as error:
-            loop.call_soon_threadsafe(settle, future.set_exception, error)
-        else:
-            loop.call_soon_threadsafe(settle, future.set_result, result)
+        except Exception as error:
+            failure = error
+        except BaseException as error:  # sys.exit() in a reward must not end the node
+            failure = RewardError(f"the reward raised {type(error).__name__}")
+        with suppress(RuntimeError):  # the loop has closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, result, failure)
 
     threading.Thread(target=work, name="reward", daemon=True).start()
     return await future

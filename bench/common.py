@@ -1,0 +1,136 @@
+"""What every benchmark shares: its arguments, the machine it ran on, and the one object it writes.
+
+`{"bench", "machine", "versions", "command", "results": [{"name", "ours", "peer", "unit", "ratio", "goal", "met"}]}`
+
+A ratio above 1 means we are better. A peer that cannot run leaves `peer`, `ratio` and `met` null and a `reason`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+_PACKAGES = ("torch", "transformers", "rillflow")
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The arguments all benchmarks have."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--quick", action="store_true", help="fewer repeats; a couple of minutes on two cores")
+    made.add_argument("--json", metavar="FILE", help="write the result object to FILE, or to stdout when it is -")
+    return made
+
+
+@dataclass
+class Report:
+    """Collects the rows of one benchmark."""
+
+    bench: str
+    results: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(
+        self,
+        name: str,
+        ours: float,
+        peer: float | None,
+        *,
+        unit: str,
+        goal: float | None = None,
+        less_is_better: bool = False,
+        reason: str = "",
+    ) -> None:
+        """One row. `reason` says why there is no peer."""
+        ratio = None if peer is None else (peer / ours if less_is_better else ours / peer)
+        met = None if ratio is None or goal is None else ratio >= goal
+        row = {"name": name, "ours": ours, "peer": peer, "unit": unit, "ratio": ratio, "goal": goal, "met": met}
+        self.results.append(row | ({"reason": reason} if reason else {}))
+
+    def finish(self, destination: str | None) -> None:
+        """Print the table to stderr and write the object where `--json` says."""
+        _print_table(self)
+        if destination is None:
+            return
+        whole = {
+            "bench": self.bench,
+            "machine": machine(),
+            "versions": versions(),
+            "command": shlex.join(["python", "-m", f"bench.{self.bench}", *sys.argv[1:]]),
+            "results": self.results,
+        }
+        text = json.dumps(whole, indent=2) + "\n"
+        if destination == "-":
+            sys.stdout.write(text)
+        else:
+            Path(destination).write_text(text)
+
+
+def machine() -> dict[str, Any]:
+    """The hardware, as far as it can be told."""
+    found: dict[str, Any] = {"cpu": _cpu_model(), "cores": os.cpu_count(), "arch": platform.machine(), "gpu": None}
+    try:
+        import torch
+    except ImportError:
+        return found
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    return found
+
+
+def _cpu_model() -> str:
+    """x86 names its model; ARM gives numbers, of which `lscpu` knows the names."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    named = {key.strip(): value.strip() for key, value in fields.items()}
+    if "model name" in named:
+        return named["model name"]
+    if "CPU part" in named:
+        return f"ARM implementer {named.get('CPU implementer', '?')} part {named['CPU part']}"
+    return platform.processor() or "unknown"
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "absent"
+    return found
+
+
+def interleave(measures: Sequence[Callable[[int], float]], repeats: int) -> list[float]:
+    """The median of each measure. They take turns, so that a busy moment of the machine hits all alike."""
+    taken: list[list[float]] = [[] for _ in measures]
+    for repeat in range(repeats):
+        for series, measure in zip(taken, measures, strict=True):
+            series.append(measure(repeat))
+    return [statistics.median(series) for series in taken]
+
+
+def _print_table(report: Report) -> None:
+    table = Table(title=f"bench {report.bench}")
+    for heading in ("name", "ours", "peer", "unit", "ratio", "goal", "met"):
+        table.add_column(heading, justify="left" if heading in {"name", "unit"} else "right")
+    for row in report.results:
+        met = {None: "-", True: "yes", False: "NO"}[row["met"]]
+        cells = (_number(row["ours"]), _number(row["peer"]), row["unit"], _number(row["ratio"]), _number(row["goal"]))
+        table.add_row(row["name"] + (f" ({row['reason']})" if "reason" in row else ""), *cells, met)
+    Console(stderr=True).print(table)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.2f}"

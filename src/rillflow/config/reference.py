@@ -1,0 +1,81 @@
+"""The page of all recipe keys, written from the schema: `python -m rillflow.config.reference > docs/recipes.md`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from rillflow.config.schema import (
+    DataConfig,
+    DataflowConfig,
+    EngineConfig,
+    EvaluationConfig,
+    ObserveConfig,
+    PolicyConfig,
+    Recipe,
+    RolloutConfig,
+    RuntimeConfig,
+    SamplingConfig,
+    SourceConfig,
+    TrainerConfig,
+)
+
+SECTIONS: dict[str, type[BaseModel]] = {
+    "top level": Recipe,
+    "data": DataConfig,
+    "data.prompts, data.heldout": SourceConfig,
+    "policies.NAME": PolicyConfig,
+    "policies.NAME.sampling": SamplingConfig,
+    "policies.NAME.engine": EngineConfig,
+    "trainer, policies.NAME.trainer": TrainerConfig,
+    "dataflow": DataflowConfig,
+    "rollout": RolloutConfig,
+    "evaluation": EvaluationConfig,
+    "observe": ObserveConfig,
+    "runtime": RuntimeConfig,
+}
+
+_HEAD = """# Recipes
+
+A recipe is a YAML file. `rillflow run RECIPE key=value …` overrides keys by their dotted path
+(`trainer.lr=1e-4`, `policies.agent.engine.slots=32`), and `rillflow run RECIPE --dry-run` prints the resolved recipe.
+`extends: other` starts from another recipe and changes what the file says. A top-level `trainer:` is shared by all
+policies. Paths are relative to the recipe. Unknown keys are refused with the nearest valid name.
+"""
+
+
+def reference() -> str:
+    return "\n".join([_HEAD, *(line for title, model in SECTIONS.items() for line in _section(title, model))])
+
+
+def _section(title: str, model: type[BaseModel]) -> Iterator[str]:
+    yield f"## {title}\n"
+    yield "| key | type | default | meaning |\n|---|---|---|---|"
+    for name, field in model.model_fields.items():
+        yield f"| `{name}` | {_type(field.annotation)} | {_default(field)} | {field.description or ''} |"
+    yield ""
+
+
+def _type(annotation: Any) -> str:
+    if isinstance(annotation, type):
+        return "section" if issubclass(annotation, BaseModel) else annotation.__name__
+    if str(get_origin(annotation)) == "typing.Literal":
+        return " or ".join(f"`{choice}`" for choice in get_args(annotation))
+    if get_origin(annotation) in (dict, list, tuple):
+        return str(get_origin(annotation).__name__)
+    parts = [part for part in get_args(annotation) if part is not type(None)]
+    return _type(parts[0]) if parts else str(annotation)
+
+
+def _default(field: Any) -> str:
+    default = field.get_default(call_default_factory=True)
+    if default is PydanticUndefined:
+        return "required"
+    return "" if isinstance(default, BaseModel) or default in (None, "", {}, []) else f"`{default}`"
+
+
+if __name__ == "__main__":
+    print(reference(), end="")

@@ -1,0 +1,171 @@
+"""SQLite as the ledger uses it: transitions are applied at once, many of them share one durable commit.
+
+A transition runs inside `change()`: all of it is applied or nothing. What it changed is durable only after the
+next `commit()`; whoever answers a caller waits for that. When the disk refuses, the whole open transaction is taken
+back, and `on_abandon` tells those who wait for it: nothing of it may be acknowledged.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rillflow.dataflow.tables import FORMAT, TABLES
+from rillflow.errors import CorruptData, DiskFull, RillflowError, StorageError
+
+Value = str | int | float | None
+
+
+def storage_error(path: Path, error: sqlite3.Error) -> StorageError:
+    """What SQLite says, in the words of the error tree."""
+    text = str(error)
+    if "full" in text:
+        return DiskFull(
+            f"no space left while writing {path}",
+            "free some space and run `rillflow resume RUN`: nothing that was acknowledged is lost",
+        )
+    if "malformed" in text or "not a database" in text:
+        return CorruptData(f"the ledger {path} is damaged: {text}", "restore the run folder from a copy")
+    return StorageError(f"the ledger {path} refused a change: {text}", "check the folder and the log")
+
+
+class Database:
+    """One connection, used from one thread."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.on_abandon: Callable[[RillflowError], None] = lambda error: None
+        self._inside = False
+        self._clean = 0
+        try:
+            self._connection = sqlite3.connect(path, isolation_level=None)
+        except sqlite3.Error as error:
+            raise storage_error(path, error) from error
+        self._connection.row_factory = sqlite3.Row
+        try:
+            self._prepare()
+        except sqlite3.Error as error:
+            self._connection.close()
+            raise storage_error(path, error) from error
+        except RillflowError:
+            self._connection.close()
+            raise
+
+    def _prepare(self) -> None:
+        self._connection.execute("PRAGMA busy_timeout = 5000")
+        self._connection.execute("PRAGMA journal_mode = WAL")
+        self._connection.execute("PRAGMA synchronous = FULL")
+        self._connection.executescript(TABLES)
+        self._clean = self._connection.total_changes
+        found = self.meta("format", FORMAT)
+        if found != FORMAT:
+            raise CorruptData(
+                f"{self.path} has ledger format {found}, this version reads {FORMAT}",
+                "use the version of rillflow that wrote the run",
+            )
+
+    # ------------------------------------------------------------ transactions
+
+    @contextmanager
+    def change(self) -> Iterator[None]:
+        """All or nothing of what happens inside; an inner `change` is part of the outer one."""
+        if self._inside:
+            yield
+            return
+        self._inside = True
+        try:
+            if not self._connection.in_transaction:
+                self.run("BEGIN IMMEDIATE")
+            self.run("SAVEPOINT change")
+            try:
+                yield
+            except sqlite3.Error:
+                raise
+            except BaseException:
+                self.run("ROLLBACK TO change")
+                raise
+            finally:
+                if self._connection.in_transaction:
+                    self.run("RELEASE change")
+        except sqlite3.Error as error:
+            raise self._abandon(error) from error
+        finally:
+            self._inside = False
+        if not self.dirty:
+            self.run("COMMIT")  # nothing was changed: do not keep the snapshot open
+
+    @property
+    def dirty(self) -> bool:
+        """Whether something waits for `commit`."""
+        return self._connection.total_changes != self._clean
+
+    def commit(self) -> None:
+        """Make every change so far durable (one fsync)."""
+        try:
+            if self._connection.in_transaction:
+                self.run("COMMIT")
+            self._clean = self._connection.total_changes
+        except sqlite3.Error as error:
+            raise self._abandon(error) from error
+
+    def _abandon(self, error: sqlite3.Error) -> StorageError:
+        """Take the whole open transaction back."""
+        if self._connection.in_transaction:
+            self._connection.execute("ROLLBACK")
+        self._clean = self._connection.total_changes
+        told = storage_error(self.path, error)
+        self.on_abandon(told)
+        return told
+
+    def close(self) -> None:
+        self._connection.close()
+
+    # ------------------------------------------------------------ statements
+
+    def run(self, statement: str, values: Sequence[Value] = ()) -> int:
+        """Returns the number of rows changed."""
+        return self._connection.execute(statement, values).rowcount
+
+    def many(self, statement: str, values: Sequence[Sequence[Value]]) -> None:
+        self._connection.executemany(statement, values)
+
+    def one(self, query: str, values: Sequence[Value] = ()) -> sqlite3.Row | None:
+        row: sqlite3.Row | None = self._connection.execute(query, values).fetchone()
+        return row
+
+    def all(self, query: str, values: Sequence[Value] = ()) -> list[sqlite3.Row]:
+        return self._connection.execute(query, values).fetchall()
+
+    def value(self, query: str, values: Sequence[Value] = ()) -> Any:
+        """The first column of the first row, or None."""
+        row = self.one(query, values)
+        return None if row is None else row[0]
+
+    # ------------------------------------------------------------ small values
+
+    def meta(self, key: str, default: Any = None) -> Any:
+        text = self.value("SELECT value FROM meta WHERE key = ?", (key,))
+        return default if text is None else json.loads(text)
+
+    def set_meta(self, key: str, value: Any) -> None:
+        self.run("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps(value)))
+
+    def counter(self, name: str) -> int:
+        return int(self.value("SELECT value FROM counters WHERE name = ?", (name,)) or 0)
+
+    def count(self, name: str, by: int = 1) -> None:
+        self.run(
+            "INSERT INTO counters VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = value + excluded.value",
+            (name, by),
+        )
+
+    def clear_counter(self, name: str) -> None:
+        self.run("UPDATE counters SET value = 0 WHERE name = ? AND value != 0", (name,))
+
+    def event(self, line: dict[str, Any]) -> None:
+        """A line for `metrics.jsonl`, written with the change that it tells of."""
+        self.run("INSERT INTO events (line) VALUES (?)", (json.dumps(line),))

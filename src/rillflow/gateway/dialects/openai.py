@@ -1,0 +1,37 @@
+"""What the OpenAI dialects share: the shape of errors and of server-sent events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from rillflow.errors import ContextOverflow, QueueFull, RillflowError
+from rillflow.gateway.failures import CallRefused
+
+JSON = "application/json"
+DONE = b"data: [DONE]\n\n"
+
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
+
+
+def error_body(error: RillflowError) -> dict[str, Any]:
+    """The provider's shape: clients choose their exception by status and `code`."""
+    kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+    code, param = _CODES.get(error.status), None
+    if isinstance(error, ContextOverflow):
+        code, param = "context_length_exceeded", "messages"
+    elif isinstance(error, CallRefused):
+        code, param = error.code or code, error.param
+    return {"error": {"message": error.message, "type": kind, "param": param, "code": code}}
+
+
+def error_response(error: RillflowError) -> Response:
+    headers = {"retry-after": "1"} if isinstance(error, QueueFull) or error.status == 503 else None
+    return Response(msgspec.json.encode(error_body(error)), error.status, headers, JSON)
+
+
+def event(value: Any) -> bytes:
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"

@@ -1,0 +1,83 @@
+"""Loading a policy's model and tokenizer. Trainer and engine both come here, so version 0 is the same for all.
+
+Invariants: weights are read from safetensors only, no code of a model repository is run, and nothing is fetched from
+a hub unless the name has the form `org/name` and no folder of that name exists.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from rillflow.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Dtype = Literal["fp32", "bf16"]
+
+DTYPES: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_TINY = Path(__file__).resolve().parent.parent / "assets" / "tiny"
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def model_folder(name: str) -> Path:
+    """Where the model is: the shipped `tiny`, a folder, or a hub name `org/name` passed through as it is."""
+    folder = _TINY if name == "tiny" else Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"{folder} is not a model folder: it has no config.json", "check policies.*.model")
+        return folder
+    if _HUB_NAME.fullmatch(name):
+        return Path(name)
+    raise ConfigError(
+        f"there is no model folder {name}",
+        "policies.*.model is `tiny`, the path of a Hugging Face model folder, or a hub name `org/name`; hub models are "
+        "best downloaded first (`hf download org/name --local-dir FOLDER`) and named by their folder",
+    )
+
+
+def load_policy_model(name: str, dtype: Dtype, device: torch.device) -> PreTrainedModel:
+    """The causal language model, without dropout, ready for training or serving."""
+    from transformers import AutoModelForCausalLM
+
+    model = _load(
+        AutoModelForCausalLM, name, dtype=DTYPES[dtype], attn_implementation="sdpa", use_safetensors=True
+    )
+    loaded: PreTrainedModel = model.to(device).eval()
+    return loaded
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    tokenizer: PreTrainedTokenizerBase = _load(AutoTokenizer, name)
+    return tokenizer
+
+
+def _load(kind: Any, name: str, **options: Any) -> Any:
+    folder = model_folder(name)
+    try:
+        return kind.from_pretrained(str(folder), trust_remote_code=False, **options)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"cannot load {name}: {error}",
+            "the folder must hold config.json, *.safetensors and the tokenizer's files; hub names are fetched only "
+            "where the hub can be reached",
+        ) from error
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is the GPU where there is one; a device that is not there is a ConfigError."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"there is no device {name!r}", "one of: auto, cpu, cuda, cuda:0 …") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {name} is not there: {torch.cuda.device_count()} GPUs found", "use auto or cpu")
+    return device

@@ -1,0 +1,176 @@
+"""The weight store of one policy: a folder of immutable, hashed versions and a head that names the live one.
+
+    v00000012/model.safetensors, manifest.json      sealed: whole or absent, never changed
+    head.json                                       {"head": 12, "orphaned": [9, 10]}
+
+Invariants: a version number is used once, also after pruning; `head.json` moves only after the version it names is
+in place; what `pull` returns matches the manifest. There is one writer (the policy's trainer) and any number of
+readers, which need nothing but the files.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+import msgspec
+import torch
+
+from rillflow.contracts import Tensors
+from rillflow.errors import CorruptData, WeightsError
+from rillflow.storage import read_json, write_json
+from rillflow.weights import sealed
+from rillflow.weights.codec import TensorFacts, decode, encode, tensor_facts, unique
+
+_VERSION = re.compile(r"v(\d{8,})")
+_USED = re.compile(r"\.?v(\d{8,})(\..*)?")
+
+
+class VersionManifest(sealed.Manifest, frozen=True, kw_only=True):
+    """`aliases` names tensors that are the same as another one (tied weights) and are stored once."""
+
+    version: int
+    parent: int | None
+    created: float
+    tensors: dict[str, TensorFacts]
+    aliases: dict[str, str]
+
+
+class Line(msgspec.Struct, frozen=True):
+    """The live head, and the versions that are no ancestors of anything that lives."""
+
+    head: int | None
+    orphaned: frozenset[int]
+
+
+_EMPTY = Line(head=None, orphaned=frozenset())
+
+
+class FolderStore:
+    """`contracts.WeightStore` on a local or shared folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._seen: tuple[int, int] | None = None
+        self._line = _EMPTY
+
+    # ------------------------------------------------------------ reading
+
+    def line(self) -> Line:
+        """Head and orphans. Cheap enough to poll: the file is read only when it has been replaced."""
+        path = self._folder / "head.json"
+        try:
+            stat = path.stat()
+        except FileNotFoundError:
+            return _EMPTY
+        seen = (stat.st_ino, stat.st_mtime_ns)
+        if seen != self._seen:
+            try:
+                self._line = msgspec.convert(read_json(path), Line)
+            except msgspec.ValidationError as error:
+                raise CorruptData(f"{path} does not name a head: {error}", "restart the trainer") from error
+            self._seen = seen
+        return self._line
+
+    def head(self) -> int | None:
+        return self.line().head
+
+    def versions(self) -> list[int]:
+        """The versions that can be pulled, orphaned ones included, in ascending order."""
+        matches = (_VERSION.fullmatch(name) for name in self._names())
+        return sorted(int(match[1]) for match in matches if match)
+
+    def highest(self) -> int | None:
+        """The highest number ever used: by a version that lives, is orphaned, was pruned or was left half written."""
+        matches = (_USED.fullmatch(name) for name in self._names())
+        line = self.line()
+        used = {int(match[1]) for match in matches if match} | line.orphaned
+        return max(used if line.head is None else used | {line.head}, default=None)
+
+    def manifest(self, version: int) -> VersionManifest:
+        folder = self._path(version)
+        if not folder.is_dir():
+            raise WeightsError(f"version {version} is not in {self._folder}", "it was pruned or never published")
+        manifest = sealed.read_manifest(folder, VersionManifest)
+        if manifest.version != version:
+            raise CorruptData(f"{folder} holds version {manifest.version}", "the folder was renamed or damaged")
+        return manifest
+
+    def pull(self, version: int) -> dict[str, torch.Tensor]:
+        """All tensors of a version; CorruptData when one bit differs from what was published."""
+        manifest = self.manifest(version)
+        folder = self._path(version)
+        tensors: dict[str, torch.Tensor] = {}
+        for name in manifest.files:
+            tensors |= decode(sealed.read_file(folder, name, manifest), str(folder / name))
+        if {name: tensor_facts(tensor) for name, tensor in tensors.items()} != manifest.tensors:
+            raise CorruptData(f"{folder} does not hold the tensors its manifest names", "the manifest was changed")
+        if not set(manifest.aliases.values()) <= set(tensors):
+            raise CorruptData(f"{folder} has aliases of tensors it does not hold", "the manifest was changed")
+        return tensors | {alias: tensors[name] for alias, name in manifest.aliases.items()}
+
+    # ------------------------------------------------------------ writing
+
+    def publish(self, tensors: Tensors, version: int, parent: int | None) -> None:
+        """Write a version and make it the head. `parent` is the head it was trained from; None for a root."""
+        self._check_new(version, parent)
+        kept, aliases = unique(tensors)
+        facts = {
+            "version": version,
+            "parent": parent,
+            "created": time.time(),
+            "tensors": {name: tensor_facts(tensor) for name, tensor in kept.items()},
+            "aliases": aliases,
+        }
+        try:
+            sealed.seal(self._path(version), encode(kept), facts)
+        except sealed.AlreadySealed as error:
+            raise WeightsError(f"version {version} exists already", "version numbers are never used twice") from error
+        self._move(version, self.line().orphaned)
+
+    def rewind(self, version: int) -> list[int]:
+        """Make `version` the head again; versions after it are orphaned (returned: those that were not before)."""
+        self.manifest(version)
+        sealed.remove_leftovers(self._folder)
+        line = self.line()
+        if version in line.orphaned:
+            raise WeightsError(f"version {version} is orphaned", "rewind to a version of the live line")
+        later = {number for number in self.versions() if number > version} | {line.head or 0} - {version, 0}
+        orphaned = sorted(number for number in later - line.orphaned if number > version)
+        if orphaned or line.head != version:
+            self._move(version, line.orphaned.union(orphaned))
+        return orphaned
+
+    def prune(self, keep: int, protect: Collection[int] = ()) -> list[int]:
+        """Remove orphaned and old versions, never the head, the newest `keep` or those in `protect`."""
+        line = self.line()
+        live = [version for version in self.versions() if version not in line.orphaned]
+        kept = {line.head, *live[-keep:], *protect} if keep else {line.head, *protect}
+        gone = [version for version in self.versions() if version not in kept]
+        for version in gone:
+            sealed.remove(self._path(version))
+        return gone
+
+    def _check_new(self, version: int, parent: int | None) -> None:
+        highest = self.highest()
+        if version < 0 or (highest is not None and version <= highest):
+            raise WeightsError(
+                f"version {version} cannot be published: {highest} was used already",
+                "version numbers are never used twice: take one above `highest()`",
+            )
+        if parent is not None and parent != self.head():
+            raise WeightsError(
+                f"version {version} comes from {parent}, but the head is {self.head()}",
+                "another trainer has taken over this policy: stop this one",
+            )
+
+    def _move(self, head: int, orphaned: Collection[int]) -> None:
+        write_json(self._folder / "head.json", {"head": head, "orphaned": sorted(orphaned)})
+
+    def _path(self, version: int) -> Path:
+        return self._folder / f"v{version:08d}"
+
+    def _names(self) -> list[str]:
+        return [path.name for path in self._folder.iterdir()] if self._folder.is_dir() else []

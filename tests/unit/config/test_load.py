@@ -1,0 +1,158 @@
+"""Recipes: what is valid, what is refused, and how clearly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rillflow.config import Recipe, load_recipe, recipes, resolve_object, write_resolved
+from rillflow.config.load import validate
+from rillflow.errors import ConfigError
+
+MINIMAL = """
+name: mine
+policies: {agent: {model: tiny}}
+workflow: play.py:play
+data: {prompts: {path: prompts.jsonl}}
+"""
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path) -> Path:
+    (tmp_path / "play.py").write_text("async def play(episode):\n    return 1.0\n")
+    (tmp_path / "prompts.jsonl").write_text('{"q": 1}\n')
+    path = tmp_path / "mine.yaml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def with_lines(path: Path, *lines: str) -> str:
+    path.write_text(MINIMAL + "\n".join(lines))
+    return str(path)
+
+
+def test_minimal_recipe_has_defaults_that_work(recipe_file: Path) -> None:
+    recipe = load_recipe(str(recipe_file))
+    assert recipe.policy == "agent"
+    assert recipe.dataflow.group_size == 8
+
+
+def test_files_are_relative_to_the_recipe(recipe_file: Path) -> None:
+    recipe = load_recipe(str(recipe_file))
+    assert recipe.workflow == f"{recipe_file.parent / 'play.py'}:play"
+    assert recipe.data.prompts.path == str(recipe_file.parent / "prompts.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("rolout: {nodes: 2}", "did you mean 'rollout'"),
+        ("rollout: {node: 2}", "did you mean 'nodes'"),
+        ("trainer: {learning_rte: 1}", "unknown key policies.agent.trainer.learning_rte"),
+        ("trainer: {clip_hi: 1}", "did you mean 'clip_high'"),
+        ("trainr: {lr: 1}", "did you mean 'trainer'"),
+        ("seed: many", "seed: Input should be a valid integer"),
+        ("rollout: {nodes: 0}", "greater than or equal to 1"),
+        ("trainer: {algorithm: gpro}", "'grpo'"),
+        ("runtime: {deterministic: true}", "needs dataflow.staleness=0"),
+        ("data: {prompts: {}}", "exactly one of `path` and `generator`"),
+    ],
+)
+def test_mistakes_are_named(recipe_file: Path, line: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
+        load_recipe(with_lines(recipe_file, line))
+
+
+def test_missing_key_is_named(recipe_file: Path) -> None:
+    recipe_file.write_text(MINIMAL.replace("workflow: play.py:play", ""))
+    with pytest.raises(ConfigError, match="workflow is missing"):
+        load_recipe(str(recipe_file))
+
+
+@pytest.mark.parametrize("text", ["a: [", "- 1\n- 2", "just text"])
+def test_files_that_are_no_recipe(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"bad\.yaml"):
+        load_recipe(str(path))
+
+
+def test_unknown_recipe_names_the_nearest() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe("quickstar")
+    assert "did you mean 'quickstart'" in caught.value.hint
+
+
+def test_missing_recipe_file() -> None:
+    with pytest.raises(ConfigError, match="there is no recipe file"):
+        load_recipe("nowhere/none.yaml")
+
+
+def test_overrides_win(recipe_file: Path) -> None:
+    recipe = load_recipe(str(recipe_file), ["trainer.lr=1e-4", "seed=5", "runtime.deterministic=false"])
+    assert recipe.policies["agent"].trainer.lr == 1e-4
+    assert recipe.seed == 5
+
+
+@pytest.mark.parametrize("override", ["seed", "=3", "seed.deeper=3"])
+def test_bad_overrides(recipe_file: Path, override: str) -> None:
+    with pytest.raises(ConfigError):
+        load_recipe(with_lines(recipe_file, "seed: 1"), [override])
+
+
+def test_policy_trainer_wins_over_the_shared_one(recipe_file: Path) -> None:
+    text = MINIMAL.replace("{model: tiny}", "{model: tiny, trainer: {lr: 0.5}}") + "trainer: {lr: 0.1, steps: 3}\n"
+    recipe_file.write_text(text)
+    trainer = load_recipe(str(recipe_file)).policies["agent"].trainer
+    assert (trainer.lr, trainer.steps) == (0.5, 3)
+
+
+def test_extends_composes(recipe_file: Path, tmp_path: Path) -> None:
+    child = tmp_path / "child.yaml"
+    child.write_text("extends: mine.yaml\nname: child\nseed: 9\ndata: {epochs: 2}\n")
+    recipe = load_recipe(str(child))
+    assert (recipe.name, recipe.seed, recipe.data.epochs) == ("child", 9, 2)
+    assert recipe.data.prompts.path is not None
+
+
+def test_extends_in_a_circle(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("extends: b.yaml\n")
+    (tmp_path / "b.yaml").write_text("extends: a.yaml\n")
+    with pytest.raises(ConfigError, match="extends itself"):
+        load_recipe(str(tmp_path / "a.yaml"))
+
+
+@pytest.mark.parametrize("name", list(recipes()))
+def test_shipped_recipes_load_and_survive_being_written(name: str, tmp_path: Path) -> None:
+    recipe = load_recipe(name)
+    assert recipe.description
+    write_resolved(recipe, tmp_path / "recipe.yaml")
+    assert validate(yaml.safe_load((tmp_path / "recipe.yaml").read_text())) == recipe
+    assert isinstance(recipe, Recipe)
+
+
+def test_resolve_object(recipe_file: Path) -> None:
+    assert resolve_object("rillflow.config:Recipe") is Recipe
+    assert resolve_object(f"{recipe_file.parent / 'play.py'}:play").__name__ == "play"
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("nocolon", "must look like"),
+        ("no.such.module:x", "cannot import"),
+        ("rillflow.config:Recipee", "has no 'Recipee'"),
+        ("/nowhere/play.py:play", "there is no file"),
+    ],
+)
+def test_references_that_lead_nowhere(reference: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve_object(reference)
+
+
+def test_a_file_that_raises_is_named(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    with pytest.raises(ConfigError, match="ZeroDivisionError"):
+        resolve_object(f"{tmp_path / 'broken.py'}:x")

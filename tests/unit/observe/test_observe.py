@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from rillflow.observe.metrics import MetricsReader, read_metrics
+from rillflow.observe.plot import plot_reward, running_mean
+from rillflow.observe.progress import Progress, sparkline
+from rillflow.observe.summary import summarise, summary_table
+from rillflow.observe.tensorboard import TensorBoard
+from rillflow.types import Evaluation, Status
+
+
+def step(version: int, reward: float) -> dict[str, Any]:
+    return {
+        "step": version, "version": version, "time": 1.0, "reward": reward, "samples": 64,
+        "staleness_mean": 1.0, "staleness_max": 2, "loss": 0.1,
+    }  # fmt: skip
+
+
+def status(**changes: Any) -> Status:
+    values: dict[str, Any] = {
+        "phase": "training", "reason": "", "steps": 3, "total_steps": 10, "versions": {"agent": 3}, "reward": 0.5,
+        "samples_per_second": 40.0, "staleness": 1.2, "wait_fraction": 0.25, "counts": {"trained": 24},
+        "evaluations": [Evaluation(version=0, reward=0.3, episodes=10, failed=0)], "nodes": 1,
+        "waits": ["trainer agent: 3 of 8 groups ready"],
+    }  # fmt: skip
+    return Status(**(values | changes))
+
+
+def write(path: Path, lines: list[dict[str, Any]]) -> None:
+    with open(path, "a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def test_a_rollback_takes_steps_back(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, [step(1, 0.1), step(2, 0.2), {"event": "rollback", "version": 1}, step(3, 0.3)])
+    write(path, [{"event": "evaluation", "version": 3, "reward": 0.9}])
+    metrics = read_metrics(path)
+    assert [s["version"] for s in metrics.steps] == [1, 3]
+    assert len(metrics.rollbacks) == len(metrics.evaluations) == 1
+
+
+def test_reader_waits_for_whole_lines_and_skips_torn_ones(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    reader = MetricsReader(path)
+    assert list(reader.new()) == []
+    path.write_text('{"a": 1}\n{"b"')
+    assert list(reader.new()) == [{"a": 1}]
+    path.write_text('{"a": 1}\n{"b": 2}\n{torn\n{"c": 3}\n')
+    assert list(reader.new()) == [{"b": 2}, {"c": 3}]
+
+
+def test_plot_and_summary(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, [step(v, v / 10) for v in range(1, 11)] + [{"event": "evaluation", "version": 10, "reward": 0.9}])
+    metrics = read_metrics(path)
+    plot_reward(metrics, tmp_path / "reward.png", "test")
+    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+    summary = summarise(metrics, status(steps=10, reason="done"), 20.0)
+    assert summary["samples_trained"] == 640
+    assert summary["samples_per_second"] == 32.0
+    console = Console(file=io.StringIO(), width=120)
+    console.print(summary_table(summary, tmp_path, tmp_path / "reward.png"))
+    assert "0.900 after" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_running_mean() -> None:
+    assert running_mean([1.0, 3.0, 5.0], 2) == [1.0, 2.0, 4.0]
+
+
+def test_sparkline() -> None:
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
+    assert sparkline([]) == ""
+
+
+def test_tensorboard_files(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    board = TensorBoard(path, tmp_path / "tb")
+    write(path, [step(1, 0.1), {"event": "evaluation", "version": 1, "reward": 0.4}])
+    board.close()
+    (events,) = (tmp_path / "tb").iterdir()
+    content = events.read_bytes()
+    assert b"heldout/reward" in content
+    assert b"loss" in content
+
+
+def test_plain_progress_prints_lines() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    with Progress("run", console) as progress:
+        progress.show(status())
+        progress.show(status(phase="ended"))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "step 3/10" in text
+    assert "waiting for trainer agent: 3 of 8 groups ready" in text
+
+
+def test_live_progress_shows_everything() -> None:
+    console = Console(file=io.StringIO(), width=120, force_terminal=True)
+    with Progress("run", console) as progress:
+        progress.show(status())
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    for word in ("reward", "samples/s", "staleness", "wait", "held-out reward at version 0"):
+        assert word in text

@@ -1,0 +1,105 @@
+"""Every way in which a user's code can go wrong ends in a cause, never in a reward of 0."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import openai
+import pytest
+
+from rillflow.contracts import Episode, SystemClock
+from rillflow.rollout.episode import EpisodeFailed, RunningEpisode, play, score
+from rillflow.types import Prompt, Task
+
+
+def episode(seconds: float = 5.0) -> RunningEpisode:
+    task = Task(id="t.0", prompt=Prompt(id="p", payload={"x": 1}), group="t", place=0, lane="train", seed=3)
+    client = openai.AsyncOpenAI(api_key="x", base_url="http://127.0.0.1:1")
+    return RunningEpisode(
+        task, client=client, policies=["agent"], base_url="http://127.0.0.1:1/s/a/v1", api_key="k",
+        clock=SystemClock(), seconds=seconds,
+    )  # fmt: skip
+
+
+def test_what_a_workflow_sees() -> None:
+    running = episode()
+    assert isinstance(running, Episode)
+    assert (running.payload, running.model, running.seed) == ({"x": 1}, "agent", 3)
+    assert str(running.client.base_url) == "http://127.0.0.1:1/s/a/v1/"
+    assert 0 < running.seconds_left() <= 5
+
+
+async def hangs(_: Any) -> None:
+    await asyncio.sleep(60)
+
+
+async def raises(_: Any) -> None:
+    raise ValueError("broken")
+
+
+@pytest.mark.parametrize(
+    ("workflow", "cause", "message"),
+    [(hangs, "timeout", "longer than"), (raises, "workflow_error", "ValueError: broken")],
+)
+async def test_workflows_that_fail(workflow: Any, cause: str, message: str) -> None:
+    with pytest.raises(EpisodeFailed, match=message) as caught:
+        await play(workflow, episode(0.05))
+    assert caught.value.cause == cause
+
+
+async def test_a_cancelled_episode_is_not_a_failure() -> None:
+    task = asyncio.create_task(play(hangs, episode()))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def slow_reward(payload: dict[str, Any], answer: Any) -> float:
+    await asyncio.sleep(60)
+    return 0.0
+
+
+def blocked_reward(payload: dict[str, Any], answer: Any) -> float:
+    time.sleep(0.5)
+    return 0.0
+
+
+def exits(payload: dict[str, Any], answer: Any) -> float:
+    raise SystemExit(0)
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [
+        slow_reward,
+        blocked_reward,
+        exits,
+        lambda payload, answer: float("nan"),
+        lambda payload, answer: float("inf"),
+        lambda payload, answer: "1.0",
+        lambda payload, answer: None,
+        lambda payload, answer: 1 / 0,
+    ],
+)
+async def test_rewards_that_fail_are_never_zero(reward: Any) -> None:
+    with pytest.raises(EpisodeFailed) as caught:
+        await score(reward, {}, "answer", 0.1)
+    assert caught.value.cause == "reward_error"
+
+
+async def test_good_rewards() -> None:
+    async def later(payload: dict[str, Any], answer: Any) -> float:
+        return 0.5
+
+    assert await score(later, {}, "a", 1.0) == 0.5
+    assert await score(lambda payload, answer: True, {}, "a", 1.0) == 1.0
+    assert await score(lambda payload, answer: payload["w"], {"w": 2}, "a", 1.0) == 2.0
+
+
+async def test_without_a_reward_function_the_workflow_returns_it() -> None:
+    assert await score(None, {}, 0.25, 1.0) == 0.25
+    with pytest.raises(EpisodeFailed, match="must return the reward"):
+        await score(None, {}, "text", 1.0)
