@@ -20,7 +20,7 @@ from rillflow.wire import Client
 
 Arrays = dict[str, npt.NDArray[Any]]
 
-ID_FILE = "unit"
+UNIT_ID_FILE = "unit"
 _ROWS_A_CALL = 64
 
 
@@ -68,7 +68,7 @@ class PayloadReader:
 def _is_here(info: UnitInfo) -> bool:
     """The folder can be read on this host and is the same unit, not another one at the same path."""
     try:
-        return (Path(info.path) / ID_FILE).read_text() == info.unit
+        return (Path(info.path) / UNIT_ID_FILE).read_text() == info.unit
     except OSError:
         return False
 

@@ -88,7 +88,7 @@ CREATE TABLE IF NOT EXISTS batch_groups (
 ) WITHOUT ROWID;
 
 CREATE TABLE IF NOT EXISTS policies (
-    name TEXT PRIMARY KEY, version INTEGER NOT NULL, highest INTEGER NOT NULL,
+    name TEXT PRIMARY KEY, version INTEGER NOT NULL, highest INTEGER NOT NULL, steps INTEGER NOT NULL,
     incarnation TEXT, joined TEXT    -- the reply to the latest join, repeated when it is asked again
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS steps (

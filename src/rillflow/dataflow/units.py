@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
+from rillflow.clients.payloads import UNIT_ID_FILE
 from rillflow.errors import BadRequest
 from rillflow.storage import SegmentReader, SegmentWriter, disk_errors, write_atomic
 from rillflow.types import COLUMNS, Row, UnitInfo
 
-ID_FILE = "unit"
 GET_LIMIT = 64 << 20
 _PER_TOKEN = ("tokens", "mask", "logprobs", "raw_logprobs", "versions")
 
@@ -33,7 +33,7 @@ class FileUnit:
         self._reader = SegmentReader(self._folder)
 
     def _identify(self, name: str) -> str:
-        path = self._folder / ID_FILE
+        path = self._folder / UNIT_ID_FILE
         if not path.exists():
             write_atomic(path, f"{name}-{secrets.token_hex(4)}".encode())
         return path.read_text()

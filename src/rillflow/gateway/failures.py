@@ -8,9 +8,7 @@ from rillflow.errors import RillflowError
 class CallRefused(RillflowError):
     """A call that cannot be served. `code` and `param` are what providers call them; `status` travels as it is."""
 
-    def __init__(
-        self, message: str, *, status: int = 400, code: str | None = None, param: str | None = None
-    ) -> None:
+    def __init__(self, message: str, *, status: int = 400, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.code = code

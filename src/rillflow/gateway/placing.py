@@ -9,9 +9,7 @@ from rillflow.gateway.render import Rendered, Renderer, Tools
 from rillflow.gateway.tree import Fork, Match, Node, TokenTree
 
 
-def place(
-    tree: TokenTree, renderer: Renderer, history: Sequence[Message], tools: Tools, tools_key: bytes
-) -> Node:
+def place(tree: TokenTree, renderer: Renderer, history: Sequence[Message], tools: Tools, tools_key: bytes) -> Node:
     """The given node whose path is the prompt for `history`; made if no call has asked the same before."""
     match = tree.match(tools_key, history)
     if match.node.kind == "given" and match.covered == len(history):

@@ -155,9 +155,7 @@ class Renderer:
     def _text(self, messages: list[Body], tools: Tools, *, prompt: bool) -> str:
         try:
             return str(
-                self._tokenizer.apply_chat_template(
-                    messages, tools=tools, tokenize=False, add_generation_prompt=prompt
-                )
+                self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt)
             )
         except Exception as error:  # a template is code of the model's authors and may raise anything
             raise BadRequest(f"the chat template cannot write these messages: {error}") from error
@@ -203,5 +201,3 @@ def bodies(messages: Sequence[Message]) -> list[Body]:
 
 def canonical_of(text: str) -> Canonical:
     return Canonical(len(text), blake2b(text.encode(), digest_size=16).digest())
-
-

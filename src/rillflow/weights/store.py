@@ -82,12 +82,12 @@ class FolderStore:
         matches = (_VERSION.fullmatch(name) for name in self._names())
         return sorted(int(match[1]) for match in matches if match)
 
-    def highest(self) -> int | None:
-        """The highest number ever used: by a version that lives, is orphaned, was pruned or was left half written."""
-        matches = (_USED.fullmatch(name) for name in self._names())
+    def highest(self) -> int:
+        """The highest number ever used, orphaned, pruned and half written versions included; -1 when none was."""
         line = self.line()
+        matches = (_USED.fullmatch(name) for name in self._names())
         used = {int(match[1]) for match in matches if match} | line.orphaned
-        return max(used if line.head is None else used | {line.head}, default=None)
+        return max(used | {-1 if line.head is None else line.head})
 
     def manifest(self, version: int) -> VersionManifest:
         folder = self._path(version)
@@ -137,8 +137,8 @@ class FolderStore:
         line = self.line()
         if version in line.orphaned:
             raise WeightsError(f"version {version} is orphaned", "rewind to a version of the live line")
-        later = {number for number in self.versions() if number > version} | {line.head or 0} - {version, 0}
-        orphaned = sorted(number for number in later - line.orphaned if number > version)
+        known = {*self.versions(), version if line.head is None else line.head} - line.orphaned
+        orphaned = sorted(number for number in known if number > version)
         if orphaned or line.head != version:
             self._move(version, line.orphaned.union(orphaned))
         return orphaned
@@ -155,9 +155,9 @@ class FolderStore:
 
     def _check_new(self, version: int, parent: int | None) -> None:
         highest = self.highest()
-        if version < 0 or (highest is not None and version <= highest):
+        if version <= highest or version < 0:
             raise WeightsError(
-                f"version {version} cannot be published: {highest} was used already",
+                f"version {version} cannot be published: the highest number used is {highest}",
                 "version numbers are never used twice: take one above `highest()`",
             )
         if parent is not None and parent != self.head():

@@ -1,0 +1,135 @@
+"""The life of one call over HTTP: it ends with its answer, its client's going, its session's close or deadline.
+
+Whatever ends it, the generation is aborted and its concurrency is given back. A stream's first event is awaited
+before the response begins, so that a call which cannot be served is still answered with its proper status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from rillflow.errors import EngineError, RillflowError
+from rillflow.gateway.failures import CallRefused, session_gone, session_late
+from rillflow.gateway.session import Session
+
+
+class Running:
+    """A call's task, with everything that may cut it. `seconds` are those left to its session."""
+
+    def __init__(self, work: Coroutine[Any, Any, None], session: Session, request: Request, seconds: float) -> None:
+        self._session = session
+        self._task = asyncio.create_task(_limited(work, session, seconds))
+        self._watch = asyncio.create_task(_cut_when_gone(request.receive, self._task))
+        session.at_work.add(self._task)
+        self._task.add_done_callback(session.at_work.discard)
+
+    async def result(self) -> None:
+        """Wait for the end; raises what the work raised, or why it was cut."""
+        try:
+            await asyncio.wait({self._task})
+        finally:
+            self.stop()
+        if self._task.cancelled():
+            if self._session.closed:
+                raise session_gone(self._session.id)
+            raise CallRefused("the client has gone", status=499)
+        error = self._task.exception()
+        if error is not None:
+            raise error
+
+    def stop(self) -> None:
+        self._watch.cancel()
+        self._task.cancel()
+
+
+async def _limited(work: Coroutine[Any, Any, None], session: Session, seconds: float) -> None:
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            await work
+    except TimeoutError:
+        if limit.expired():
+            raise session_late(session.id) from None
+        raise
+
+
+async def _cut_when_gone(receive: Receive, task: asyncio.Task[None]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    task.cancel()
+
+
+async def whole(work: Coroutine[Any, Any, None], session: Session, request: Request, seconds: float) -> None:
+    await Running(work, session, request, seconds).result()
+
+
+class EventStream(Response):
+    """Server-sent events from a running call."""
+
+    def __init__(self, running: Running, queue: asyncio.Queue[bytes | None], first: bytes | None) -> None:
+        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        del self.headers["content-length"]
+        self._running = running
+        self._queue = queue
+        self._first = first
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            item = self._first
+            while item is not None:
+                await send({"type": "http.response.body", "body": item, "more_body": True})
+                item = await self._queue.get()
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            self._running.stop()
+
+
+async def streamed(
+    events: AsyncGenerator[bytes],
+    session: Session,
+    request: Request,
+    seconds: float,
+    shape: Callable[[RillflowError], bytes],
+) -> EventStream:
+    """Start a stream; an error after its first event travels in it, written by `shape`."""
+    queue: asyncio.Queue[bytes | None] = asyncio.Queue()
+    begun = False
+
+    async def pump() -> None:
+        nonlocal begun
+        async with aclosing(events):
+            async for data in events:
+                begun = True
+                queue.put_nowait(data)
+
+    async def work() -> None:
+        try:
+            await pump()
+        except Exception as error:
+            if not begun:
+                raise
+            queue.put_nowait(shape(_said(error)))
+        finally:
+            queue.put_nowait(None)
+
+    running = Running(work(), session, request, seconds)
+    try:
+        first = await queue.get()
+    except BaseException:
+        running.stop()
+        raise
+    if first is None:
+        await running.result()
+    return EventStream(running, queue, first)
+
+
+def _said(error: Exception) -> RillflowError:
+    return error if isinstance(error, RillflowError) else EngineError(f"{type(error).__name__}: {error}")

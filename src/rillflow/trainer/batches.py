@@ -1,0 +1,94 @@
+"""A leased batch and its payload columns become flat arrays, checked against what the ledger says of each sample.
+
+Invariant: rows keep the order of the batch; a row whose payload does not fit its metadata raises CorruptData, so
+nothing that differs from what the engine sampled reaches a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rillflow.errors import CorruptData
+from rillflow.types import COLUMNS, BatchSample
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Floats = npt.NDArray[np.float64]
+    Ints = npt.NDArray[np.int64]
+    Flags = npt.NDArray[np.bool_]
+
+TRAINED_COLUMNS = ("tokens", "mask", "logprobs")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A batch in memory. Row r is `[start_R[r], start_R[r] + length_R[r])` of the arrays over N."""
+
+    tokens_N: npt.NDArray[np.int32]
+    mask_N: Flags
+    old_N: npt.NDArray[np.float32]
+    start_R: Ints
+    length_R: Ints
+    reward_R: Floats
+    group_mean_R: Floats
+    group_std_R: Floats
+    group_size_R: Ints
+    staleness_R: Ints
+    truncated_R: Flags
+
+    @property
+    def trained_R(self) -> Ints:
+        """How many tokens of each row are trained."""
+        return np.add.reduceat(self.mask_N, self.start_R, dtype=np.int64)
+
+
+def make_rows(samples: Sequence[BatchSample], payload: Sequence[Mapping[str, bytes]]) -> Rows:
+    """`payload[i]` holds the columns of `samples[i]`."""
+    if not samples or len(samples) != len(payload):
+        raise CorruptData(f"{len(payload)} rows were read for {len(samples)} samples", "the batch is damaged")
+    length_R = np.array([sample.tokens for sample in samples], dtype=np.int64)
+    columns = {name: _column(name, payload, length_R, samples) for name in TRAINED_COLUMNS}
+    rows = Rows(
+        tokens_N=columns["tokens"],
+        mask_N=columns["mask"] != 0,
+        old_N=columns["logprobs"],
+        start_R=np.cumsum(length_R) - length_R,
+        length_R=length_R,
+        reward_R=np.array([sample.reward for sample in samples]),
+        group_mean_R=np.array([sample.group_mean for sample in samples]),
+        group_std_R=np.array([sample.group_std for sample in samples]),
+        group_size_R=np.array([sample.group_size for sample in samples], dtype=np.int64),
+        staleness_R=np.array([sample.staleness for sample in samples], dtype=np.int64),
+        truncated_R=np.array([sample.truncated for sample in samples], dtype=np.bool_),
+    )
+    _check(rows, samples)
+    return rows
+
+
+def _column(
+    name: str, payload: Sequence[Mapping[str, bytes]], length_R: Ints, samples: Sequence[BatchSample]
+) -> npt.NDArray[Any]:
+    """One column of all rows, end to end."""
+    dtype = np.dtype(COLUMNS[name])
+    parts = [row.get(name, b"") for row in payload]
+    size_R = np.array([len(part) for part in parts], dtype=np.int64)
+    _refuse(size_R != length_R * dtype.itemsize, samples, f"column {name} has another length than the sample")
+    return np.frombuffer(b"".join(parts), dtype)
+
+
+def _check(rows: Rows, samples: Sequence[BatchSample]) -> None:
+    expected_R = np.array([sample.trained for sample in samples], dtype=np.int64)
+    _refuse(rows.trained_R != expected_R, samples, "the mask trains another number of tokens than the sample")
+    _refuse(rows.mask_N[rows.start_R], samples, "the first token cannot be trained: nothing comes before it")
+    bad_N = ~np.isfinite(rows.old_N) | (rows.tokens_N < 0)
+    _refuse(np.logical_or.reduceat(bad_N, rows.start_R), samples, "a token id or log-prob is not a valid number")
+
+
+def _refuse(bad_R: Flags, samples: Sequence[BatchSample], what: str) -> None:
+    if bad_R.any():
+        raise CorruptData(f"sample {samples[int(bad_R.argmax())].id}: {what}", "its row is damaged")
