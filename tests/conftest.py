@@ -7,6 +7,8 @@ import os
 import pytest
 import torch
 
+pytest_plugins = ["commands"]
+
 torch.set_num_threads(1)
 
 

@@ -53,7 +53,12 @@ class Probe(NamedTuple):
 
 def _histories() -> list[list[Body]]:
     system: Body = {"role": "system", "content": "rules"}
-    starts = ([], [system], [_user("qolder"), _answer("aolder")], [_user("qolder"), _calling(""), _result("rolder")])
+    starts: tuple[list[Body], ...] = (
+        [],
+        [system],
+        [_user("qolder"), _answer("aolder")],
+        [_user("qolder"), _calling(""), _result("rolder")],
+    )
     thinking = "<think>\nhmm\n</think>\n\nalast"
     reasoned = _answer("alast") | {"reasoning_content": "hmm"}
     answers = (_answer("alast"), _answer(""), _answer(thinking), reasoned)

@@ -7,7 +7,7 @@ nothing that differs from what the engine sampled reaches a step.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from rillflow.types import COLUMNS, BatchSample
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    Arrays = Mapping[str, npt.NDArray[Any]]
     Floats = npt.NDArray[np.float64]
     Ints = npt.NDArray[np.int64]
     Flags = npt.NDArray[np.bool_]
@@ -46,8 +47,12 @@ class Rows:
         """How many tokens of each row are trained."""
         return np.add.reduceat(self.mask_N, self.start_R, dtype=np.int64)
 
+    def masked(self, keep_R: Flags) -> Rows:
+        """The same batch, of which only the kept rows train."""
+        return replace(self, mask_N=self.mask_N & np.repeat(keep_R, self.length_R))
 
-def make_rows(samples: Sequence[BatchSample], payload: Sequence[Mapping[str, bytes]]) -> Rows:
+
+def make_rows(samples: Sequence[BatchSample], payload: Sequence[Arrays]) -> Rows:
     """`payload[i]` holds the columns of `samples[i]`."""
     if not samples or len(samples) != len(payload):
         raise CorruptData(f"{len(payload)} rows were read for {len(samples)} samples", "the batch is damaged")
@@ -71,14 +76,14 @@ def make_rows(samples: Sequence[BatchSample], payload: Sequence[Mapping[str, byt
 
 
 def _column(
-    name: str, payload: Sequence[Mapping[str, bytes]], length_R: Ints, samples: Sequence[BatchSample]
+    name: str, payload: Sequence[Arrays], length_R: Ints, samples: Sequence[BatchSample]
 ) -> npt.NDArray[Any]:
     """One column of all rows, end to end."""
-    dtype = np.dtype(COLUMNS[name])
-    parts = [row.get(name, b"") for row in payload]
+    missing = np.empty(0, COLUMNS[name])
+    parts = [row.get(name, missing) for row in payload]
     size_R = np.array([len(part) for part in parts], dtype=np.int64)
-    _refuse(size_R != length_R * dtype.itemsize, samples, f"column {name} has another length than the sample")
-    return np.frombuffer(b"".join(parts), dtype)
+    _refuse((size_R != length_R) | (size_R == 0), samples, f"column {name} has another length than the sample")
+    return np.concatenate(parts)
 
 
 def _check(rows: Rows, samples: Sequence[BatchSample]) -> None:

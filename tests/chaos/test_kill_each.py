@@ -1,0 +1,34 @@
+"""kill -9 of each process once during a run: the run finishes and the audit balances."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from commands import Cli, processes_of, steps_of, wait_until
+
+RUN = [
+    "trainer.steps=14",
+    "trainer.batch_groups=4",
+    "trainer.checkpoint_every=3",
+    "dataflow.node_timeout=4",
+    "data.heldout.arguments={split: heldout, count: 16, seed: 2}",
+]
+
+
+@pytest.mark.chaos
+def test_each_process_is_killed_once(cli: Cli) -> None:
+    run = cli.start("run", "quickstart", *RUN)
+    wait_until(lambda: any(run.runs.iterdir()), "the run folder")
+    folder = run.folder
+    for kills, role in enumerate(("rollout", "trainer", "dataflow"), 1):
+        wait_until(lambda kills=kills: steps_of(folder) >= 3 * kills, f"step {3 * kills}", 120)
+        victim = processes_of(folder)[role]
+        victim.kill()
+        wait_until(
+            lambda role=role, pid=victim.pid: processes_of(folder).get(role, victim).pid != pid, f"a new {role}", 30
+        )
+    assert run.wait(240) == 0, run.output()[-4000:]
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 14
+    audited = json.loads(cli.run("audit", str(folder), "--json").output())
+    assert audited["balanced"], audited

@@ -1,0 +1,106 @@
+"""Runs the user's own commands as real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+
+@dataclass
+class Started:
+    """A `rillflow` command that is running."""
+
+    process: subprocess.Popen[str]
+    runs: Path
+    log: Path
+
+    @property
+    def folder(self) -> Path:
+        """The newest run folder, once it exists."""
+        return max((p for p in self.runs.iterdir() if p.is_dir()), key=lambda p: p.stat().st_mtime)
+
+    def output(self) -> str:
+        return self.log.read_text()
+
+    def wait(self, seconds: float) -> int:
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {seconds} s:\n{self.output()[-3000:]}") from None
+
+    def interrupt(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+
+
+def processes_of(folder: Path) -> dict[str, psutil.Process]:
+    """The role processes that work on a run folder, by role."""
+    found = {}
+    for process in psutil.process_iter(["cmdline", "status"]):
+        words = process.info["cmdline"] or []
+        if str(folder) in words and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found[words[words.index(str(folder)) - 1]] = process
+    return found
+
+
+def wait_until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        time.sleep(0.05)
+
+
+def steps_of(folder: Path) -> int:
+    """Optimizer steps written down so far."""
+    metrics = folder / "metrics.jsonl"
+    return sum(b'"step"' in line for line in metrics.read_bytes().splitlines()) if metrics.is_file() else 0
+
+
+@dataclass
+class Cli:
+    """Starts `rillflow` commands in a folder of their own."""
+
+    cwd: Path
+    started: list[Started]
+
+    def start(self, *arguments: str) -> Started:
+        log = self.cwd / f"command-{len(self.started)}.log"
+        with open(log, "w") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "rillflow", *arguments],
+                cwd=self.cwd,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env={**os.environ, "COLUMNS": "160", "NO_COLOR": "1"},
+            )
+        runs = self.cwd / "runs"
+        runs.mkdir(exist_ok=True)
+        self.started.append(Started(process, runs, log))
+        return self.started[-1]
+
+    def run(self, *arguments: str, seconds: float = 240.0, code: int = 0) -> Started:
+        started = self.start(*arguments)
+        assert started.wait(seconds) == code, started.output()[-4000:]
+        return started
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Iterator[Cli]:
+    cli = Cli(tmp_path, [])
+    yield cli
+    for started in cli.started:
+        if started.process.poll() is None:
+            started.process.kill()
+            started.process.wait(10)
+        if any(p.is_dir() for p in started.runs.iterdir()):
+            for process in processes_of(started.folder).values():
+                process.kill()

@@ -1,0 +1,64 @@
+"""A short real run: every process, every file that a user is promised."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from commands import Cli, processes_of, steps_of, wait_until
+
+SHORT = [
+    "trainer.steps=3",
+    "trainer.batch_groups=2",
+    "data.heldout.arguments={split: heldout, count: 8, seed: 2}",
+    "rollout.episodes=16",
+]
+
+
+def test_a_short_run_leaves_what_it_promises(cli: Cli) -> None:
+    run = cli.run("run", "quickstart", *SHORT)
+    folder = run.folder
+    for name in ("recipe.yaml", "metrics.jsonl", "reward.png", "summary.json", "state.json", "ledger.sqlite"):
+        assert (folder / name).stat().st_size > 0, name
+    assert list((folder / "tensorboard").iterdir())
+    assert {p.stem for p in (folder / "logs").iterdir()} == {"dataflow", "rollout-0", "trainer-agent"}
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["steps"] == 3
+    assert [e["version"] for e in summary["heldout"]] == [0, 3]
+    assert json.loads((folder / "state.json").read_text())["state"] == "finished"
+    assert str(folder) in run.output().replace("\n", "")
+    assert processes_of(folder) == {}
+
+    report = cli.run("audit", str(folder), "--json")
+    audited = json.loads(report.output())
+    assert audited["balanced"]
+
+    again = cli.run("resume", str(folder))
+    assert "nothing to resume" in again.output()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["at once", "starting", "training"])
+def test_ctrl_c_stops_everything_within_five_seconds(cli: Cli, moment: str) -> None:
+    run = cli.start("run", "quickstart", *SHORT, "trainer.steps=200")
+    match moment:
+        case "at once":
+            wait_until(lambda: any(run.runs.iterdir()), "the run folder")
+        case "starting":
+            wait_until(lambda: any(run.runs.iterdir()) and "rollout" in processes_of(run.folder), "the node")
+        case "training":
+            wait_until(lambda: any(run.runs.iterdir()) and steps_of(run.folder) >= 2, "two steps", 120)
+    run.interrupt()
+    assert run.wait(5.0) == 130
+    assert processes_of(run.folder) == {}
+    assert "rillflow resume" in run.output()
+    assert json.loads((run.folder / "state.json").read_text())["state"] == "stopped"
+
+
+def test_one_run_at_a_time_in_a_folder(cli: Cli) -> None:
+    run = cli.start("run", "quickstart", *SHORT, "trainer.steps=200")
+    wait_until(lambda: any(run.runs.iterdir()) and "dataflow" in processes_of(run.folder), "the dataflow service")
+    second = cli.run("resume", str(run.folder), code=2)
+    assert "another process is running" in second.output()
+    run.interrupt()
+    run.wait(5.0)
