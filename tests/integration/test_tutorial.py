@@ -20,7 +20,9 @@ def test_the_tutorial_as_it_is_written(cli: Cli) -> None:
     text = PAGE.read_text()
     files = dict(FILE.findall(text))
     assert set(files) == {"play.py", "prompts.jsonl", "colours.yaml"}
-    code_lines = [line for name in files if name != "prompts.jsonl" for line in files[name].splitlines() if line.strip()]
+    code_lines = [
+        line for name in files if name != "prompts.jsonl" for line in files[name].splitlines() if line.strip()
+    ]
     assert len(code_lines) <= 22
     for name, content in files.items():
         (cli.cwd / name).write_text(content)

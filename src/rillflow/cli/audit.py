@@ -17,9 +17,7 @@ def print_report(report: AuditReport, *, as_json: bool) -> None:
     console = Console()
     table = Table("identity", "left", "right", "holds", title="Audit", title_justify="left")
     for identity in report.identities:
-        table.add_row(
-            identity.name, str(identity.left), str(identity.right), "yes" if identity.ok else "[red]NO[/]"
-        )
+        table.add_row(identity.name, str(identity.left), str(identity.right), "yes" if identity.ok else "[red]NO[/]")
     console.print(table)
     for name, count in sorted(report.counts.items()):
         console.print(f"  {name}: {count}", highlight=False)

@@ -8,7 +8,7 @@ import time
 import yaml
 from rich.console import Console
 
-from rillflow.config import Recipe, resolve_object
+from rillflow.config import Recipe
 from rillflow.errors import RunError
 from rillflow.observe.metrics import read_metrics
 from rillflow.observe.plot import plot_reward
@@ -31,13 +31,15 @@ def show_recipe(recipe: Recipe) -> None:
 def check(recipe: Recipe) -> None:
     """Fail before anything is started where a look can tell that the run cannot work."""
     from rillflow.dataflow.sources import open_source
+    from rillflow.rollout.episode import load_workflow
+    from rillflow.weights.models import model_folder
 
-    resolve_object(recipe.workflow)
-    if recipe.reward is not None:
-        resolve_object(recipe.reward)
+    load_workflow(recipe)
+    for policy in recipe.policies.values():
+        model_folder(policy.model)
     for source in (recipe.data.prompts, recipe.data.heldout):
         if source is not None:
-            open_source(source)
+            open_source(source, seed=recipe.seed, shuffle=False)
 
 
 def run_folder(folder: RunFolder) -> int:

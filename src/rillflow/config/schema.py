@@ -157,9 +157,7 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
         if self.runtime.deterministic and self.dataflow.staleness != 0:
-            raise ValueError(
-                "runtime.deterministic needs dataflow.staleness=0: only on-policy runs are repeatable"
-            )
+            raise ValueError("runtime.deterministic needs dataflow.staleness=0: only on-policy runs are repeatable")
         if len(self.policies) > 1:
             raise ValueError("this version trains one policy at a time: keep one entry in `policies`")
         return self

@@ -23,7 +23,10 @@ from rillflow.types import Ack, CompleteTask, FailTask, SampleMeta, Task, TaskLe
 # A completion that counts as a failure of the episode: there is nothing in it to train on, or no reward.
 NO_MODEL_CALL, BAD_REWARD = "no_model_call", "bad_reward"
 
-_LEASABLE = "SELECT t.*, g.prompt FROM tasks t JOIN groups g ON g.id = t.grp WHERE t.state = 'pending'"
+_LEASABLE = (
+    "SELECT t.*, g.prompt FROM tasks t JOIN groups g ON g.id = t.grp "
+    "WHERE t.state = 'pending' AND ifnull(t.last_node = ? AND t.returned_at > ?, 0) = 0"
+)
 
 
 class Tasks(Part):
@@ -61,8 +64,8 @@ class Tasks(Part):
     def _pending_eval(self, node: str, version: int, want: int) -> list[sqlite3.Row]:
         return self._db.all(
             f"{_LEASABLE} AND t.lane = 'eval' AND (SELECT version FROM rounds WHERE id = t.round) <= ? "
-            f"{self._elsewhere()} ORDER BY t.round, t.ord, t.place LIMIT ?",
-            (version, node, self._recently(), want),
+            "ORDER BY t.round, t.ord, t.place LIMIT ?",
+            (*self._left_to_others(node), version, want),
         )
 
     def _pending_train(self, node: str, want: int) -> list[sqlite3.Row]:
@@ -73,18 +76,13 @@ class Tasks(Part):
             (self._rules.window - 1,),
         )
         return self._db.all(
-            f"{_LEASABLE} AND t.lane = 'train' AND t.ord <= ? {self._elsewhere()} ORDER BY t.ord, t.place LIMIT ?",
-            ((1 << 62) if last is None else last, node, self._recently(), want),
+            f"{_LEASABLE} AND t.lane = 'train' AND t.ord <= ? ORDER BY t.ord, t.place LIMIT ?",
+            (*self._left_to_others(node), (1 << 62) if last is None else last, want),
         )
 
-    def _elsewhere(self) -> str:
+    def _left_to_others(self, node: str) -> tuple[str, float]:
         """A task that went wrong on this node is left to another for a while, when there is one."""
-        if self._nodes.healthy > 1:
-            return "AND NOT (t.last_node IS ? AND t.returned_at > ?)"
-        return "AND (? IS NOT NULL OR ?)"
-
-    def _recently(self) -> float:
-        return self._clock.now() - self._rules.node_timeout
+        return node if self._nodes.healthy > 1 else "", self._clock.now() - self._rules.node_timeout
 
     def _lease_rows(self, rows: Iterable[sqlite3.Row], node: str) -> list[TaskLease]:
         leases = [self._lease_row(row, node) for row in rows]
@@ -178,7 +176,7 @@ class Tasks(Part):
     def _done(self, row: sqlite3.Row, news: CompleteTask) -> None:
         self._end_attempt(row["attempt"], "done", "")
         self._db.run(
-            "UPDATE tasks SET state = 'done', reward = ?, samples = ?, calls = ?, seconds = ?, metrics = ? "
+            "UPDATE tasks SET state = 'done', cause = '', error = '', reward = ?, samples = ?, calls = ?, seconds = ?, metrics = ? "
             "WHERE id = ?",
             (news.reward, len(news.samples), news.calls, news.seconds, json.dumps(news.metrics), news.task),
         )

@@ -90,9 +90,7 @@ class Progress:
         if self._rewards:
             rows.append(Text(f"reward  {sparkline(self._rewards)}", style="green"))
         for evaluation in status.evaluations:
-            rows.append(
-                Text(f"held-out reward at version {evaluation.version}: {evaluation.reward:.3f}", style="cyan")
-            )
+            rows.append(Text(f"held-out reward at version {evaluation.version}: {evaluation.reward:.3f}", style="cyan"))
         if status.waits:
             rows.append(Text("waiting for " + "; ".join(status.waits[:3]), style="yellow"))
         return Panel(Group(*rows), title=self._title, subtitle=f"{status.phase}  (Ctrl-C stops)")

@@ -16,12 +16,24 @@ from typing import Any
 
 import openai
 
+from rillflow.config import Recipe, resolve_object
 from rillflow.contracts import Clock
-from rillflow.errors import RewardError, WorkflowError
+from rillflow.errors import ConfigError, RewardError, WorkflowError
 from rillflow.types import Prompt, Task
 
 Workflow = Callable[[Any], Awaitable[Any]]
 Reward = Callable[[dict[str, Any], Any], Any]
+
+
+def load_workflow(recipe: Recipe) -> tuple[Workflow, Reward | None]:
+    """The user's functions, checked before anything is started."""
+    workflow = resolve_object(recipe.workflow)
+    if not inspect.iscoroutinefunction(workflow):
+        raise ConfigError(f"workflow {recipe.workflow} is not an async function", "write `async def play(episode):`")
+    reward = resolve_object(recipe.reward) if recipe.reward else None
+    if reward is not None and not callable(reward):
+        raise ConfigError(f"reward {recipe.reward} is not a function", "write `def reward(payload, answer):`")
+    return workflow, reward
 
 
 class EpisodeFailed(Exception):
@@ -138,9 +150,7 @@ def _finite(value: Any, *, answer_is_reward: bool) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         if isinstance(value, bool):
             return float(value)
-        what = (
-            "the workflow must return the reward, because the recipe names none" if answer_is_reward else "reward"
-        )
+        what = "the workflow must return the reward, because the recipe names none" if answer_is_reward else "reward"
         raise (WorkflowError if answer_is_reward else RewardError)(f"{what}: got {value!r:.80}, not a number")
     if not math.isfinite(value):
         raise RewardError(f"the reward is {value}")

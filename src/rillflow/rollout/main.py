@@ -3,39 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 from pathlib import Path
 
 import openai
 
 from rillflow.clients.dataflow import DataflowClient
-from rillflow.config import PolicyConfig, Recipe, resolve_object
+from rillflow.config import PolicyConfig, Recipe
 from rillflow.contracts import Engine
 from rillflow.engine.embedded import EmbeddedEngine
-from rillflow.errors import ConfigError
 from rillflow.gateway.render import Renderer
 from rillflow.gateway.server import Gateway
-from rillflow.rollout.episode import Reward, Workflow
+from rillflow.rollout.episode import load_workflow
 from rillflow.rollout.node import Node
 from rillflow.rollout.refresh import Refresher
 from rillflow.weights.models import load_policy_model, load_tokenizer, pick_device
 from rillflow.weights.store import FolderStore
+from rillflow.wire import Client
 
 log = logging.getLogger(__name__)
-
-
-def load_workflow(recipe: Recipe) -> tuple[Workflow, Reward | None]:
-    """The user's functions, checked before anything is started."""
-    workflow = resolve_object(recipe.workflow)
-    if not inspect.iscoroutinefunction(workflow):
-        raise ConfigError(
-            f"workflow {recipe.workflow} is not an async function", "write `async def play(episode):`"
-        )
-    reward = resolve_object(recipe.reward) if recipe.reward else None
-    if reward is not None and not callable(reward):
-        raise ConfigError(f"reward {recipe.reward} is not a function", "write `def reward(payload, answer):`")
-    return workflow, reward
 
 
 def build_engine(policy: PolicyConfig, *, exact: bool) -> Engine:
@@ -59,12 +45,12 @@ async def run_node(
     engines = {n: build_engine(p, exact=recipe.runtime.deterministic) for n, p in recipe.policies.items()}
     refreshers = {n: Refresher(n, engine, FolderStore(weights / n)) for n, engine in engines.items()}
     gateway = Gateway(
+        token,
         engines,
         {n: Renderer(load_tokenizer(p.model)) for n, p in recipe.policies.items()},
         {n: p.sampling for n, p in recipe.policies.items()},
-        token=token,
     )
-    dataflow = DataflowClient(dataflow_url, token)
+    dataflow = DataflowClient(Client(dataflow_url, token, peer="dataflow"))
     client = openai.AsyncOpenAI(
         base_url=f"{host}", api_key="unset", http_client=openai.DefaultAioHttpClient(timeout=None), max_retries=0
     )

@@ -10,8 +10,7 @@ import asyncio
 import json
 import logging
 import uuid
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import openai
 
@@ -19,8 +18,8 @@ from rillflow.clients.dataflow import DataflowClient
 from rillflow.config import Recipe
 from rillflow.contracts import Clock, Engine, SystemClock
 from rillflow.errors import DeadlineExceeded, WireError
+from rillflow.gateway.record import Sample, SessionRecord
 from rillflow.gateway.server import Gateway
-from rillflow.gateway.session import SessionRecord
 from rillflow.rollout.episode import EpisodeFailed, Reward, RunningEpisode, Workflow, play, score
 from rillflow.rollout.refresh import Refresher
 from rillflow.types import CompleteTask, FailTask, Heartbeat, LeaseTasks, Row, SampleMeta, TaskLease
@@ -96,7 +95,7 @@ class Node:
             node=self.name, incarnation=self._incarnation, want=room, versions=self._versions(), wait=LEASE_WAIT
         )
         try:
-            reply = await self._dataflow.lease_tasks(wanted, deadline=PUSH_DEADLINE)
+            reply = await self._dataflow.lease_tasks(wanted)
         except DeadlineExceeded as error:
             log.warning("no tasks: %s", error)
             return True
@@ -124,7 +123,7 @@ class Node:
                 stats=self._stats(),
             )
             try:
-                reply = await self._dataflow.heartbeat(beat, deadline=HEARTBEAT_EVERY * 4)
+                reply = await self._dataflow.heartbeat(beat, HEARTBEAT_EVERY * 4)
             except WireError as error:
                 log.warning("heartbeat not taken: %s", error)
             else:
@@ -188,18 +187,18 @@ class Node:
         await self._push(lease, record, reward, self._clock.monotonic() - started)
 
     async def _push(self, lease: TaskLease, record: SessionRecord, reward: float, seconds: float) -> None:
-        payloads, metas = pack(record, list(self._engines), reward)
-        rows = await self._dataflow.put_rows(payloads, deadline=PUSH_DEADLINE)
+        samples, payloads = pack(record, list(self._engines))
+        rows = await self._dataflow.put(payloads, PUSH_DEADLINE)
         done = CompleteTask(
             task=lease.task.id,
             attempt=lease.attempt,
             node=self.name,
             reward=reward,
-            samples=[with_row(meta, row) for meta, row in zip(metas, rows, strict=True)],
+            samples=[describe(sample, row, reward) for sample, row in zip(samples, rows, strict=True)],
             calls=record.calls,
             seconds=seconds,
         )
-        ack = await self._dataflow.complete(done, deadline=PUSH_DEADLINE)
+        ack = await self._dataflow.complete(done, PUSH_DEADLINE)
         self._finished += ack.accepted
         if not ack.accepted:
             log.info("task %s: completion not taken: %s", lease.task.id, ack.reason)
@@ -209,35 +208,27 @@ class Node:
         news = FailTask(
             task=lease.task.id, attempt=lease.attempt, node=self.name, cause=failure.cause, error=failure.error
         )
-        await self._dataflow.fail(news, deadline=PUSH_DEADLINE)
+        await self._dataflow.fail(news, PUSH_DEADLINE)
 
 
-def pack(
-    record: SessionRecord, policies: list[str], reward: float
-) -> tuple[list[dict[str, bytes]], list[dict[str, Any]]]:
-    """The payload rows of a trajectory and, in the same order, what the ledger is told of each."""
-    payloads: list[dict[str, bytes]] = []
-    metas: list[dict[str, Any]] = []
-    for policy in policies:
-        for sample in record.samples(policy):
-            payload = {name: column.tobytes() for name, column in sample.columns.items()}
-            if not payloads:
-                payload["transcript"] = json.dumps(record.transcript).encode()
-            payloads.append(payload)
-            versions = sample.columns["versions"][sample.columns["mask"] == 1]
-            metas.append(
-                {
-                    "policy": policy,
-                    "tokens": len(sample.columns["tokens"]),
-                    "trained": len(versions),
-                    "oldest": int(versions.min()),
-                    "newest": int(versions.max()),
-                    "reward": reward,
-                    "truncated": sample.truncated,
-                }
-            )
-    return payloads, metas
+def pack(record: SessionRecord, policies: Sequence[str]) -> tuple[list[Sample], list[dict[str, bytes]]]:
+    """The samples of a trajectory and, in the same order, their payload rows."""
+    samples = [sample for policy in policies for sample in record.samples(policy)]
+    payloads = [{name: column.tobytes() for name, column in sample.columns.items()} for sample in samples]
+    if payloads:
+        payloads[0]["transcript"] = json.dumps(record.transcript()).encode()
+    return samples, payloads
 
 
-def with_row(meta: dict[str, Any], row: Row) -> SampleMeta:
-    return SampleMeta(row=row, **meta)
+def describe(sample: Sample, row: Row, reward: float) -> SampleMeta:
+    """What the ledger is told of a sample."""
+    return SampleMeta(
+        policy=sample.policy,
+        row=row,
+        tokens=sample.tokens,
+        trained=sample.trained,
+        oldest=sample.oldest,
+        newest=sample.newest,
+        reward=reward,
+        truncated=sample.truncated,
+    )

@@ -13,6 +13,7 @@ from rillflow.errors import DeadlineExceeded, RunError, WireError
 from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.supervisor import ProcessSpec, Supervisor
 from rillflow.types import Status
+from rillflow.wire import Client
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class LocalRun:
             self.supervisor.check()
             url = self._folder.endpoint("dataflow")
             if url is not None and (before is None or process.pid is not None):
-                client = DataflowClient(url, self._folder.token)
+                client = DataflowClient(Client(url, self._folder.token, peer="dataflow"))
                 try:
                     await client.status(deadline=1.0)
                     return client

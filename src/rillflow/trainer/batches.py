@@ -75,9 +75,7 @@ def make_rows(samples: Sequence[BatchSample], payload: Sequence[Arrays]) -> Rows
     return rows
 
 
-def _column(
-    name: str, payload: Sequence[Arrays], length_R: Ints, samples: Sequence[BatchSample]
-) -> npt.NDArray[Any]:
+def _column(name: str, payload: Sequence[Arrays], length_R: Ints, samples: Sequence[BatchSample]) -> npt.NDArray[Any]:
     """One column of all rows, end to end."""
     missing = np.empty(0, COLUMNS[name])
     parts = [row.get(name, missing) for row in payload]

@@ -27,7 +27,7 @@ class PolicyForward:
         self._temperature = temperature or 1.0
         self._dtype = dtype
         self._select_T: torch.Tensor | None = None
-        head = model.get_output_embeddings()
+        head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         self._has_head = head is not None
         if head is not None:
             head.register_forward_pre_hook(self._pick)

@@ -9,9 +9,10 @@ import torch
 
 from rillflow.trainer.algorithms.common import Clip, ratio
 from rillflow.trainer.batches import Rows
+from rillflow.trainer.packing import MicroBatch
 
 if TYPE_CHECKING:
-    from rillflow.trainer.batches import Floats, Ints
+    from rillflow.trainer.batches import Floats
 
 
 class Totals:
@@ -23,21 +24,14 @@ class Totals:
         self._highest = torch.zeros((), device=device)
 
     @torch.no_grad()
-    def add(
-        self,
-        loss: torch.Tensor,
-        new_T: torch.Tensor,
-        old_T: torch.Tensor,
-        advantage_T: torch.Tensor,
-        entropy_T: torch.Tensor,
-    ) -> None:
-        ratio_T = ratio(new_T, old_T)
+    def add(self, loss: torch.Tensor, new_T: torch.Tensor, micro: MicroBatch, entropy_T: torch.Tensor) -> None:
+        ratio_T = ratio(new_T, micro.old_T)
         sums = (
             loss,
-            ((ratio_T < 1 - self._clip.low) & (advantage_T < 0)).sum(),
-            ((ratio_T > 1 + self._clip.high) & (advantage_T > 0)).sum(),
+            ((ratio_T < 1 - self._clip.low) & (micro.advantage_T < 0)).sum(),
+            ((ratio_T > 1 + self._clip.high) & (micro.advantage_T > 0)).sum(),
             # k3 estimator of KL(old || new) on tokens that old has sampled: r - 1 - log r.
-            (ratio_T - 1 - (new_T - old_T)).sum(),
+            (ratio_T - 1 - (new_T - micro.old_T)).sum(),
             ratio_T.sum(),
             ratio_T.square().sum(),
             entropy_T.sum(),
@@ -58,10 +52,11 @@ class Totals:
             "ratio_max": float(self._highest),
             "ess": ratios * ratios / (count * squares) if squares else 0.0,
             "entropy": entropy / count,
+            "trained_tokens": float(trained),
         }
 
 
-def batch_values(rows: Rows, advantage_R: Floats, trained_R: Ints) -> dict[str, float]:
+def batch_values(rows: Rows, advantage_R: Floats) -> dict[str, float]:
     """What can be said of a batch before it is trained on."""
     return {
         "reward_mean": float(rows.reward_R.mean()),
@@ -73,7 +68,6 @@ def batch_values(rows: Rows, advantage_R: Floats, trained_R: Ints) -> dict[str, 
         "staleness_max": float(rows.staleness_R.max()),
         "samples": float(len(rows.length_R)),
         "tokens": float(rows.length_R.sum()),
-        "trained_tokens": float(trained_R.sum()),
     }
 
 

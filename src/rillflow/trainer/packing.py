@@ -20,6 +20,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Plan:
+    """A batch with all that is fixed before its first micro-batch. `input_R` is `input_length(rows)`."""
+
+    rows: Rows
+    input_R: Ints
+    advantage_R: Floats
+    weight_R: Floats
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """`select_T` indexes the flattened [B * L] positions whose logits predict the trained `target_T`."""
 
@@ -55,10 +65,9 @@ def pack(length_R: Ints, budget: int, *, in_order: bool = False) -> list[Ints]:
     return [np.array(rows, dtype=np.int64) for rows in packs]
 
 
-def collate(
-    rows: Rows, input_R: Ints, advantage_R: Floats, weight_R: Floats, index_B: Ints, device: torch.device
-) -> MicroBatch:
-    """The micro-batch of the rows `index_B`, on the device. `input_R` is `input_length(rows)`."""
+def collate(plan: Plan, index_B: Ints, device: torch.device) -> MicroBatch:
+    """The micro-batch of the rows `index_B`, on the device."""
+    rows, input_R = plan.rows, plan.input_R
     at_BL = np.arange(input_R[index_B].max())[None, :] + rows.start_R[index_B, None]
     real_BL = at_BL < (rows.start_R + input_R)[index_B, None]
     at_BL = np.where(real_BL, at_BL, 0)
@@ -71,6 +80,6 @@ def collate(
         select_T=torch.from_numpy(row_T * tokens_BL.shape[1] + column_T).to(device),
         target_T=torch.from_numpy(rows.tokens_N[source_T].astype(np.int64)).to(device),
         old_T=torch.from_numpy(rows.old_N[source_T]).to(device),
-        advantage_T=torch.from_numpy(advantage_R[of_T].astype(np.float32)).to(device),
-        weight_T=torch.from_numpy(weight_R[of_T].astype(np.float32)).to(device),
+        advantage_T=torch.from_numpy(plan.advantage_R[of_T].astype(np.float32)).to(device),
+        weight_T=torch.from_numpy(plan.weight_R[of_T].astype(np.float32)).to(device),
     )

@@ -21,7 +21,7 @@ from rillflow.trainer.algorithms import Algorithm
 from rillflow.trainer.batches import Rows
 from rillflow.trainer.forward import PolicyForward
 from rillflow.trainer.metrics import Totals, batch_values, finite
-from rillflow.trainer.packing import collate, input_length, pack
+from rillflow.trainer.packing import Plan, collate, input_length, pack
 from rillflow.weights.codec import unique
 from rillflow.weights.models import DTYPES
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from rillflow.contracts import Tensors
-    from rillflow.trainer.batches import Floats, Ints
+    from rillflow.trainer.batches import Floats
 
 log = logging.getLogger(__name__)
 
@@ -77,38 +77,32 @@ class Learner:
     def step(self, rows: Rows, stop: Callable[[], bool] = _never) -> dict[str, float]:
         """Train on the batch; returns its metrics. Raises Stopped once `stop()` is true between micro-batches."""
         started = time.perf_counter()
-        rows = self._filtered(rows)
-        trained_R = rows.trained_R
         advantage_R = self._algorithm.advantage(rows)
-        values = batch_values(rows, advantage_R, trained_R)
-        values |= self._accumulate(rows, advantage_R, trained_R, stop)
+        values = batch_values(rows, advantage_R)
+        values |= self._accumulate(self._filtered(rows), advantage_R, stop)
         values |= self._update()
         values["tokens_per_second"] = values["tokens"] / (time.perf_counter() - started)
         return finite(values)
 
     def _filtered(self, rows: Rows) -> Rows:
         """The overlong filter: rows whose answer was cut say nothing about its end, so they are not trained."""
-        if not self._config.overlong_filter or not rows.truncated_R.any():
-            return rows
-        return rows.masked(~rows.truncated_R)
+        return rows.masked(~rows.truncated_R) if self._config.overlong_filter else rows
 
-    def _accumulate(
-        self, rows: Rows, advantage_R: Floats, trained_R: Ints, stop: Callable[[], bool]
-    ) -> dict[str, float]:
+    def _accumulate(self, rows: Rows, advantage_R: Floats, stop: Callable[[], bool]) -> dict[str, float]:
         """Gradients of the whole batch, micro-batch by micro-batch."""
+        trained_R = rows.trained_R
         totals = Totals(self._algorithm.clip, self._device)
-        weight_R = self._algorithm.weigh(trained_R)
-        input_R = input_length(rows)
+        plan = Plan(rows, input_length(rows), advantage_R, self._algorithm.weigh(trained_R))
         self._optimizer.zero_grad()
-        for index_B in pack(input_R, self._config.micro_tokens, in_order=self._in_order):
+        for index_B in pack(plan.input_R, self._config.micro_tokens, in_order=self._in_order):
             if stop():
                 self._optimizer.zero_grad()
                 raise Stopped
-            micro = collate(rows, input_R, advantage_R, weight_R, index_B, self._device)
+            micro = collate(plan, index_B, self._device)
             new_T, entropy_T = self._forward(micro)
             loss = (self._algorithm.loss(new_T, micro.old_T, micro.advantage_T) * micro.weight_T).sum()
             loss.backward()  # type: ignore[no-untyped-call]
-            totals.add(loss.detach(), new_T.detach(), micro.old_T, micro.advantage_T, entropy_T)
+            totals.add(loss.detach(), new_T.detach(), micro, entropy_T)
         return totals.values(int(trained_R.sum()))
 
     def _update(self) -> dict[str, float]:
@@ -129,7 +123,9 @@ class Learner:
 
     def weights(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """The current weights as engines load them; tied weights appear under each of their names."""
-        return {name: tensor.to(dtype) for name, tensor in self._state().items()}
+        masters, aliases = unique(self._state())
+        cast = {name: tensor.to(dtype) for name, tensor in masters.items()}
+        return cast | {alias: cast[name] for alias, name in aliases.items()}
 
     def masters(self) -> dict[str, torch.Tensor]:
         """The exact weights, each tied one once."""
@@ -150,7 +146,9 @@ class Learner:
         """Continue exactly from what `masters`, `moments` and `steps` were."""
         own = self.masters()
         if {name: t.shape for name, t in own.items()} != {name: t.shape for name, t in masters.items()}:
-            raise CheckpointError("the checkpoint is of another model", "resume with the recipe the run was started with")
+            raise CheckpointError(
+                "the checkpoint is of another model", "resume with the recipe the run was started with"
+            )
         for name, tensor in masters.items():
             own[name].copy_(tensor)
         self._optimizer.load_state_dict(self._optimizer_state(moments))
@@ -158,7 +156,7 @@ class Learner:
 
     def _optimizer_state(self, moments: Tensors) -> dict[str, Any]:
         state = {
-            number: {moment: moments[f"{moment}/{name}"] for moment in _MOMENTS}
+            number: {moment: moments[f"{moment}/{name}"].clone() for moment in _MOMENTS}
             for number, name in enumerate(self._parameters)
             if f"step/{name}" in moments
         }

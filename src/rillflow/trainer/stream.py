@@ -56,7 +56,7 @@ class RemoteStream:
     """`Stream` over the wire. A fresh `incarnation` for every start of the process."""
 
     def __init__(
-        self, thread: LoopThread, dataflow: Dataflow, reader: Reader, policy: str, incarnation: str, groups: int
+        self, thread: LoopThread, dataflow: Dataflow, reader: Reader, *, policy: str, incarnation: str, groups: int
     ) -> None:
         self._thread = thread
         self._dataflow = dataflow

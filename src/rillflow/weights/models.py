@@ -44,9 +44,7 @@ def load_policy_model(name: str, dtype: Dtype, device: torch.device) -> PreTrain
     """The causal language model, without dropout, ready for training or serving."""
     from transformers import AutoModelForCausalLM
 
-    model = _load(
-        AutoModelForCausalLM, name, dtype=DTYPES[dtype], attn_implementation="sdpa", use_safetensors=True
-    )
+    model = _load(AutoModelForCausalLM, name, dtype=DTYPES[dtype], attn_implementation="sdpa", use_safetensors=True)
     loaded: PreTrainedModel = model.to(device).eval()
     return loaded
 

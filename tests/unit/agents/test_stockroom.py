@@ -171,8 +171,7 @@ def test_plain_chat_renders_without_tools(tokenizer: Any) -> None:
     parts = [{"type": "text", "text": "Say a "}, {"type": "text", "text": "colour."}]
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": parts}]
     assert render(tokenizer, messages, generate=True) == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nSay a colour.<|im_end|>\n"
-        "<|im_start|>assistant\n"
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nSay a colour.<|im_end|>\n<|im_start|>assistant\n"
     )
 
 

@@ -22,7 +22,7 @@ CHATML = (
     "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}"
     "{%- else %}{{ '<|im_start|>' ~ m.role ~ '\n' ~ m.content }}"
     "{%- for call in m.tool_calls or [] %}"
-    "{{ '\n<tool_call>\n{\"name\": \"' ~ call.function.name ~ '\", \"arguments\": ' }}"
+    '{{ \'\n<tool_call>\n{"name": "\' ~ call.function.name ~ \'", "arguments": \' }}'
     "{{ (call.function.arguments | tojson) ~ '}\n</tool_call>' }}"
     "{%- endfor %}{{ '<|im_end|>\n' }}{% endif %}"
     "{%- endfor %}"
@@ -124,5 +124,3 @@ def says(renderer: Renderer, text: str, *, finish: str = "stop", version: int = 
     ids = renderer.encode(text) + ([renderer.end_token] if finish == "stop" and renderer.end_token else [])
     parts = [ids[at : at + step] for at in range(0, len(ids), step)] or [[]]
     return [chunk(part, version, finish if place == len(parts) - 1 else None) for place, part in enumerate(parts)]
-
-

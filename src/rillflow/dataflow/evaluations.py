@@ -1,0 +1,113 @@
+"""Evaluation rounds: all held-out prompts, played by weights at least as new as the policy was when it was asked.
+
+A round is admitted before training, every `evaluate_every` steps and after the last one. Its groups are played like
+others but never enter a batch. On-policy runs wait for a round before they train on, so that it measures exactly the
+version it names. A round of a version that died is orphaned with it, and asked for again.
+"""
+
+from __future__ import annotations
+
+import math
+
+from rillflow.contracts import Clock
+from rillflow.dataflow.database import Database
+from rillflow.dataflow.groups import Groups
+from rillflow.dataflow.lineage import Lineage
+from rillflow.dataflow.part import Part
+from rillflow.dataflow.rules import Rules
+from rillflow.types import Evaluation
+
+
+class Evaluations(Part):
+    def __init__(
+        self, db: Database, rules: Rules, clock: Clock, groups: Groups, lineage: Lineage, prompts: int
+    ) -> None:
+        super().__init__(db, rules, clock)
+        self._groups = groups
+        self._lineage = lineage
+        self._prompts = prompts  # held-out prompts; 0 where the run has none
+
+    def schedule(self, *, final: bool) -> None:
+        """Admit the round that is due at the present step, once."""
+        step, every = self._lineage.steps, self._rules.evaluate_every
+        due = final or step == 0 or (every > 0 and step % every == 0)
+        if not due or not self._prompts or self._asked(step):
+            return
+        number = int(self._db.value("SELECT ifnull(max(id), -1) + 1 FROM rounds"))
+        self._db.run(
+            "INSERT INTO rounds (id, step, version, state, planned, admitted_at) VALUES (?, ?, ?, 'running', ?, ?)",
+            (number, step, self._lineage.head, self._prompts * self._rules.repeats, self._clock.now()),
+        )
+        for index in range(self._prompts):
+            self._groups.create("eval", index, size=self._rules.repeats, number=number, step=step)
+
+    def _asked(self, step: int) -> bool:
+        return bool(self._db.value("SELECT 1 FROM rounds WHERE step = ? AND state != 'orphaned'", (step,)))
+
+    def waiting_for(self) -> str:
+        """What a running round still needs, or nothing when none is running."""
+        row = self._db.one("SELECT id, version, planned FROM rounds WHERE state = 'running' ORDER BY id LIMIT 1")
+        if row is None:
+            return ""
+        left = self._db.value(
+            "SELECT count(*) FROM tasks WHERE state IN ('pending', 'leased') AND lane = 'eval' AND round = ?",
+            (row["id"],),
+        )
+        return f"the evaluation of version {row['version']}: {left} of {row['planned']} episodes left"
+
+    def close(self) -> None:
+        """End the rounds whose groups have all ended."""
+        for row in self._db.all("SELECT id FROM rounds WHERE state = 'running'"):
+            if not self._db.value(
+                "SELECT 1 FROM groups WHERE lane = 'eval' AND round = ? AND state = 'playing' LIMIT 1", (row["id"],)
+            ):
+                self._end(row["id"])
+
+    def _end(self, number: int) -> None:
+        found = self._db.one(
+            "SELECT sum(t.state = 'done') AS done, sum(t.state != 'done') AS failed, "
+            "avg(CASE WHEN t.state = 'done' THEN t.reward END) AS reward "
+            "FROM groups g JOIN tasks t ON t.grp = g.id WHERE g.lane = 'eval' AND g.round = ?",
+            (number,),
+        )
+        row = self._db.one("SELECT step, version FROM rounds WHERE id = ?", (number,))
+        assert found is not None
+        assert row is not None
+        now = self._clock.now()
+        self._db.run(
+            "UPDATE rounds SET state = 'ended', reward = ?, episodes = ?, failed = ?, ended_at = ? WHERE id = ?",
+            (found["reward"], found["done"], found["failed"], now, number),
+        )
+        self._db.event(
+            {
+                "event": "evaluation",
+                "step": row["step"],
+                "version": row["version"],
+                "reward": found["reward"],
+                "episodes": found["done"],
+                "failed": found["failed"],
+                "time": now,
+            }
+        )
+
+    def orphan(self, checkpoint: int) -> None:
+        """Rounds asked for at a version that died are void; what of them is still open expires."""
+        for row in self._db.all(
+            "SELECT id FROM rounds WHERE version > ? AND state != 'orphaned'", (checkpoint,)
+        ):
+            for group in self._db.all(
+                "SELECT id FROM groups WHERE lane = 'eval' AND round = ? AND state = 'playing'", (row["id"],)
+            ):
+                self._groups.end(group["id"], "expired", "rolled_back")
+            self._db.run("UPDATE rounds SET state = 'orphaned' WHERE id = ?", (row["id"],))
+
+    def results(self) -> list[Evaluation]:
+        return [
+            Evaluation(
+                version=row["version"],
+                reward=math.nan if row["reward"] is None else row["reward"],
+                episodes=row["episodes"],
+                failed=row["failed"],
+            )
+            for row in self._db.all("SELECT * FROM rounds WHERE state = 'ended' ORDER BY step, id")
+        ]

@@ -1,0 +1,86 @@
+"""The command line: help for everything, and clear refusals before anything is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import rillflow
+from rillflow.cli.main import app
+
+runner = CliRunner()
+COMMANDS = ["run", "resume", "audit", "recipes", "version", "dataflow", "rollout", "trainer"]
+
+
+def test_help_lists_every_command() -> None:
+    text = runner.invoke(app, ["--help"]).output
+    for command in COMMANDS:
+        assert command in text
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_has_help(command: str) -> None:
+    result = runner.invoke(app, [command, "--help"])
+    assert result.exit_code == 0
+    assert "Usage" in result.output
+
+
+def test_version() -> None:
+    assert f"rillflow {rillflow.__version__}" in runner.invoke(app, ["version"]).output
+
+
+def test_recipes_are_listed() -> None:
+    assert "quickstart" in runner.invoke(app, ["recipes"]).output
+
+
+def test_dry_run_prints_the_resolved_recipe() -> None:
+    result = runner.invoke(app, ["run", "quickstart", "seed=42", "--dry-run"])
+    assert result.exit_code == 0
+    assert "seed: 42" in result.output
+
+
+def recipe(folder: Path, **changes: str) -> str:
+    lines = {
+        "name": "mine",
+        "policies": "{agent: {model: tiny}}",
+        "workflow": "play.py:play",
+        "data": "{prompts: {path: prompts.jsonl}}",
+    } | changes
+    (folder / "play.py").write_text("async def play(episode):\n    return 1.0\n\ndef not_async(episode): ...\n")
+    (folder / "prompts.jsonl").write_text('{"question": "?"}\n')
+    path = folder / "mine.yaml"
+    path.write_text("\n".join(f"{key}: {value}" for key, value in lines.items()))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sed": "1"}, "did you mean 'seed'"),
+        ({"seed": "many"}, "valid integer"),
+        ({"workflow": "absent.py:play"}, "absent.py"),
+        ({"workflow": "play.py:pley"}, "has no 'pley'"),
+        ({"workflow": "play.py:not_async"}, "not an async function"),
+        ({"data": "{prompts: {path: absent.jsonl}}"}, "absent.jsonl"),
+        ({"data": "{prompts: {path: empty.jsonl}}"}, "no prompts"),
+        ({"data": "{prompts: {path: broken.jsonl}}"}, "line 2"),
+        ({"policies": "{agent: {model: ./absent-model}}"}, "absent-model"),
+    ],
+)
+def test_bad_recipes_are_refused_before_anything_starts(tmp_path: Path, changes: dict[str, str], message: str) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "broken.jsonl").write_text('{"a": 1}\n{"a": \n')
+    result = runner.invoke(app, ["run", recipe(tmp_path, **changes), "--runs", str(tmp_path / "runs")])
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.output.split())
+    assert "what to do" in result.output
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("command", ["resume", "audit", "dataflow", "rollout"])
+def test_a_folder_that_is_no_run(command: str, tmp_path: Path) -> None:
+    result = runner.invoke(app, [command, str(tmp_path)])
+    assert result.exit_code == 2
+    assert "is not a run folder" in result.output
