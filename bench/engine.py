@@ -117,25 +117,24 @@ def _theirs(model: Any, work: Work) -> float:
     return sum(work.lengths) / seconds
 
 
-async def compare(case: str, size: int, repeats: int, device: str) -> tuple[float, float]:
+def compare(case: str, size: int, repeats: int, device: str) -> list[float]:
     """Median tokens per second of both, after one run of each to warm up."""
-    engine = EmbeddedEngine(make_model(device), slots=size, context=CONTEXT)
     model = make_model(device)
-    await engine.start()
-    ours: list[float] = []
-    theirs: list[float] = []
-    for repeat in range(-1, repeats):
-        work = make_work(case, size, repeat)
-        mine, peer = await _ours(engine, work), _theirs(model, work)
-        if repeat >= 0:
-            ours.append(mine)
-            theirs.append(peer)
-    await engine.close()
-    return _median(ours), _median(theirs)
+    with asyncio.Runner() as runner:
+        engine = EmbeddedEngine(make_model(device), slots=size, context=CONTEXT)
+        runner.run(engine.start())
 
+        def ours(repeat: int) -> float:
+            return runner.run(_ours(engine, make_work(case, size, repeat)))
 
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
+        def theirs(repeat: int) -> float:
+            return _theirs(model, make_work(case, size, repeat))
+
+        for side in (ours, theirs):
+            side(-1)
+        medians = interleave([ours, theirs], repeats)
+        runner.run(engine.close())
+    return medians
 
 
 def vllm_rates(python: str, threads: int, repeats: int) -> dict[str, float]:
@@ -163,7 +162,7 @@ def main(arguments: argparse.Namespace) -> None:
     reason = "" if rates else "vLLM not given: --vllm-python PATH"
     for case, goal in GOALS.items():
         for size in SIZES:
-            ours, theirs = asyncio.run(compare(case, size, repeats, arguments.device))
+            ours, theirs = compare(case, size, repeats, arguments.device)
             name = f"{case}, {size} sequences"
             report.add(f"{name}, transformers", ours, theirs, unit="tokens/s", goal=goal)
             report.add(f"{name}, vLLM", ours, rates.get(f"{case} {size}"), unit="tokens/s", reason=reason)

@@ -115,9 +115,7 @@ def traces(count: int, seed: int) -> Iterator[Trace]:
 def render(tokenizer: ChatTokenizer, trace: Trace) -> str:
     """Return the text of a demonstration as the chat template writes it."""
     messages, has_tools = trace
-    return str(
-        tokenizer.apply_chat_template(messages, tools=stockroom.TOOLS if has_tools else None, tokenize=False)
-    )
+    return str(tokenizer.apply_chat_template(messages, tools=stockroom.TOOLS if has_tools else None, tokenize=False))
 
 
 def make_tokenizer(seed: int) -> ChatTokenizer:

@@ -24,8 +24,8 @@ COLUMNS: dict[str, str] = {
 }
 
 
-class Wire(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Base of everything that travels: keyword-only, unknown fields refused."""
+class Wire(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Base of everything that travels: keyword-only, immutable, unknown fields refused."""
 
 
 # ---------------------------------------------------------------- tasks and trajectories

@@ -73,7 +73,7 @@ def resume(folder: RunArgument) -> None:
         if opened.state()["state"] == "finished":
             errors.print(f"{folder} has finished ({opened.state()['reason']}): nothing to resume")
             return
-        raise typer.Exit(run_folder(opened))
+        raise typer.Exit(run_folder(opened, resume=True))
 
 
 @app.command()
@@ -115,13 +115,18 @@ def version() -> None:
 
 
 @app.command(rich_help_panel="One part of a run, started by hand")
-def dataflow(folder: RunArgument) -> None:
+def dataflow(
+    folder: RunArgument,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Let a run go on that ended without having finished")
+    ] = False,
+) -> None:
     """Serve the dataflow layer of a run."""
     from rillflow.runtime.folder import RunFolder
     from rillflow.runtime.roles import dataflow_role
 
     with clear_errors():
-        dataflow_role(RunFolder.open(folder))
+        dataflow_role(RunFolder.open(folder), resume=resume)
 
 
 @app.command(rich_help_panel="One part of a run, started by hand")

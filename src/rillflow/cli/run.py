@@ -42,7 +42,7 @@ def check(recipe: Recipe) -> None:
             open_source(source, seed=recipe.seed, shuffle=False)
 
 
-def run_folder(folder: RunFolder) -> int:
+def run_folder(folder: RunFolder, *, resume: bool = False) -> int:
     """Run to the end; returns the exit code: 0 for a good end, 1 for a bad one, 130 when interrupted."""
     recipe = folder.recipe
     console.print(f"[bold]{recipe.name}[/] in {folder.root}", highlight=False)
@@ -56,7 +56,7 @@ def run_folder(folder: RunFolder) -> int:
                 if board is not None:
                     board.update()
 
-            status = asyncio.run(LocalRun(folder, on_status).run())
+            status = asyncio.run(LocalRun(folder, on_status, resume=resume).run())
     except RunError as error:
         raise RunError(error.message, f"{error.hint}; then `rillflow resume {folder.root}` goes on") from error
     finally:

@@ -1,0 +1,1 @@
+"""The dataflow layer: prompts in, tasks out, trajectories in, batches out, every one of them accounted for."""

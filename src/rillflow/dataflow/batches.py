@@ -12,17 +12,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rillflow.contracts import Clock
-from rillflow.dataflow.database import Database
 from rillflow.dataflow.groups import Groups
 from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.lineage import Lineage
 from rillflow.dataflow.nodes import Nodes
-from rillflow.dataflow.part import Part
-from rillflow.dataflow.rules import Rules
+from rillflow.dataflow.part import Base, Part
+from rillflow.dataflow.tables import NEWEST
 from rillflow.errors import BadRequest, LeaseLost
 from rillflow.types import Batch, BatchSample, CommitBatch, LeaseBatch, Row
 
+_INTERNAL = ("cursor", "batches", "window.complete", "window.zero_variance")
 _OLD = "no longer this trainer's: "
 _HINT = "join again: the trainer goes on from its last checkpoint"
 
@@ -37,10 +36,8 @@ class Ready:
 
 
 class Batches(Part):
-    def __init__(
-        self, db: Database, rules: Rules, clock: Clock, groups: Groups, lineage: Lineage, nodes: Nodes, hooks: Hooks
-    ) -> None:
-        super().__init__(db, rules, clock)
+    def __init__(self, base: Base, groups: Groups, lineage: Lineage, nodes: Nodes, hooks: Hooks) -> None:
+        super().__init__(base)
         self._groups = groups
         self._lineage = lineage
         self._nodes = nodes
@@ -70,9 +67,7 @@ class Batches(Part):
 
     def check(self, ask: LeaseBatch) -> None:
         if ask.version != self._lineage.head:
-            raise LeaseLost(
-                f"the trainer stands at version {ask.version}, the ledger at {self._lineage.head}", _HINT
-            )
+            raise LeaseLost(f"the trainer stands at version {ask.version}, the ledger at {self._lineage.head}", _HINT)
         if not 1 <= ask.groups <= self._rules.window:
             raise BadRequest(
                 f"a batch of {ask.groups} groups can never be ready: at most {self._rules.window} are admitted",
@@ -146,9 +141,9 @@ class Batches(Part):
                 self._groups.end(row["id"], "expired", "stale")
                 continue
             if row["oldest"] < limit:
-                self._groups.rerun(row["id"], older_than=limit, cause="stale")
+                self._groups.rerun(row["id"], -1, limit - 1, "stale")
             if row["state"] == "ready" and row["newest"] > head:
-                self._groups.rerun(row["id"], newer_than=head, cause="rolled_back")
+                self._groups.rerun(row["id"], head, NEWEST, "rolled_back")
 
     # ------------------------------------------------------------ committing
 
@@ -163,6 +158,8 @@ class Batches(Part):
             raise LeaseLost(f"batch {row['id']} is {_OLD}{row['state']}", _HINT)
         parent = self._lineage.head
         self._lineage.move(news.version)
+        if news.version > parent + 1:  # the numbers between were published by a trainer that died before its commit
+            self._groups.rerun_dead(parent, news.version - 1)
         self._db.run(
             "UPDATE batches SET state = 'committed', produced = ?, ended_at = ? WHERE id = ?",
             (news.version, self._clock.now(), row["id"]),
@@ -215,7 +212,7 @@ class Batches(Part):
                 "step": self._lineage.steps,
                 "version": news.version,
                 "time": now,
-                "reward_mean": reward,
+                "reward": reward,
                 "reward_std": float(np.std(rewards)),
                 "staleness_mean": sizes["mean"],
                 "staleness_max": sizes["most"],
@@ -243,7 +240,7 @@ class Batches(Part):
             counts[state] = counts.get(state, 0) + row["n"]
             if row["cause"]:
                 counts[f"{state}.{row['cause']}"] = row["n"]
-        others = self._db.all("SELECT name, value FROM counters WHERE name NOT LIKE 'window.%'")
+        others = self._db.all("SELECT name, value FROM counters WHERE name NOT IN (?, ?, ?, ?)", _INTERNAL)
         renamed = {"admitted.train": "admitted", "admitted.eval": "eval.admitted"}
         return counts | {renamed.get(row["name"], row["name"]): row["value"] for row in others}
 
@@ -257,17 +254,13 @@ class Batches(Part):
         return len(rows)
 
     def expire(self) -> int:
-        rows = self._db.all(
-            "SELECT id FROM batches WHERE state = 'leased' AND deadline < ?", (self._clock.now(),)
-        )
+        rows = self._db.all("SELECT id FROM batches WHERE state = 'leased' AND deadline < ?", (self._clock.now(),))
         for row in rows:
             self._release(row["id"], "lease_expired")
         return len(rows)
 
     def _release(self, batch: str, why: str) -> None:
-        self._db.run(
-            "UPDATE batches SET state = 'released', ended_at = ? WHERE id = ?", (self._clock.now(), batch)
-        )
+        self._db.run("UPDATE batches SET state = 'released', ended_at = ? WHERE id = ?", (self._clock.now(), batch))
         self._db.count(f"released.{why}")
         for group in self._groups_of(batch):
             self._groups.move(group, "ready")

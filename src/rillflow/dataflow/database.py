@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from rillflow.dataflow.tables import FORMAT, TABLES
 from rillflow.errors import CorruptData, DiskFull, RillflowError, StorageError
 
@@ -168,4 +170,5 @@ class Database:
 
     def event(self, line: dict[str, Any]) -> None:
         """A line for `metrics.jsonl`, written with the change that it tells of."""
-        self.run("INSERT INTO events (line) VALUES (?)", (json.dumps(line),))
+        # msgspec writes numbers that JSON does not know (a diverged loss) as null.
+        self.run("INSERT INTO events (line) VALUES (?)", (msgspec.json.encode(line).decode(),))

@@ -9,20 +9,15 @@ from __future__ import annotations
 
 import math
 
-from rillflow.contracts import Clock
-from rillflow.dataflow.database import Database
 from rillflow.dataflow.groups import Groups
 from rillflow.dataflow.lineage import Lineage
-from rillflow.dataflow.part import Part
-from rillflow.dataflow.rules import Rules
+from rillflow.dataflow.part import Base, Part
 from rillflow.types import Evaluation
 
 
 class Evaluations(Part):
-    def __init__(
-        self, db: Database, rules: Rules, clock: Clock, groups: Groups, lineage: Lineage, prompts: int
-    ) -> None:
-        super().__init__(db, rules, clock)
+    def __init__(self, base: Base, groups: Groups, lineage: Lineage, prompts: int) -> None:
+        super().__init__(base)
         self._groups = groups
         self._lineage = lineage
         self._prompts = prompts  # held-out prompts; 0 where the run has none
@@ -92,9 +87,7 @@ class Evaluations(Part):
 
     def orphan(self, checkpoint: int) -> None:
         """Rounds asked for at a version that died are void; what of them is still open expires."""
-        for row in self._db.all(
-            "SELECT id FROM rounds WHERE version > ? AND state != 'orphaned'", (checkpoint,)
-        ):
+        for row in self._db.all("SELECT id FROM rounds WHERE version > ? AND state != 'orphaned'", (checkpoint,)):
             for group in self._db.all(
                 "SELECT id FROM groups WHERE lane = 'eval' AND round = ? AND state = 'playing'", (row["id"],)
             ):

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rillflow.contracts import Clock, PromptSource
-from rillflow.dataflow.database import Database
+from rillflow.contracts import PromptSource
 from rillflow.dataflow.hooks import Hooks
-from rillflow.dataflow.part import Part
-from rillflow.dataflow.rules import Rules, derive_seed
+from rillflow.dataflow.part import Base, Part
+from rillflow.dataflow.rules import derive_seed
 from rillflow.dataflow.tables import GROUP_ENDED
 from rillflow.errors import DataError
 from rillflow.types import Lane, Prompt
@@ -29,15 +28,8 @@ class CompleteGroup:
 
 
 class Groups(Part):
-    def __init__(
-        self,
-        db: Database,
-        rules: Rules,
-        clock: Clock,
-        hooks: Hooks,
-        sources: dict[Lane, PromptSource],
-    ) -> None:
-        super().__init__(db, rules, clock)
+    def __init__(self, base: Base, hooks: Hooks, sources: dict[Lane, PromptSource]) -> None:
+        super().__init__(base)
         self._hooks = hooks
         self._sources = sources
 
@@ -58,8 +50,7 @@ class Groups(Part):
 
     def _tally(self, lane: str, state: str, cause: str, by: int) -> None:
         self._db.run(
-            "INSERT INTO tally VALUES (?, ?, ?, ?) "
-            "ON CONFLICT (lane, state, cause) DO UPDATE SET n = n + excluded.n",
+            "INSERT INTO tally VALUES (?, ?, ?, ?) ON CONFLICT (lane, state, cause) DO UPDATE SET n = n + excluded.n",
             (lane, state, cause, by),
         )
 
@@ -103,17 +94,13 @@ class Groups(Part):
         row = self._db.one("SELECT lane, state, cause FROM groups WHERE id = ?", (group,))
         assert row is not None, group
         ended = self._clock.now() if state in GROUP_ENDED else None
-        self._db.run(
-            "UPDATE groups SET state = ?, cause = ?, ended_at = ? WHERE id = ?", (state, cause, ended, group)
-        )
+        self._db.run("UPDATE groups SET state = ?, cause = ?, ended_at = ? WHERE id = ?", (state, cause, ended, group))
         self._tally(row["lane"], row["state"], row["cause"], -1)
         self._tally(row["lane"], state, cause, 1)
 
     def settle(self, group: str) -> bool:
         """Take the group's statistics and end its playing, once all its tasks have ended."""
-        if self._db.value(
-            "SELECT 1 FROM tasks WHERE grp = ? AND state IN ('pending', 'leased') LIMIT 1", (group,)
-        ):
+        if self._db.value("SELECT 1 FROM tasks WHERE grp = ? AND state IN ('pending', 'leased') LIMIT 1", (group,)):
             return False
         row = self._db.one("SELECT lane, ord, prompt, planned FROM groups WHERE id = ?", (group,))
         assert row is not None, group
@@ -133,13 +120,9 @@ class Groups(Part):
 
     def _stamp(self, group: str, rewards: Sequence[float]) -> None:
         mean, std = float(np.mean(rewards)), float(np.std(rewards))
-        self._db.run(
-            "UPDATE groups SET mean = ?, std = ?, size = ? WHERE id = ?", (mean, std, len(rewards), group)
-        )
+        self._db.run("UPDATE groups SET mean = ?, std = ?, size = ? WHERE id = ?", (mean, std, len(rewards), group))
 
-    def _verdict(
-        self, group: str, lane: Lane, index: int, prompt: str, rewards: Sequence[float]
-    ) -> tuple[str, str]:
+    def _verdict(self, group: str, lane: Lane, index: int, prompt: str, rewards: Sequence[float]) -> tuple[str, str]:
         if lane == "eval":
             return "evaluated", ""
         self._db.count("window.complete")
@@ -186,21 +169,19 @@ class Groups(Part):
 
     # ------------------------------------------------------------ playing again
 
-    def rerun(self, group: str, *, newer_than: int | None = None, older_than: int | None = None, cause: str) -> int:
-        """Send the group's done tasks with trained tokens beyond these versions back to be played again.
+    def rerun(self, group: str, low: int, high: int, cause: str) -> int:
+        """Play the group's done tasks again that may have trained tokens of versions v with low < v <= high.
 
         Same order, same seeds, no attempt used up. What they left is forgotten. Returns how many went back.
         """
         rows = self._db.all(
             "SELECT DISTINCT t.id, t.attempt FROM tasks t JOIN samples s ON s.grp = t.grp AND s.task = t.id "
-            "WHERE t.grp = ? AND t.state = 'done' AND s.trained > 0 AND (s.newest > ? OR s.oldest < ?)",
-            (group, (1 << 62) if newer_than is None else newer_than, -1 if older_than is None else older_than),
+            "WHERE t.grp = ? AND t.state = 'done' AND s.trained > 0 AND s.newest > ? AND s.oldest <= ?",
+            (group, low, high),
         )
         for row in rows:
             self._db.run("DELETE FROM samples WHERE grp = ? AND task = ?", (group, row["id"]))
-            self._db.run(
-                "UPDATE attempts SET state = 'returned', cause = ? WHERE id = ?", (cause, row["attempt"])
-            )
+            self._db.run("UPDATE attempts SET state = 'returned', cause = ? WHERE id = ?", (cause, row["attempt"]))
             self._db.run(
                 "UPDATE tasks SET state = 'pending', attempt = NULL, node = NULL, reward = NULL, samples = 0 "
                 "WHERE id = ?",
@@ -210,6 +191,15 @@ class Groups(Part):
             self._db.count(f"rerun.{cause}", len(rows))
             self._reopen(group)
         return len(rows)
+
+    def rerun_dead(self, low: int, high: int) -> int:
+        """The same for all open groups, after these versions have died."""
+        rows = self._db.all(
+            "SELECT id FROM groups WHERE state IN ('playing', 'ready') AND newest > ? AND oldest <= ? "
+            "ORDER BY lane, round, ord",
+            (low, high),
+        )
+        return sum(self.rerun(row["id"], low, high, "rolled_back") for row in rows)
 
     def _reopen(self, group: str) -> None:
         self._db.run(

@@ -1,7 +1,8 @@
 """The line of weights that lives: which versions were committed, which died with their trainer.
 
 Version numbers are never used twice. The versions of the live line rise, with gaps where others died: a version
-inside one of the `orphans` ranges is dead for good, and every later version is above all of them.
+inside one of the `orphans` ranges is dead for good, and every later version is above all of them. A number that the
+line has passed over was published, perhaps, but never committed: it is dead, too.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class Lineage(Part):
                 f"version {version} was used before: the highest is {self.highest}",
                 "a trainer's next version is one above the highest ever published",
             )
+        self._bury(self.head, version - 1)
         self._db.run(
             "UPDATE policies SET version = ?, highest = ?, steps = steps + 1 WHERE name = ?",
             (version, version, self._rules.policy),
@@ -92,23 +94,20 @@ class Lineage(Part):
             "SELECT version FROM steps WHERE policy = ? AND state = 'live' AND version > ? ORDER BY version",
             (policy, checkpoint),
         )
-        self._db.run(
-            "UPDATE steps SET state = 'orphaned' WHERE policy = ? AND version > ?", (policy, checkpoint)
-        )
-        if high > self._last_live(checkpoint):
-            self._db.run("INSERT INTO orphans VALUES (?, ?, ?)", (policy, checkpoint, high))
+        self._db.run("UPDATE steps SET state = 'orphaned' WHERE policy = ? AND version > ?", (policy, checkpoint))
+        self._bury(checkpoint, high)
         self._db.run(
             "UPDATE policies SET version = ?, highest = ?, steps = steps - ? WHERE name = ?",
             (checkpoint, high, len(dead), policy),
         )
         return [row["version"] for row in dead]
 
-    def _last_live(self, checkpoint: int) -> int:
-        """The end of what is known to be settled: the checkpoint, or the dead range that follows it."""
-        high = self._db.value(
-            "SELECT max(high) FROM orphans WHERE policy = ? AND low = ?", (self._rules.policy, checkpoint)
-        )
-        return max(checkpoint, high or 0)
+    def _bury(self, low: int, high: int) -> None:
+        """Versions v with low < v <= high are dead from now on."""
+        policy = self._rules.policy
+        buried = self._db.value("SELECT max(high) FROM orphans WHERE policy = ? AND low <= ?", (policy, low))
+        if high > max(low, buried or 0):
+            self._db.run("INSERT INTO orphans VALUES (?, ?, ?)", (policy, low, high))
 
     def remember(self, ask: JoinTrainer, reply: TrainerJoined) -> None:
         self._db.run(

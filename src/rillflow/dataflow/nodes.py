@@ -16,9 +16,7 @@ class Nodes(Part):
 
     def retired(self, node: str, incarnation: str) -> bool:
         """Whether this process is one that another has replaced under the same name."""
-        return bool(
-            self._db.value("SELECT 1 FROM retired WHERE node = ? AND incarnation = ?", (node, incarnation))
-        )
+        return bool(self._db.value("SELECT 1 FROM retired WHERE node = ? AND incarnation = ?", (node, incarnation)))
 
     def hear(self, node: str, incarnation: str, versions: dict[str, int]) -> bool:
         """Note that the node lives; returns True when a new process took the node's name."""
@@ -42,9 +40,7 @@ class Nodes(Part):
         return True
 
     def describe(self, node: str, capacity: int, stats: dict[str, float]) -> None:
-        self._db.run(
-            "UPDATE nodes SET capacity = ?, stats = ? WHERE name = ?", (capacity, json.dumps(stats), node)
-        )
+        self._db.run("UPDATE nodes SET capacity = ?, stats = ? WHERE name = ?", (capacity, json.dumps(stats), node))
 
     def add(self, node: str, **counts: int) -> None:
         """Add to the node's counters; the names are columns, never input."""

@@ -114,9 +114,7 @@ def _prompt_of_line(path: Path, number: int, line: bytes, id_key: str) -> Prompt
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: line {number} is not valid JSON: {error}", "one JSON object a line") from error
     if not isinstance(row, dict):
-        raise DataError(
-            f"{path}: line {number} is a {type(row).__name__}, not an object", "one JSON object a line"
-        )
+        raise DataError(f"{path}: line {number} is a {type(row).__name__}, not an object", "one JSON object a line")
     return Prompt(id=str(row.get(id_key, number)), payload=row)
 
 

@@ -12,6 +12,7 @@ States:
 from __future__ import annotations
 
 FORMAT = 1
+NEWEST = (1 << 62) - 1  # above every version and position
 
 GROUP_OPEN = ("playing", "ready", "leased")
 GROUP_ENDED = ("trained", "filtered", "expired", "failed", "evaluated")
@@ -37,6 +38,7 @@ CREATE TABLE IF NOT EXISTS groups (
     admitted_at REAL NOT NULL, ended_at REAL
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS groups_state ON groups (lane, state, ord);
+CREATE INDEX IF NOT EXISTS groups_open ON groups (newest) WHERE state IN ('playing', 'ready');
 CREATE INDEX IF NOT EXISTS groups_round ON groups (round, state) WHERE lane = 'eval';
 
 CREATE TABLE IF NOT EXISTS tally (

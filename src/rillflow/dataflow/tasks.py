@@ -10,13 +10,11 @@ import math
 import sqlite3
 from collections.abc import Iterable
 
-from rillflow.contracts import Clock
-from rillflow.dataflow.database import Database
 from rillflow.dataflow.groups import Groups
 from rillflow.dataflow.lineage import Lineage
 from rillflow.dataflow.nodes import Nodes
-from rillflow.dataflow.part import Part
-from rillflow.dataflow.rules import Rules
+from rillflow.dataflow.part import Base, Part
+from rillflow.dataflow.tables import NEWEST
 from rillflow.errors import BadRequest
 from rillflow.types import Ack, CompleteTask, FailTask, SampleMeta, Task, TaskLease
 
@@ -30,10 +28,8 @@ _LEASABLE = (
 
 
 class Tasks(Part):
-    def __init__(
-        self, db: Database, rules: Rules, clock: Clock, groups: Groups, lineage: Lineage, nodes: Nodes
-    ) -> None:
-        super().__init__(db, rules, clock)
+    def __init__(self, base: Base, groups: Groups, lineage: Lineage, nodes: Nodes) -> None:
+        super().__init__(base)
         self._groups = groups
         self._lineage = lineage
         self._nodes = nodes
@@ -57,9 +53,14 @@ class Tasks(Part):
         if self._lineage.died(version, version):
             return []
         leases = self._lease_rows(self._pending_eval(node, version, want), node)
-        if len(leases) < want and self._lineage.head - version <= self._rules.staleness:
+        if len(leases) < want and self._may_train(version):
             leases += self._lease_rows(self._pending_train(node, want - len(leases)), node)
         return leases
+
+    def _may_train(self, version: int) -> bool:
+        """Within the bound; on-policy, weights that are published but not committed yet are not the policy."""
+        behind = self._lineage.head - version
+        return behind == 0 if self._rules.on_policy else behind <= self._rules.staleness
 
     def _pending_eval(self, node: str, version: int, want: int) -> list[sqlite3.Row]:
         return self._db.all(
@@ -77,7 +78,7 @@ class Tasks(Part):
         )
         return self._db.all(
             f"{_LEASABLE} AND t.lane = 'train' AND t.ord <= ? ORDER BY t.ord, t.place LIMIT ?",
-            (*self._left_to_others(node), (1 << 62) if last is None else last, want),
+            (*self._left_to_others(node), NEWEST if last is None else last, want),
         )
 
     def _left_to_others(self, node: str) -> tuple[str, float]:
@@ -91,11 +92,10 @@ class Tasks(Part):
         return leases
 
     def _lease_row(self, row: sqlite3.Row, node: str) -> TaskLease:
-        attempt = f"{row['id']}#{row['leases'] + 1}"
+        attempt = f"{row['id']}-{row['leases'] + 1}"  # part of URLs: no character that would need quoting
         now, seconds = self._clock.now(), self._rules.task_lease
         self._db.run(
-            "UPDATE tasks SET state = 'leased', attempt = ?, node = ?, deadline = ?, leases = leases + 1 "
-            "WHERE id = ?",
+            "UPDATE tasks SET state = 'leased', attempt = ?, node = ?, deadline = ?, leases = leases + 1 WHERE id = ?",
             (attempt, node, now + seconds, row["id"]),
         )
         self._db.run(
@@ -176,8 +176,8 @@ class Tasks(Part):
     def _done(self, row: sqlite3.Row, news: CompleteTask) -> None:
         self._end_attempt(row["attempt"], "done", "")
         self._db.run(
-            "UPDATE tasks SET state = 'done', cause = '', error = '', reward = ?, samples = ?, calls = ?, seconds = ?, metrics = ? "
-            "WHERE id = ?",
+            "UPDATE tasks SET state = 'done', cause = '', error = '', reward = ?, samples = ?, calls = ?, "
+            "seconds = ?, metrics = ? WHERE id = ?",
             (news.reward, len(news.samples), news.calls, news.seconds, json.dumps(news.metrics), news.task),
         )
         self._db.many(

@@ -166,7 +166,7 @@ class Answer:
                 async for piece in stream:
                     yield piece
         except BaseException:
-            self._abandon()
+            self.abandon()
             raise
 
     async def whole(self) -> None:
@@ -175,7 +175,8 @@ class Answer:
             async for _ in stream:
                 pass
 
-    def _abandon(self) -> None:
+    def abandon(self) -> None:
+        """The agent sees none of it."""
         self._failed()
         for choice in self.choices:
             if choice.node.finish != "abort":

@@ -48,6 +48,7 @@ class Renderer:
         self._tokenizer = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._prompts: OrderedDict[bytes, Rendered] = OrderedDict()
+        self._stand_ins: dict[tuple[int, bool], int] = {}
         eos = tokenizer.eos_token_id
         stops = [*([] if eos is None else [eos]), *stop_tokens]
         self.end_text, self.end_token, self._gap = self._turn_end(stops)
@@ -145,9 +146,14 @@ class Renderer:
             history = STAND_IN_CALLING
         else:
             history = STAND_IN
-        old = self._text(history, None, prompt=not answered)
         text = self._text([*history, *new], None, prompt=True)
-        return text[len(old) :]
+        return text[self._stand_in_length(history, prompt=not answered) :]
+
+    def _stand_in_length(self, history: list[Body], *, prompt: bool) -> int:
+        key = (len(history), history is STAND_IN_CALLING)
+        if key not in self._stand_ins:
+            self._stand_ins[key] = len(self._text(history, None, prompt=prompt))
+        return self._stand_ins[key]
 
     def _canonical(self, text: str) -> Canonical | None:
         return None if self.append_only else canonical_of(text)

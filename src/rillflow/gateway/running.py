@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from rillflow.errors import EngineError, RillflowError
+from rillflow.gateway.calls import Answer
 from rillflow.gateway.failures import CallRefused, session_gone, session_late
 from rillflow.gateway.session import Session
 
@@ -23,12 +24,19 @@ from rillflow.gateway.session import Session
 class Running:
     """A call's task, with everything that may cut it. `seconds` are those left to its session."""
 
-    def __init__(self, work: Coroutine[Any, Any, None], session: Session, request: Request, seconds: float) -> None:
+    def __init__(
+        self,
+        work: Coroutine[Any, Any, None],
+        abandon: Callable[[], None],
+        session: Session,
+        request: Request,
+        seconds: float,
+    ) -> None:
         self._session = session
         self._task = asyncio.create_task(_limited(work, session, seconds))
         self._watch = asyncio.create_task(_cut_when_gone(request.receive, self._task))
-        session.at_work.add(self._task)
-        self._task.add_done_callback(session.at_work.discard)
+        session.at_work[self._task] = abandon
+        self._task.add_done_callback(lambda task: session.at_work.pop(task, None))
 
     async def result(self) -> None:
         """Wait for the end; raises what the work raised, or why it was cut."""
@@ -66,8 +74,8 @@ async def _cut_when_gone(receive: Receive, task: asyncio.Task[None]) -> None:
     task.cancel()
 
 
-async def whole(work: Coroutine[Any, Any, None], session: Session, request: Request, seconds: float) -> None:
-    await Running(work, session, request, seconds).result()
+async def whole(answer: Answer, session: Session, request: Request, seconds: float) -> None:
+    await Running(answer.whole(), answer.abandon, session, request, seconds).result()
 
 
 class EventStream(Response):
@@ -93,13 +101,15 @@ class EventStream(Response):
 
 
 async def streamed(
+    answer: Answer,
     events: AsyncGenerator[bytes],
     session: Session,
     request: Request,
     seconds: float,
+    *,
     shape: Callable[[RillflowError], bytes],
 ) -> EventStream:
-    """Start a stream; an error after its first event travels in it, written by `shape`."""
+    """Start the stream of `answer`; an error after its first event travels in it, written by `shape`."""
     queue: asyncio.Queue[bytes | None] = asyncio.Queue()
     begun = False
 
@@ -120,7 +130,7 @@ async def streamed(
         finally:
             queue.put_nowait(None)
 
-    running = Running(work(), session, request, seconds)
+    running = Running(work(), answer.abandon, session, request, seconds)
     try:
         first = await queue.get()
     except BaseException:

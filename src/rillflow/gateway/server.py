@@ -101,8 +101,8 @@ class Gateway(Service):
         seconds = session.deadline - now
         if call.live:
             events = chat.stream(asked, answer, policy.renderer)
-            return await running.streamed(events, session, request, seconds, _error_event)
-        await running.whole(answer.whole(), session, request, seconds)
+            return await running.streamed(answer, events, session, request, seconds, shape=_error_event)
+        await running.whole(answer, session, request, seconds)
         return Response(chat.completion(asked, answer, policy.renderer), media_type=openai.JSON)
 
     def _policy(self, model: str) -> Policy:

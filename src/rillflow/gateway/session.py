@@ -14,6 +14,7 @@ import asyncio
 import hmac
 import secrets
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b, sha256
 from itertools import count
@@ -36,7 +37,7 @@ class Draw(NamedTuple):
 
 @dataclass(slots=True)
 class Session:
-    """One episode's calls: a token tree for each policy, bounds, and what is at work now."""
+    """One episode's calls: a token tree for each policy, and what is at work now, with how to abandon it."""
 
     id: str
     key: str
@@ -46,7 +47,7 @@ class Session:
     calls: int = 0
     closed: bool = False
     trees: dict[str, TokenTree] = field(default_factory=dict)
-    at_work: set[asyncio.Task[None]] = field(default_factory=set)
+    at_work: dict[asyncio.Task[None], Callable[[], None]] = field(default_factory=dict)
     draws: dict[bytes, set[int]] = field(default_factory=dict)
 
     def tree(self, policy: str) -> TokenTree:
@@ -121,7 +122,8 @@ class Sessions:
         if session is None:
             raise session_gone(id)
         session.closed = True
-        for task in session.at_work:
+        for task, abandon in session.at_work.items():
+            abandon()
             task.cancel()
         return SessionRecord(session.id, session.calls, session.trees)
 

@@ -60,7 +60,7 @@ class Progress:
             self._live.update(self._panel(status))
         elif time.monotonic() - self._printed >= _PLAIN_EVERY or status.phase == "ended":
             self._printed = time.monotonic()
-            self._console.print(self._line(status), highlight=False)
+            self._console.print(self._line(status), highlight=False, markup=False, soft_wrap=True)
 
     def _numbers(self, status: Status) -> dict[str, str]:
         reward = "–" if status.reward is None else f"{status.reward:.3f}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import openai
@@ -38,9 +39,16 @@ def build_engine(policy: PolicyConfig, *, exact: bool) -> Engine:
 
 
 async def run_node(
-    name: str, recipe: Recipe, *, dataflow_url: str, token: str, weights: Path, host: str = "127.0.0.1"
+    name: str,
+    recipe: Recipe,
+    *,
+    dataflow_url: str,
+    token: str,
+    weights: Path,
+    on_ready: Callable[[str], None],
+    host: str = "127.0.0.1",
 ) -> None:
-    """Play until the run has ended or the caller cancels."""
+    """Play until the run has ended or the caller cancels; `on_ready` gets the gateway's URL."""
     workflow, reward = load_workflow(recipe)
     engines = {n: build_engine(p, exact=recipe.runtime.deterministic) for n, p in recipe.policies.items()}
     refreshers = {n: Refresher(n, engine, FolderStore(weights / n)) for n, engine in engines.items()}
@@ -61,6 +69,7 @@ async def run_node(
         for refresher in refreshers.values():
             await refresher.refresh()
         log.info("node %s: gateway at %s", name, url)
+        on_ready(url)
         node = Node(
             name,
             recipe,

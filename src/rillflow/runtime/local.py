@@ -25,10 +25,11 @@ GOOD_ENDS = ("done", "out of prompts")
 class LocalRun:
     """Starts, watches and ends the processes of one run folder."""
 
-    def __init__(self, folder: RunFolder, on_status: Callable[[Status], None]) -> None:
+    def __init__(self, folder: RunFolder, on_status: Callable[[Status], None], *, resume: bool = False) -> None:
         self._folder = folder
         self._recipe = folder.recipe
         self._on_status = on_status
+        self._resume = resume
         runtime = self._recipe.runtime
         self.supervisor = Supervisor(folder.root / "logs", runtime.restarts, runtime.threads)
         self._client: DataflowClient | None = None
@@ -79,7 +80,8 @@ class LocalRun:
 
     async def _start_dataflow(self) -> DataflowClient:
         before = self._folder.endpoint("dataflow")
-        process = self.supervisor.start(ProcessSpec("dataflow", ("dataflow", str(self._folder.root))))
+        arguments = ("dataflow", str(self._folder.root), *(("--resume",) if self._resume else ()))
+        process = self.supervisor.start(ProcessSpec("dataflow", arguments))
         deadline = asyncio.get_running_loop().time() + self._recipe.runtime.start_timeout
         while asyncio.get_running_loop().time() < deadline:
             self.supervisor.check()

@@ -15,7 +15,8 @@ log = logging.getLogger(__name__)
 _ENDPOINT_WAIT = 60.0
 
 
-def dataflow_role(folder: RunFolder) -> None:
+def dataflow_role(folder: RunFolder, *, resume: bool = False) -> None:
+    """`resume` lets a run go on that had ended without having finished."""
     from rillflow.dataflow.main import serve
 
     recipe = folder.recipe
@@ -29,6 +30,7 @@ def dataflow_role(folder: RunFolder) -> None:
             host=recipe.runtime.host,
             port=port,
             on_ready=lambda url: folder.publish_endpoint("dataflow", url),
+            resume=resume,
         )
 
     prepare()
@@ -45,7 +47,14 @@ def rollout_role(folder: RunFolder, name: str) -> None:
         url = await wait_for_endpoint(folder, "dataflow")
         watchdog = asyncio.create_task(LoopWatchdog(recipe.rollout.episode_timeout).run())
         try:
-            await run_node(name, recipe, dataflow_url=url, token=folder.token, weights=folder.root / "weights")
+            await run_node(
+                name,
+                recipe,
+                dataflow_url=url,
+                token=folder.token,
+                weights=folder.root / "weights",
+                on_ready=lambda own: folder.publish_endpoint(name, own),
+            )
         finally:
             watchdog.cancel()
 
@@ -65,7 +74,14 @@ def trainer_role(folder: RunFolder, policy: str) -> None:
         raise RunError(f"there is no policy {policy!r} in this run", f"one of: {', '.join(recipe.policies)}")
     _use_threads(recipe.runtime.threads)
     url = asyncio.run(wait_for_endpoint(folder, "dataflow"))
-    run_trainer(recipe, policy, folder.root, dataflow_url=url, token=folder.token)
+    run_trainer(
+        recipe,
+        policy,
+        folder.root,
+        dataflow_url=url,
+        token=folder.token,
+        on_ready=lambda own: folder.publish_endpoint(f"trainer-{policy}", own),
+    )
 
 
 def _use_threads(threads: int) -> None:

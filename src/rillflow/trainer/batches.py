@@ -88,6 +88,8 @@ def _check(rows: Rows, samples: Sequence[BatchSample]) -> None:
     expected_R = np.array([sample.trained for sample in samples], dtype=np.int64)
     _refuse(rows.trained_R != expected_R, samples, "the mask trains another number of tokens than the sample")
     _refuse(rows.mask_N[rows.start_R], samples, "the first token cannot be trained: nothing comes before it")
+    numbers_R = rows.reward_R + rows.group_mean_R + rows.group_std_R
+    _refuse(~np.isfinite(numbers_R), samples, "its reward or a statistic of its group is not a number")
     bad_N = ~np.isfinite(rows.old_N) | (rows.tokens_N < 0)
     _refuse(np.logical_or.reduceat(bad_N, rows.start_R), samples, "a token id or log-prob is not a valid number")
 

@@ -20,12 +20,10 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from rillflow.config import TrainerConfig
-from rillflow.contracts import Tensors
 from rillflow.errors import DeadlineExceeded, RunError
 from rillflow.trainer.checkpoint import Checkpoint, Checkpoints, State, random_state, restore_random
 from rillflow.trainer.step import Learner, Stopped
@@ -97,7 +95,8 @@ class TrainerLoop:
     def _begin(self) -> None:
         """Restore, take over the line and learn which version number comes next."""
         self._version = self._saved = self._restore()
-        if self._store.highest() < self._version or not self._store.versions():
+        if self._store.highest() < self._version:
+            # A store without this version's number: a new run, or one whose weights were removed.
             self._store.publish(self._learner.weights(self._dtype), self._version, parent=None)
         joined = self._stream.join(self._version)
         if joined.version != self._version:

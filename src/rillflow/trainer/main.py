@@ -26,7 +26,7 @@ from rillflow.trainer.algorithms import ALGORITHMS
 from rillflow.trainer.checkpoint import Checkpoints
 from rillflow.trainer.loop import StepReport, TrainerLoop
 from rillflow.trainer.step import Learner
-from rillflow.trainer.stream import RemoteStream
+from rillflow.trainer.stream import RemoteStream, Stream
 from rillflow.weights import FolderStore
 from rillflow.weights.models import DTYPES, load_policy_model, pick_device
 from rillflow.wire import Client, LoopThread, Service
@@ -67,7 +67,8 @@ def run_trainer(
             groups=recipe.policies[policy].trainer.batch_groups,
         )
         with _stops_on_signal(stop):
-            build_loop(recipe, policy, folder, stream, stop.is_set, Gauges(service.registry, policy)).run()
+            report = Gauges(service.registry, policy)
+            build_loop(recipe, policy, folder, stream, stop=stop.is_set, report=report).run()
     finally:
         thread.run(service.stop(), _CALL)
         thread.run(client.close(), _CALL)
@@ -78,7 +79,8 @@ def build_loop(
     recipe: Recipe,
     policy: str,
     folder: Path,
-    stream: RemoteStream,
+    stream: Stream,
+    *,
     stop: Callable[[], bool],
     report: Callable[[StepReport], None],
 ) -> TrainerLoop:

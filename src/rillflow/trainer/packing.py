@@ -18,6 +18,10 @@ from rillflow.trainer.batches import Rows
 if TYPE_CHECKING:
     from rillflow.trainer.batches import Floats, Ints
 
+# A micro-batch with an eighth of the budget keeps the device busy; from there on padding costs more than a new one.
+_WELL_FILLED = 8
+_SHORT = 0.85
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -56,13 +60,20 @@ def pack(length_R: Ints, budget: int, *, in_order: bool = False) -> list[Ints]:
     packs: list[list[int]] = []
     longest = 0
     for row in order[length_R[order] > 0].tolist():
-        longest = max(longest, int(length_R[row]))
-        if packs and (len(packs[-1]) + 1) * longest <= budget:
+        length = int(length_R[row])
+        longest = max(longest, length)
+        if packs and _fits(len(packs[-1]), longest, length, budget, in_order):
             packs[-1].append(row)
         else:
             packs.append([row])
-            longest = int(length_R[row])
+            longest = length
     return [np.array(rows, dtype=np.int64) for rows in packs]
+
+
+def _fits(count: int, longest: int, length: int, budget: int, in_order: bool) -> bool:
+    """Whether one more row goes into a micro-batch of `count` rows; a well-filled one takes no much shorter rows."""
+    wasteful = not in_order and length < _SHORT * longest and count * longest * _WELL_FILLED >= budget
+    return (count + 1) * longest <= budget and not wasteful
 
 
 def collate(plan: Plan, index_B: Ints, device: torch.device) -> MicroBatch:

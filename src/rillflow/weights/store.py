@@ -10,22 +10,25 @@ readers, which need nothing but the files.
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Collection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 
-from rillflow.contracts import Tensors
 from rillflow.errors import CorruptData, WeightsError
 from rillflow.storage import read_json, write_json
 from rillflow.weights import sealed
 from rillflow.weights.codec import TensorFacts, decode, encode, tensor_facts, unique
 
+if TYPE_CHECKING:
+    from rillflow.contracts import Tensors
+
 _VERSION = re.compile(r"v(\d{8,})")
-_USED = re.compile(r"\.?v(\d{8,})(\..*)?")
 
 
 class VersionManifest(sealed.Manifest, frozen=True, kw_only=True):
@@ -79,15 +82,16 @@ class FolderStore:
 
     def versions(self) -> list[int]:
         """The versions that can be pulled, orphaned ones included, in ascending order."""
-        matches = (_VERSION.fullmatch(name) for name in self._names())
-        return sorted(int(match[1]) for match in matches if match)
+        names = os.listdir(self._folder) if self._folder.is_dir() else []
+        return sorted(int(match[1]) for match in map(_VERSION.fullmatch, names) if match)
 
     def highest(self) -> int:
-        """The highest number ever used, orphaned, pruned and half written versions included; -1 when none was."""
+        """The highest number ever used, orphaned, pruned and never committed versions included; -1 when none was.
+
+        What a killed writer left half written was never visible, so its number was not used.
+        """
         line = self.line()
-        matches = (_USED.fullmatch(name) for name in self._names())
-        used = {int(match[1]) for match in matches if match} | line.orphaned
-        return max(used | {-1 if line.head is None else line.head})
+        return max({-1 if line.head is None else line.head, *line.orphaned, *self.versions()})
 
     def manifest(self, version: int) -> VersionManifest:
         folder = self._path(version)
@@ -171,6 +175,3 @@ class FolderStore:
 
     def _path(self, version: int) -> Path:
         return self._folder / f"v{version:08d}"
-
-    def _names(self) -> list[str]:
-        return [path.name for path in self._folder.iterdir()] if self._folder.is_dir() else []

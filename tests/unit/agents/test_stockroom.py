@@ -7,13 +7,16 @@ import math
 import random
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from openai.types.chat import ChatCompletionMessage
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
 from rillflow.agents.environments import stockroom
+from rillflow.agents.workflows.stockroom import play
 
 TINY = Path(stockroom.__file__).parents[2] / "assets" / "tiny"
 
@@ -133,6 +136,55 @@ def test_reward_is_for_the_last_number(payload: dict[str, Any]) -> None:
         assert stockroom.reward(payload, answer) == 1.0
     for answer in (None, "", "many", f"{wrong}", f"{right} or {wrong}", f"1{right}", f"-{right}", "9" * 9999):
         assert stockroom.reward(payload, answer) == 0.0
+
+
+# The workflow
+
+
+class ScriptedClient:
+    """Looks like the OpenAI client as far as the workflow uses it; says what it is told to."""
+
+    def __init__(self, turns: list[dict[str, Any]]) -> None:
+        self.turns = iter(turns)
+        self.seen: list[list[dict[str, Any]]] = []
+        self.chat = SimpleNamespace(completions=SimpleNamespace(create=self.create))
+
+    async def create(self, messages: list[dict[str, Any]], **_: Any) -> Any:
+        self.seen.append(list(messages))
+        message = ChatCompletionMessage.model_validate({"role": "assistant", **next(self.turns)})
+        return SimpleNamespace(choices=[SimpleNamespace(message=message)])
+
+
+def tool_turn(name: str) -> dict[str, Any]:
+    arguments = json.dumps({"box": "blue", "item": "pens"})
+    call = {"id": "a", "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"content": None, "tool_calls": [call]}
+
+
+async def run_workflow(payload: dict[str, Any], turns: list[dict[str, Any]]) -> tuple[str | None, ScriptedClient]:
+    client = ScriptedClient(turns)
+    episode: Any = SimpleNamespace(client=client, model="tiny", payload=payload)
+    return await play(episode), client
+
+
+async def test_the_workflow_hands_the_tools_answer_to_the_model(payload: dict[str, Any]) -> None:
+    answer, client = await run_workflow(payload, [tool_turn("count"), {"content": "42"}])
+    assert answer == "42"
+    first, second = client.seen
+    assert first == [{"role": "user", "content": payload["question"]}]
+    assert second[1] == {"role": "assistant", "tool_calls": tool_turn("count")["tool_calls"]}
+    assert second[2] == {"role": "tool", "tool_call_id": "a", "content": str(payload["stock"]["blue"]["pens"])}
+
+
+async def test_the_workflow_gives_up_after_three_turns(payload: dict[str, Any]) -> None:
+    answer, client = await run_workflow(payload, [tool_turn("count")] * 3)
+    assert answer is None
+    assert len(client.seen) == 3
+
+
+async def test_the_workflow_reports_an_unknown_tool_to_the_model(payload: dict[str, Any]) -> None:
+    _, client = await run_workflow(payload, [tool_turn("sum"), {"content": "42"}])
+    assert client.seen[1][-1]["content"] == "error: no such tool"
 
 
 # The tiny policy's tokenizer and chat template

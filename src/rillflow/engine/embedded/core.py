@@ -21,7 +21,7 @@ from rillflow.engine.embedded.cache import Batch, KVCache
 from rillflow.engine.embedded.forward import make_forward
 from rillflow.engine.embedded.model import WeightSlots
 from rillflow.engine.embedded.sampling import Array, draw
-from rillflow.engine.embedded.slots import MIN_SHARED, Slots
+from rillflow.engine.embedded.slots import MIN_SHARED, Match, Slots
 from rillflow.errors import EngineError
 from rillflow.types import Chunk, EngineStats, FinishReason, GenerateRequest
 
@@ -79,6 +79,7 @@ class Core:
         self._aborted: deque[Ticket] = deque()
         self._budget = _PREFILL_TOKENS[self._cache.device.type]
         self._counts = _Counts()
+        self._stained = False  # a failed step may have left values in the cache that are not finite
 
     # ------------------------------------------------------------ requests
 
@@ -105,7 +106,8 @@ class Core:
         for slot in np.flatnonzero(self._slots.active):
             self._slots.release(int(slot))
         self._seated = [None] * self._slots.count
-        self._invalidate()
+        self._slots.forget()
+        self._stained = True
         return lost
 
     def stats(self) -> EngineStats:
@@ -129,15 +131,19 @@ class Core:
         self.flush()  # what is not yet sent belongs to the old version
         self._weights.copy(tensors)
         self._forward.refresh()
-        self._invalidate()
+        self._slots.forget()
+        self._stained = True
         self.version = version
         self._counts.loads += 1
-        for slot in np.flatnonzero(self._slots.active):
-            self._share_prefix(int(slot), earlier=np.arange(self._slots.count) < slot)
+        if not self._exact:
+            self._share_again()
 
-    def _invalidate(self) -> None:
-        self._slots.forget()
-        self._cache.clear()
+    def _share_again(self) -> None:
+        """After a load all running sequences are computed again; what they share is computed once."""
+        slots = self._slots
+        for slot in np.flatnonzero(slots.active):
+            prefix = slots.tokens[slot, : slots.length[slot] - 1]
+            self._follow(int(slot), slots.match(prefix, np.arange(slots.count) < slot))
 
     # ------------------------------------------------------------ one step
 
@@ -145,6 +151,9 @@ class Core:
     def step(self) -> None:
         """Admit, compute prompts up to the budget, then draw one token for every row that is ready."""
         self._counts.steps += 1
+        if self._stained:
+            self._cache.clear()
+            self._stained = False
         self._reap()
         self._hand_over()
         self._admit()
@@ -208,35 +217,28 @@ class Core:
 
     def _seat(self, ticket: Ticket) -> None:
         slots, tokens = self._slots, ticket.request.tokens
-        if self._exact:
-            slot, cached = slots.vacant(keep=-1), 0
-        else:
-            slot, cached = self._place(np.asarray(tokens[:-1], np.int32))
+        best = Match(-1, 0) if self._exact else slots.match(np.asarray(tokens[:-1], np.int32), slots.everyone)
+        slot = self._choose(best)
+        cached = best.shared if slot == best.slot else 0
         slots.occupy(slot, tokens, ticket.request.sampling, ticket.seed, cached)
         ticket.slot = slot
         self._seated[slot] = ticket
         self._counts.reused += cached
-        if not self._exact:
-            self._share_prefix(slot, earlier=np.arange(slots.count) != slot)
+        if slot != best.slot:
+            self._follow(slot, best)
 
-    def _place(self, prefix: Array) -> tuple[int, int]:
-        """A slot for the sequence and how much of it the slot holds: all, when it continues a resident sequence."""
+    def _choose(self, best: Match) -> int:
+        """A slot for a new sequence: that of the resident sequence it continues, else the one least missed."""
         slots = self._slots
-        best = slots.match(prefix, np.ones(slots.count, bool))
         continues = best.shared * 2 >= slots.cached[best.slot]
         if best.shared and not slots.active[best.slot] and continues:
-            return best.slot, best.shared
-        slot = slots.vacant(keep=best.slot if best.shared >= MIN_SHARED else -1)
-        return slot, best.shared if slot == best.slot else 0
+            return best.slot
+        return slots.vacant(keep=best.slot if best.shared >= MIN_SHARED else -1)
 
-    def _share_prefix(self, slot: int, earlier: Array) -> None:
-        """Look for a slot that holds, or will hold, more of this sequence's prefix; take it over when it is there."""
-        slots = self._slots
-        if self._exact:
-            return
-        best = slots.match(slots.tokens[slot, : slots.length[slot] - 1], earlier)
-        if best.shared >= max(MIN_SHARED, int(slots.cached[slot]) + 1):
-            slots.leader[slot], slots.shared[slot] = best.slot, best.shared
+    def _follow(self, slot: int, best: Match) -> None:
+        """Take the prefix over from the slot that has, or will have, most of it."""
+        if best.shared >= MIN_SHARED:
+            self._slots.leader[slot], self._slots.shared[slot] = best
             self._hand_over_to(slot)
 
     def _hand_over(self) -> None:

@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 from rillflow.contracts import Clock, SystemClock
 from rillflow.engine.embedded.core import Core, Ticket
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from rillflow.contracts import Tensors
 
 _SEED_MASK = 2**64 - 1
+# Turns of the event loop between two steps: a request that arrives at a server in this loop takes about so many from
+# the socket to `generate`, and would otherwise wait for a whole step at each.
+_TURNS = 3
 _HAND_OUT_SECONDS = 0.05  # tokens of unfinished requests are handed to their readers this often, not one by one
 
 
@@ -55,8 +59,10 @@ class EmbeddedEngine:
         self._between = asyncio.Lock()
         self._wake = asyncio.Event()
         self._paused = False
+        self._closed = False
         self._driver: asyncio.Task[None] | None = None
-        self._streams: dict[Ticket, _Stream] = {}
+        # Weak: a caller that drops its stream thereby aborts the request.
+        self._streams: WeakValueDictionary[Ticket, _Stream] = WeakValueDictionary()
         self._handed_out = 0.0
 
     @property
@@ -75,13 +81,14 @@ class EmbeddedEngine:
             self._driver = asyncio.create_task(self._drive(), name="embedded engine")
 
     async def close(self) -> None:
-        """Stop. Requests still open end with an EngineError."""
+        """Stop for good. Requests still open end with an EngineError, later ones are refused."""
+        self._closed = True
         if self._driver is not None:
             self._driver.cancel()
             await asyncio.wait([self._driver])
             self._driver = None
         async with self._between:
-            self._fail(EngineError("the engine was closed", "send the request to another engine"))
+            self._fail(_closed())
         if self._worker is not None:
             self._worker.shutdown()
 
@@ -120,14 +127,15 @@ class EmbeddedEngine:
             async with self._between:
                 if not self._paused:
                     await self._step()
-            await asyncio.sleep(0)
+            for _ in range(_TURNS):
+                await asyncio.sleep(0)
 
     async def _step(self) -> None:
         try:
             await self._run(self._advance)
+            self._hand_out()
         except Exception as error:
             self._fail(error)
-        self._hand_out()
 
     def _advance(self) -> None:
         self._core.step()
@@ -160,7 +168,7 @@ class EmbeddedEngine:
                 stream.fail(error)
 
     def _abort(self, ticket: Ticket) -> None:
-        if self._streams.pop(ticket, None) is not None:
+        if not ticket.ended:
             self._core.abort(ticket)
             self._wake.set()
 
@@ -168,6 +176,8 @@ class EmbeddedEngine:
 
     def _check(self, request: GenerateRequest) -> None:
         tokens, sampling = request.tokens, request.sampling
+        if self._closed:
+            raise _closed()
         if len(tokens) >= self._context:
             raise ContextOverflow(
                 f"the prompt has {len(tokens)} tokens, the context {self._context}: no room for one more",
@@ -188,6 +198,10 @@ class EmbeddedEngine:
                 f"sampling out of range: {sampling}",
                 "max_tokens is at least 1, temperature and top_k at least 0, top_p in (0, 1]",
             )
+
+
+def _closed() -> EngineError:
+    return EngineError("the engine was closed", "send the request to another engine")
 
 
 async def _finish(future: asyncio.Future[None]) -> None:
@@ -231,8 +245,9 @@ class _Stream:
             self._done = chunk.finish is not None
             return chunk
         self._done = True
+        # Each caller gets an error of its own: a shared one would collect all their tracebacks.
         if isinstance(self._error, EngineError):
-            raise EngineError(self._error.message, self._error.hint)
+            raise EngineError(self._error.message, self._error.hint) from self._error
         raise EngineError(f"a step of the engine failed: {self._error!r}", "see its cause") from self._error
 
     async def aclose(self) -> None:

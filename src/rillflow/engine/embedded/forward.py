@@ -100,20 +100,21 @@ class _Layer:
         self.out = _fuse([attention.o_proj])
         self.gate_up = _fuse([mlp.gate_proj, mlp.up_proj])
         self.down = _fuse([mlp.down_proj])
-        self.first_norm = layer.input_layernorm
-        self.second_norm = layer.post_attention_layernorm
         self.scaling: float = attention.scaling
-        self._head_norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
         self.heads: int = attention.q_proj.out_features // attention.head_dim
         self.kv_heads: int = attention.k_proj.out_features // attention.head_dim
         self.head_size: int = attention.head_dim
+        self.first_norm = layer.input_layernorm
+        self.second_norm = layer.post_attention_layernorm
+        self._head_norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
         self.head_weight: torch.Tensor | None = None
         self.refresh()
 
     def refresh(self) -> None:
+        """One row of weights per head, so that queries and keys are normed together."""
         if self._head_norms is not None:
             query, key = (norm.weight.detach() for norm in self._head_norms)
-            self.head_weight = torch.cat((query.expand(self.heads, -1), key.expand(self.kv_heads, -1))).contiguous()
+            self.head_weight = torch.cat((query.expand(self.heads, -1), key.expand(self.kv_heads, -1)))
 
 
 class LeanForward:
@@ -121,12 +122,12 @@ class LeanForward:
 
     def __init__(self, model: Any, cache: KVCache) -> None:
         self._cache = cache
+        self._eps: float = model.config.rms_norm_eps
         self._layers = [_Layer(layer) for layer in model.model.layers]
         self._embedding: torch.Tensor = model.model.embed_tokens.weight
         self._norm = model.model.norm
         self._head: torch.Tensor = model.lm_head.weight
         self._head_bias: torch.Tensor | None = model.lm_head.bias
-        self._eps: float = model.config.rms_norm_eps
         positions = torch.arange(cache.context, device=cache.device)[None]
         cos, sin = model.model.rotary_emb(self._embedding[:1], positions)
         half = cos.shape[-1] // 2

@@ -46,6 +46,7 @@ class Slots:
         self.top_k = np.zeros(count, np.int64)
         self.seed = np.zeros(count, np.uint64)
         self.stops = np.full((count, 1), -1, np.int64)
+        self.everyone = np.ones(count, bool)
         self._tick = 0
 
     def occupy(self, slot: int, tokens: list[int], sampling: Sampling, seed: int, cached: int) -> None:

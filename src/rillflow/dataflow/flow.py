@@ -1,0 +1,62 @@
+"""How the service waits: for the disk (group commit) and for news (long polls). No wait is without a bound."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+from rillflow.dataflow.ledger import Ledger
+from rillflow.errors import RillflowError
+
+
+class GroupCommit:
+    """Many callers, one fsync: a reply goes out only after the commit that contains its change."""
+
+    def __init__(self, ledger: Ledger, interval: float) -> None:
+        self._ledger = ledger
+        self._interval = interval
+        self._next: asyncio.Future[None] | None = None
+        ledger.db.on_abandon = self._failed
+
+    async def durable(self) -> None:
+        """Returns when every transition made so far is on disk; raises what the disk said when it is not."""
+        if not self._ledger.dirty:
+            return
+        if self._next is None:
+            loop = asyncio.get_running_loop()
+            self._next = loop.create_future()
+            loop.call_later(self._interval, self._flush)
+        await asyncio.shield(self._next)  # a caller that goes away must not cancel the others' wait
+
+    def _flush(self) -> None:
+        try:
+            self._ledger.commit()
+        except RillflowError as error:
+            self._failed(error)
+            return
+        if self._next is not None:
+            self._next.set_result(None)
+            self._next = None
+
+    def _failed(self, error: RillflowError) -> None:
+        """The open transaction was taken back: nobody who waits for it may be told that it was done."""
+        waiting, self._next = self._next, None
+        if waiting is not None:
+            waiting.set_exception(error)
+            waiting.exception()  # seen, also when all who waited have gone away
+
+
+class News:
+    """Wakes those who wait for something to change; waking too often is harmless."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def tell(self) -> None:
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def wait(self, seconds: float) -> None:
+        event = self._event
+        with suppress(TimeoutError):
+            await asyncio.wait_for(event.wait(), seconds)

@@ -1,0 +1,59 @@
+"""The dataflow process: builds ledger, storage unit and service in a run's folder and serves until cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from rillflow.config import Recipe
+from rillflow.contracts import Clock
+from rillflow.dataflow.hooks import Hooks
+from rillflow.dataflow.journal import Journal
+from rillflow.dataflow.ledger import Ledger
+from rillflow.dataflow.rules import Rules
+from rillflow.dataflow.service import DataflowService
+from rillflow.dataflow.sources import open_source
+from rillflow.dataflow.units import FileUnit
+from rillflow.storage import disk_errors
+
+LEDGER, METRICS, UNITS = "ledger.sqlite", "metrics.jsonl", "units"
+
+
+def open_ledger(recipe: Recipe, folder: Path, *, resume: bool = False, clock: Clock | None = None) -> Ledger:
+    """The ledger of the run in `folder`, new or as it was left."""
+    data = recipe.data
+    source = open_source(data.prompts, seed=recipe.seed, shuffle=data.shuffle)
+    heldout = open_source(data.heldout, seed=recipe.seed, shuffle=False) if data.heldout else None
+    hooks = Hooks.of(recipe.dataflow)
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    return Ledger(folder / LEDGER, Rules.of(recipe), source, heldout, hooks=hooks, clock=clock, resume=resume)
+
+
+async def serve(
+    recipe: Recipe,
+    folder: Path,
+    token: str,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    on_ready: Callable[[str], None] = lambda url: None,
+    resume: bool = False,
+) -> None:
+    """Serve until cancelled; `on_ready` gets the URL. `resume` lets a run that was stopped go on."""
+    ledger = open_ledger(recipe, folder, resume=resume)
+    try:
+        unit = FileUnit(folder / UNITS / "0")
+        try:
+            interval = recipe.dataflow.commit_interval
+            service = DataflowService(ledger, unit, Journal(folder / METRICS), token, commit_interval=interval)
+            try:
+                on_ready(await service.start(host, port))
+                await asyncio.Event().wait()
+            finally:
+                await service.stop()
+        finally:
+            unit.close()
+    finally:
+        ledger.close()

@@ -1,0 +1,229 @@
+"""The dataflow service: the ledger and a storage unit behind HTTP.
+
+Every answer that tells of a change goes out after the change is durable. Long polls are bounded, and what they wait
+for is part of the status. A housekeeping task returns lost leases, admits prompts and detects the end of the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+from rillflow.contracts import Clock, StorageUnit, SystemClock
+from rillflow.dataflow import report
+from rillflow.dataflow.flow import GroupCommit, News
+from rillflow.dataflow.gauges import LedgerGauges
+from rillflow.dataflow.journal import Journal
+from rillflow.dataflow.ledger import Ledger
+from rillflow.errors import RillflowError
+from rillflow.types import (
+    Ack,
+    BatchReply,
+    CommitBatch,
+    CompleteTask,
+    FailTask,
+    GetRows,
+    Heartbeat,
+    HeartbeatReply,
+    JoinTrainer,
+    LeaseBatch,
+    LeaseTasks,
+    PutRows,
+    RowsGot,
+    RowsPut,
+    Status,
+    StopRun,
+    TaskLeases,
+    TrainerJoined,
+    UnitInfo,
+)
+from rillflow.wire import Service
+
+Reply = TypeVar("Reply")
+log = logging.getLogger(__name__)
+
+LONGEST_POLL = 60.0
+HOUSEKEEPING = 0.2
+
+
+class DataflowService(Service):
+    def __init__(
+        self,
+        ledger: Ledger,
+        unit: StorageUnit,
+        journal: Journal,
+        token: str,
+        *,
+        commit_interval: float = 0.005,
+        clock: Clock | None = None,
+        body_limit: int = 64 << 20,
+    ) -> None:
+        super().__init__("dataflow", token, body_limit=body_limit)
+        self._ledger = ledger
+        self._unit = unit
+        self._journal = journal
+        self._clock = clock or SystemClock()
+        self._disk = GroupCommit(ledger, commit_interval)
+        self._tasks_news, self._batch_news = News(), News()
+        self._told: tuple[Any, ...] = ()
+        self._waits: dict[int, Callable[[], str]] = {}
+        self._disk_thread = ThreadPoolExecutor(1, "unit")
+        self._housekeeper: asyncio.Task[None] | None = None
+        self.registry.register(LedgerGauges(ledger))
+        self._add_routes()
+
+    def _add_routes(self) -> None:
+        self.post("/tasks/lease", self._lease_tasks, LeaseTasks)
+        self.post("/tasks/complete", self._complete, CompleteTask)
+        self.post("/tasks/fail", self._fail, FailTask)
+        self.post("/nodes/heartbeat", self._heartbeat, Heartbeat)
+        self.post("/batches/lease", self._lease_batch, LeaseBatch)
+        self.post("/batches/commit", self._commit_batch, CommitBatch)
+        self.post("/trainers/join", self._join, JoinTrainer)
+        self.post("/unit/put", self._put, PutRows)
+        self.post("/unit/get", self._get_rows, GetRows)
+        self.post("/stop", self._stop_run, StopRun)
+        self.get("/unit/info", self._unit_info)
+        self.get("/status", self._status)
+        self.get("/balance", self._balance)
+
+    # ------------------------------------------------------------ life
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        self._ledger.advance()
+        self._ledger.commit()
+        self._journal.catch_up(self._ledger)
+        url = await super().start(host, port)
+        self._housekeeper = asyncio.create_task(self._keep_house(), name="dataflow-housekeeping")
+        return url
+
+    async def stop(self) -> None:
+        if self._housekeeper is not None:
+            self._housekeeper.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._housekeeper
+        await super().stop()
+        self._disk_thread.shutdown()
+
+    async def _keep_house(self) -> None:
+        while True:
+            await asyncio.sleep(HOUSEKEEPING)
+            try:
+                self._ledger.expire()
+                await self._changed(None)
+            except RillflowError as error:
+                log.error("housekeeping: %s", error)
+            except Exception:
+                log.exception("housekeeping failed")
+
+    async def _changed(self, reply: Reply) -> Reply:
+        """The reply to a change: others are told at once, the caller after the change is durable."""
+        self._tell()
+        await self._disk.durable()
+        self._journal.catch_up(self._ledger)
+        return reply
+
+    def _tell(self) -> None:
+        """Wake the polls whose answer may be another now."""
+        ledger = self._ledger
+        state = (ledger.phase, ledger.lineage.head, ledger.groups.count("train", "ready", "playing"))
+        ready = (*state, ledger.groups.count("train", "ready"), ledger.groups.count("eval", "playing"))
+        if ready != self._told:
+            self._batch_news.tell()
+        if ready != self._told or ledger.tasks.count("pending"):
+            self._tasks_news.tell()
+        self._told = ready
+
+    # ------------------------------------------------------------ waiting
+
+    async def _poll(
+        self, ask: Callable[[], Reply], done: Callable[[Reply], bool], wait: float, news: News, why: Callable[[], str]
+    ) -> Reply:
+        """Ask until it is `done` or the time is over; the status says meanwhile what is waited for."""
+        end = self._clock.monotonic() + min(wait, LONGEST_POLL)
+        while True:
+            reply = ask()
+            left = end - self._clock.monotonic()
+            if done(reply) or left <= 0:
+                return await self._changed(reply)
+            with self._waiting(why):
+                await news.wait(left)
+
+    @contextmanager
+    def _waiting(self, why: Callable[[], str]) -> Iterator[None]:
+        self._waits[id(why)] = why
+        try:
+            yield
+        finally:
+            del self._waits[id(why)]
+
+    # ------------------------------------------------------------ nodes
+
+    async def _lease_tasks(self, ask: LeaseTasks) -> TaskLeases:
+        version = ask.versions.get(self._ledger.rules.policy)
+        return await self._poll(
+            lambda: self._ledger.lease_tasks(ask),
+            lambda reply: bool(reply.leases) or reply.phase == "ended" or ask.want < 1,
+            ask.wait,
+            self._tasks_news,
+            lambda: f"node {ask.node} waits for {self._ledger.why_no_tasks(version)}",
+        )
+
+    async def _complete(self, news: CompleteTask) -> Ack:
+        return await self._changed(self._ledger.complete(news))
+
+    async def _fail(self, news: FailTask) -> Ack:
+        return await self._changed(self._ledger.fail(news))
+
+    async def _heartbeat(self, beat: Heartbeat) -> HeartbeatReply:
+        return await self._changed(self._ledger.renew(beat))
+
+    # ------------------------------------------------------------ the trainer
+
+    async def _lease_batch(self, ask: LeaseBatch) -> BatchReply:
+        return await self._poll(
+            lambda: self._ledger.lease_batch(ask),
+            lambda reply: reply.batch is not None or reply.phase != "training",
+            ask.wait,
+            self._batch_news,
+            lambda: f"the trainer of {ask.policy} waits for a batch: {self._ledger.waiting_for(ask.groups)}",
+        )
+
+    async def _commit_batch(self, news: CommitBatch) -> Ack:
+        return await self._changed(self._ledger.commit_batch(news))
+
+    async def _join(self, news: JoinTrainer) -> TrainerJoined:
+        return await self._changed(self._ledger.join_trainer(news))
+
+    # ------------------------------------------------------------ the storage unit
+
+    async def _put(self, body: PutRows) -> RowsPut:
+        loop = asyncio.get_running_loop()
+        return RowsPut(rows=await loop.run_in_executor(self._disk_thread, self._unit.put, body.rows))
+
+    async def _get_rows(self, body: GetRows) -> RowsGot:
+        loop = asyncio.get_running_loop()
+        rows = await loop.run_in_executor(self._disk_thread, self._unit.get, body.rows, body.columns)
+        return RowsGot(rows=rows)
+
+    async def _unit_info(self) -> UnitInfo:
+        return self._unit.info()
+
+    # ------------------------------------------------------------ people and supervisors
+
+    async def _stop_run(self, body: StopRun) -> Ack:
+        self._ledger.stop(body.reason[:500] or "stopped")
+        return await self._changed(Ack(accepted=True))
+
+    async def _status(self) -> Status:
+        waits = [why() for why in list(self._waits.values())]
+        if self._ledger.phase != "ended" and self._ledger.nodes.healthy == 0:
+            waits.append("no rollout node is there")
+        return report.status(self._ledger, waits)
+
+    async def _balance(self) -> dict[str, Any]:
+        return report.balance(self._ledger)

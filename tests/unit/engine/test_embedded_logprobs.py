@@ -1,0 +1,90 @@
+"""What the engine says of a token is what a plain forward of the model says of it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from rillflow.engine.embedded import core
+
+FAMILIES = ["qwen3", "qwen2", "llama", "mistral"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_ragged_batch_equals_plain_forward(kit: Any, family: str) -> None:
+    model, reference = kit.pair(family)
+    prompts = [kit.prompt(3 + 5 * index, seed=index) for index in range(12)]
+    async with kit.running(model, slots=5) as engine:
+        answers = await asyncio.gather(
+            *[kit.ask(engine, tokens, max_tokens=4 + 3 * i, seed=i) for i, tokens in enumerate(prompts)]
+        )
+    for index, answer in enumerate(answers):
+        assert len(answer.tokens) == 4 + 3 * index
+        assert answer.raw_logprobs == pytest.approx(kit.plain(reference, answer), abs=1e-5)
+        assert answer.logprobs == answer.raw_logprobs
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_greedy_equals_generate(kit: Any, family: str) -> None:
+    model, reference = kit.pair(family)
+    prompts = [kit.prompt(9 + index, seed=index) for index in range(4)]
+    async with kit.running(model) as engine:
+        answers = await asyncio.gather(*[kit.ask(engine, tokens, max_tokens=20, temperature=0.0) for tokens in prompts])
+    for answer in answers:
+        ids = torch.tensor([answer.prompt])
+        made = reference.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20, eos_token_id=None
+        )
+        assert answer.tokens == made[0, len(answer.prompt) :].tolist()
+        assert answer.logprobs == [0.0] * 20
+        assert answer.raw_logprobs == pytest.approx(kit.plain(reference, answer), abs=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+async def test_reused_prefixes_change_no_logprob(kit: Any, family: str) -> None:
+    """Continued in place, copied from a running and from a finished sequence, and shared at arrival."""
+    model, reference = kit.pair(family)
+    shared = kit.prompt(24)
+    async with kit.running(model, slots=4) as engine:
+        first = await kit.ask(engine, shared, max_tokens=12, seed=1)
+        turns = [first.prompt + first.tokens + kit.prompt(6, seed=9), [*shared, 5], [*shared, 6], shared, shared]
+        answers = await asyncio.gather(*[kit.ask(engine, t, max_tokens=15, seed=2) for t in turns])
+        assert engine.stats().reused_tokens > 5 * 20
+    for answer in answers:
+        assert answer.raw_logprobs == pytest.approx(kit.plain(reference, answer), abs=1e-5)
+    assert answers[3].tokens == answers[4].tokens
+
+
+async def test_a_long_prompt_is_computed_in_parts(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(core._PREFILL_TOKENS, "cpu", 16)
+    model, reference = kit.pair()
+    async with kit.running(model) as engine:
+        answers = await asyncio.gather(
+            *[kit.ask(engine, kit.prompt(70 + i, seed=i), max_tokens=9, seed=3) for i in range(3)]
+        )
+    for answer in answers:
+        assert answer.raw_logprobs == pytest.approx(kit.plain(reference, answer), abs=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16 says so once
+async def test_bfloat16_runs_and_stays_close(kit: Any) -> None:
+    model, reference = kit.pair()
+    async with kit.running(model.to(torch.bfloat16)) as engine:
+        answer = await kit.ask(engine, kit.prompt(20), max_tokens=16, seed=1)
+    assert answer.raw_logprobs == pytest.approx(kit.plain(reference.to(torch.bfloat16), answer), abs=0.3)
+
+
+async def test_compaction_keeps_every_sequence_its_own(kit: Any) -> None:
+    """Short and long answers interleave, so rows move down while they run."""
+    model, reference = kit.pair()
+    lengths = [40 if index % 4 == 3 else 3 + index % 5 for index in range(32)]
+    async with kit.running(model, slots=16) as engine:
+        answers = await asyncio.gather(
+            *[kit.ask(engine, kit.prompt(6, seed=i), max_tokens=n, seed=i) for i, n in enumerate(lengths)]
+        )
+    for answer, length in zip(answers, lengths, strict=True):
+        assert len(answer.tokens) == length
+        assert answer.raw_logprobs == pytest.approx(kit.plain(reference, answer), abs=1e-5)

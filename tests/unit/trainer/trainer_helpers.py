@@ -1,0 +1,79 @@
+"""Small models and random batches for the trainer's tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from rillflow.config import TrainerConfig
+from rillflow.trainer.algorithms import ALGORITHMS
+from rillflow.trainer.batches import Rows, make_rows
+from rillflow.trainer.step import Learner
+from rillflow.types import BatchSample, Row
+
+VOCAB = 32
+
+
+def small_model(seed: int = 0, *, tied: bool = True) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        tie_word_embeddings=tied,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+    )
+    model: PreTrainedModel = Qwen3ForCausalLM(config).eval()
+    return model
+
+
+def random_samples(
+    seed: int, groups: int = 3, size: int = 4, longest: int = 14, *, near: float = -3.4
+) -> tuple[list[BatchSample], list[dict[str, np.ndarray]]]:
+    """Ragged rows whose masks have holes (tool turns), with the statistics of their groups."""
+    rng = np.random.default_rng(seed)
+    samples: list[BatchSample] = []
+    payload: list[dict[str, np.ndarray]] = []
+    for group in range(groups):
+        rewards = rng.normal(size=size)
+        for place in range(size):
+            length = int(rng.integers(3, longest + 1))
+            mask = (rng.random(length) < 0.6).astype("u1")
+            mask[0], mask[1] = 0, 1
+            old = np.where(mask, near + 0.5 * rng.normal(size=length), 0.0)
+            payload.append(
+                {"tokens": rng.integers(0, VOCAB, length).astype("<i4"), "mask": mask, "logprobs": old.astype("<f4")}
+            )
+            samples.append(
+                BatchSample(
+                    id=f"g{group}p{place}",
+                    row=Row(unit="u", segment=0, offset=len(samples), length=1),
+                    tokens=length,
+                    trained=int(mask.sum()),
+                    reward=float(rewards[place]),
+                    group=f"g{group}",
+                    group_mean=float(rewards.mean()),
+                    group_std=float(rewards.std()),
+                    group_size=size,
+                    staleness=int(rng.integers(0, 3)),
+                    truncated=bool(rng.random() < 0.25),
+                )
+            )
+    return samples, payload
+
+
+def random_rows(seed: int, **options: Any) -> Rows:
+    return make_rows(*random_samples(seed, **options))
+
+
+def learner(model: PreTrainedModel | None = None, *, in_order: bool = False, **settings: Any) -> Learner:
+    config = TrainerConfig(**{"lr": 1e-2, **settings})
+    return Learner(model or small_model(), ALGORITHMS[config.algorithm](config), config, in_order=in_order)
