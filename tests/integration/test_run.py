@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import urllib.error
+import urllib.request
 
 import pytest
 from commands import Cli, processes_of, steps_of, wait_until
@@ -55,10 +57,29 @@ def test_ctrl_c_stops_everything_within_five_seconds(cli: Cli, moment: str) -> N
     assert json.loads((run.folder / "state.json").read_text())["state"] == "stopped"
 
 
-def test_one_run_at_a_time_in_a_folder(cli: Cli) -> None:
+def test_a_running_run_is_closed_measured_and_alone(cli: Cli) -> None:
     run = cli.start("run", "quickstart", *SHORT, "trainer.steps=200")
-    wait_until(lambda: any(run.runs.iterdir()) and "dataflow" in processes_of(run.folder), "the dataflow service")
+    wait_until(lambda: any(run.runs.iterdir()) and steps_of(run.folder) >= 1, "the first step", 120)
+    token = json.loads((run.folder / "run.json").read_text())["token"]
+    services = {path.stem: json.loads(path.read_text())["url"] for path in (run.folder / "endpoints").iterdir()}
+    assert set(services) == {"dataflow", "rollout-0", "trainer-agent"}
+    for url in services.values():
+        assert url.startswith("http://127.0.0.1:")
+        assert fetch(f"{url}/metrics", "") == (401, "")
+        status, text = fetch(f"{url}/metrics", token)
+        assert status == 200
+        assert "rillflow_requests_total" in text
     second = cli.run("resume", str(run.folder), code=2)
     assert "another process is running" in second.output()
     run.interrupt()
     run.wait(5.0)
+
+
+def fetch(url: str, token: str) -> tuple[int, str]:
+    request = urllib.request.Request(url, headers={"authorization": f"Bearer {token}"})
+    try:
+        with urllib.request.urlopen(request, timeout=10) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, ""

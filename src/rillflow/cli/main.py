@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 import rillflow
 from rillflow.errors import RillflowError
@@ -31,9 +32,10 @@ def clear_errors() -> Iterator[None]:
     try:
         yield
     except RillflowError as error:
-        errors.print(f"[bold red]error:[/] {error.message}", highlight=False, markup=True)
+        # Not wrapped, so that paths can be copied.
+        errors.print(Text.assemble(("error: ", "bold red"), error.message), soft_wrap=True)
         if error.hint:
-            errors.print(f"[bold]what to do:[/] {error.hint}", highlight=False)
+            errors.print(Text.assemble(("what to do: ", "bold"), error.hint), soft_wrap=True)
         raise typer.Exit(2) from None
 
 

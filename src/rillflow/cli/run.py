@@ -7,6 +7,7 @@ import time
 
 import yaml
 from rich.console import Console
+from rich.text import Text
 
 from rillflow.config import Recipe
 from rillflow.errors import RunError
@@ -45,7 +46,7 @@ def check(recipe: Recipe) -> None:
 def run_folder(folder: RunFolder, *, resume: bool = False) -> int:
     """Run to the end; returns the exit code: 0 for a good end, 1 for a bad one, 130 when interrupted."""
     recipe = folder.recipe
-    console.print(f"[bold]{recipe.name}[/] in {folder.root}", highlight=False)
+    console.print(f"[bold]{recipe.name}[/] in {folder.root}", highlight=False, soft_wrap=True)
     board = TensorBoard(folder.metrics, folder.root / "tensorboard") if recipe.observe.tensorboard else None
     started = time.monotonic()
     try:
@@ -63,7 +64,7 @@ def run_folder(folder: RunFolder, *, resume: bool = False) -> int:
         if board is not None:
             board.close()
     if status is None:
-        console.print(f"stopped; `rillflow resume {folder.root}` goes on where it was", highlight=False)
+        console.print(f"stopped; `rillflow resume {folder.root}` goes on where it was", highlight=False, soft_wrap=True)
         return INTERRUPTED
     return _conclude(folder, status, time.monotonic() - started)
 
@@ -78,6 +79,6 @@ def _conclude(folder: RunFolder, status: Status, seconds: float) -> int:
     console.print(summary_table(summary, folder.root, plot))
     if status.reason in GOOD_ENDS:
         return 0
-    console.print(f"[bold red]the run failed:[/] {status.reason}", highlight=False)
-    console.print(f"[bold]what to do:[/] the logs are in {folder.root / 'logs'}", highlight=False)
+    console.print(Text.assemble(("the run failed: ", "bold red"), status.reason), soft_wrap=True)
+    console.print(Text.assemble(("what to do: ", "bold"), f"the logs are in {folder.root / 'logs'}"), soft_wrap=True)
     return 1

@@ -54,16 +54,14 @@ class Batches(Part):
 
     def held(self, ask: LeaseBatch) -> Batch | None:
         """The batch that this attempt leased before, its lease renewed."""
-        row = self._db.one("SELECT * FROM batches WHERE attempt = ?", (ask.attempt,))
-        if row is None:
-            return None
-        if row["state"] != "leased":
-            raise LeaseLost(f"batch {row['id']} is {_OLD}{row['state']}", "ask under a new attempt id")
         self._db.run(
-            "UPDATE batches SET deadline = ? WHERE id = ?",
-            (self._clock.now() + self._rules.batch_lease, row["id"]),
+            "UPDATE batches SET deadline = ? WHERE attempt = ? AND state = 'leased'",
+            (self._clock.now() + self._rules.batch_lease, ask.attempt),
         )
-        return self._batch(row)
+        row = self._db.one("SELECT * FROM batches WHERE attempt = ?", (ask.attempt,))
+        if row is not None and row["state"] != "leased":
+            raise LeaseLost(f"batch {row['id']} is {_OLD}{row['state']}", "ask under a new attempt id")
+        return None if row is None else self._batch(row)
 
     def check(self, ask: LeaseBatch) -> None:
         if ask.version != self._lineage.head:
@@ -78,7 +76,11 @@ class Batches(Part):
         """A new batch, or None when too few groups are ready; the `last` one of a run may be smaller."""
         self.release_all("replaced")
         self.refuse_stale()
-        rows = self._db.all("SELECT id, ord, oldest FROM groups WHERE lane = 'train' AND state = 'ready' ORDER BY ord")
+        # On-policy the batch is the first groups of the order, not the first to be ready.
+        rows = self._db.all(
+            "SELECT id, ord, oldest FROM groups WHERE lane = 'train' AND state = 'ready' AND ord <= ? ORDER BY ord",
+            (self._groups.window_end() if self._rules.on_policy else NEWEST,),
+        )
         want = min(ask.groups, len(rows)) if last else ask.groups
         if want == 0 or len(rows) < want:
             return None

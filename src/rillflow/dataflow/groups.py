@@ -11,7 +11,7 @@ from rillflow.contracts import PromptSource
 from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.part import Base, Part
 from rillflow.dataflow.rules import derive_seed
-from rillflow.dataflow.tables import GROUP_ENDED
+from rillflow.dataflow.tables import GROUP_ENDED, NEWEST
 from rillflow.errors import DataError
 from rillflow.types import Lane, Prompt
 
@@ -47,6 +47,18 @@ class Groups(Part):
     def outstanding(self) -> int:
         """Train groups that were admitted and have not ended."""
         return self.count("train", "playing", "ready", "leased")
+
+    def window_end(self) -> int:
+        """The last position whose group may be played now.
+
+        After a rollback more groups are open than the window has room for: those beyond wait as if not yet admitted.
+        """
+        last = self._db.value(
+            "SELECT ord FROM groups WHERE lane = 'train' AND state IN ('playing', 'ready', 'leased') "
+            "ORDER BY ord LIMIT 1 OFFSET ?",
+            (self._rules.window - 1,),
+        )
+        return NEWEST if last is None else int(last)
 
     def _tally(self, lane: str, state: str, cause: str, by: int) -> None:
         self._db.run(

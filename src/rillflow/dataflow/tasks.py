@@ -14,7 +14,6 @@ from rillflow.dataflow.groups import Groups
 from rillflow.dataflow.lineage import Lineage
 from rillflow.dataflow.nodes import Nodes
 from rillflow.dataflow.part import Base, Part
-from rillflow.dataflow.tables import NEWEST
 from rillflow.errors import BadRequest
 from rillflow.types import Ack, CompleteTask, FailTask, SampleMeta, Task, TaskLease
 
@@ -70,15 +69,9 @@ class Tasks(Part):
         )
 
     def _pending_train(self, node: str, want: int) -> list[sqlite3.Row]:
-        # After a rollback more groups than the window are open: those beyond it wait, as if not yet admitted.
-        last = self._db.value(
-            "SELECT ord FROM groups WHERE lane = 'train' AND state IN ('playing', 'ready', 'leased') "
-            "ORDER BY ord LIMIT 1 OFFSET ?",
-            (self._rules.window - 1,),
-        )
         return self._db.all(
             f"{_LEASABLE} AND t.lane = 'train' AND t.ord <= ? ORDER BY t.ord, t.place LIMIT ?",
-            (*self._left_to_others(node), NEWEST if last is None else last, want),
+            (*self._left_to_others(node), self._groups.window_end(), want),
         )
 
     def _left_to_others(self, node: str) -> tuple[str, float]:

@@ -37,6 +37,8 @@ def prepare() -> None:
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
+    for library in ("httpx", "httpx2", "openai"):  # a line for each call would drown everything else
+        logging.getLogger(library).setLevel(logging.WARNING)
     faulthandler.enable()
     parent = int(os.environ.get(_PARENT_ENV, "0"))
     if parent:

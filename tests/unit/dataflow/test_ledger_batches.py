@@ -253,11 +253,12 @@ def test_joining_again_under_the_same_incarnation_repeats_the_answer(make_world)
 def test_rollback_returns_live_batches_and_replays_those_of_dead_versions(make_world):
     world = make_world()
     batches = [world.step() for _ in range(3)]
-    lost = [lease.task for lease in world.lease()]
+    lost = world.lease()
     joined = world.join(1)
     assert (joined.version, joined.highest, joined.steps) == (1, 3, 1)
     assert (joined.orphaned, joined.rolled_back) == ([2, 3], 4)
     world.check()
+    assert [world.done(lease, version=3).accepted for lease in lost] == [False] * 4
     # The batch sampled by version 1 lives; nothing beyond it is played until it is trained.
     assert world.lease() == []
     again = world.batch()
@@ -270,7 +271,7 @@ def test_rollback_returns_live_batches_and_replays_those_of_dead_versions(make_w
     third = world.batch()
     assert [entry.id for entry in third.samples] == [entry.id for entry in batches[2].samples]
     world.commit(third)
-    assert [lease.task for lease in world.lease()] == lost
+    assert [lease.task for lease in world.lease()] == [lease.task for lease in lost]
     counts = world.check()
     assert (counts["rolled_back"], counts["train.trained"], counts["steps"]) == (4, 6, 3)
 
@@ -295,6 +296,9 @@ def test_versions_published_but_never_committed_are_dead_after_a_join(make_world
     assert (joined.highest, joined.orphaned) == (1, [])
     assert world.task(lease.task.id) == "pending"
     assert not world.done(other, version=1).accepted
+    assert world.lease(node="n1", version=1) == []
+    world.clock.time += 60
+    world.ledger.expire()
     world.step()
     assert world.ledger.lineage.head == 2
 
@@ -423,9 +427,7 @@ def test_evaluations_come_first_and_never_enter_a_batch(make_world):
     assert leases[0].task.lane == "eval"
     for lease in leases:
         world.done(lease, reward=1.0)
-    assert [(e.version, e.reward, e.episodes, e.failed) for e in world.ledger.evaluations.results()] == [
-        (0, 1.0, 6, 0)
-    ]
+    assert [(e.version, e.reward, e.episodes, e.failed) for e in world.ledger.evaluations.results()] == [(0, 1.0, 6, 0)]
     for _ in range(3):
         world.step()
     assert world.ledger.phase == "finishing"
@@ -486,8 +488,10 @@ def test_an_evaluation_of_a_dead_version_is_void_and_asked_for_again(make_world)
 
 def test_the_run_ends_when_its_steps_are_done(make_world):
     world = make_world(total_steps=1, staleness=1)
-    hanging = world.lease()[-1]
-    world.step()
+    *leases, hanging = world.lease()
+    for lease in leases:
+        world.done(lease)
+    world.commit(world.batch())
     assert (world.ledger.phase, world.ledger.reason) == ("ended", "done")
     assert not world.done(hanging).accepted
     counts = world.check()
@@ -545,6 +549,7 @@ def test_more_steps_reopen_a_run_that_was_done(make_world):
 
     world = make_world(total_steps=1)
     world.step()
+    world.ledger.commit()
     assert world.ledger.phase == "ended"
     world.rules = replace(world.rules, total_steps=2)
     world.crash()
