@@ -17,7 +17,7 @@ from rillflow.observe.progress import Progress
 from rillflow.observe.summary import summarise, summary_table
 from rillflow.observe.tensorboard import TensorBoard
 from rillflow.runtime.folder import RunFolder
-from rillflow.runtime.local import GOOD_ENDS, LocalRun
+from rillflow.runtime.local import LocalRun, ended_well
 from rillflow.storage import write_json
 from rillflow.types import Status
 
@@ -77,7 +77,7 @@ def _conclude(folder: RunFolder, status: Status, seconds: float) -> int:
     if plot is not None:
         plot_reward(metrics, plot, folder.recipe.name)
     console.print(summary_table(summary, folder.root, plot))
-    if status.reason in GOOD_ENDS:
+    if ended_well(status):
         return 0
     console.print(Text.assemble(("the run failed: ", "bold red"), status.reason), soft_wrap=True)
     console.print(Text.assemble(("what to do: ", "bold"), f"the logs are in {folder.root / 'logs'}"), soft_wrap=True)

@@ -28,7 +28,7 @@ from rillflow.gateway.tree import Canonical
 
 Tools = list[Body] | None
 
-_CACHED_PROMPTS = 256
+_CACHED_PROMPTS = 512
 _CACHED_BYTES = 1 << 16  # of the messages and tools of one cached prompt
 
 
@@ -83,19 +83,13 @@ class Renderer:
     # ------------------------------------------------------------ rendering
 
     def first(self, messages: Sequence[Message], tools: Tools, tools_key: bytes) -> Rendered:
-        """The whole prompt. The episodes of a group begin with the same one, so the last few are kept."""
-        key = b"\n".join((tools_key, *(message.key for message in messages)))
-        found = self._prompts.get(key)
+        """The whole prompt. The episodes of a group begin with the same one."""
+        key = _key(b"first", tools_key, messages)
+        found = self._kept(key)
         if found is not None:
-            self._prompts.move_to_end(key)
             return found
         text = self._text(bodies(messages), tools, prompt=True)
-        rendered = Rendered(self.encode(text), self._canonical(text))
-        if len(key) <= _CACHED_BYTES:
-            self._prompts[key] = rendered
-            if len(self._prompts) > _CACHED_PROMPTS:
-                self._prompts.popitem(last=False)
-        return rendered
+        return self._keep(key, Rendered(self.encode(text), self._canonical(text)))
 
     def after_answer(
         self,
@@ -110,15 +104,19 @@ class Renderer:
 
         `before` is the canonical text of the prompt that was answered. None where the template rewrites it.
         """
+        ended = self.end_token is not None and last_token == self.end_token
+        # Behind a stand-in the new messages say it all; compared with the history, nothing can be kept.
+        key = _key(b"after", b"ended" if ended else b"cut", history[covered:]) if self.append_only else b""
+        kept = self._kept(key)
+        if kept is not None:
+            return kept
         found = self._suffix(history, covered, tools, before, answered=True)
         if found is None:
             return None
         text, canonical = found
         # Encoded together with the end of the turn, so that nothing is tokenised as the beginning of a text.
         ids = self.encode(self.end_text + self._gap + text)
-        if self.end_token is not None and last_token == self.end_token:
-            ids = ids[1:]
-        return Rendered(ids, canonical)
+        return self._keep(key, Rendered(ids[1:] if ended else ids, canonical))
 
     def after_prompt(
         self, history: Sequence[Message], covered: int, tools: Tools, *, before: Canonical | None
@@ -126,6 +124,19 @@ class Renderer:
         """What follows a generation prompt when the agent wrote the answer itself (an edited history)."""
         found = self._suffix(history, covered, tools, before, answered=False)
         return None if found is None else Rendered(self.encode(found[0]), found[1])
+
+    def _kept(self, key: bytes) -> Rendered | None:
+        found = self._prompts.get(key)
+        if found is not None:
+            self._prompts.move_to_end(key)
+        return found
+
+    def _keep(self, key: bytes, rendered: Rendered) -> Rendered:
+        if key and len(key) <= _CACHED_BYTES:
+            self._prompts[key] = rendered
+            if len(self._prompts) > _CACHED_PROMPTS:
+                self._prompts.popitem(last=False)
+        return rendered
 
     def _suffix(
         self, history: Sequence[Message], covered: int, tools: Tools, before: Canonical | None, *, answered: bool
@@ -199,6 +210,10 @@ class Renderer:
             return self._behind_stand_in(new, answered=answered) == expected
         except BadRequest:
             return False
+
+
+def _key(kind: bytes, detail: bytes, messages: Sequence[Message]) -> bytes:
+    return b"\n".join((kind, detail, *(message.key for message in messages)))
 
 
 def bodies(messages: Sequence[Message]) -> list[Body]:

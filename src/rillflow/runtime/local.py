@@ -19,7 +19,11 @@ log = logging.getLogger(__name__)
 
 POLL = 0.25
 _END_GRACE = 10.0
-GOOD_ENDS = ("done", "out of prompts")
+
+
+def ended_well(status: Status) -> bool:
+    """Whether the run did what it was asked for; a run that trained on nothing did not."""
+    return status.reason in ("done", "out of prompts") and status.steps > 0
 
 
 class LocalRun:
@@ -117,7 +121,7 @@ class LocalRun:
     def _note_end(self, status: Status | None) -> None:
         if status is None:
             self._folder.set_state("stopped", "interrupted")
-        elif status.reason in GOOD_ENDS:
+        elif ended_well(status):
             self._folder.set_state("finished", status.reason)
         else:
             self._folder.set_state("failed", status.reason)

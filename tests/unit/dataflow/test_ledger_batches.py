@@ -10,7 +10,7 @@ from dataflow_world import RULES, prompts, sample
 from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.hooks.samplers.earliest_deadline import EarliestDeadline
 from rillflow.dataflow.hooks.samplers.fifo import Fifo
-from rillflow.errors import BadRequest, LeaseLost, RunError, StorageError
+from rillflow.errors import BadRequest, DiskFull, LeaseLost, RunError, StorageError
 
 # ---------------------------------------------------------------- batches
 
@@ -396,13 +396,15 @@ def test_a_full_disk_takes_the_open_transaction_back(make_world):
     world.ledger.commit()
     pages = world.ledger.db.value("PRAGMA page_count")
     world.ledger.db.run(f"PRAGMA max_page_count = {pages}")
-    taken = []
-    with pytest.raises(StorageError, match="no space left"):
+
+    def complete_all():
         for lease in leases:
             world.done(lease, samples=[sample(0)] * 20)
-            taken.append(lease)
+
+    with pytest.raises(DiskFull, match="no space left"):
+        complete_all()
     assert len(told) == 1
-    assert {world.task(lease.task.id) for lease in taken} <= {"leased"}
+    assert {world.task(lease.task.id) for lease in leases} == {"leased"}
     world.ledger.db.run("PRAGMA max_page_count = 1000000")
     for lease in leases:
         assert world.done(lease, samples=[sample(0)] * 20).accepted

@@ -207,35 +207,46 @@ KILLED = """
 import os, sys, torch
 from pathlib import Path
 from rillflow.weights import FolderStore, sealed
-moment, folder = sys.argv[1], Path(sys.argv[2])
-store = FolderStore(folder)
-if moment == "before rename":
-    sealed._rename = lambda *a: os._exit(9)
-elif moment == "half written":
-    sealed._write = lambda path, data: (path.write_bytes(data[:10]), os._exit(9))
-else:
-    store._move = lambda *a: os._exit(9)
-store.publish({"a": torch.ones(3)}, 1, 0)
+
+def die(*arguments):
+    os._exit(9)
+
+def die_half_way(path, data):
+    path.write_bytes(data[:10])
+    os._exit(9)
+
+for moment in sys.argv[2:]:
+    child = os.fork()
+    if child:
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+        continue
+    store = FolderStore(Path(sys.argv[1]) / moment)
+    if moment == "half-written":
+        sealed._write = die_half_way
+    elif moment == "before-rename":
+        sealed._rename = die
+    else:
+        store._move = die
+    store.publish({"a": torch.ones(3)}, 1, 0)
 """
 
 
-@pytest.mark.parametrize("moment", ["half written", "before rename", "before the head moves"])
-def test_a_kill_while_publishing(tmp_path: Path, moment: str) -> None:
-    filled(tmp_path, 0)
-    done = subprocess.run([sys.executable, "-c", KILLED, moment, str(tmp_path)], timeout=60, check=False)
-    assert done.returncode == 9
-    store = FolderStore(tmp_path)
-    assert store.head() == 0
-    if moment == "before the head moves":
-        assert (store.versions(), store.highest()) == ([0, 1], 1)
-        assert store.rewind(0) == [1]
-    else:
-        assert (store.versions(), store.highest()) == ([0], 0)
-        assert store.rewind(0) == []
-    assert not list(tmp_path.glob(".*"))
-    number = store.highest() + 1
-    store.publish(tensors(5), number, 0)
-    assert equal(store.pull(number), tensors(5))
+def test_a_kill_while_publishing(tmp_path: Path) -> None:
+    unseen = ("half-written", "before-rename")
+    moments = (*unseen, "before-the-head-moves")
+    for moment in moments:
+        filled(tmp_path / moment, 0)
+    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), *moments], timeout=60, check=True)
+    for moment in moments:
+        store = FolderStore(tmp_path / moment)
+        seen = [] if moment in unseen else [1]
+        assert store.head() == 0
+        assert store.versions() == [0, *seen]
+        assert store.rewind(0) == seen
+        assert not list((tmp_path / moment).glob(".*"))
+        number = 1 + len(seen)
+        store.publish(tensors(5), number, 0)
+        assert equal(store.pull(number), tensors(5))
 
 
 def test_a_full_disk_leaves_nothing_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,11 @@ class Batch:
     last_R: torch.Tensor | None
 
 
+# On a GPU, kernels are chosen and planned per shape, which costs more than the kernel itself when the shape is new in
+# every step. Rounded shapes repeat. On a CPU a row more is a row more to compute.
+_GRAIN = {"cpu": 1, "cuda": 16}
+
+
 class KVCache:
     """The tensor and the moves on it. `write` and `read` are what a forward calls, layer by layer."""
 
@@ -50,8 +55,10 @@ class KVCache:
         device: torch.device,
     ) -> None:
         self.context = context
+        self.slots = slots
         self.heads = heads
         self.device = device
+        self._grain = _GRAIN[device.type]
         shape = (layers, 2, slots, heads, context + 1, head_size)
         self._kv_L2SKCD = torch.zeros(shape, dtype=dtype, device=device)
         self._flat_LND = self._kv_L2SKCD.view(layers, -1, head_size)
@@ -88,7 +95,7 @@ class KVCache:
         """One new token for each row of a run of slots. Rows that are not ready write into the spare column."""
         slots_R = np.arange(rows.start, rows.stop)
         columns_R = np.where(ready_R, positions_R, self.context)
-        extent = int(positions_R.max()) + 1
+        extent = min(self._rounded(int(positions_R.max()) + 1), self.context)
         positions_R1 = self._tensor(positions_R.astype(np.int64)[:, None])
         return Batch(
             ids_RT=self._tensor(ids_R.astype(np.int64)[:, None]),
@@ -120,6 +127,13 @@ class KVCache:
             mask_RTE=None if fresh else self.mask(positions, extent),
             last_R=self._tensor((np.arange(rows) * width + counts_R - 1).astype(np.int64)),
         )
+
+    def rows(self, count: int) -> int:
+        """How many rows to decode in order to decode the first `count`."""
+        return min(self._rounded(count), self.slots)
+
+    def _rounded(self, count: int) -> int:
+        return -(-count // self._grain) * self._grain
 
     def _write_index(self, slots_N: Array, columns_N: Array) -> torch.Tensor:
         base_N = slots_N * (self.heads * (self.context + 1)) + columns_N

@@ -316,7 +316,7 @@ class Core:
         rows = np.flatnonzero(ready)
         if not rows.size:
             return
-        run = slice(0, int(rows[-1]) + 1)
+        run = slice(0, self._cache.rows(int(rows[-1]) + 1))
         logits = self._forward(self._decode_batch(run, ready[run]))
         slots.cached[rows] += 1
         self._draw(rows, logits if len(rows) == run.stop else logits[torch.from_numpy(rows)])
