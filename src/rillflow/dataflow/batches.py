@@ -43,8 +43,8 @@ class Batches(Part):
         self._nodes = nodes
         self._hooks = hooks
 
-    def open(self) -> None:
-        """After a restart a live lease gets a fresh grace period."""
+    def grace(self) -> None:
+        """A live lease has its full time again."""
         self._db.run(
             "UPDATE batches SET deadline = max(deadline, ?) WHERE state = 'leased'",
             (self._clock.now() + self._rules.batch_lease,),

@@ -51,6 +51,7 @@ class News:
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
+        self.waiting = 0
 
     def tell(self) -> None:
         self._event.set()
@@ -58,5 +59,9 @@ class News:
 
     async def wait(self, seconds: float) -> None:
         event = self._event
-        with suppress(TimeoutError):
-            await asyncio.wait_for(event.wait(), seconds)
+        self.waiting += 1
+        try:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(event.wait(), seconds)
+        finally:
+            self.waiting -= 1

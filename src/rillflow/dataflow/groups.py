@@ -32,6 +32,7 @@ class Groups(Part):
         super().__init__(base)
         self._hooks = hooks
         self._sources = sources
+        self.moves = 0  # since the ledger was opened: a hint that something may follow, not a state
 
     # ------------------------------------------------------------ counting
 
@@ -61,6 +62,7 @@ class Groups(Part):
         return NEWEST if last is None else int(last)
 
     def _tally(self, lane: str, state: str, cause: str, by: int) -> None:
+        self.moves += 1
         self._db.run(
             "INSERT INTO tally VALUES (?, ?, ?, ?) ON CONFLICT (lane, state, cause) DO UPDATE SET n = n + excluded.n",
             (lane, state, cause, by),

@@ -90,12 +90,17 @@ class Ledger:
             self.db.set_meta("format", FORMAT)
             self.db.set_meta("staleness", self.rules.staleness)
             self.lineage.open()
-            self.nodes.open()
-            self.tasks.open()
-            self.batches.open()
+            self.grace()
             self._reopen(resume)
         self._restore_hooks()
         self.commit()
+
+    def grace(self) -> None:
+        """Nobody could be heard for a while (a restart, a pause): live leases and nodes get their full time again."""
+        with self.db.change():
+            self.nodes.grace()
+            self.tasks.grace()
+            self.batches.grace()
 
     def _check_sources(self) -> None:
         now = [self._source.length, self._heldout.length if self._heldout else 0]
@@ -253,8 +258,10 @@ class Ledger:
 
     def complete(self, news: CompleteTask) -> Ack:
         with self.db.change():
+            moves = self.groups.moves
             ack = self.tasks.complete(news)
-            self.advance()
+            if self.groups.moves != moves:  # most completions end no group: nothing follows from them
+                self.advance()
             return ack
 
     def fail(self, news: FailTask) -> Ack:

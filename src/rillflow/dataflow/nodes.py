@@ -10,8 +10,8 @@ from rillflow.errors import BadRequest
 
 
 class Nodes(Part):
-    def open(self) -> None:
-        """After a restart every node that was healthy gets a fresh grace period to be heard of."""
+    def grace(self) -> None:
+        """Every node that was healthy has its full time to be heard of again."""
         self._db.run("UPDATE nodes SET seen = ? WHERE state = 'healthy'", (self._clock.now(),))
 
     def retired(self, node: str, incarnation: str) -> bool:

@@ -69,7 +69,7 @@ class DataflowService(Service):
         self._clock = clock or SystemClock()
         self._disk = GroupCommit(ledger, commit_interval)
         self._tasks_news, self._batch_news = News(), News()
-        self._told: tuple[Any, ...] = ()
+        self._told = (0, 0, "")
         self._waits: dict[int, Callable[[], str]] = {}
         self._disk_thread = ThreadPoolExecutor(1, "unit")
         self._housekeeper: asyncio.Task[None] | None = None
@@ -110,9 +110,13 @@ class DataflowService(Service):
         self._disk_thread.shutdown()
 
     async def _keep_house(self) -> None:
+        last = self._clock.monotonic()
         while True:
             await asyncio.sleep(HOUSEKEEPING)
+            last, before = self._clock.monotonic(), last
             try:
+                if last - before > self._ledger.rules.node_timeout / 2:
+                    self._ledger.grace()  # this process stood still, not the nodes
                 self._ledger.expire()
                 await self._changed(None)
             except RillflowError as error:
@@ -130,13 +134,12 @@ class DataflowService(Service):
     def _tell(self) -> None:
         """Wake the polls whose answer may be another now."""
         ledger = self._ledger
-        state = (ledger.phase, ledger.lineage.head, ledger.groups.count("train", "ready", "playing"))
-        ready = (*state, ledger.groups.count("train", "ready"), ledger.groups.count("eval", "playing"))
-        if ready != self._told:
+        now = (ledger.groups.moves, ledger.lineage.head, ledger.phase)
+        if now != self._told:
             self._batch_news.tell()
-        if ready != self._told or ledger.tasks.count("pending"):
+        if self._tasks_news.waiting and (now != self._told or ledger.tasks.count("pending")):
             self._tasks_news.tell()
-        self._told = ready
+        self._told = now
 
     # ------------------------------------------------------------ waiting
 

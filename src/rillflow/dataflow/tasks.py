@@ -33,8 +33,8 @@ class Tasks(Part):
         self._lineage = lineage
         self._nodes = nodes
 
-    def open(self) -> None:
-        """After a restart every live lease gets a fresh grace period, so that its node can renew it."""
+    def grace(self) -> None:
+        """Every live lease has its full time again, so that its node can renew it."""
         self._db.run(
             "UPDATE tasks SET deadline = max(deadline, ?) WHERE state = 'leased'",
             (self._clock.now() + self._rules.task_lease,),
@@ -121,11 +121,11 @@ class Tasks(Part):
             (attempt, task),
         )
 
-    def _refused(self, row: sqlite3.Row | None) -> Ack:
+    def _refused(self, row: sqlite3.Row | None, produced: int = 0) -> Ack:
         self._db.count("late")
         if row is None:
             return Ack(accepted=False, reason="there is no such attempt")
-        self._nodes.add(row["holder"], refused=1)
+        self._nodes.add(row["holder"], refused=1, produced=produced)
         return Ack(accepted=False, reason=f"the attempt was {row['held']}{': ' if row['why'] else ''}{row['why']}")
 
     def complete(self, news: CompleteTask) -> Ack:
@@ -133,16 +133,14 @@ class Tasks(Part):
         row = self._attempt(news.task, news.attempt)
         if row is not None and (row["held"] == "done" or row["why"] in (NO_MODEL_CALL, BAD_REWARD)):
             return Ack(accepted=True, reason=row["why"])
-        if row is not None:
-            self._nodes.add(row["holder"], produced=len(news.samples))
         if row is None or row["held"] != "held":
-            return self._refused(row)
+            return self._refused(row, len(news.samples))
         if cause := self._why_again(row["lane"], news.samples):
-            self._give_back(row, cause)
+            self._give_back(row, cause, produced=len(news.samples))
             self._db.count(f"rerun.{cause}")
             return Ack(accepted=False, reason=f"{cause}: the task is played again")
         if cause := _why_failed(row["lane"], news):
-            self._fail(row, cause, f"reward {news.reward}, {news.calls} model calls")
+            self._fail(row, cause, f"reward {news.reward}, {news.calls} model calls", produced=len(news.samples))
             return Ack(accepted=True, reason=cause)
         self._done(row, news)
         return Ack(accepted=True)
@@ -184,7 +182,7 @@ class Tasks(Part):
                 "UPDATE groups SET oldest = min(ifnull(oldest, ?), ?), newest = max(ifnull(newest, ?), ?) WHERE id = ?",
                 (oldest, oldest, newest, newest, row["grp"]),
             )
-        self._nodes.add(row["holder"], completed=1, accepted=len(news.samples))
+        self._nodes.add(row["holder"], completed=1, produced=len(news.samples), accepted=len(news.samples))
         self._db.clear_counter("failures_in_a_row")
         self._groups.settle(row["grp"])
 
@@ -197,9 +195,9 @@ class Tasks(Part):
         self._fail(row, news.cause[:200] or "unknown", news.error[:4000])
         return Ack(accepted=True)
 
-    def _fail(self, row: sqlite3.Row, cause: str, error: str) -> None:
+    def _fail(self, row: sqlite3.Row, cause: str, error: str, produced: int = 0) -> None:
         self._end_attempt(row["attempt"], "failed", cause)
-        self._nodes.add(row["holder"], failed=1)
+        self._nodes.add(row["holder"], failed=1, produced=produced)
         self._db.count("failures_in_a_row")
         self._db.count(f"failures.{cause}")
         self._db.set_meta("last_failure", f"{cause}: {error}")
@@ -224,10 +222,10 @@ class Tasks(Part):
 
     # ------------------------------------------------------------ returning
 
-    def _give_back(self, row: sqlite3.Row, cause: str) -> None:
+    def _give_back(self, row: sqlite3.Row, cause: str, produced: int = 0) -> None:
         """The lease ends without a verdict on the episode: no attempt is used up."""
         self._end_attempt(row["attempt"], "returned", cause)
-        self._nodes.add(row["node"], returned=1)
+        self._nodes.add(row["node"], returned=1, produced=produced)
         self._db.run("UPDATE tasks SET state = 'pending', attempt = NULL, node = NULL WHERE id = ?", (row["id"],))
 
     def _lose(self, row: sqlite3.Row, cause: str) -> None:

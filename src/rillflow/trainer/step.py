@@ -122,7 +122,7 @@ class Learner:
     # ------------------------------------------------------------ weights and state
 
     def weights(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """The current weights as engines load them; tied weights appear under each of their names."""
+        """The current weights as engines load them, tied ones under each of their names; good until the next step."""
         masters, aliases = unique(self._state())
         cast = {name: tensor.to(dtype) for name, tensor in masters.items()}
         return cast | {alias: cast[name] for alias, name in aliases.items()}

@@ -1,0 +1,126 @@
+"""A dataflow service on a free port, with clients."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from dataflow_world import POLICY, RULES, prompts
+
+from rillflow.clients.dataflow import DataflowClient
+from rillflow.contracts import PromptSource
+from rillflow.dataflow.hooks import Hooks
+from rillflow.dataflow.hooks.filters.zero_variance import ZeroVariance
+from rillflow.dataflow.journal import Journal
+from rillflow.dataflow.ledger import Ledger
+from rillflow.dataflow.service import DataflowService
+from rillflow.dataflow.units import FileUnit
+from rillflow.types import (
+    Batch,
+    BatchReply,
+    CommitBatch,
+    CompleteTask,
+    JoinTrainer,
+    LeaseBatch,
+    LeaseTasks,
+    SampleMeta,
+    TaskLease,
+    TaskLeases,
+)
+from rillflow.wire import Client
+
+TOKEN = "secret"
+
+
+class Served:
+    """A running service and short words for calling it."""
+
+    def __init__(self, url: str, folder: Path, ledger: Ledger, unit: FileUnit) -> None:
+        self.url = url
+        self.folder = folder
+        self.ledger = ledger
+        self.unit = unit
+        self.client = DataflowClient(Client(url, TOKEN, peer="dataflow"))
+
+    async def lease(self, want: int = 100, version: int | None = None, wait: float = 0.0) -> TaskLeases:
+        version = self.ledger.lineage.head if version is None else version
+        ask = LeaseTasks(node="n0", incarnation="a", want=want, versions={POLICY: version}, wait=wait)
+        return await self.client.lease_tasks(ask)
+
+    async def done(self, lease: TaskLease, version: int | None = None) -> bool:
+        version = self.ledger.lineage.head if version is None else version
+        (row,) = await self.client.put([columns(4, version)])
+        sample = SampleMeta(policy=POLICY, row=row, tokens=4, trained=4, oldest=version, newest=version, reward=1.0)
+        news = CompleteTask(
+            task=lease.task.id,
+            attempt=lease.attempt,
+            node="n0",
+            reward=float(lease.task.place),
+            samples=[sample],
+            calls=1,
+            seconds=0.1,
+        )
+        return (await self.client.complete(news)).accepted
+
+    async def play_all(self) -> None:
+        while leases := (await self.lease()).leases:
+            for lease in leases:
+                assert await self.done(lease)
+
+    async def join(self, checkpoint: int = 0, incarnation: str = "i") -> None:
+        await self.client.join(JoinTrainer(policy=POLICY, incarnation=incarnation, checkpoint=checkpoint))
+
+    async def ask(self, attempt: str, wait: float = 0.0) -> BatchReply:
+        return await self.client.lease_batch(
+            LeaseBatch(
+                policy=POLICY,
+                incarnation="i",
+                attempt=attempt,
+                groups=self.ledger.rules.batch_groups,
+                version=self.ledger.lineage.head,
+                wait=wait,
+            )
+        )
+
+    async def commit(self, batch: Batch, version: int) -> bool:
+        news = CommitBatch(
+            policy=POLICY,
+            incarnation="i",
+            batch=batch.id,
+            attempt=batch.attempt,
+            version=version,
+            metrics={"loss": 0.25},
+            step_seconds=1.0,
+            wait_seconds=1.0,
+        )
+        return (await self.client.commit(news)).accepted
+
+
+def columns(tokens: int, version: int) -> dict[str, bytes]:
+    return {
+        "tokens": np.arange(tokens, dtype="<i4").tobytes(),
+        "mask": np.ones(tokens, dtype="|u1").tobytes(),
+        "logprobs": np.full(tokens, -0.5, dtype="<f4").tobytes(),
+        "versions": np.full(tokens, version, dtype="<i4").tobytes(),
+    }
+
+
+@asynccontextmanager
+async def served(
+    folder: Path, *, heldout: PromptSource | None = None, body_limit: int = 64 << 20, **rules: object
+) -> AsyncIterator[Served]:
+    hooks = Hooks(filters=[("zero_variance", ZeroVariance())])
+    ledger = Ledger(folder / "ledger.sqlite", replace(RULES, **rules), prompts(50), heldout, hooks=hooks)
+    unit = FileUnit(folder / "units" / "0")
+    service = DataflowService(ledger, unit, Journal(folder / "metrics.jsonl"), TOKEN, body_limit=body_limit)
+    found = Served(await service.start(), folder, ledger, unit)
+    try:
+        yield found
+    finally:
+        await found.client.close()
+        await service.stop()
+        unit.close()
+        ledger.close()

@@ -1,0 +1,260 @@
+"""The service over real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import sqlite3
+import time
+
+import aiohttp
+import msgspec
+import pytest
+from dataflow_server import TOKEN, columns, served
+from dataflow_world import POLICY, prompts
+
+from rillflow.clients.dataflow import DataflowClient
+from rillflow.config import load_recipe
+from rillflow.dataflow.audit import audit
+from rillflow.dataflow.main import serve
+from rillflow.errors import BadRequest, DiskFull, LeaseLost, Unauthorized
+from rillflow.types import FailTask, Heartbeat, Row
+from rillflow.wire import Client
+
+ROUTES = [
+    *(("POST", f"/tasks/{name}") for name in ("lease", "complete", "fail")),
+    *(("POST", path) for path in ("/nodes/heartbeat", "/batches/lease", "/batches/commit", "/trainers/join")),
+    *(("POST", path) for path in ("/unit/put", "/unit/get", "/stop")),
+    *(("GET", path) for path in ("/unit/info", "/status", "/balance", "/health", "/metrics")),
+]
+
+
+async def call(url, method, path, body=b"", token=TOKEN):
+    headers = {"authorization": f"Bearer {token}"}
+    async with aiohttp.ClientSession() as session, session.request(method, url + path, data=body, headers=headers) as r:
+        return r.status, await r.read()
+
+
+async def test_every_route_needs_the_token(tmp_path):
+    async with served(tmp_path) as run:
+        for method, path in ROUTES:
+            assert (await call(run.url, method, path, token="wrong"))[0] == 401, path
+        stranger = DataflowClient(Client(run.url, "wrong"))
+        with pytest.raises(Unauthorized):
+            await stranger.status()
+        await stranger.close()
+
+
+async def test_bad_bodies_are_refused(tmp_path):
+    async with served(tmp_path, body_limit=10_000) as run:
+        for method, path in ROUTES:
+            if method == "POST":
+                for body in (b"", b"\xc1", b"{}", msgspec.msgpack.encode({"nonsense": 1})):
+                    if path == "/stop" and body == b"{}":
+                        continue
+                    assert (await call(run.url, method, path, body))[0] == 400, (path, body)
+                assert (await call(run.url, method, path, b"x" * 10_001))[0] == 400, path
+        assert run.ledger.phase == "training"
+
+
+async def test_a_whole_run(tmp_path):
+    async with served(tmp_path, heldout=prompts(2, "h"), total_steps=2, staleness=1) as run:
+        await run.join()
+        for step in (1, 2):
+            await run.play_all()
+            reply = await run.ask(f"a{step}", wait=5)
+            assert reply.batch is not None
+            assert len(reply.batch.samples) == 4
+            assert await run.commit(reply.batch, step)
+            assert await run.commit(reply.batch, step)
+        assert (await run.client.status()).phase == "finishing"
+        await run.play_all()
+        status = await run.client.status()
+        assert (status.phase, status.reason, status.steps, status.versions) == ("ended", "done", 2, {POLICY: 2})
+        assert (status.reward, status.wait_fraction) == (0.5, 0.5)
+        assert status.samples_per_second == 2.0
+        assert status.counts["trained"] == 4
+        assert [evaluation.version for evaluation in status.evaluations] == [0, 2]
+        assert (await run.lease()).phase == "ended"
+        balance = await run.client.balance()
+        assert balance["nodes"]["n0"]["consumed"] == balance["consumed"] == 8
+        assert (balance["healthy"], balance["gone"], balance["wait_fraction"]) == (1, 0, 0.5)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line.get("event", "step") for line in lines] == ["evaluation", "step", "step", "evaluation"]
+    assert lines[2]["loss"] == 0.25
+    assert (lines[2]["step"], lines[2]["version"], lines[2]["samples"], lines[2]["tokens"]) == (2, 2, 4, 16)
+    assert lines[2]["counters"]["trained"] == 4
+    assert audit(tmp_path / "ledger.sqlite").balanced
+
+
+async def test_an_answer_goes_out_after_the_change_is_on_disk(tmp_path):
+    async with served(tmp_path) as run:
+        leases = (await run.lease()).leases
+        await asyncio.gather(*(run.done(lease) for lease in leases))
+        other = sqlite3.connect(tmp_path / "ledger.sqlite")
+        assert other.execute("SELECT count(*) FROM tasks WHERE state = 'done'").fetchone() == (4,)
+        other.close()
+
+
+async def test_a_lease_of_tasks_is_a_long_poll(tmp_path):
+    async with served(tmp_path) as run:
+        await run.join()
+        await run.play_all()
+        started = time.monotonic()
+        assert (await run.lease(wait=0.3)).leases == []
+        assert time.monotonic() - started >= 0.3
+        waiting = asyncio.create_task(run.lease(version=1, wait=20))
+        await asyncio.sleep(0.05)
+        assert any("node n0 waits for" in wait for wait in (await run.client.status()).waits)
+        batch = (await run.ask("a")).batch
+        await run.commit(batch, 1)
+        assert len((await asyncio.wait_for(waiting, 2)).leases) == 4
+
+
+async def test_a_lease_of_a_batch_is_a_long_poll_that_says_what_it_waits_for(tmp_path):
+    async with served(tmp_path) as run:
+        await run.join()
+        assert (await run.client.status()).waits == ["no rollout node is there"]
+        assert (await run.ask("a", wait=0.1)).waiting_for == "0 of 2 groups ready, 0 tasks running, 0 nodes"
+        waiting = asyncio.create_task(run.ask("a", wait=20))
+        await asyncio.sleep(0.05)
+        waits = (await run.client.status()).waits
+        assert waits[0] == f"the trainer of {POLICY} waits for a batch: 0 of 2 groups ready, 0 tasks running, 0 nodes"
+        await run.play_all()
+        batch = (await asyncio.wait_for(waiting, 2)).batch
+        assert batch is not None
+        assert (await run.ask("a")).batch.id == batch.id
+
+
+async def test_a_stop_ends_all_waits(tmp_path):
+    async with served(tmp_path) as run:
+        await run.join()
+        leases = (await run.lease()).leases
+        polls = [asyncio.create_task(run.lease(wait=20)), asyncio.create_task(run.ask("a", wait=20))]
+        await asyncio.sleep(0.05)
+        assert (await run.client.stop("enough")).accepted
+        replies = await asyncio.wait_for(asyncio.gather(*polls), 2)
+        assert [reply.phase for reply in replies] == ["ended", "ended"]
+        assert not await run.done(leases[0])
+        assert (await run.client.status()).reason == "enough"
+
+
+async def test_errors_of_the_ledger_keep_their_kind(tmp_path):
+    async with served(tmp_path) as run:
+        with pytest.raises(LeaseLost):
+            await run.ask("a")
+        await run.join()
+        with pytest.raises(BadRequest):
+            await run.join(5, "j")
+
+
+async def test_failures_and_heartbeats(tmp_path):
+    async with served(tmp_path) as run:
+        lease, other, *_ = (await run.lease()).leases
+        news = FailTask(task=lease.task.id, attempt=lease.attempt, node="n0", cause="crash", error="boom")
+        assert (await run.client.fail(news)).accepted
+        attempts = [lease.attempt, other.attempt]
+        beat = Heartbeat(node="n0", incarnation="a", attempts=attempts, versions={POLICY: 0}, capacity=4)
+        reply = await run.client.heartbeat(beat)
+        assert (reply.lost, reply.heads, reply.phase) == ([lease.attempt], {POLICY: 0}, "training")
+
+
+async def test_housekeeping_returns_what_was_lost(tmp_path):
+    async with served(tmp_path, task_lease=0.3, node_timeout=0.5) as run:
+        first = (await run.lease()).leases
+        again = (await run.lease(wait=5)).leases
+        assert {lease.task.id for lease in again} == {lease.task.id for lease in first}
+        await asyncio.sleep(1)
+        assert (await run.client.balance())["gone"] == 1
+
+
+async def test_a_full_disk_on_put_is_said_and_nothing_is_acknowledged(tmp_path, monkeypatch):
+    async with served(tmp_path) as run:
+
+        def full(*_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patched:
+            patched.setattr("rillflow.storage.segments.os.fsync", full)
+            with pytest.raises(DiskFull, match="no space left"):
+                await run.client.put([columns(3, 0)])
+            status, _ = await call(run.url, "POST", "/unit/put", msgspec.msgpack.encode({"rows": [columns(3, 0)]}))
+            assert status == 507
+        assert len(await run.client.put([columns(3, 0)])) == 1
+
+
+async def test_a_full_disk_under_the_ledger_acknowledges_nothing(tmp_path):
+    async with served(tmp_path, staleness=5) as run:
+        leases = (await run.lease()).leases
+        pages = run.ledger.db.value("PRAGMA page_count")
+        run.ledger.db.run(f"PRAGMA max_page_count = {pages}")
+        news = [
+            FailTask(task=lease.task.id, attempt=lease.attempt, node="n0", cause="crash", error="x" * 4000)
+            for lease in leases
+        ]
+        results = await asyncio.gather(*(run.client.fail(item) for item in news), return_exceptions=True)
+        assert any(isinstance(result, DiskFull) for result in results)
+        for lease, result in zip(leases, results, strict=True):
+            failures = run.ledger.db.value("SELECT failures FROM tasks WHERE id = ?", (lease.task.id,))
+            assert failures == (0 if isinstance(result, DiskFull) else 1)
+        run.ledger.db.run("PRAGMA max_page_count = 1000000")
+        assert all([(await run.client.fail(item)).accepted for item in news])
+
+
+async def test_the_unit_refuses_what_it_does_not_know(tmp_path):
+    async with served(tmp_path) as run:
+        with pytest.raises(BadRequest, match="unknown columns"):
+            await run.client.put([{"nonsense": b""}])
+        from rillflow.clients.payloads import PayloadReader
+
+        reader = PayloadReader(run.client.wire)
+        with pytest.raises(BadRequest, match="row of unit"):
+            await reader.read([Row(unit="x", segment=0, offset=0, length=8)], ["tokens"])
+
+
+async def test_metrics_for_prometheus(tmp_path):
+    async with served(tmp_path) as run:
+        await run.lease()
+        text = (await call(run.url, "GET", "/metrics"))[1].decode()
+        assert 'rillflow_count{name="playing"} 2.0' in text
+        assert "rillflow_nodes 1.0" in text
+        assert "rillflow_version 0.0" in text
+
+
+async def test_rollbacks_are_told_and_lines_come_once_after_a_restart(tmp_path):
+    async with served(tmp_path) as run:
+        await run.join()
+        await run.play_all()
+        await run.commit((await run.ask("a")).batch, 1)
+        await run.join(0, "j")
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_text().splitlines()
+    assert [json.loads(line).get("event", "step") for line in lines] == ["step", "rollback"]
+    path.write_text(lines[0] + "\n" + lines[1][:10])  # torn by a crash
+    async with served(tmp_path):
+        assert path.read_text().splitlines() == lines
+
+
+async def test_serve_builds_a_run_folder_and_resumes_it(tmp_path):
+    recipe = load_recipe("quickstart", ["data.heldout.arguments.count=2", "data.prompts.arguments.count=5"])
+    for _ in range(2):
+        ready = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(serve(recipe, tmp_path / "run", TOKEN, on_ready=ready.set_result))
+        client = DataflowClient(Client(await asyncio.wait_for(ready, 10), TOKEN))
+        status = await client.status()
+        assert status.phase == "training"
+        assert status.counts["eval.playing"] == 2
+        await client.close()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert {"ledger.sqlite", "units"} <= {path.name for path in (tmp_path / "run").iterdir()}
+
+
+async def test_a_service_that_stood_still_takes_no_lease_away(tmp_path):
+    async with served(tmp_path, task_lease=1.0, node_timeout=1.0) as run:
+        leases = (await run.lease()).leases
+        time.sleep(1.2)  # noqa: ASYNC251 - the process is paused
+        await asyncio.sleep(0.3)
+        assert await run.done(leases[0])
