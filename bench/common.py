@@ -13,7 +13,9 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -90,16 +92,27 @@ def machine() -> dict[str, Any]:
 
 
 def _cpu_model() -> str:
-    """x86 names its model; ARM gives numbers, of which `lscpu` knows the names."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    fields = dict(line.split(":", 1) for line in lines if ":" in line)
-    named = {key.strip(): value.strip() for key, value in fields.items()}
-    if "model name" in named:
-        return named["model name"]
-    if "CPU part" in named:
-        return f"ARM implementer {named.get('CPU implementer', '?')} part {named['CPU part']}"
+    """`lscpu` also knows the names of ARM cores, which the kernel gives as numbers."""
+    if shutil.which("lscpu"):
+        listed = subprocess.run(["lscpu", "--json"], capture_output=True, text=True, check=False, timeout=10)
+        for entry in _entries(listed.stdout):
+            if entry.get("field") == "Model name:":
+                return str(entry.get("data"))
     return platform.processor() or "unknown"
+
+
+def _entries(text: str) -> list[dict[str, Any]]:
+    """The lines of `lscpu --json`, whose newer versions nest them."""
+    try:
+        top = json.loads(text).get("lscpu", [])
+    except json.JSONDecodeError:
+        return []
+    return [inner for entry in top for inner in (entry, *_nested(entry))]
+
+
+def _nested(entry: dict[str, Any]) -> list[dict[str, Any]]:
+    children: list[dict[str, Any]] = entry.get("children", [])
+    return [inner for child in children for inner in (child, *_nested(child))]
 
 
 def versions() -> dict[str, str]:

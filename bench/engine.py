@@ -137,8 +137,10 @@ def compare(case: str, size: int, repeats: int, device: str) -> list[float]:
     return medians
 
 
-def vllm_rates(python: str, threads: int, repeats: int) -> dict[str, float]:
-    """Run `engine_vllm.py` under vLLM's own Python on the same saved model and work."""
+def vllm_rates(python: str | None, threads: int, repeats: int) -> tuple[dict[str, float], str]:
+    """Run `engine_vllm.py` under vLLM's own Python on the same saved model and work; rates, or why there are none."""
+    if python is None:
+        return {}, "vLLM not given: --vllm-python PATH"
     with tempfile.TemporaryDirectory() as folder:
         make_model("cpu").save_pretrained(Path(folder) / "model")
         cases = {
@@ -149,23 +151,25 @@ def vllm_rates(python: str, threads: int, repeats: int) -> dict[str, float]:
         job = {"model": str(Path(folder) / "model"), "context": CONTEXT, "threads": threads, "cases": cases}
         (Path(folder) / "job.json").write_text(json.dumps(job))
         script = Path(__file__).with_name("engine_vllm.py")
-        subprocess.run([python, str(script), folder], check=True, stdout=subprocess.DEVNULL, timeout=1800)
-        rates: dict[str, float] = json.loads((Path(folder) / "rates.json").read_text())
-        return rates
+        ran = subprocess.run([python, str(script), folder], capture_output=True, text=True, check=False, timeout=1800)
+        found = Path(folder) / "rates.json"
+        rates = json.loads(found.read_text()) if found.exists() else {}
+        named = [line for line in ran.stderr.splitlines() if "Error" in line]
+        return rates, f"vLLM failed: {named[-1] if named else ran.returncode}" if ran.returncode else ""
 
 
 def main(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(arguments.threads)
     repeats = 3 if arguments.quick else 7
     report = Report("engine")
-    rates = vllm_rates(arguments.vllm_python, arguments.threads, repeats) if arguments.vllm_python else {}
-    reason = "" if rates else "vLLM not given: --vllm-python PATH"
+    rates, reason = vllm_rates(arguments.vllm_python, arguments.threads, repeats)
     for case, goal in GOALS.items():
         for size in SIZES:
             ours, theirs = compare(case, size, repeats, arguments.device)
             name = f"{case}, {size} sequences"
             report.add(f"{name}, transformers", ours, theirs, unit="tokens/s", goal=goal)
-            report.add(f"{name}, vLLM", ours, rates.get(f"{case} {size}"), unit="tokens/s", reason=reason)
+            rate = rates.get(f"{case} {size}")
+            report.add(f"{name}, vLLM", ours, rate, unit="tokens/s", reason=reason if rate is None else "")
     report.finish(arguments.json)
 
 

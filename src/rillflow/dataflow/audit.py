@@ -52,7 +52,7 @@ def audit(path: Path) -> AuditReport:
     if not path.is_file():
         raise RunError(f"there is no ledger {path}", "give the folder of a run that has been started")
     try:
-        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as connection:
             connection.execute("BEGIN")  # one snapshot for all queries
             return _Auditor(connection).report()
     except sqlite3.Error as error:

@@ -7,6 +7,7 @@ under a new attempt gives the earlier one up. Nothing older than the staleness b
 from __future__ import annotations
 
 import json
+import math
 import sqlite3
 from dataclasses import dataclass
 
@@ -158,6 +159,8 @@ class Batches(Part):
             return False
         if row["state"] != "leased" or row["incarnation"] != news.incarnation:
             raise LeaseLost(f"batch {row['id']} is {_OLD}{row['state']}", _HINT)
+        if not (math.isfinite(news.step_seconds) and math.isfinite(news.wait_seconds)):
+            raise BadRequest("step_seconds and wait_seconds must be numbers", "check the trainer's clock")
         parent = self._lineage.head
         self._lineage.move(news.version)
         if news.version > parent + 1:  # the numbers between were published by a trainer that died before its commit

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from rillflow.dataflow.tables import FORMAT, TABLES
-from rillflow.errors import CorruptData, DiskFull, RillflowError, StorageError
+from rillflow.errors import BadRequest, CorruptData, DiskFull, RillflowError, StorageError
 
 Value = str | int | float | None
 
@@ -87,6 +87,9 @@ class Database:
                 yield
             except sqlite3.Error:
                 raise
+            except OverflowError as error:
+                self.run("ROLLBACK TO change")
+                raise BadRequest(f"a number is out of range: {error}", "64 bits, signed, are the limit") from error
             except BaseException:
                 self.run("ROLLBACK TO change")
                 raise

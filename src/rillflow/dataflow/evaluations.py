@@ -39,13 +39,18 @@ class Evaluations(Part):
     def _asked(self, step: int) -> bool:
         return bool(self._db.value("SELECT 1 FROM rounds WHERE step = ? AND state != 'orphaned'", (step,)))
 
+    @property
+    def running(self) -> bool:
+        return bool(self._db.value("SELECT 1 FROM rounds WHERE state = 'running' LIMIT 1"))
+
     def waiting_for(self) -> str:
         """What a running round still needs, or nothing when none is running."""
         row = self._db.one("SELECT id, version, planned FROM rounds WHERE state = 'running' ORDER BY id LIMIT 1")
         if row is None:
             return ""
         left = self._db.value(
-            "SELECT count(*) FROM tasks WHERE state IN ('pending', 'leased') AND lane = 'eval' AND round = ?",
+            "SELECT count(*) FROM groups g JOIN tasks t ON t.grp = g.id WHERE g.lane = 'eval' AND g.round = ? "
+            "AND g.state = 'playing' AND t.state IN ('pending', 'leased')",
             (row["id"],),
         )
         return f"the evaluation of version {row['version']}: {left} of {row['planned']} episodes left"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 
 from rillflow.dataflow.ledger import Ledger
@@ -12,11 +13,12 @@ from rillflow.errors import RillflowError
 class GroupCommit:
     """Many callers, one fsync: a reply goes out only after the commit that contains its change."""
 
-    def __init__(self, ledger: Ledger, interval: float) -> None:
+    def __init__(self, ledger: Ledger, interval: float, after: Callable[[], None]) -> None:
         self._ledger = ledger
         self._interval = interval
+        self._after = after  # called when everything is on disk and nothing new has been changed yet
         self._next: asyncio.Future[None] | None = None
-        ledger.db.on_abandon = self._failed
+        ledger.on_abandon = self._failed
 
     async def durable(self) -> None:
         """Returns when every transition made so far is on disk; raises what the disk said when it is not."""
@@ -34,6 +36,7 @@ class GroupCommit:
         except RillflowError as error:
             self._failed(error)
             return
+        self._after()
         if self._next is not None:
             self._next.set_result(None)
             self._next = None

@@ -11,6 +11,7 @@ stopped keeps what is outstanding, so that it can be resumed; a run that is done
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,9 @@ class Ledger:
         resume: bool = False,
     ) -> None:
         self.rules = rules
+        self.on_abandon: Callable[[RillflowError], None] = lambda error: None
         self.db = Database(path)
+        self.db.on_abandon = self._abandoned
         self._clock = clock or SystemClock()
         self._hooks = hooks or Hooks()
         self._source = source
@@ -88,7 +91,8 @@ class Ledger:
         with self.db.change():
             self._check_sources()
             self.db.set_meta("format", FORMAT)
-            self.db.set_meta("staleness", self.rules.staleness)
+            # A resumed run may have another bound; the audit holds every batch to the widest.
+            self.db.set_meta("staleness", max(self.rules.staleness, self.db.meta("staleness", 0)))
             self.lineage.open()
             self.grace()
             self._reopen(resume)
@@ -125,18 +129,22 @@ class Ledger:
 
     def commit(self) -> None:
         """Make every transition so far durable; DiskFull when it cannot, and then none of them has happened."""
-        try:
-            if self.dirty and self._hooks.curators:
+        if self.dirty and self._hooks.curators:
+            with self.db.change():
                 for name, state in self._hooks.states().items():
                     self.db.run("INSERT OR REPLACE INTO hooks VALUES (?, ?)", (name, state))
-            self.db.commit()
-        except RillflowError:
-            self._restore_hooks()
-            raise
+        self.db.commit()
+
+    def _abandoned(self, error: RillflowError) -> None:
+        """The open transaction was taken back; the hooks go back to what was saved with the last one."""
+        self._restore_hooks()
+        self.on_abandon(error)
 
     def close(self) -> None:
-        self.commit()
-        self.db.close()
+        try:
+            self.commit()
+        finally:
+            self.db.close()
 
     # ------------------------------------------------------------ phases
 
@@ -182,7 +190,7 @@ class Ledger:
             self.evaluations.close()
             if self.phase == "training":
                 self._train_on()
-            if self.phase == "finishing" and not self.evaluations.waiting_for():
+            if self.phase == "finishing" and not self.evaluations.running:
                 self._enter("ended", self.reason)
 
     def _train_on(self) -> None:
@@ -290,7 +298,7 @@ class Ledger:
 
     def _new_batch(self, ask: LeaseBatch) -> Batch | None:
         self.batches.check(ask)
-        if self.phase != "training" or (self.rules.on_policy and self.evaluations.waiting_for()):
+        if self.phase != "training" or (self.rules.on_policy and self.evaluations.running):
             return None
         last = self.exhausted and self.groups.count("train", "playing") == 0
         return self.batches.lease(ask, last=last)
@@ -302,7 +310,7 @@ class Ledger:
             return f"weights: it serves no live version of {self.rules.policy}"
         if head - version > bound:
             return f"weights: it is at version {version}, the trainer at {head}, and the bound is {bound}"
-        if self.tasks.count("pending"):
+        if self.tasks.pending:
             return "weights: the pending tasks need a newer version, or another node"
         outstanding, window = self.groups.outstanding, self.rules.window
         return f"tasks: none is pending, {outstanding} of at most {window} groups are outstanding"
@@ -314,7 +322,7 @@ class Ledger:
         if self.rules.on_policy and (evaluation := self.evaluations.waiting_for()):
             return evaluation
         ready = self.groups.count("train", "ready")
-        running, nodes = self.tasks.count("leased"), self.nodes.healthy
+        running, nodes = self.tasks.running, self.nodes.healthy
         return f"{ready} of {groups} groups ready, {running} tasks running, {nodes} nodes"
 
     def commit_batch(self, news: CommitBatch) -> Ack:

@@ -29,7 +29,7 @@ def wait_fraction(steps: Sequence[sqlite3.Row]) -> float:
 
 def counts(ledger: Ledger) -> dict[str, int]:
     found = ledger.batches.counters()
-    return found | {"tasks.pending": ledger.tasks.count("pending"), "tasks.leased": ledger.tasks.count("leased")}
+    return found | {"tasks.pending": ledger.tasks.pending, "tasks.leased": ledger.tasks.running}
 
 
 def status(ledger: Ledger, waits: list[str]) -> Status:

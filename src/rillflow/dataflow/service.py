@@ -67,7 +67,7 @@ class DataflowService(Service):
         self._unit = unit
         self._journal = journal
         self._clock = clock or SystemClock()
-        self._disk = GroupCommit(ledger, commit_interval)
+        self._disk = GroupCommit(ledger, commit_interval, lambda: journal.catch_up(ledger))
         self._tasks_news, self._batch_news = News(), News()
         self._told = (0, 0, "")
         self._waits: dict[int, Callable[[], str]] = {}
@@ -128,7 +128,6 @@ class DataflowService(Service):
         """The reply to a change: others are told at once, the caller after the change is durable."""
         self._tell()
         await self._disk.durable()
-        self._journal.catch_up(self._ledger)
         return reply
 
     def _tell(self) -> None:
@@ -137,7 +136,7 @@ class DataflowService(Service):
         now = (ledger.groups.moves, ledger.lineage.head, ledger.phase)
         if now != self._told:
             self._batch_news.tell()
-        if self._tasks_news.waiting and (now != self._told or ledger.tasks.count("pending")):
+        if self._tasks_news.waiting and (now != self._told or ledger.tasks.pending):
             self._tasks_news.tell()
         self._told = now
 
@@ -147,7 +146,7 @@ class DataflowService(Service):
         self, ask: Callable[[], Reply], done: Callable[[Reply], bool], wait: float, news: News, why: Callable[[], str]
     ) -> Reply:
         """Ask until it is `done` or the time is over; the status says meanwhile what is waited for."""
-        end = self._clock.monotonic() + min(wait, LONGEST_POLL)
+        end = self._clock.monotonic() + (min(wait, LONGEST_POLL) if wait > 0 else 0.0)
         while True:
             reply = ask()
             left = end - self._clock.monotonic()

@@ -40,10 +40,13 @@ class Tasks(Part):
             (self._clock.now() + self._rules.task_lease,),
         )
 
-    def count(self, state: str) -> int:
-        return int(
-            self._db.value("SELECT count(*) FROM tasks WHERE state IN ('pending', 'leased') AND state = ?", (state,))
-        )
+    @property
+    def pending(self) -> int:
+        return int(self._db.value("SELECT count(*) FROM tasks WHERE state = 'pending'"))
+
+    @property
+    def running(self) -> int:
+        return int(self._db.value("SELECT count(*) FROM tasks WHERE state = 'leased'"))
 
     # ------------------------------------------------------------ leasing
 

@@ -391,7 +391,7 @@ def test_live_leases_get_a_grace_period_after_a_restart(make_world):
 def test_a_full_disk_takes_the_open_transaction_back(make_world):
     world = make_world(staleness=6)
     told = []
-    world.ledger.db.on_abandon = told.append
+    world.ledger.on_abandon = told.append
     leases = world.lease()
     world.ledger.commit()
     pages = world.ledger.db.value("PRAGMA page_count")

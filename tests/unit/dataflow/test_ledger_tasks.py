@@ -276,6 +276,20 @@ def test_curators_skip_observe_and_keep_their_state(make_world):
     assert world.ledger.db.counter("skipped") == 4
 
 
+def test_a_curator_that_raises_ends_nothing(make_world):
+    class Broken:
+        def __getattr__(self, name):
+            def fail(*_):
+                raise KeyError(name)
+
+            return fail
+
+    world = make_world(hooks=Hooks(curators=[("broken", Broken())]))
+    world.step()
+    world.ledger.commit()
+    assert world.ledger.lineage.head == 1
+
+
 def test_too_many_failures_end_the_run_with_the_last_error(make_world):
     world = make_world(max_failures=3)
     for _ in range(3):
@@ -305,3 +319,12 @@ def test_prompts_that_changed_are_noticed(make_world):
         world.crash()
     world.source = prompts(50)
     world.crash()
+
+
+def test_numbers_that_do_not_fit_are_refused_whole(make_world):
+    world = make_world()
+    lease = world.lease()[0]
+    with pytest.raises(BadRequest, match="out of range"):
+        world.done(lease, samples=[sample(0, newest=1 << 63)])
+    assert world.task(lease.task.id) == "leased"
+    assert world.done(lease).accepted

@@ -56,7 +56,14 @@ class Hooks:
         )
 
     def admits(self, prompt: Prompt) -> bool:
-        return all(curator.admit(prompt) for _, curator in self.curators)
+        return all(self._admits(name, curator, prompt) for name, curator in self.curators)
+
+    def _admits(self, name: str, curator: Curator, prompt: Prompt) -> bool:
+        try:
+            return curator.admit(prompt)
+        except Exception:
+            log.exception("curator %s could not judge prompt %s: it is admitted", name, prompt.id)
+            return True
 
     def observe(self, group: Group) -> None:
         for name, curator in self.curators:
@@ -66,8 +73,11 @@ class Hooks:
                 log.exception("curator %s could not observe group %s", name, group.id)
 
     def on_version(self, version: int) -> None:
-        for _, curator in self.curators:
-            curator.on_version(version)
+        for name, curator in self.curators:
+            try:
+                curator.on_version(version)
+            except Exception:
+                log.exception("curator %s could not take version %d", name, version)
 
     def verdict(self, group: Group) -> tuple[str, str]:
         """The state that a complete group moves to, and its cause."""
@@ -91,7 +101,14 @@ class Hooks:
         return picked
 
     def states(self) -> dict[str, str]:
-        return {name: json.dumps(curator.state()) for name, curator in self.curators}
+        """What is to be saved; a curator whose state is not JSON goes on with the one saved before."""
+        found: dict[str, str] = {}
+        for name, curator in self.curators:
+            try:
+                found[name] = json.dumps(curator.state())
+            except Exception:
+                log.exception("the state of curator %s could not be saved", name)
+        return found
 
     def restore(self, states: Mapping[str, str]) -> None:
         for name, curator in self.curators:
