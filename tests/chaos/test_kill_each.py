@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
+
 from commands import Cli, processes_of, steps_of, wait_until
 
 RUN = [
@@ -16,6 +18,12 @@ RUN = [
 ]
 
 
+def kill_and_wait_for_another(folder: Path, role: str) -> None:
+    victim = processes_of(folder)[role]
+    victim.kill()
+    wait_until(lambda: processes_of(folder).get(role, victim) != victim, f"a new {role}", 30)
+
+
 @pytest.mark.chaos
 def test_each_process_is_killed_once(cli: Cli) -> None:
     run = cli.start("run", "quickstart", *RUN)
@@ -23,11 +31,7 @@ def test_each_process_is_killed_once(cli: Cli) -> None:
     folder = run.folder
     for kills, role in enumerate(("rollout", "trainer", "dataflow"), 1):
         wait_until(lambda kills=kills: steps_of(folder) >= 3 * kills, f"step {3 * kills}", 120)
-        victim = processes_of(folder)[role]
-        victim.kill()
-        wait_until(
-            lambda role=role, pid=victim.pid: processes_of(folder).get(role, victim).pid != pid, f"a new {role}", 30
-        )
+        kill_and_wait_for_another(folder, role)
     assert run.wait(240) == 0, run.output()[-4000:]
     assert json.loads((folder / "summary.json").read_text())["steps"] == 14
     audited = json.loads(cli.run("audit", str(folder), "--json").output())

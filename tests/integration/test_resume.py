@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from commands import Cli, processes_of, steps_of, wait_until
 
 DETERMINISTIC = [

@@ -7,6 +7,7 @@ import urllib.error
 import urllib.request
 
 import pytest
+
 from commands import Cli, processes_of, steps_of, wait_until
 
 SHORT = [

@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+
 from commands import Cli
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "tutorial.md"

@@ -11,8 +11,6 @@ import math
 import sqlite3
 from dataclasses import dataclass
 
-import numpy as np
-
 from rillflow.dataflow.groups import Groups
 from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.lineage import Lineage
@@ -22,7 +20,7 @@ from rillflow.dataflow.tables import NEWEST
 from rillflow.errors import BadRequest, LeaseLost
 from rillflow.types import Batch, BatchSample, CommitBatch, LeaseBatch, Row
 
-_INTERNAL = ("cursor", "batches", "window.complete", "window.zero_variance")
+_INTERNAL = ("cursor", "batches")
 _OLD = "no longer this trainer's: "
 _HINT = "join again: the trainer goes on from its last checkpoint"
 
@@ -187,21 +185,15 @@ class Batches(Part):
             self._nodes.add(row["node"], consumed=row["n"])
 
     def _write_step(self, news: CommitBatch, batch: sqlite3.Row, parent: int) -> None:
-        rewards = [
-            row["reward"]
-            for row in self._db.all(
-                "SELECT t.reward FROM batch_groups b JOIN tasks t ON t.grp = b.grp "
-                "WHERE b.batch = ? AND t.state = 'done' ORDER BY t.ord, t.place",
-                (batch["id"],),
-            )
-        ]
         sizes = self._db.one(
             "SELECT count(*) AS samples, sum(s.tokens) AS tokens, avg(? - s.oldest) AS mean, max(? - s.oldest) AS most "
             "FROM batch_groups b JOIN samples s ON s.grp = b.grp WHERE b.batch = ? AND s.trained > 0",
             (batch["version"], batch["version"], batch["id"]),
         )
         assert sizes is not None
-        reward, now = float(np.mean(rewards)), self._clock.now()
+        now = self._clock.now()
+        # Of what was played: a batch that the filters have picked says little about the policy.
+        reward, flat = self._take_recent(batch["id"])
         self._db.run(
             "INSERT INTO steps (policy, version, parent, batch, samples, tokens, reward, staleness, step_seconds, "
             "wait_seconds, metrics, at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -218,24 +210,29 @@ class Batches(Part):
                 "version": news.version,
                 "time": now,
                 "reward": reward,
-                "reward_std": float(np.std(rewards)),
                 "staleness_mean": sizes["mean"],
                 "staleness_max": sizes["most"],
                 "samples": sizes["samples"],
                 "tokens": sizes["tokens"],
                 "samples_per_second": sizes["samples"] / seconds if seconds > 0 else 0.0,
                 "wait_fraction": news.wait_seconds / seconds if seconds > 0 else 0.0,
-                "zero_variance_fraction": self._close_window(),
+                "zero_variance_fraction": flat,
                 "counters": self.counters(),
             }
         )
 
-    def _close_window(self) -> float:
-        """The share of groups without variance among those that became complete since the last step."""
-        complete, zero = self._db.counter("window.complete"), self._db.counter("window.zero_variance")
-        self._db.clear_counter("window.complete")
-        self._db.clear_counter("window.zero_variance")
-        return zero / complete if complete else 0.0
+    def _take_recent(self, batch: str) -> tuple[float, float]:
+        """Mean reward, and share without variance, of the groups that became complete since the last step.
+
+        Where none did (a batch served again after a rollback), the batch's own groups speak.
+        """
+        row = self._db.one("SELECT avg(reward) AS reward, avg(flat) AS flat FROM recent")
+        if row is None or row["reward"] is None:
+            query = "SELECT avg(mean) AS reward, 0.0 AS flat FROM groups JOIN batch_groups ON id = grp WHERE batch = ?"
+            row = self._db.one(query, (batch,))
+        assert row is not None
+        self._db.run("DELETE FROM recent")
+        return row["reward"], row["flat"]
 
     def counters(self) -> dict[str, int]:
         """Groups by state and cause, and everything else that is counted, by name."""
@@ -245,7 +242,7 @@ class Batches(Part):
             counts[state] = counts.get(state, 0) + row["n"]
             if row["cause"]:
                 counts[f"{state}.{row['cause']}"] = row["n"]
-        others = self._db.all("SELECT name, value FROM counters WHERE name NOT IN (?, ?, ?, ?)", _INTERNAL)
+        others = self._db.all("SELECT name, value FROM counters WHERE name NOT IN (?, ?)", _INTERNAL)
         renamed = {"admitted.train": "admitted", "admitted.eval": "eval.admitted"}
         return counts | {renamed.get(row["name"], row["name"]): row["value"] for row in others}
 

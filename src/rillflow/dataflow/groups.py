@@ -139,9 +139,8 @@ class Groups(Part):
     def _verdict(self, group: str, lane: Lane, index: int, prompt: str, rewards: Sequence[float]) -> tuple[str, str]:
         if lane == "eval":
             return "evaluated", ""
-        self._db.count("window.complete")
-        if len(rewards) > 1 and min(rewards) == max(rewards):
-            self._db.count("window.zero_variance")
+        flat = len(rewards) > 1 and min(rewards) == max(rewards)
+        self._db.run("INSERT OR REPLACE INTO recent VALUES (?, ?, ?)", (group, float(np.mean(rewards)), flat))
         view = self._view(group, self.prompt(lane, index, prompt), rewards)
         self._hooks.observe(view)
         return self._hooks.verdict(view)

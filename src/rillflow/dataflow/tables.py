@@ -41,6 +41,10 @@ CREATE INDEX IF NOT EXISTS groups_state ON groups (lane, state, ord);
 CREATE INDEX IF NOT EXISTS groups_open ON groups (newest) WHERE state IN ('playing', 'ready');
 CREATE INDEX IF NOT EXISTS groups_round ON groups (round, state) WHERE lane = 'eval';
 
+CREATE TABLE IF NOT EXISTS recent (  -- training groups that became complete since the last step, kept or not
+    grp TEXT PRIMARY KEY, reward REAL NOT NULL, flat INTEGER NOT NULL
+) WITHOUT ROWID;
+
 CREATE TABLE IF NOT EXISTS tally (
     lane TEXT NOT NULL, state TEXT NOT NULL, cause TEXT NOT NULL, n INTEGER NOT NULL,
     PRIMARY KEY (lane, state, cause)

@@ -28,9 +28,7 @@ def disk_errors(path: Path) -> Iterator[None]:
                 "free some space (old run folders, old weights) and run `rillflow resume RUN`: nothing that "
                 "was acknowledged is lost",
             ) from error
-        raise StorageError(
-            f"cannot write {path}: {error}", "check that the folder exists and is writable"
-        ) from error
+        raise StorageError(f"cannot write {path}: {error}", "check that the folder exists and is writable") from error
 
 
 def fsync_folder(folder: Path) -> None:

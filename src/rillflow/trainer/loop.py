@@ -98,7 +98,7 @@ class TrainerLoop:
         if self._store.highest() < self._version:
             # A store without this version's number: a new run, or one whose weights were removed.
             self._store.publish(self._learner.weights(self._dtype), self._version, parent=None)
-        joined = self._stream.join(self._version)
+        joined = self._stream.join(self._version, self._store.highest())
         if joined.version != self._version:
             raise RunError(
                 f"the ledger stands at version {joined.version}, the checkpoint at {self._version}",

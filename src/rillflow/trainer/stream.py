@@ -23,8 +23,8 @@ _LEASE_GRACE = 1.0
 class Stream(Protocol):
     """The dataflow service, seen by one trainer of one policy."""
 
-    def join(self, checkpoint: int) -> TrainerJoined:
-        """This trainer takes over the policy from version `checkpoint`."""
+    def join(self, checkpoint: int, published: int) -> TrainerJoined:
+        """This trainer takes over from version `checkpoint`; `published` is the highest in its weight store."""
 
     def lease(self, version: int, attempt: str, wait: float) -> BatchReply:
         """The next batch, or none after about `wait` seconds. Asking again with the same attempt is safe."""
@@ -65,8 +65,10 @@ class RemoteStream:
         self._incarnation = incarnation
         self._groups = groups
 
-    def join(self, checkpoint: int) -> TrainerJoined:
-        news = JoinTrainer(policy=self._policy, incarnation=self._incarnation, checkpoint=checkpoint)
+    def join(self, checkpoint: int, published: int) -> TrainerJoined:
+        news = JoinTrainer(
+            policy=self._policy, incarnation=self._incarnation, checkpoint=checkpoint, published=published
+        )
         return self._thread.run(self._dataflow.join(news), CALL_DEADLINE)
 
     def lease(self, version: int, attempt: str, wait: float) -> BatchReply:

@@ -18,7 +18,7 @@ from rillflow.runtime.supervisor import ProcessSpec, Supervised, Supervisor
 
 SLEEPER = "import time; time.sleep(60)"
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
-PARENT = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); time.sleep(60)"
+PARENT = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', %r]); time.sleep(60)" % SLEEPER  # noqa: UP031
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Supervisor:
 
 async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     async with asyncio.timeout(seconds):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - the operating system sends no event for this
             await asyncio.sleep(0.01)
 
 

@@ -43,7 +43,7 @@ class Ledger:
 
     # -------- Stream
 
-    def join(self, checkpoint: int) -> TrainerJoined:
+    def join(self, checkpoint: int, published: int) -> TrainerJoined:
         self.note(f"join {checkpoint}")
         lost = [pair for pair in self.live if pair[1] > checkpoint]
         self.live = [pair for pair in self.live if pair[1] <= checkpoint]
@@ -284,6 +284,6 @@ def test_a_batch_is_asked_for_with_one_attempt_until_it_comes(tmp_path: Path) ->
 def test_a_ledger_of_another_run_is_refused(tmp_path: Path) -> None:
     ledger = Ledger(1)
     join = ledger.join
-    ledger.join = lambda checkpoint: join(checkpoint + 3)  # type: ignore[method-assign]
+    ledger.join = lambda checkpoint, published: join(checkpoint + 3, published)  # type: ignore[method-assign]
     with pytest.raises(RunError, match="different runs"):
         start(tmp_path, ledger)

@@ -125,7 +125,7 @@ async def test_metrics_count_requests(client: Client, echo: tuple[Echo, str]) ->
 
 
 async def test_port_in_use_is_clear(echo: tuple[Echo, str]) -> None:
-    with pytest.raises(RunError, match="cannot listen on 127.0.0.1") as caught:
+    with pytest.raises(RunError, match=r"cannot listen on 127\.0\.0\.1") as caught:
         await Echo().start(port=int(echo[1].rsplit(":", 1)[1]))
     assert "port" in caught.value.hint
 
