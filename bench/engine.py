@@ -10,7 +10,7 @@ per second, prompts included in the time.
 
 `generate` gets its cheapest way: no end token to look for (so no processor forces the lengths), no top-k (its
 default), `output_logits` keeping references to logits it computed anyway, and log-probs taken from those afterwards by
-one logsumexp and one gather per step.
+one logsumexp and one gather per step. vLLM runs in processes of its own, before the interleaved runs of the other two.
 """
 
 from __future__ import annotations

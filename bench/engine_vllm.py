@@ -2,8 +2,8 @@
 
 Reads FOLDER/job.json (model, context, threads, cases of prompts and lengths; the first of each case warms up), writes
 FOLDER/rates.json: the median tokens per second of each case. Offline `LLM.generate`, prefix caching on (its default),
-completion lengths forced by `min_tokens` and `ignore_eos`, the log-prob of the sampled token recorded. No seeds per request:
-its CPU build fails on them, and without them it samples the whole batch at once.
+completion lengths forced by `min_tokens` and `ignore_eos`, the log-prob of the sampled token recorded. Requests have no
+seeds of their own: vLLM's CPU build fails on them, and without them it samples the whole batch at once.
 """
 
 from __future__ import annotations

@@ -8,34 +8,21 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from rillflow.config.schema import (
-    DataConfig,
-    DataflowConfig,
-    EngineConfig,
-    EvaluationConfig,
-    ObserveConfig,
-    PolicyConfig,
-    Recipe,
-    RolloutConfig,
-    RuntimeConfig,
-    SamplingConfig,
-    SourceConfig,
-    TrainerConfig,
-)
+from rillflow.config import schema
 
 SECTIONS: dict[str, type[BaseModel]] = {
-    "top level": Recipe,
-    "data": DataConfig,
-    "data.prompts, data.heldout": SourceConfig,
-    "policies.NAME": PolicyConfig,
-    "policies.NAME.sampling": SamplingConfig,
-    "policies.NAME.engine": EngineConfig,
-    "trainer, policies.NAME.trainer": TrainerConfig,
-    "dataflow": DataflowConfig,
-    "rollout": RolloutConfig,
-    "evaluation": EvaluationConfig,
-    "observe": ObserveConfig,
-    "runtime": RuntimeConfig,
+    "top level": schema.Recipe,
+    "data": schema.DataConfig,
+    "data.prompts, data.heldout": schema.SourceConfig,
+    "policies.NAME": schema.PolicyConfig,
+    "policies.NAME.sampling": schema.SamplingConfig,
+    "policies.NAME.engine": schema.EngineConfig,
+    "trainer, policies.NAME.trainer": schema.TrainerConfig,
+    "dataflow": schema.DataflowConfig,
+    "rollout": schema.RolloutConfig,
+    "evaluation": schema.EvaluationConfig,
+    "observe": schema.ObserveConfig,
+    "runtime": schema.RuntimeConfig,
 }
 
 _HEAD = """# Recipes
