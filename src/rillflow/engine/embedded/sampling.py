@@ -58,22 +58,31 @@ def draw(logits_RV: torch.Tensor, settings: Settings) -> Drawn:
     """Draw a token for every row. Passes over the vocabulary are only made for the rows that need them."""
     logits_RV = logits_RV.float()
     shifted_RV = logits_RV - logits_RV.amax(-1, keepdim=True)
-    temperature = settings.temperature
-    tempered = bool((temperature != 1.0).any())
-    scaled_RV = shifted_RV
-    if tempered:
-        divisor_R = np.where(temperature == 0.0, np.float32(1.0), temperature).astype(np.float32)
-        scaled_RV = shifted_RV / _to(divisor_R, logits_RV)[:, None]
     uniform_R = _to(uniforms(settings.seed, settings.position), logits_RV)
+    plain = (settings.temperature == 1.0) & (settings.top_p >= 1.0) & (settings.top_k == 0)
+    if plain.all():  # what rollouts do: the distribution drawn from is the raw one
+        token_R, logprob_R = _invert(shifted_RV, uniform_R)
+        tokens, logprobs = torch.stack((token_R.double(), logprob_R)).cpu().numpy()
+        logprobs = logprobs.astype(np.float32)
+        return Drawn(tokens.astype(np.int32), logprobs, logprobs)
+    token_R, logprob_R = _draw_shaped(shifted_RV, uniform_R, settings)
+    picked_R = shifted_RV.gather(1, token_R[:, None])[:, 0].double()
+    raw_R = picked_R - shifted_RV.exp().sum(-1, dtype=torch.float64).log()
+    tokens, logprobs, raw = torch.stack((token_R.double(), logprob_R, raw_R)).cpu().numpy()
+    return Drawn(tokens.astype(np.int32), logprobs.astype(np.float32), raw.astype(np.float32))
+
+
+def _draw_shaped(
+    shifted_RV: torch.Tensor, uniform_R: torch.Tensor, settings: Settings
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows with temperatures, cuts or greedy choice among them."""
+    temperature = settings.temperature
+    divisor_R = np.where(temperature == 0.0, np.float32(1.0), temperature).astype(np.float32)
+    scaled_RV = shifted_RV / _to(divisor_R, shifted_RV)[:, None]
     token_R, logprob_R = _invert(scaled_RV, uniform_R)
     _cut_rows(scaled_RV, uniform_R, settings, token_R, logprob_R)
     _greedy_rows(shifted_RV, temperature, token_R, logprob_R)
-    raw_R = logprob_R
-    if tempered or bool((settings.top_k > 0).any()) or bool((settings.top_p < 1.0).any()):
-        picked_R = shifted_RV.gather(1, token_R[:, None])[:, 0].double()
-        raw_R = picked_R - shifted_RV.exp().sum(-1, dtype=torch.float64).log()
-    tokens, logprobs, raw = torch.stack((token_R.double(), logprob_R, raw_R)).cpu().numpy()
-    return Drawn(tokens.astype(np.int32), logprobs.astype(np.float32), raw.astype(np.float32))
+    return token_R, logprob_R
 
 
 def _to(values: Array, like: torch.Tensor) -> torch.Tensor:
