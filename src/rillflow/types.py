@@ -19,6 +19,7 @@ COLUMNS: dict[str, str] = {
     "mask": "|u1",  # 1 where the token was sampled and trains in this sample
     "logprobs": "<f4",  # of the distribution that was sampled from (temperature, top-p, top-k); 0 where mask is 0
     "raw_logprobs": "<f4",  # of the untempered distribution; 0 where mask is 0
+    "temperatures": "<f4",  # that `logprobs` can be recomputed with; 0 where they cannot (greedy, top-p, top-k)
     "versions": "<i4",  # policy version that sampled the token; -1 where mask is 0
     "transcript": "|u1",  # UTF-8 JSON of the episode's messages, on the first sample of a trajectory only
 }

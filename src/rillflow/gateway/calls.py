@@ -212,6 +212,11 @@ async def _merged(choices: list[Choice]) -> AsyncGenerator[Piece]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def plain_temperature(sampling: Sampling) -> float:
+    """The temperature that alone explains a draw's log-probs; 0 for greedy and cut distributions, where none does."""
+    return sampling.temperature if sampling.top_p >= 1.0 and sampling.top_k == 0 else 0.0
+
+
 def begin(session: Session, policy: Policy, call: Call, id: str, created: int) -> Answer:
     """Find the call's place in the tree and make its choices; nothing is sampled before `pieces`."""
     tree = session.tree(call.policy)
@@ -234,5 +239,5 @@ def begin(session: Session, policy: Policy, call: Call, id: str, created: int) -
             seed=seed,
         )
         request = GenerateRequest(id=f"{id}_{index}", tokens=prompt, sampling=sampling, group=session.group)
-        choices.append(Choice(index, tree.sample(given), policy, request, call))
+        choices.append(Choice(index, tree.sample(given, plain_temperature(sampling)), policy, request, call))
     return Answer(id, created, len(prompt), choices, lambda: session.give_back(draw))

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from rillflow.gateway.tree import Node, TokenTree
 from rillflow.types import COLUMNS
 
-_COLUMNS = ("tokens", "mask", "logprobs", "raw_logprobs", "versions")
+_COLUMNS = ("tokens", "mask", "logprobs", "raw_logprobs", "temperatures", "versions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +111,7 @@ def _columns(path: list[Node], fresh: set[int]) -> dict[str, npt.NDArray[Any]]:
             columns["mask"][here] = 1
             columns["logprobs"][here] = node.logprobs
             columns["raw_logprobs"][here] = node.raw_logprobs
+            columns["temperatures"][here] = node.temperature
             columns["versions"][here] = node.versions
     return columns
 

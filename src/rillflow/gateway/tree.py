@@ -43,6 +43,7 @@ class Node:
         "messages",
         "parent",
         "raw_logprobs",
+        "temperature",
         "tokens",
         "versions",
     )
@@ -57,6 +58,7 @@ class Node:
         self.logprobs: list[float] = []
         self.raw_logprobs: list[float] = []
         self.versions: list[int] = []
+        self.temperature = 0.0
         self.finish: FinishReason | None = None
         self.abandoned = False
         self.fork: Fork = ""
@@ -162,9 +164,10 @@ class TokenTree:
         parent.children.append(node)
         return node
 
-    def sample(self, given: Node) -> Node:
-        """Begin an answer below `given`."""
+    def sample(self, given: Node, temperature: float) -> Node:
+        """Begin an answer below `given`, drawn at a `temperature` (0: not by temperature alone)."""
         node = self._make("sampled", given)
+        node.temperature = temperature
         given.children.append(node)
         return node
 

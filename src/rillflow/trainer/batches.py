@@ -23,16 +23,21 @@ if TYPE_CHECKING:
     Ints = npt.NDArray[np.int64]
     Flags = npt.NDArray[np.bool_]
 
-TRAINED_COLUMNS = ("tokens", "mask", "logprobs")
+TRAINED_COLUMNS = ("tokens", "mask", "logprobs", "raw_logprobs", "temperatures")
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A batch in memory. Row r is `[start_R[r], start_R[r] + length_R[r])` of the arrays over N."""
+    """A batch in memory. Row r is `[start_R[r], start_R[r] + length_R[r])` of the arrays over N.
+
+    `old_N` are log-probs at `temperature_N`. Tokens that no temperature alone explains (greedy, top-p, top-k) are
+    scored under the untempered distribution, on both sides of the ratio.
+    """
 
     tokens_N: npt.NDArray[np.int32]
     mask_N: Flags
     old_N: npt.NDArray[np.float32]
+    temperature_N: npt.NDArray[np.float32]
     start_R: Ints
     length_R: Ints
     reward_R: Floats
@@ -58,10 +63,12 @@ def make_rows(samples: Sequence[BatchSample], payload: Sequence[Arrays]) -> Rows
         raise CorruptData(f"{len(payload)} rows were read for {len(samples)} samples", "the batch is damaged")
     length_R = np.array([sample.tokens for sample in samples], dtype=np.int64)
     columns = {name: _column(name, payload, length_R, samples) for name in TRAINED_COLUMNS}
+    tempered_N = columns["temperatures"] > 0
     rows = Rows(
         tokens_N=columns["tokens"],
         mask_N=columns["mask"] != 0,
-        old_N=columns["logprobs"],
+        old_N=np.where(tempered_N, columns["logprobs"], columns["raw_logprobs"]),
+        temperature_N=np.where(tempered_N, columns["temperatures"], np.float32(1.0)),
         start_R=np.cumsum(length_R) - length_R,
         length_R=length_R,
         reward_R=np.array([sample.reward for sample in samples]),
@@ -90,7 +97,7 @@ def _check(rows: Rows, samples: Sequence[BatchSample]) -> None:
     _refuse(rows.mask_N[rows.start_R], samples, "the first token cannot be trained: nothing comes before it")
     numbers_R = rows.reward_R + rows.group_mean_R + rows.group_std_R
     _refuse(~np.isfinite(numbers_R), samples, "its reward or a statistic of its group is not a number")
-    bad_N = ~np.isfinite(rows.old_N) | (rows.tokens_N < 0)
+    bad_N = ~np.isfinite(rows.old_N) | ~np.isfinite(rows.temperature_N) | (rows.tokens_N < 0)
     _refuse(np.logical_or.reduceat(bad_N, rows.start_R), samples, "a token id or log-prob is not a valid number")
 
 

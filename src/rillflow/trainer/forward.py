@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 class PolicyForward:
     """Calls a causal language model; `dtype` bf16 runs it under autocast, its weights staying fp32."""
 
-    def __init__(self, model: PreTrainedModel, temperature: float, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> None:
         self._model = model
-        # Greedy sampling has no distribution of its own: its tokens are scored under the plain one.
-        self._temperature = temperature or 1.0
         self._dtype = dtype
         self._select_T: torch.Tensor | None = None
         head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -34,9 +32,7 @@ class PolicyForward:
 
     def __call__(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs of the targets, with gradient, and the entropy of their distributions, without."""
-        scaled_TV = self._logits(micro).float()
-        if self._temperature != 1.0:
-            scaled_TV = scaled_TV / self._temperature
+        scaled_TV = self._logits(micro).float() / micro.temperature_T[:, None]
         all_TV = torch.log_softmax(scaled_TV, -1)
         with torch.no_grad():
             entropy_T = -(all_TV.exp() * all_TV).sum(-1)

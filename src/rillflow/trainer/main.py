@@ -104,13 +104,7 @@ def build_loop(
 def _learner(settings: PolicyConfig, *, in_order: bool) -> Learner:
     config = settings.trainer
     model = load_policy_model(settings.model, "fp32", pick_device(config.device))
-    return Learner(
-        model,
-        ALGORITHMS[config.algorithm](config),
-        config,
-        temperature=settings.sampling.temperature,
-        in_order=in_order,
-    )
+    return Learner(model, ALGORITHMS[config.algorithm](config), config, in_order=in_order)
 
 
 def _seed(recipe: Recipe) -> None:

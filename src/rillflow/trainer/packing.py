@@ -41,6 +41,7 @@ class MicroBatch:
     select_T: torch.Tensor
     target_T: torch.Tensor
     old_T: torch.Tensor
+    temperature_T: torch.Tensor
     advantage_T: torch.Tensor
     weight_T: torch.Tensor
 
@@ -91,6 +92,7 @@ def collate(plan: Plan, index_B: Ints, device: torch.device) -> MicroBatch:
         select_T=torch.from_numpy(row_T * tokens_BL.shape[1] + column_T).to(device),
         target_T=torch.from_numpy(rows.tokens_N[source_T].astype(np.int64)).to(device),
         old_T=torch.from_numpy(rows.old_N[source_T]).to(device),
+        temperature_T=torch.from_numpy(rows.temperature_N[source_T]).to(device),
         advantage_T=torch.from_numpy(plan.advantage_R[of_T].astype(np.float32)).to(device),
         weight_T=torch.from_numpy(plan.weight_R[of_T].astype(np.float32)).to(device),
     )

@@ -53,7 +53,6 @@ class Learner:
         algorithm: Algorithm,
         config: TrainerConfig,
         *,
-        temperature: float = 1.0,
         in_order: bool = False,
     ) -> None:
         self.steps = 0
@@ -61,7 +60,7 @@ class Learner:
         self._algorithm = algorithm
         self._config = config
         self._in_order = in_order
-        self._forward = PolicyForward(model, temperature, DTYPES[config.dtype])
+        self._forward = PolicyForward(model, DTYPES[config.dtype])
         self._parameters = dict(model.named_parameters())
         self._device = next(iter(self._parameters.values())).device
         self._optimizer = torch.optim.AdamW(

@@ -38,7 +38,7 @@ class Talk:
 
     def answer(self, given: Node, reply: Message, ids: list[int] | None = None, finish: Any = "stop") -> Node:
         end = [self.renderer.end_token] if finish == "stop" else []
-        node = self.tree.sample(given)
+        node = self.tree.sample(given, 0.7)
         node.add(chunk(self.renderer.encode(str(reply.body["content"])) + end if ids is None else ids))
         node.end(finish, reply)
         return node
@@ -176,9 +176,9 @@ def test_abandoned_and_open_nodes_are_not_trained_or_extended() -> None:
     first = talk.ask(USER)
     lost = talk.answer(first, said("lost"))
     lost.abandon()
-    opened = talk.tree.sample(first)
+    opened = talk.tree.sample(first, 0.7)
     opened.add(chunk([1, 2]))
-    empty = talk.tree.sample(first)
+    empty = talk.tree.sample(first, 0.7)
     empty.abandon()
     assert empty not in first.children
     assert talk.samples() == []
@@ -191,11 +191,11 @@ def test_abandoned_and_open_nodes_are_not_trained_or_extended() -> None:
 def test_columns_have_their_types_and_blanks() -> None:
     talk = Talk()
     first = talk.ask(USER)
-    node = talk.tree.sample(first)
+    node = talk.tree.sample(first, 0.7)
     node.add(chunk([1, 2], version=3))
     node.add(chunk([3], version=5))
     node.end("stop", said("x"))
-    talk.tree.sample(first).end("stop", said("nothing"))
+    talk.tree.sample(first, 0.7).end("stop", said("nothing"))
     (row,) = talk.samples()
     for name, column in row.columns.items():
         assert column.dtype == np.dtype(COLUMNS[name])
@@ -204,6 +204,8 @@ def test_columns_have_their_types_and_blanks() -> None:
     assert set(row.columns["versions"][masked]) == {-1}
     assert not row.columns["logprobs"][masked].any()
     assert not row.columns["raw_logprobs"][masked].any()
+    assert not row.columns["temperatures"][masked].any()
+    assert np.allclose(row.columns["temperatures"][~masked], 0.7)
     assert row.columns["versions"][~masked].tolist() == [3, 3, 5]
     assert row.columns["logprobs"][~masked].tolist() == [-0.25, -0.5, -0.25]
     assert (row.oldest, row.newest, row.trained) == (3, 5, 3)
@@ -252,7 +254,7 @@ def test_every_sampled_token_trains_exactly_once(moves: list[tuple[int, int, str
     for where, question, end in moves:
         history = histories[where % len(histories)]
         given_node = talk.ask(*history)
-        node = talk.tree.sample(given_node)
+        node = talk.tree.sample(given_node, 0.7)
         ids = list(range(fresh, fresh + where % 4))
         fresh += len(ids)
         node.add(chunk(ids))

@@ -45,7 +45,7 @@ def written_out(model: torch.nn.Module, rows: Rows, name: str) -> torch.Tensor:
 def ours(model: torch.nn.Module, rows: Rows, name: str, budget: int) -> torch.Tensor:
     """The sum over micro-batches, in the precision of the model."""
     algorithm = ALGORITHMS[name](TrainerConfig())
-    forward = PolicyForward(model, 1.0)
+    forward = PolicyForward(model)
     forward_logits = forward._logits
     plan = Plan(rows, input_length(rows), algorithm.advantage(rows), algorithm.weigh(rows.trained_R))
     total = torch.zeros((), dtype=torch.float64)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import numpy as np
 import pytest
@@ -68,23 +70,25 @@ def test_collate_puts_each_trained_token_behind_its_own_context() -> None:
     assert at == len(micro.target_T)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 @pytest.mark.parametrize("tied", [True, False])
-def test_selected_log_probs_are_those_of_a_full_softmax_of_the_row_alone(temperature: float, tied: bool) -> None:
+def test_selected_log_probs_are_those_of_a_full_softmax_of_the_row_alone(tied: bool) -> None:
     model = small_model(tied=tied)
     rows = random_rows(4)
+    temperature_N = np.random.default_rng(0).choice(np.array([1.0, 0.7, 1.3], "<f4"), len(rows.mask_N))
+    rows = replace(rows, temperature_N=temperature_N)
     everyone = list(range(len(rows.length_R)))
     micro = micro_of(rows, everyone)
     with torch.no_grad():
-        new_T, entropy_T = PolicyForward(model, temperature)(micro)
+        new_T, entropy_T = PolicyForward(model)(micro)
         at = 0
         for row in everyone:
             start, end = rows.start_R[row], rows.start_R[row] + rows.length_R[row]
             ids = torch.from_numpy(rows.tokens_N[start:end].astype(np.int64))
-            alone = torch.log_softmax(model(input_ids=ids[None]).logits[0] / (temperature or 1.0), -1)
+            logits = model(input_ids=ids[None]).logits[0]
             for t in np.flatnonzero(rows.mask_N[start:end]):
-                torch.testing.assert_close(new_T[at], alone[t - 1, ids[t]], rtol=1e-5, atol=1e-5)
-                entropy = -(alone[t - 1].exp() * alone[t - 1]).sum()
+                alone = torch.log_softmax(logits[t - 1] / float(temperature_N[start + t]), -1)
+                torch.testing.assert_close(new_T[at], alone[ids[t]], rtol=1e-5, atol=1e-5)
+                entropy = -(alone.exp() * alone).sum()
                 torch.testing.assert_close(entropy_T[at], entropy, rtol=1e-5, atol=1e-5)
                 at += 1
     assert at == len(new_T)
@@ -93,17 +97,17 @@ def test_selected_log_probs_are_those_of_a_full_softmax_of_the_row_alone(tempera
 def test_a_model_without_a_head_of_its_own_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = random_rows(4)
     micro = micro_of(rows, [0, 1, 2])
-    expected, _ = PolicyForward(small_model(), 1.0)(micro)
+    expected, _ = PolicyForward(small_model())(micro)
     model = small_model()
     monkeypatch.setattr(type(model), "get_output_embeddings", lambda self: None)
-    torch.testing.assert_close(PolicyForward(model, 1.0)(micro)[0], expected)
+    torch.testing.assert_close(PolicyForward(model)(micro)[0], expected)
 
 
 def test_the_models_own_use_is_left_alone() -> None:
     model = small_model()
     ids = torch.arange(6)[None]
     before = model(input_ids=ids).logits
-    forward = PolicyForward(model, 1.0)
+    forward = PolicyForward(model)
     forward(micro_of(random_rows(1), [0]))
     assert torch.equal(model(input_ids=ids).logits, before)
 
@@ -132,6 +136,20 @@ def test_numbers_that_are_none_are_refused(field: str) -> None:
     samples[3] = msgspec.structs.replace(samples[3], **{field: float("nan")})
     with pytest.raises(CorruptData, match="g0p3"):
         make_rows(samples, payload)
+
+
+def test_tokens_that_no_temperature_explains_are_scored_untempered() -> None:
+    samples, payload = random_samples(0)
+    greedy = payload[0] | {
+        "raw_logprobs": np.full(len(payload[0]["mask"]), -2.0, "<f4"),
+        "temperatures": np.zeros(len(payload[0]["mask"]), "<f4"),
+    }
+    rows = make_rows(samples[:2], [greedy, payload[1] | {"temperatures": payload[1]["temperatures"] * 0.5}])
+    second = rows.start_R[1]
+    assert set(rows.old_N[:second]) == {-2.0}
+    assert set(rows.temperature_N[:second]) == {1.0}
+    assert np.array_equal(rows.old_N[second:], payload[1]["logprobs"])
+    assert set(rows.temperature_N[second:]) == {0.5}
 
 
 def test_a_missing_column_or_row_is_refused() -> None:

@@ -50,7 +50,13 @@ def random_samples(
             mask[0], mask[1] = 0, 1
             old = np.where(mask, near + 0.5 * rng.normal(size=length), 0.0)
             payload.append(
-                {"tokens": rng.integers(0, VOCAB, length).astype("<i4"), "mask": mask, "logprobs": old.astype("<f4")}
+                {
+                    "tokens": rng.integers(0, VOCAB, length).astype("<i4"),
+                    "mask": mask,
+                    "logprobs": old.astype("<f4"),
+                    "raw_logprobs": np.zeros(length, "<f4"),
+                    "temperatures": np.ones(length, "<f4"),
+                }
             )
             samples.append(
                 BatchSample(
