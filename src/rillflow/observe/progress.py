@@ -76,7 +76,7 @@ class Progress:
 
     def _line(self, status: Status) -> str:
         numbers = "  ".join(f"{name} {value}" for name, value in self._numbers(status).items())
-        waits = f"  waiting for {status.waits[0]}" if status.waits else ""
+        waits = f"  ({status.waits[0]})" if status.waits else ""
         return f"[{status.phase}] {numbers}{waits}"
 
     def _panel(self, status: Status) -> Panel:
@@ -92,5 +92,5 @@ class Progress:
         for evaluation in status.evaluations:
             rows.append(Text(f"held-out reward at version {evaluation.version}: {evaluation.reward:.3f}", style="cyan"))
         if status.waits:
-            rows.append(Text("waiting for " + "; ".join(status.waits[:3]), style="yellow"))
+            rows.append(Text("; ".join(status.waits[:3]), style="yellow"))
         return Panel(Group(*rows), title=self._title, subtitle=f"{status.phase}  (Ctrl-C stops)")

@@ -97,7 +97,7 @@ def test_plain_progress_prints_lines() -> None:
         progress.show(status(phase="ended"))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "step 3/10" in text
-    assert "waiting for trainer agent: 3 of 8 groups ready" in text
+    assert "(trainer agent: 3 of 8 groups ready)" in text
 
 
 def test_live_progress_shows_everything() -> None:
