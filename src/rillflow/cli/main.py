@@ -14,7 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 import rillflow
-from rillflow.errors import RillflowError
+from rillflow.errors import CheckpointError, ConfigError, DataError, RillflowError
+from rillflow.runtime.process import GIVE_UP, GiveUp, signals_held
 
 app = typer.Typer(
     name="rillflow",
@@ -24,11 +25,14 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 errors = Console(stderr=True)
+# Only a person can mend these.
+_FOR_GOOD = (ConfigError, DataError, CheckpointError, GiveUp)
 RunArgument = Annotated[Path, typer.Argument(help="A run folder, such as runs/quickstart-…", metavar="RUN")]
 
 
 @contextmanager
-def clear_errors() -> Iterator[None]:
+def clear_errors(*, role: bool = False) -> Iterator[None]:
+    """Print what happened and what to do. A role that can never work says so to its supervisor by its exit code."""
     try:
         yield
     except RillflowError as error:
@@ -36,7 +40,7 @@ def clear_errors() -> Iterator[None]:
         errors.print(Text.assemble(("error: ", "bold red"), error.message), soft_wrap=True)
         if error.hint:
             errors.print(Text.assemble(("what to do: ", "bold"), error.hint), soft_wrap=True)
-        raise typer.Exit(2) from None
+        raise typer.Exit(GIVE_UP if role and isinstance(error, _FOR_GOOD) else 2) from None
 
 
 @app.command()
@@ -61,21 +65,26 @@ def run(
             show_recipe(loaded)
             return
         check(loaded)
-        raise typer.Exit(run_folder(RunFolder.create(loaded, runs)))
+        with signals_held():
+            raise typer.Exit(run_folder(RunFolder.create(loaded, runs)))
 
 
 @app.command()
 def resume(folder: RunArgument) -> None:
     """Go on with a run that was stopped, killed or failed, exactly where it was."""
-    from rillflow.cli.run import run_folder
+    from rillflow.cli.run import check, has_finished, run_folder
     from rillflow.runtime.folder import RunFolder
 
     with clear_errors():
         opened = RunFolder.open(folder)
-        if opened.state()["state"] == "finished":
-            errors.print(f"{folder} has finished ({opened.state()['reason']}): nothing to resume")
+        if has_finished(opened):
+            reason = opened.state()["reason"]
+            errors.print(f"{folder} has finished ({reason}): nothing to resume", highlight=False, soft_wrap=True)
+            errors.print(f"to train on, raise trainer.steps in {opened.root / 'recipe.yaml'}", soft_wrap=True)
             return
-        raise typer.Exit(run_folder(opened, resume=True))
+        check(opened.recipe)
+        with signals_held():
+            raise typer.Exit(run_folder(opened, resume=True))
 
 
 @app.command()
@@ -127,7 +136,7 @@ def dataflow(
     from rillflow.runtime.folder import RunFolder
     from rillflow.runtime.roles import dataflow_role
 
-    with clear_errors():
+    with clear_errors(role=True):
         dataflow_role(RunFolder.open(folder), resume=resume)
 
 
@@ -137,15 +146,19 @@ def rollout(folder: RunArgument, name: Annotated[str, typer.Option(help="The nod
     from rillflow.runtime.folder import RunFolder
     from rillflow.runtime.roles import rollout_role
 
-    with clear_errors():
+    with clear_errors(role=True):
         rollout_role(RunFolder.open(folder), name)
 
 
 @app.command(rich_help_panel="One part of a run, started by hand")
-def trainer(folder: RunArgument, policy: Annotated[str, typer.Option(help="The policy to train")]) -> None:
+def trainer(
+    folder: RunArgument,
+    policy: Annotated[str | None, typer.Option(help="The policy to train  [default: the run's first]")] = None,
+) -> None:
     """Train one policy of a run."""
     from rillflow.runtime.folder import RunFolder
     from rillflow.runtime.roles import trainer_role
 
-    with clear_errors():
-        trainer_role(RunFolder.open(folder), policy)
+    with clear_errors(role=True):
+        opened = RunFolder.open(folder)
+        trainer_role(opened, policy or opened.recipe.policy)

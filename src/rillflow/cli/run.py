@@ -43,12 +43,22 @@ def check(recipe: Recipe) -> None:
             open_source(source, seed=recipe.seed, shuffle=False)
 
 
+def has_finished(folder: RunFolder) -> bool:
+    """Whether a run has nothing left to do; one that is done can be given more steps."""
+    state = folder.state()
+    if state["state"] != "finished":
+        return False
+    recipe = folder.recipe
+    wanted = recipe.policies[recipe.policy].trainer.steps
+    return state["reason"] != "done" or len(read_metrics(folder.metrics).steps) >= wanted
+
+
 def run_folder(folder: RunFolder, *, resume: bool = False) -> int:
     """Run to the end; returns the exit code: 0 for a good end, 1 for a bad one, 130 when interrupted."""
     recipe = folder.recipe
     console.print(f"[bold]{recipe.name}[/] in {folder.root}", highlight=False, soft_wrap=True)
     board = TensorBoard(folder.metrics, folder.root / "tensorboard") if recipe.observe.tensorboard else None
-    started = time.monotonic()
+    started, since = time.monotonic(), time.time()
     try:
         with Progress(recipe.name) as progress:
 
@@ -66,12 +76,12 @@ def run_folder(folder: RunFolder, *, resume: bool = False) -> int:
     if status is None:
         console.print(f"stopped; `rillflow resume {folder.root}` goes on where it was", highlight=False, soft_wrap=True)
         return INTERRUPTED
-    return _conclude(folder, status, time.monotonic() - started)
+    return _conclude(folder, status, time.monotonic() - started, since)
 
 
-def _conclude(folder: RunFolder, status: Status, seconds: float) -> int:
+def _conclude(folder: RunFolder, status: Status, seconds: float, since: float) -> int:
     metrics = read_metrics(folder.metrics)
-    summary = summarise(metrics, status, seconds)
+    summary = summarise(metrics, status, seconds, since)
     write_json(folder.root / "summary.json", summary)
     plot = folder.root / "reward.png" if folder.recipe.observe.plot and metrics.steps else None
     if plot is not None:

@@ -6,7 +6,7 @@ are verified on either way; a damaged one raises CorruptData.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from rillflow.wire import Client
 Arrays = dict[str, npt.NDArray[Any]]
 
 UNIT_ID_FILE = "unit"
+GET_LIMIT = 64 << 20  # bytes that a unit reads for one call
 _ROWS_A_CALL = 64
 
 
@@ -58,11 +59,24 @@ class PayloadReader:
 
     async def _fetch(self, rows: Sequence[Row], columns: Sequence[str]) -> list[Arrays]:
         found: list[Arrays] = []
-        for start in range(0, len(rows), _ROWS_A_CALL):
-            ask = GetRows(rows=list(rows[start : start + _ROWS_A_CALL]), columns=list(columns))
-            got = await self._client.post("/unit/get", ask, RowsGot)
+        for part in _parts(rows):
+            got = await self._client.post("/unit/get", GetRows(rows=part, columns=list(columns)), RowsGot)
             found.extend(_arrays(row) for row in got.rows)
         return found
+
+
+def _parts(rows: Sequence[Row]) -> Iterator[list[Row]]:
+    """The rows in the same order, in parts that a unit answers: few enough, and not too long together."""
+    part: list[Row] = []
+    size = 0
+    for row in rows:
+        if part and (len(part) == _ROWS_A_CALL or size + row.length > GET_LIMIT):
+            yield part
+            part, size = [], 0
+        part.append(row)
+        size += row.length
+    if part:
+        yield part
 
 
 def _is_here(info: UnitInfo) -> bool:

@@ -22,7 +22,7 @@ from rillflow.errors import ConfigError
 from rillflow.storage import write_atomic
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-_PATHS = ("workflow", "reward", "path", "generator", "model")
+_CODE = ("workflow", "reward", "generator")
 
 
 def _shipped_folder() -> Path:
@@ -61,6 +61,11 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
     return validate(raw)
 
 
+def read_resolved(path: Path) -> Recipe:
+    """The recipe that `write_resolved` wrote, perhaps changed by hand since."""
+    return validate(_parse(path))
+
+
 def validate(raw: dict[str, Any]) -> Recipe:
     _share_trainer(raw)
     try:
@@ -83,12 +88,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     path = path.resolve()
     if path in seen:
         raise ConfigError(f"{path} extends itself", "remove one `extends` of the circle")
-    try:
-        raw = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}", "fix the line it names") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path} must be a mapping of keys to values", "see docs/recipes.md")
+    raw = _parse(path)
     base_name = raw.pop("extends", None)
     _anchor(raw, path.parent)
     if base_name is None:
@@ -98,16 +98,37 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     return _merged(base, raw)
 
 
+def _parse(path: Path) -> dict[str, Any]:
+    try:
+        raw = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}", "fix the line it names") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}", "check its rights; a recipe is UTF-8 text") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} must be a mapping of keys to values", "see docs/recipes.md")
+    return raw
+
+
 def _anchor(raw: dict[str, Any], folder: Path) -> None:
-    """Make references to files next to the recipe absolute: `play.py:play` becomes `/where/play.py:play`."""
+    """Make references to files absolute: `play.py:play` becomes `/where/play.py:play`."""
     for key, value in raw.items():
         if isinstance(value, dict):
-            _anchor(value, folder)
-        elif key in _PATHS and isinstance(value, str):
-            name, _, rest = value.partition(":")
-            candidate = folder / name
-            if not Path(name).is_absolute() and (candidate.exists() or key == "path"):
-                raw[key] = str(candidate.resolve()) + (f":{rest}" if rest else "")
+            if key != "arguments":  # the generator's own: what they mean is its business
+                _anchor(value, folder)
+        elif isinstance(value, str):
+            raw[key] = _anchored(key, value, folder)
+
+
+def _anchored(key: str, value: str, folder: Path) -> str:
+    """Names of modules, of the shipped policy and of hub models stay as they are, whatever folder has the same name."""
+    if key in _CODE:
+        file, colon, name = value.rpartition(":")
+        return f"{(folder / file).resolve()}:{name}" if colon and (folder / file).is_file() else value
+    path = folder / Path(value).expanduser()
+    if key == "path" or (key == "model" and value != "tiny" and path.is_dir()):
+        return str(path.resolve())
+    return value
 
 
 def _merged(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
@@ -120,12 +141,15 @@ def _merged(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
 
 def _share_trainer(raw: dict[str, Any]) -> None:
     shared = raw.pop("trainer", None)
+    if not isinstance(shared, dict | None):
+        raise ConfigError(f"trainer must be a section of keys, not {shared!r:.80}", "see docs/recipes.md")
     policies = raw.get("policies")
     if shared is None or not isinstance(policies, dict):
         return
     for policy in policies.values():
-        if isinstance(policy, dict):
-            policy["trainer"] = _merged(shared, policy.get("trainer") or {})
+        own = policy.get("trainer") or {} if isinstance(policy, dict) else None
+        if isinstance(own, dict):  # anything else is refused by the schema, which names it
+            policy["trainer"] = _merged(shared, own)
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:
@@ -135,10 +159,16 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
     where = raw
     *parents, last = key.split(".")
     for parent in parents:
-        where = where.setdefault(parent, {})
+        if where.get(parent) is None:  # absent, or there without a value
+            where[parent] = {}
+        where = where[parent]
         if not isinstance(where, dict):
             raise ConfigError(f"{key}: {parent} is a value, not a section", "check the key")
-    where[last] = _scalar(text)
+    # On the command line a relative path starts where the user is.
+    change = {last: _scalar(text)}
+    if "arguments" not in parents:
+        _anchor(change, Path.cwd())
+    where |= change
 
 
 def _scalar(text: str) -> Any:

@@ -13,12 +13,19 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+# Names become names of folders and processes.
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+Name = Annotated[str, Field(pattern=_NAME, max_length=100)]
 
 
 class Section(BaseModel):
-    """Base of every section: unknown keys refused, values never coerced from another kind, immutable."""
+    """Base of every section: unknown keys and numbers that are not finite are refused; immutable.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    A number may be written as text, because YAML takes `1e-4` for one.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 class SourceConfig(Section):
@@ -26,7 +33,9 @@ class SourceConfig(Section):
 
     path: str | None = Field(None, description="JSONL file; relative paths are relative to the recipe")
     generator: str | None = Field(None, description="module:function or file.py:function that yields prompts")
-    arguments: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the generator")
+    arguments: dict[str, Any] = Field(
+        default_factory=dict, description="keyword arguments of the generator, as they are"
+    )
     id_key: str = Field("id", description="key of a row's id in the JSONL; rows without it are numbered")
     limit: Positive | None = Field(None, description="use only the first rows")
 
@@ -71,7 +80,7 @@ class TrainerConfig(Section):
     micro_tokens: Positive = Field(8192, description="most tokens, padding included, of one forward pass")
     lr: Annotated[float, Field(gt=0)] = 1e-6
     warmup_steps: NonNegative = 0
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     clip_low: Annotated[float, Field(gt=0)] | None = Field(None, description="default: the algorithm's own")
@@ -132,17 +141,21 @@ class RuntimeConfig(Section):
     host: str = "127.0.0.1"
     port: NonNegative = Field(0, description="of the dataflow service; 0 takes any free one")
     threads: NonNegative = Field(1, description="torch threads of each process; 0 leaves torch's default")
-    restarts: NonNegative = Field(5, description="how often one process is started again before the run fails")
+    restarts: NonNegative = Field(
+        5,
+        description="how often in a row a process that died is started again before the run fails; those before the "
+        "last five minutes in which the run got on are forgotten",
+    )
     start_timeout: Seconds = 120.0
 
 
 class Recipe(Section):
     """A whole experiment."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: Name
     description: str = ""
-    seed: int = 0
-    policies: dict[str, PolicyConfig] = Field(min_length=1)
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    policies: dict[Name, PolicyConfig] = Field(min_length=1)
     workflow: str = Field(description="module:function or file.py:function, `async def play(episode)`")
     reward: str | None = Field(
         None, description="module:function, `reward(payload, answer) -> float`; without it the workflow returns it"

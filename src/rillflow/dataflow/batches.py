@@ -45,7 +45,7 @@ class Batches(Part):
     def grace(self) -> None:
         """A live lease has its full time again."""
         self._db.run(
-            "UPDATE batches SET deadline = max(deadline, ?) WHERE state = 'leased'",
+            "UPDATE batches SET deadline = ? WHERE state = 'leased'",
             (self._clock.now() + self._rules.batch_lease,),
         )
 

@@ -101,7 +101,7 @@ class Database:
         finally:
             self._inside = False
         if not self.dirty:
-            self.run("COMMIT")  # nothing was changed: do not keep the snapshot open
+            self.commit()  # nothing was changed: do not keep the snapshot open
 
     @property
     def dirty(self) -> bool:

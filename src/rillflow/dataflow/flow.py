@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 
+from rillflow.contracts import Clock
 from rillflow.dataflow.ledger import Ledger
-from rillflow.errors import RillflowError
+from rillflow.errors import RillflowError, StorageError
+
+log = logging.getLogger(__name__)
 
 
 class GroupCommit:
@@ -36,7 +40,14 @@ class GroupCommit:
         except RillflowError as error:
             self._failed(error)
             return
-        self._after()
+        except Exception as error:
+            log.exception("a commit failed")
+            self._failed(StorageError(f"the ledger was not committed: {type(error).__name__}: {error}", "see the log"))
+            return
+        try:
+            self._after()
+        except Exception:
+            log.exception("what follows a commit failed")  # the commit did not: those who wait for it must be told
         if self._next is not None:
             self._next.set_result(None)
             self._next = None
@@ -47,6 +58,22 @@ class GroupCommit:
         if waiting is not None:
             waiting.set_exception(error)
             waiting.exception()  # seen, also when all who waited have gone away
+
+
+class Watch:
+    """Notices that time has passed in which nobody could be heard: deadlines that it reached say nothing of others."""
+
+    def __init__(self, clock: Clock, most: float) -> None:
+        self._clock = clock
+        self._most = most
+        self._wall, self._steady = clock.now(), clock.monotonic()
+
+    def disturbed(self) -> bool:
+        """Whether this process stood still, or the wall clock was set, since it was asked last."""
+        wall, steady = self._wall, self._steady
+        self._wall, self._steady = self._clock.now(), self._clock.monotonic()
+        passed = self._steady - steady
+        return passed > self._most or abs(self._wall - wall - passed) > self._most
 
 
 class News:

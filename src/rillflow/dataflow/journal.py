@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 
 from rillflow.dataflow.ledger import Ledger
@@ -19,28 +20,39 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._last = self._mend()
+        self._torn = False  # the file may end in half a line
 
     def _mend(self) -> int:
-        """The number of the last whole line; what a crash left after it is cut off."""
+        """The number of the last whole line; what a crash left after it is cut off, which needs no space."""
         if not self._path.exists():
             return 0
-        data = self._path.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]
-        if len(whole) < len(data):
-            self._path.write_bytes(whole)
-        lines = whole.splitlines()
-        return int(json.loads(lines[-1])["seq"]) if lines else 0
+        lines = self._path.read_bytes().splitlines(keepends=True)
+        while lines and not _number(lines[-1]):
+            lines.pop()
+        os.truncate(self._path, sum(len(line) for line in lines))
+        return _number(lines[-1]) if lines else 0
 
     def catch_up(self, ledger: Ledger) -> None:
         """Append what the ledger has committed since. A disk that refuses is reported and tried again later."""
-        news = ledger.events_after(self._last)
-        if not news:
-            return
         try:
+            if self._torn:
+                self._last, self._torn = self._mend(), False
+            news = ledger.events_after(self._last)
+            if not news:
+                return
+            self._torn = True
             with open(self._path, "a") as file:
                 file.write("".join(json.dumps(line) + "\n" for _, line in news))
+            self._last, self._torn = news[-1][0], False
         except OSError as error:
             log.warning("cannot write %s: %s", self._path, error)
-            self._last = self._mend()
-            return
-        self._last = news[-1][0]
+
+
+def _number(line: bytes) -> int:
+    """The line's `seq`; 0 when it is no whole line."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return 0
+    number = value.get("seq") if isinstance(value, dict) else None
+    return number if isinstance(number, int) and line.endswith(b"\n") else 0

@@ -100,7 +100,7 @@ class Ledger:
         self.commit()
 
     def grace(self) -> None:
-        """Nobody could be heard for a while (a restart, a pause): live leases and nodes get their full time again."""
+        """Nobody was heard, or the clock was set: live leases and nodes get their full time again."""
         with self.db.change():
             self.nodes.grace()
             self.tasks.grace()
@@ -137,8 +137,10 @@ class Ledger:
 
     def _abandoned(self, error: RillflowError) -> None:
         """The open transaction was taken back; the hooks go back to what was saved with the last one."""
-        self._restore_hooks()
-        self.on_abandon(error)
+        try:
+            self._restore_hooks()
+        finally:
+            self.on_abandon(error)
 
     def close(self) -> None:
         try:
@@ -381,4 +383,5 @@ class Ledger:
     def events_after(self, seq: int) -> list[tuple[int, dict[str, Any]]]:
         """The lines of `metrics.jsonl` after number `seq`."""
         rows = self.db.all("SELECT seq, line FROM events WHERE seq > ? ORDER BY seq", (seq,))
-        return [(row["seq"], {"seq": row["seq"], **json.loads(row["line"])}) for row in rows]
+        numbers = [{"seq": row["seq"]} for row in rows]  # first in the line, and no metric of that name instead
+        return [(row["seq"], n | json.loads(row["line"]) | n) for row, n in zip(rows, numbers, strict=True)]

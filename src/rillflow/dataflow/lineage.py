@@ -70,7 +70,9 @@ class Lineage(Part):
         )
 
     def joined(self, ask: JoinTrainer) -> TrainerJoined | None:
-        """The reply to the same join, when it has been answered before."""
+        """The reply to the same join, when it has been answered before; a replaced trainer never comes back."""
+        if self._db.value("SELECT 1 FROM former WHERE policy = ? AND incarnation = ?", (ask.policy, ask.incarnation)):
+            raise LeaseLost(f"another trainer of {ask.policy} has joined since", "end this one")
         row = self._db.one("SELECT incarnation, joined FROM policies WHERE name = ?", (ask.policy,))
         if row is None or row["incarnation"] != ask.incarnation:
             return None
@@ -110,6 +112,12 @@ class Lineage(Part):
             self._db.run("INSERT INTO orphans VALUES (?, ?, ?)", (policy, low, high))
 
     def remember(self, ask: JoinTrainer, reply: TrainerJoined) -> None:
+        """Whoever stood here before is a former trainer: a late copy of its join must take nothing back."""
+        self._db.run(
+            "INSERT OR IGNORE INTO former SELECT name, incarnation FROM policies "
+            "WHERE name = ? AND incarnation IS NOT NULL",
+            (ask.policy,),
+        )
         self._db.run(
             "UPDATE policies SET incarnation = ?, joined = ? WHERE name = ?",
             (ask.incarnation, msgspec.json.encode(reply).decode(), ask.policy),

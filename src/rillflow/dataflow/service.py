@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from rillflow.contracts import Clock, StorageUnit, SystemClock
 from rillflow.dataflow import report
-from rillflow.dataflow.flow import GroupCommit, News
+from rillflow.dataflow.flow import GroupCommit, News, Watch
 from rillflow.dataflow.gauges import LedgerGauges
 from rillflow.dataflow.journal import Journal
 from rillflow.dataflow.ledger import Ledger
@@ -110,13 +110,12 @@ class DataflowService(Service):
         self._disk_thread.shutdown()
 
     async def _keep_house(self) -> None:
-        last = self._clock.monotonic()
+        watch = Watch(self._clock, self._ledger.rules.node_timeout / 2)
         while True:
             await asyncio.sleep(HOUSEKEEPING)
-            last, before = self._clock.monotonic(), last
             try:
-                if last - before > self._ledger.rules.node_timeout / 2:
-                    self._ledger.grace()  # this process stood still, not the nodes
+                if watch.disturbed():
+                    self._ledger.grace()
                 self._ledger.expire()
                 await self._changed(None)
             except RillflowError as error:

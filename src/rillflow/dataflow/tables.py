@@ -16,8 +16,6 @@ NEWEST = (1 << 62) - 1  # above every version and position
 
 GROUP_OPEN = ("playing", "ready", "leased")
 GROUP_ENDED = ("trained", "filtered", "expired", "failed", "evaluated")
-TASK_OPEN = ("pending", "leased")
-TASK_ENDED = ("done", "failed", "cancelled")
 ATTEMPT_STATES = ("done", "failed", "returned", "cancelled", "held")
 
 TABLES = """
@@ -99,6 +97,9 @@ CREATE TABLE IF NOT EXISTS policies (
     name TEXT PRIMARY KEY, version INTEGER NOT NULL, highest INTEGER NOT NULL, steps INTEGER NOT NULL,
     incarnation TEXT, joined TEXT    -- the reply to the latest join, repeated when it is asked again
 ) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS former (   -- trainers that another one has replaced
+    policy TEXT NOT NULL, incarnation TEXT NOT NULL, PRIMARY KEY (policy, incarnation)
+) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS steps (
     policy TEXT NOT NULL, version INTEGER NOT NULL, parent INTEGER NOT NULL, state TEXT NOT NULL DEFAULT 'live',
     batch TEXT NOT NULL, samples INTEGER NOT NULL, tokens INTEGER NOT NULL,
@@ -126,6 +127,8 @@ CREATE TABLE IF NOT EXISTS rounds (
     reward REAL, episodes INTEGER NOT NULL DEFAULT 0, failed INTEGER NOT NULL DEFAULT 0,
     planned INTEGER NOT NULL, admitted_at REAL NOT NULL, ended_at REAL
 );
+CREATE INDEX IF NOT EXISTS rounds_running ON rounds (id) WHERE state = 'running';
+CREATE INDEX IF NOT EXISTS rounds_step ON rounds (step);
 CREATE TABLE IF NOT EXISTS hooks (name TEXT PRIMARY KEY, state TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS events (seq INTEGER PRIMARY KEY AUTOINCREMENT, line TEXT NOT NULL);
 """

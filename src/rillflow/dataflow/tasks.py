@@ -19,6 +19,7 @@ from rillflow.types import Ack, CompleteTask, FailTask, SampleMeta, Task, TaskLe
 
 # A completion that counts as a failure of the episode: there is nothing in it to train on, or no reward.
 NO_MODEL_CALL, BAD_REWARD = "no_model_call", "bad_reward"
+_LARGEST_REWARD = 3.4e38  # a trainer's numbers have 32 bits; statistics of larger ones are no numbers
 
 _LEASABLE = (
     "SELECT t.*, g.prompt FROM tasks t JOIN groups g ON g.id = t.grp "
@@ -34,11 +35,11 @@ class Tasks(Part):
         self._nodes = nodes
 
     def grace(self) -> None:
-        """Every live lease has its full time again, so that its node can renew it."""
-        self._db.run(
-            "UPDATE tasks SET deadline = max(deadline, ?) WHERE state = 'leased'",
-            (self._clock.now() + self._rules.task_lease,),
-        )
+        """Every live lease has its full time again, no more and no less, so that its node can renew it."""
+        now = self._clock.now()
+        # Not the later of both: a clock that was set back would keep a lost lease for as long.
+        self._db.run("UPDATE tasks SET deadline = ? WHERE state = 'leased'", (now + self._rules.task_lease,))
+        self._db.run("UPDATE tasks SET returned_at = ? WHERE state = 'pending' AND returned_at > ?", (now, now))
 
     @property
     def pending(self) -> int:
@@ -262,7 +263,7 @@ def _why_failed(lane: str, news: CompleteTask) -> str:
     trained = news.calls if lane == "eval" else sum(sample.trained for sample in news.samples)
     if trained == 0:
         return NO_MODEL_CALL
-    return "" if math.isfinite(news.reward) else BAD_REWARD
+    return "" if abs(news.reward) <= _LARGEST_REWARD else BAD_REWARD
 
 
 def _sample_values(row: sqlite3.Row, number: int, sample: SampleMeta) -> tuple[str | int | float, ...]:

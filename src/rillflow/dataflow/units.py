@@ -12,13 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
-from rillflow.clients.payloads import UNIT_ID_FILE
+from rillflow.clients.payloads import GET_LIMIT, UNIT_ID_FILE
 from rillflow.errors import BadRequest
 from rillflow.storage import SegmentReader, SegmentWriter, disk_errors, write_atomic
 from rillflow.types import COLUMNS, Row, UnitInfo
 
-GET_LIMIT = 64 << 20
-_PER_TOKEN = ("tokens", "mask", "logprobs", "raw_logprobs", "versions")
+_PER_TOKEN = tuple(name for name in COLUMNS if name != "transcript")
 
 
 class FileUnit:

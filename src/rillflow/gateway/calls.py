@@ -80,8 +80,7 @@ class Choice:
         chunks = self._engine.generate(self._request)
         try:
             async for chunk in chunks:
-                self.node.add(chunk)
-                for piece in self._read(chunk) if self._eager else ():
+                for piece in self._take(chunk):
                     yield piece
                 if chunk.finish is not None or self._cut:
                     self.finish = "stop" if self._cut else chunk.finish or "stop"
@@ -99,8 +98,19 @@ class Choice:
     def _cut(self) -> bool:
         return self._stops is not None and self._stops.hit
 
-    def _read(self, chunk: Chunk) -> list[Piece]:
-        return self._pieces(self._detokeniser.feed(chunk.tokens), last=False)
+    def _take(self, chunk: Chunk) -> list[Piece]:
+        """Keep the chunk's tokens and read them. With stop strings, token by token and only up to the one that
+        completes a stop string: how many the engine sent along with it is chance, and nobody saw them."""
+        if self._stops is None:
+            self.node.add(chunk)
+            return self._pieces(self._detokeniser.feed(chunk.tokens), last=False) if self._eager else []
+        pieces: list[Piece] = []
+        for index, token in enumerate(chunk.tokens):
+            self.node.add(_part(chunk, index))
+            pieces += self._pieces(self._detokeniser.feed([token]), last=False)
+            if self._cut:
+                break
+        return pieces
 
     def _end(self) -> list[Piece]:
         text = "" if self._eager else self._detokeniser.feed(self.node.tokens)
@@ -135,6 +145,17 @@ class Choice:
     def _unshown(self) -> tuple[tuple[int, float], ...]:
         start, self._shown = self._shown, len(self.node.tokens)
         return tuple(zip(self.node.tokens[start:], self.node.logprobs[start:], strict=True))
+
+
+def _part(chunk: Chunk, index: int) -> Chunk:
+    """One token of a chunk."""
+    here = slice(index, index + 1)
+    return Chunk(
+        tokens=chunk.tokens[here],
+        logprobs=chunk.logprobs[here],
+        raw_logprobs=chunk.raw_logprobs[here],
+        version=chunk.version,
+    )
 
 
 async def _close(chunks: AsyncIterator[Chunk]) -> None:

@@ -12,8 +12,10 @@ from rillflow.gateway.tree import Fork, Match, Node, TokenTree
 def place(tree: TokenTree, renderer: Renderer, history: Sequence[Message], tools: Tools, tools_key: bytes) -> Node:
     """The given node whose path is the prompt for `history`; made if no call has asked the same before."""
     match = tree.match(tools_key, history)
-    if match.node.kind == "given" and match.covered == len(history):
-        return match.node
+    if match.covered == len(history):
+        asked = _asked(match.node)
+        if asked is not None:
+            return asked
     rendered = _extension(renderer, history, tools, match)
     if rendered is not None:
         fork: Fork = "history" if match.node.children else ""
@@ -22,6 +24,13 @@ def place(tree: TokenTree, renderer: Renderer, history: Sequence[Message], tools
     root = tree.root(tools_key)
     fork = "template" if rewritten else ("history" if root.children else "")
     return _give(tree, root, renderer.first(history, tools, tools_key), history, fork)
+
+
+def _asked(node: Node) -> Node | None:
+    """The given node that asks for an answer to exactly the messages up to `node`, if a call has made it."""
+    if node.kind == "given":
+        return node
+    return next((child for child in node.children if child.kind == "given" and not child.messages), None)
 
 
 def _give(tree: TokenTree, parent: Node, rendered: Rendered, new: Sequence[Message], fork: Fork) -> Node:

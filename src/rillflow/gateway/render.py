@@ -8,7 +8,7 @@ an earlier one is written. Probes at construction tell the two kinds of template
 * append-only on every probe: new messages are rendered behind a stand-in for the history, in time that does not
   grow with it;
 * otherwise the whole text is rendered and compared with the stored path's; where it begins with it the rest is
-  taken, where it does not (`Renderer.extend` gives None) the caller forks.
+  taken, where it does not (`after_answer` and `after_prompt` give None) the caller forks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Renderer:
         self._tokenizer = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._prompts: OrderedDict[bytes, Rendered] = OrderedDict()
-        self._stand_ins: dict[tuple[int, bool], int] = {}
+        self._stand_ins: dict[tuple[int, bool], str] = {}
         eos = tokenizer.eos_token_id
         stops = [*([] if eos is None else [eos]), *stop_tokens]
         self.end_text, self.end_token, self._gap = self._turn_end(stops)
@@ -142,7 +142,8 @@ class Renderer:
         self, history: Sequence[Message], covered: int, tools: Tools, before: Canonical | None, *, answered: bool
     ) -> tuple[str, Canonical | None] | None:
         if self.append_only:
-            return self._behind_stand_in(bodies(history[covered:]), answered=answered), None
+            text = self._behind_stand_in(bodies(history[covered:]), answered=answered)
+            return None if text is None else (text, None)
         old = self._text(bodies(history[:covered]), tools, prompt=not answered)
         new = self._text(bodies(history), tools, prompt=True)
         unchanged = before is not None and canonical_of(old[: before.length]) == before
@@ -150,7 +151,11 @@ class Renderer:
             return None
         return new[len(old) :], self._canonical(new)
 
-    def _behind_stand_in(self, new: list[Body], *, answered: bool) -> str:
+    def _behind_stand_in(self, new: list[Body], *, answered: bool) -> str | None:
+        """What the template writes for `new` behind a stand-in; None where `new` changes the stand-in's own text.
+
+        The probes cannot try every message: some templates move a late system message to the top.
+        """
         if not answered:
             history = STAND_IN[:1]
         elif new and new[0]["role"] == "tool":
@@ -158,12 +163,13 @@ class Renderer:
         else:
             history = STAND_IN
         text = self._text([*history, *new], None, prompt=True)
-        return text[self._stand_in_length(history, prompt=not answered) :]
+        before = self._stand_in_text(history, prompt=not answered)
+        return text[len(before) :] if text.startswith(before) else None
 
-    def _stand_in_length(self, history: list[Body], *, prompt: bool) -> int:
+    def _stand_in_text(self, history: list[Body], *, prompt: bool) -> str:
         key = (len(history), history is STAND_IN_CALLING)
         if key not in self._stand_ins:
-            self._stand_ins[key] = len(self._text(history, None, prompt=prompt))
+            self._stand_ins[key] = self._text(history, None, prompt=prompt)
         return self._stand_ins[key]
 
     def _canonical(self, text: str) -> Canonical | None:

@@ -1,7 +1,8 @@
 """The life of one call over HTTP: it ends with its answer, its client's going, its session's close or deadline.
 
 Whatever ends it, the generation is aborted and its concurrency is given back. A stream's first event is awaited
-before the response begins, so that a call which cannot be served is still answered with its proper status.
+before the response begins, so that a call which cannot be served is still answered with its proper status; one that
+is cut later says why in its last event, so that no agent takes half an answer for a whole one.
 """
 
 from __future__ import annotations
@@ -37,6 +38,12 @@ class Running:
         self._watch = asyncio.create_task(_cut_when_gone(request.receive, self._task))
         session.at_work[self._task] = abandon
         self._task.add_done_callback(lambda task: session.at_work.pop(task, None))
+        # A task that is cancelled before its first turn never touches its work.
+        self._task.add_done_callback(lambda _: work.close())
+
+    def when_done(self, tell: Callable[[BaseException | None], None]) -> None:
+        """Tell what went wrong, or None, once the call has ended, whatever ended it."""
+        self._task.add_done_callback(lambda _: tell(self._failure()))
 
     async def result(self) -> None:
         """Wait for the end; raises what the work raised, or why it was cut."""
@@ -44,13 +51,16 @@ class Running:
             await asyncio.wait({self._task})
         finally:
             self.stop()
-        if self._task.cancelled():
-            if self._session.closed:
-                raise session_gone(self._session.id)
-            raise CallRefused("the client has gone", status=499)
-        error = self._task.exception()
+        error = self._failure()
         if error is not None:
             raise error
+
+    def _failure(self) -> BaseException | None:
+        if not self._task.cancelled():
+            return self._task.exception()
+        if self._session.closed:
+            return session_gone(self._session.id)
+        return CallRefused("the client has gone", status=499)
 
     def stop(self) -> None:
         self._watch.cancel()
@@ -113,24 +123,20 @@ async def streamed(
     queue: asyncio.Queue[bytes | None] = asyncio.Queue()
     begun = False
 
-    async def pump() -> None:
+    async def work() -> None:
         nonlocal begun
         async with aclosing(events):
             async for data in events:
                 begun = True
                 queue.put_nowait(data)
 
-    async def work() -> None:
-        try:
-            await pump()
-        except Exception as error:
-            if not begun:
-                raise
+    def end(error: BaseException | None) -> None:
+        if error is not None and begun:
             queue.put_nowait(shape(_said(error)))
-        finally:
-            queue.put_nowait(None)
+        queue.put_nowait(None)
 
     running = Running(work(), answer.abandon, session, request, seconds)
+    running.when_done(end)
     try:
         first = await queue.get()
     except BaseException:
@@ -141,5 +147,5 @@ async def streamed(
     return EventStream(running, queue, first)
 
 
-def _said(error: Exception) -> RillflowError:
+def _said(error: BaseException) -> RillflowError:
     return error if isinstance(error, RillflowError) else EngineError(f"{type(error).__name__}: {error}")

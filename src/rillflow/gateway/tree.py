@@ -77,7 +77,12 @@ class Node:
         self.messages = (said,)
 
     def abandon(self) -> None:
-        """Nobody saw these tokens: nothing extends them and nothing trains on them. Without any, the node goes."""
+        """Nobody saw these tokens: nothing extends them and nothing trains on them. Without any, the node goes.
+
+        A node that a later call extends was seen: it stays as it is.
+        """
+        if self.children:
+            return
         self.abandoned = True
         if not self.tokens and self.parent is not None and self in self.parent.children:
             self.parent.children.remove(self)
@@ -141,9 +146,8 @@ class TokenTree:
                     best, best_rank = Match(node, covered), rank
             for child in node.children:
                 if child.usable and _represents(child, history, covered):
-                    said = history[covered]
-                    same = child.kind == "sampled" and said.call_ids and said.call_ids == child.messages[0].call_ids
-                    stack.append((child, covered + len(child.messages), exact + bool(same)))
+                    same = child.kind == "sampled" and _same_calls(child, history[covered])
+                    stack.append((child, covered + len(child.messages), exact + same))
         return best
 
     def give(
@@ -191,6 +195,10 @@ def _represents(node: Node, history: Sequence[Message], start: int) -> bool:
     if len(history) - start < len(messages):
         return False
     return all(mine.key == history[start + offset].key for offset, mine in enumerate(messages))
+
+
+def _same_calls(node: Node, said: Message) -> bool:
+    return bool(said.call_ids) and said.call_ids == node.messages[0].call_ids
 
 
 def _extendable(node: Node, covered: int, history: Sequence[Message]) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass
 class Metrics:
-    """Steps of the live line of weights (a rollback takes back the steps after it), and evaluations."""
+    """Steps and evaluations of the live line of weights: a rollback takes back those of the versions that died."""
 
     steps: list[dict[str, Any]] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
@@ -48,6 +48,7 @@ def read_metrics(path: Path) -> Metrics:
                 metrics.rollbacks.append(line)
                 kept = int(line["version"])
                 metrics.steps = [step for step in metrics.steps if step["version"] <= kept]
+                metrics.evaluations = [done for done in metrics.evaluations if done["version"] <= kept]
             case "evaluation":
                 metrics.evaluations.append(line)
             case None:

@@ -18,12 +18,14 @@ def plot_reward(metrics: Metrics, path: Path, title: str) -> None:
     axes = figure.subplots()
     rewards = [step["reward"] for step in metrics.steps]
     steps = list(range(1, len(rewards) + 1))
-    axes.plot(steps, rewards, color="#9ecae1", linewidth=1, label="training batch")
+    axes.plot(steps, rewards, color="#9ecae1", linewidth=1, label="training episodes")
     axes.plot(steps, running_mean(rewards, 8), color="#2171b5", linewidth=2, label="mean of 8 steps")
-    if metrics.evaluations:
+    # A round whose episodes all failed has no reward.
+    rounds = [done for done in metrics.evaluations if done["reward"] is not None]
+    if rounds:
         by_version = {step["version"]: index for index, step in enumerate(metrics.steps, 1)}
-        at = [by_version.get(e["version"], 0) for e in metrics.evaluations]
-        axes.plot(at, [e["reward"] for e in metrics.evaluations], "o--", color="#d94801", label="held-out prompts")
+        at = [by_version.get(e["version"], 0) for e in rounds]
+        axes.plot(at, [e["reward"] for e in rounds], "o--", color="#d94801", label="held-out prompts")
     axes.set(xlabel="optimizer step", ylabel="mean reward", title=title)
     axes.grid(alpha=0.3)
     axes.legend(loc="best")

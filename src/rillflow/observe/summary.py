@@ -11,17 +11,17 @@ from rillflow.observe.metrics import Metrics
 from rillflow.types import Status
 
 
-def summarise(metrics: Metrics, status: Status, seconds: float) -> dict[str, Any]:
-    """The figures people ask for first."""
+def summarise(metrics: Metrics, status: Status, seconds: float, since: float = 0.0) -> dict[str, Any]:
+    """The figures people ask for first. `seconds` began at `since`: a resumed run has older steps, too."""
     steps = metrics.steps
-    samples = sum(int(step["samples"]) for step in steps)
+    recent = sum(int(step["samples"]) for step in steps if step["time"] >= since)
     evaluations = [{"version": e["version"], "reward": e["reward"]} for e in metrics.evaluations]
     return {
         "end": status.reason,
         "steps": status.steps,
         "seconds": round(seconds, 1),
-        "samples_trained": samples,
-        "samples_per_second": round(samples / seconds, 2) if seconds else 0.0,
+        "samples_trained": sum(int(step["samples"]) for step in steps),
+        "samples_per_second": round(recent / seconds, 2) if seconds else 0.0,
         "staleness_mean": _mean([step["staleness_mean"] for step in steps]),
         "staleness_max": max((step["staleness_max"] for step in steps), default=0),
         "wait_fraction": status.wait_fraction,
@@ -35,7 +35,7 @@ def summary_table(summary: dict[str, Any], folder: Path, plot: Path | None) -> T
     table = Table(title="Run summary", show_header=False, title_justify="left")
     heldout = summary["heldout"]
     if heldout:
-        table.add_row("held-out reward", f"{heldout[0]['reward']:.3f} before, {heldout[-1]['reward']:.3f} after")
+        table.add_row("held-out reward", f"{_reward(heldout[0])} before, {_reward(heldout[-1])} after")
     table.add_row("optimizer steps", str(summary["steps"]))
     table.add_row("time", f"{summary['seconds']:.0f} s, {summary['samples_per_second']:.1f} trained samples/s")
     table.add_row("staleness", f"mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']:.0f}")
@@ -46,6 +46,11 @@ def summary_table(summary: dict[str, Any], folder: Path, plot: Path | None) -> T
         table.add_row("reward plot", str(plot))
     table.add_row("run folder", str(folder))
     return table
+
+
+def _reward(evaluation: dict[str, Any]) -> str:
+    """A round whose episodes all failed has none."""
+    return "–" if evaluation["reward"] is None else f"{evaluation['reward']:.3f}"
 
 
 def _mean(values: list[float]) -> float:

@@ -11,9 +11,12 @@ from rillflow.observe.metrics import MetricsReader
 
 
 class TensorBoard:
+    """Writes nothing, not even its folder, before the first `update` that finds something."""
+
     def __init__(self, metrics: Path, folder: Path) -> None:
         self._reader = MetricsReader(metrics)
-        self._writer = SummaryWriter(str(folder), write_to_disk=True)
+        self._folder = folder
+        self._writer: SummaryWriter | None = None
 
     def update(self) -> None:
         """Write what is new; cheap when nothing is."""
@@ -25,10 +28,13 @@ class TensorBoard:
                     self._write("heldout/", {"reward": line["reward"]}, int(line["version"]))
 
     def close(self) -> None:
-        self.update()
-        self._writer.close()
+        if self._writer is not None:
+            self.update()
+            self._writer.close()
 
     def _write(self, prefix: str, values: dict[str, Any], step: int) -> None:
+        if self._writer is None:
+            self._writer = SummaryWriter(str(self._folder), write_to_disk=True)
         for name, value in values.items():
             if isinstance(value, int | float) and name not in ("step", "version", "time"):
                 self._writer.add_scalar(prefix + name, value, step)

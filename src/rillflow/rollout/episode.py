@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import math
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -20,6 +21,10 @@ from rillflow.config import Recipe, resolve_object
 from rillflow.contracts import Clock
 from rillflow.errors import ConfigError, RewardError, WorkflowError
 from rillflow.types import Prompt, Task
+
+log = logging.getLogger(__name__)
+
+GIVE_UP_SECONDS = 1.0  # for cancelled code of the user to clean up
 
 Workflow = Callable[[Any], Awaitable[Any]]
 Reward = Callable[[dict[str, Any], Any], Any]
@@ -89,9 +94,8 @@ async def play(workflow: Workflow, episode: RunningEpisode) -> Any:
     """The workflow's answer. Whatever it raises, or a deadline it passes, is an EpisodeFailed."""
     seconds = episode.seconds_left()
     try:
-        async with asyncio.timeout(seconds):
-            return await workflow(episode)
-    except TimeoutError as error:
+        return await _within(seconds, _shielded(workflow(episode)))
+    except _OutOfTime as error:
         raise EpisodeFailed("timeout", f"the workflow took longer than {seconds:.0f} s") from error
     except openai.APIStatusError as error:
         cause = "context_overflow" if error.code == "context_length_exceeded" else "workflow_error"
@@ -100,22 +104,63 @@ async def play(workflow: Workflow, episode: RunningEpisode) -> Any:
         raise EpisodeFailed("workflow_error", _short(error)) from error
 
 
+class _OutOfTime(Exception):
+    """Our deadline has passed; a TimeoutError may as well be the user's own."""
+
+
+async def _shielded(work: Awaitable[Any]) -> Any:
+    """The user's code may try to end the process, or raise the cancellation of something else: both are its errors."""
+    task = asyncio.current_task()
+    try:
+        return await work
+    except SystemExit as error:
+        raise WorkflowError(f"it called sys.exit({error.code!r})") from error
+    except asyncio.CancelledError as error:
+        if task is not None and task.cancelling():
+            raise
+        raise WorkflowError("it raised CancelledError, though nobody had cancelled it") from error
+
+
+async def _within(seconds: float, work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of `work`; raises _OutOfTime after `seconds`, even when the work swallows its cancellation.
+
+    Such work is left behind: its session is closed, its task ends when it wants to.
+    """
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+        if not task.done():
+            raise _OutOfTime
+    except BaseException:
+        await _give_up(task)
+        raise
+    return task.result()
+
+
+async def _give_up(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.wait({task}, timeout=GIVE_UP_SECONDS)
+    if not task.done():
+        log.warning("a workflow or reward goes on although it was cancelled: it catches CancelledError")
+    elif not task.cancelled():
+        task.exception()  # whatever it raised on its way out is not news
+
+
 async def score(reward: Reward | None, payload: dict[str, Any], answer: Any, seconds: float) -> float:
     """A finite reward, or EpisodeFailed("reward_error")."""
     try:
         value = answer if reward is None else await _call_reward(reward, payload, answer, seconds)
         return _finite(value, answer_is_reward=reward is None)
-    except TimeoutError as error:
+    except _OutOfTime as error:
         raise EpisodeFailed("reward_error", f"the reward took longer than {seconds:.0f} s") from error
     except Exception as error:
         raise EpisodeFailed("reward_error", _short(error)) from error
 
 
 async def _call_reward(reward: Reward, payload: dict[str, Any], answer: Any, seconds: float) -> Any:
-    async with asyncio.timeout(seconds):
-        if inspect.iscoroutinefunction(reward):
-            return await reward(payload, answer)
-        return await _in_thread(reward, payload, answer)
+    if inspect.iscoroutinefunction(reward):
+        return await _within(seconds, _shielded(reward(payload, answer)))
+    return await _within(seconds, _in_thread(reward, payload, answer))
 
 
 async def _in_thread(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -17,7 +17,7 @@ import openai
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.config import Recipe
 from rillflow.contracts import Clock, Engine, SystemClock
-from rillflow.errors import DeadlineExceeded, WireError
+from rillflow.errors import RillflowError
 from rillflow.gateway.record import Sample, SessionRecord
 from rillflow.gateway.server import Gateway
 from rillflow.rollout.episode import EpisodeFailed, Reward, RunningEpisode, Workflow, play, score
@@ -96,8 +96,11 @@ class Node:
         )
         try:
             reply = await self._dataflow.lease_tasks(wanted)
-        except DeadlineExceeded as error:
+        except RillflowError as error:
+            if error.status < 500:  # our own mistake (the token, the request): asking again would not mend it
+                raise
             log.warning("no tasks: %s", error)
+            await asyncio.sleep(LEASE_WAIT)
             return True
         if reply.phase == "ended":
             return False
@@ -124,7 +127,7 @@ class Node:
             )
             try:
                 reply = await self._dataflow.heartbeat(beat, HEARTBEAT_EVERY * 4)
-            except WireError as error:
+            except RillflowError as error:
                 log.warning("heartbeat not taken: %s", error)
             else:
                 for attempt in reply.lost:
@@ -150,7 +153,7 @@ class Node:
     async def _play(self, lease: TaskLease) -> None:
         try:
             await self._play_and_push(lease)
-        except WireError as error:
+        except RillflowError as error:
             # The lease runs out by itself and the task is played again, here or elsewhere.
             log.warning("task %s: its end could not be told: %s", lease.task.id, error)
         finally:

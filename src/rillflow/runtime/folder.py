@@ -11,21 +11,20 @@ tensorboard/     event files                    reward.png, summary.json at the 
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import platform
 import secrets
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version as installed
 from pathlib import Path
-from typing import Any, Literal
-
-import yaml
+from typing import IO, Any, Literal
 
 from rillflow.config import Recipe, write_resolved
-from rillflow.config.load import validate
+from rillflow.config.load import read_resolved
 from rillflow.errors import RunError
 from rillflow.storage import disk_errors, read_json, write_json
 
@@ -42,17 +41,18 @@ class RunFolder:
     def create(cls, recipe: Recipe, parent: Path, *, now: float | None = None) -> RunFolder:
         """A new folder with the resolved recipe, a fresh token and the versions of what it runs on."""
         now = time.time() if now is None else now
-        root = _unused(parent / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}")
-        with disk_errors(root):
+        wanted = parent / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}"
+        with disk_errors(wanted):
+            root = _make_unused(wanted).resolve()
             for name in ("logs", "endpoints"):
-                (root / name).mkdir(parents=True)
-        folder = cls(root.resolve())
-        write_resolved(recipe, folder.root / "recipe.yaml")
-        # The token opens every route of the run: only its owner may read it.
-        (folder.root / "run.json").touch(mode=0o600)
-        write_json(folder.root / "run.json", {"token": secrets.token_urlsafe(32), "started": now, **_versions()})
-        os.chmod(folder.root / "run.json", 0o600)
-        return folder
+                (root / name).mkdir()
+        write_resolved(recipe, root / "recipe.yaml")
+        # The token opens every route of the run: only its owner may read it, at no moment anybody else. Until it has
+        # its rights the folder is closed; then the folder gets those that new folders have here.
+        write_json(root / "run.json", {"token": secrets.token_urlsafe(32), "started": now, **_versions()})
+        os.chmod(root / "run.json", 0o600)
+        os.chmod(root, (root / "logs").stat().st_mode & 0o777)
+        return cls(root)
 
     @classmethod
     def open(cls, path: str | Path) -> RunFolder:
@@ -63,7 +63,7 @@ class RunFolder:
 
     @property
     def recipe(self) -> Recipe:
-        return validate(yaml.safe_load((self.root / "recipe.yaml").read_text()))
+        return read_resolved(self.root / "recipe.yaml")
 
     @property
     def token(self) -> str:
@@ -109,27 +109,47 @@ class RunFolder:
         url = self.endpoint(process)
         return int(url.rsplit(":", 1)[1]) if url else 0
 
-    # ------------------------------------------------------------ one supervisor at a time
+    def forget_endpoint(self, process: str) -> None:
+        (self.root / "endpoints" / f"{process}.json").unlink(missing_ok=True)
+
+    # ------------------------------------------------------------ one of each at a time
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Held by the supervisor; the operating system lets go of it when the supervisor dies."""
-        with open(self.root / ".lock", "w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise RunError(
-                    f"another process is running {self.root}", "wait for it to end, or stop it with Ctrl-C"
-                ) from None
+    def locked(self, process: str = "", wait: float = 0.0) -> Iterator[None]:
+        """Held by the supervisor, or by the process of that name; the operating system lets go of it when it dies.
+
+        `wait` seconds are left to a predecessor that is still on its way out.
+        """
+        path = self.root / (f".lock-{process}" if process else ".lock")
+        with disk_errors(path):
+            file = open(path, "w")  # noqa: SIM115
+        with file:
+            deadline = time.monotonic() + wait
+            while not _lock(file):
+                if time.monotonic() >= deadline:
+                    what = f"is {process} of" if process else "is running"
+                    raise RunError(f"another process {what} {self.root}", "wait for it to end, or stop it with Ctrl-C")
+                time.sleep(0.05)
             yield
 
 
-def _unused(path: Path) -> Path:
-    candidate, count = path, 1
-    while candidate.exists():
-        count += 1
-        candidate = path.with_name(f"{path.name}-{count}")
-    return candidate
+def _lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _make_unused(path: Path) -> Path:
+    """A new folder of this name, or of this name and a number: each caller gets its own."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for count in itertools.count(1):
+        candidate = path if count == 1 else path.with_name(f"{path.name}-{count}")
+        with suppress(FileExistsError):
+            candidate.mkdir(mode=0o700)
+            return candidate
+    raise AssertionError("not reached")
 
 
 def _versions() -> dict[str, Any]:

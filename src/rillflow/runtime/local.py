@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
+import socket
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.errors import DeadlineExceeded, RunError, WireError
 from rillflow.runtime.folder import RunFolder
+from rillflow.runtime.process import STOP_SIGNALS, ignored, was_asked_to_stop
 from rillflow.runtime.supervisor import ProcessSpec, Supervisor
 from rillflow.types import Status
 from rillflow.wire import Client
@@ -18,7 +20,10 @@ from rillflow.wire import Client
 log = logging.getLogger(__name__)
 
 POLL = 0.25
-_END_GRACE = 10.0
+# For the last checkpoint of a trainer and the last words of nodes.
+_END_GRACE = 60.0
+# For a predecessor that was killed a moment ago to let go of its port.
+_PORT_PATIENCE = 5.0
 
 
 def ended_well(status: Status) -> bool:
@@ -38,12 +43,11 @@ class LocalRun:
         self.supervisor = Supervisor(folder.root / "logs", runtime.restarts, runtime.threads)
         self._client: DataflowClient | None = None
         self._interrupted = asyncio.Event()
+        self._furthest = 0
 
     async def run(self) -> Status | None:
         """The last status; raises RunError when the run could not be kept alive. Leaves no process behind."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._interrupted.set)
+        self._listen_for_signals()
         with self._folder.locked():
             self._folder.set_state("running")
             try:
@@ -57,6 +61,14 @@ class LocalRun:
                     await self._client.close()
             self._note_end(status)
             return status
+
+    def _listen_for_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in STOP_SIGNALS:
+            if not ignored(number):
+                loop.add_signal_handler(number, self._interrupted.set)
+        if was_asked_to_stop():
+            self._interrupted.set()
 
     async def _unless_interrupted(self, work: Coroutine[Any, Any, Status]) -> Status | None:
         running = asyncio.ensure_future(work)
@@ -79,44 +91,60 @@ class LocalRun:
             self.supervisor.start(ProcessSpec(f"trainer-{policy}", arguments))
         status = await self._follow(self._client)
         # Trainers and nodes see the end themselves and finish what they write; the service stays for them.
-        await self._finish()
+        await self.supervisor.finish(_END_GRACE, keep="dataflow")
         return status
 
     async def _start_dataflow(self) -> DataflowClient:
-        before = self._folder.endpoint("dataflow")
+        await settle_port(self._folder)
         arguments = ("dataflow", str(self._folder.root), *(("--resume",) if self._resume else ()))
         process = self.supervisor.start(ProcessSpec("dataflow", arguments))
         deadline = asyncio.get_running_loop().time() + self._recipe.runtime.start_timeout
         while asyncio.get_running_loop().time() < deadline:
             self.supervisor.check()
             url = self._folder.endpoint("dataflow")
-            if url is not None and (before is None or process.pid is not None):
-                client = DataflowClient(Client(url, self._folder.token, peer="dataflow"))
-                try:
-                    await client.status(deadline=1.0)
-                    return client
-                except WireError:
-                    await client.close()
+            if url is not None and process.pid is not None and (client := await self._reached(url)):
+                return client
             await asyncio.sleep(0.05)
         raise RunError("the dataflow service did not start in time", f"see {process.log_path}")
 
+    async def _reached(self, url: str) -> DataflowClient | None:
+        """A client of the service at `url`, once it answers."""
+        client = DataflowClient(Client(url, self._folder.token, peer="dataflow"))
+        try:
+            await client.status(deadline=1.0)
+        except BaseException as error:
+            await client.close()
+            if isinstance(error, WireError):
+                return None
+            raise
+        return client
+
     async def _follow(self, client: DataflowClient) -> Status:
-        """Show each status until the run has ended; a service that is being restarted is waited for."""
+        """Show each status until the run has ended. A service that does not answer is waited for, then replaced."""
+        clock, patience = asyncio.get_running_loop().time, self._recipe.runtime.start_timeout
+        heard = clock()
         while True:
             self.supervisor.check()
             try:
                 status = await client.status(deadline=5.0)
             except DeadlineExceeded:
                 log.warning("waiting for the dataflow service to answer")
+                if clock() - heard > patience:
+                    log.error("the dataflow service has not answered for %.0f s: killed", patience)
+                    self.supervisor.kill("dataflow")
+                    heard = clock()
                 continue
+            heard = clock()
             self._on_status(status)
+            self._note_progress(status)
             if status.phase == "ended":
                 return status
             await asyncio.sleep(POLL)
 
-    async def _finish(self) -> None:
-        others = [p for p in self.supervisor.processes if p.spec.name != "dataflow"]
-        await asyncio.gather(*(process.wait(_END_GRACE) for process in others))
+    def _note_progress(self, status: Status) -> None:
+        if status.steps > self._furthest:
+            self._furthest = status.steps
+            self.supervisor.progressed()
 
     def _note_end(self, status: Status | None) -> None:
         if status is None:
@@ -125,3 +153,26 @@ class LocalRun:
             self._folder.set_state("finished", status.reason)
         else:
             self._folder.set_state("failed", status.reason)
+
+
+async def settle_port(folder: RunFolder, patience: float = _PORT_PATIENCE) -> None:
+    """See that the dataflow service can come back where it was, and if another program holds its port, elsewhere.
+
+    For the start of a run: later its peers look for it where it has been.
+    """
+    port, deadline = folder.last_port("dataflow"), time.monotonic() + patience
+    while port and not _is_free(folder.recipe.runtime.host, port):
+        if time.monotonic() >= deadline:
+            folder.forget_endpoint("dataflow")
+            return
+        await asyncio.sleep(0.1)
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+        return True

@@ -11,14 +11,54 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
+from rillflow.errors import RunError
+
+# The exit code of a process that would end the same way again: the supervisor does not start it another time.
+GIVE_UP = 3
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_held: list[int] = []
 _PR_SET_PDEATHSIG = 1
 _PARENT_ENV = "RILLFLOW_PARENT"
 _ORPHAN_POLL = 1.0
 
 log = logging.getLogger(__name__)
+
+
+class GiveUp(RunError):
+    """The run cannot go on, and starting this process again would not help."""
+
+
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """What asks to stop meanwhile is kept for who calls `was_asked_to_stop`: no moment of a start is without an answer.
+
+    Not by masks: a signal to the process goes to any thread that lets it in, and libraries have threads.
+    """
+    before = {number: signal.signal(number, _hold) for number in STOP_SIGNALS if not ignored(number)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        _held.clear()
+
+
+def ignored(number: signal.Signals) -> bool:
+    """Whether a signal is to be let pass: `nohup` lets a run outlive its terminal."""
+    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
+
+
+def was_asked_to_stop() -> bool:
+    return bool(_held)
+
+
+def _hold(number: int, frame: FrameType | None) -> None:
+    _held.append(number)
 
 
 def child_environment(threads: int) -> dict[str, str]:

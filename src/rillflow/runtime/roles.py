@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 
 from rillflow.errors import RunError
 from rillflow.runtime.folder import RunFolder
-from rillflow.runtime.process import LoopWatchdog, prepare, run_until_signal
+from rillflow.runtime.process import GiveUp, LoopWatchdog, prepare, run_until_signal
 
 log = logging.getLogger(__name__)
 
 _ENDPOINT_WAIT = 60.0
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+# A process whose supervisor was killed takes a few seconds to end; two at once would write to the same files.
+PREDECESSOR_WAIT = 15.0
 
 
 def dataflow_role(folder: RunFolder, *, resume: bool = False) -> None:
@@ -20,7 +24,7 @@ def dataflow_role(folder: RunFolder, *, resume: bool = False) -> None:
     from rillflow.dataflow.main import serve
 
     recipe = folder.recipe
-    port = folder.last_port("dataflow") or recipe.runtime.port
+    port = recipe.runtime.port or folder.last_port("dataflow")
 
     async def main() -> None:
         await serve(
@@ -34,13 +38,16 @@ def dataflow_role(folder: RunFolder, *, resume: bool = False) -> None:
         )
 
     prepare()
-    run_until_signal(main())
+    with folder.locked("dataflow", PREDECESSOR_WAIT):
+        run_until_signal(main())
 
 
 def rollout_role(folder: RunFolder, name: str) -> None:
     from rillflow.rollout.main import run_node
 
     recipe = folder.recipe
+    if not _NAME.fullmatch(name):
+        raise RunError(f"{name!r} is not a name of a node", "use letters, digits, dots, dashes and underscores")
     _use_threads(recipe.runtime.threads)
 
     async def main() -> None:
@@ -66,22 +73,28 @@ def rollout_role(folder: RunFolder, name: str) -> None:
 
 
 def trainer_role(folder: RunFolder, policy: str) -> None:
+    from rillflow.trainer.loop import NoBatch
     from rillflow.trainer.main import run_trainer
 
-    prepare()
     recipe = folder.recipe
     if policy not in recipe.policies:
         raise RunError(f"there is no policy {policy!r} in this run", f"one of: {', '.join(recipe.policies)}")
+    prepare()
     _use_threads(recipe.runtime.threads)
     url = asyncio.run(wait_for_endpoint(folder, "dataflow"))
-    run_trainer(
-        recipe,
-        policy,
-        folder.root,
-        dataflow_url=url,
-        token=folder.token,
-        on_ready=lambda own: folder.publish_endpoint(f"trainer-{policy}", own),
-    )
+    name = f"trainer-{policy}"
+    with folder.locked(name, PREDECESSOR_WAIT):
+        try:
+            run_trainer(
+                recipe,
+                policy,
+                folder.root,
+                dataflow_url=url,
+                token=folder.token,
+                on_ready=lambda own: folder.publish_endpoint(name, own),
+            )
+        except NoBatch as error:
+            raise GiveUp(error.message, error.hint) from error
 
 
 def _use_threads(threads: int) -> None:

@@ -1,7 +1,10 @@
 """Keeps the processes of a run alive. A process that dies is started again, a bounded number of times.
 
-Invariants: every process runs in a group of its own; `stop` leaves none behind and takes at most `grace` + 1
-seconds; a process that ended with code 0 has finished and is not started again.
+Deaths count in a row: those before a process has lived for `SETTLED` seconds while the run got on are forgotten. So a
+run of weeks survives a crash now and then, and one that gets nowhere, or a process that cannot stay up, ends it.
+
+Invariants: every process runs in a group of its own, which dies with it; `stop` leaves none behind and takes at most
+`grace` + 1 seconds; a process that ended with code 0 has finished and is not started again, nor is one that gave up.
 """
 
 from __future__ import annotations
@@ -11,18 +14,20 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from rillflow.errors import RunError
-from rillflow.runtime.process import child_environment
+from rillflow.runtime.process import GIVE_UP, child_environment
 
 log = logging.getLogger(__name__)
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 5.0
 _LOG_TAIL = 25
+SETTLED = 300.0
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,9 @@ class Supervised:
         self.spec = spec
         self.log_path = log_path
         self.starts = 0
+        self.keep_alive = True
+        self._deaths = 0
+        self._since = 0.0
         self._restarts = restarts
         self._threads = threads
         self._process: asyncio.subprocess.Process | None = None
@@ -50,20 +58,29 @@ class Supervised:
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
     async def run(self) -> None:
-        """Until it finishes by itself (code 0). RunError when it died once too often."""
-        pause = _FIRST_PAUSE
-        while (code := await self._run_once()) != 0:
-            if self.starts > self._restarts:
+        """Until it finishes by itself (code 0). RunError when it gave up, or died once too often."""
+        while self._wanted() and (code := await self._run_once()) != 0 and self._wanted():
+            self._deaths += 1
+            if code == GIVE_UP or self._deaths > self._restarts:
+                often = "" if code == GIVE_UP else f" for the {self._deaths}. time"
                 raise RunError(
-                    f"{self.spec.name} ended with code {code} for the {self.starts}. time\n{self._tail()}",
+                    f"{self.spec.name} ended with code {code}{often}\n{self._tail()}",
                     f"the whole log is {self.log_path}",
                 )
             log.warning("%s ended with code %s: starting it again", self.spec.name, code)
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            await asyncio.sleep(min(_FIRST_PAUSE * 2 ** (self._deaths - 1), _LONGEST_PAUSE))
+
+    def _wanted(self) -> bool:
+        return self.keep_alive
+
+    def settle(self) -> None:
+        """The run gets on: the deaths before this life are forgotten, if it has lasted for a while."""
+        if self.pid is not None and time.monotonic() - self._since >= SETTLED:
+            self._deaths = 0
 
     async def _run_once(self) -> int:
         self.starts += 1
+        self._since = time.monotonic()
         with open(self.log_path, "ab") as output:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -76,7 +93,9 @@ class Supervised:
                 env=child_environment(self._threads),
                 start_new_session=True,
             )
-        return await self._process.wait()
+        code = await self._process.wait()
+        self.signal(signal.SIGKILL)  # what it had started and not ended
+        return code
 
     def signal(self, number: signal.Signals) -> None:
         """To the whole group, so that what the process started goes with it."""
@@ -128,17 +147,38 @@ class Supervisor:
             await asyncio.wait(self._running.values(), timeout=seconds)
         return all(task.done() for task in self._running.values())
 
+    def progressed(self) -> None:
+        """Tell that the run has got further than ever before."""
+        for process in self._running:
+            process.settle()
+
+    def kill(self, name: str) -> None:
+        """End a process that hangs; it is started again like any that died."""
+        for process in self._running:
+            if process.spec.name == name and process.pid is not None:
+                process.signal(signal.SIGKILL)
+
+    async def finish(self, seconds: float, keep: str) -> None:
+        """Let all but `keep` end by themselves, within so many seconds; none of them is started again."""
+        others = {process: task for process, task in self._running.items() if process.spec.name != keep}
+        for process in others:
+            process.keep_alive = False
+        if others:
+            await asyncio.wait(others.values(), timeout=seconds)
+
     async def stop(self) -> None:
         for task in self._running.values():
             task.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
-        for process in self._running:
+        # Those that have ended are left out: their ids may belong to others by now.
+        alive = [process for process in self._running if process.pid is not None]
+        for process in alive:
             process.signal(signal.SIGTERM)
-        ended = await asyncio.gather(*(process.wait(self._grace) for process in self._running))
-        for process, gone in zip(self._running, ended, strict=True):
+        ended = await asyncio.gather(*(process.wait(self._grace) for process in alive))
+        for process, gone in zip(alive, ended, strict=True):
             if not gone:
                 log.warning("%s did not stop within %.0f s: killed", process.spec.name, self._grace)
             # Also where the leader has gone: members of its group may still be there.
             process.signal(signal.SIGKILL)
-        await asyncio.gather(*(process.wait(1.0) for process in self._running))
+        await asyncio.gather(*(process.wait(1.0) for process in alive))
         self._running.clear()

@@ -27,6 +27,7 @@ from rillflow.storage.files import disk_errors, fsync_folder
 MAGIC = 0x52494C4C  # "RILL"
 _PREFIX = struct.Struct("<IIIIQ")
 _CHECKED_FROM = 8
+_MOST_MAPPED = 32
 _Index = dict[str, tuple[int, int]]
 _decode_index = msgspec.msgpack.Decoder(_Index).decode
 
@@ -83,12 +84,19 @@ class SegmentWriter:
         # A new file for every writer: what an earlier one left, torn or damaged, is never touched again.
         self._number = numbers[-1] + 1 if numbers else 0
         self._at = 0
-        self._file = self._open()
+        self._file: BufferedWriter | None = self._open()
 
     def _open(self) -> BufferedWriter:
+        """The next file that nobody has: a writer that lives on beside this one may have taken the number."""
         with disk_errors(self._folder):
-            file = open(segment_path(self._folder, self._number), "ab")  # noqa: SIM115
-            fsync_folder(self._folder)
+            while segment_path(self._folder, self._number).exists():
+                self._number += 1
+            file = open(segment_path(self._folder, self._number), "xb")  # noqa: SIM115
+            try:
+                fsync_folder(self._folder)
+            except OSError:
+                file.close()
+                raise
             return file
 
     def append(self, columns: Mapping[str, bytes]) -> tuple[int, int, int]:
@@ -96,41 +104,47 @@ class SegmentWriter:
         record = encode_record(columns)
         if self._at and self._at + len(record) > self._limit:
             self._roll()
+        if self._file is None:
+            self._file = self._open()
         try:
             with disk_errors(self._folder):
                 self._file.write(record)
                 self._file.flush()
         except StorageError:
-            self._abandon()
+            self._abandon(self._file)
             raise
         offset, self._at = self._at, self._at + len(record)
         return self._number, offset, len(record)
 
     def sync(self) -> None:
-        with disk_errors(self._folder):
-            os.fsync(self._file.fileno())
+        if self._file is not None:
+            with disk_errors(self._folder):
+                os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
-    def _abandon(self) -> None:
-        """After a failed write the file may end in half a record: leave it behind and start the next one."""
+    # The next file is opened by the next append: a disk that refuses it now may take it then.
+
+    def _abandon(self, file: BufferedWriter) -> None:
+        """After a failed write the file may end in half a record: leave it behind, with all that was not synced."""
         # Closing the raw file drops what the buffer still holds; a plain close would try to write it again.
-        self._file.raw.close()
-        self._number += 1
-        self._at = 0
-        self._file = self._open()
+        file.raw.close()
+        self._file, self._at = None, 0
 
     def _roll(self) -> None:
         self.sync()
-        self._file.close()
-        self._number += 1
-        self._at = 0
-        self._file = self._open()
+        self.close()
+        self._file, self._at = None, 0
 
 
 class SegmentReader:
-    """Maps segment files and hands out views into them; remaps when a file has grown."""
+    """Maps segment files and hands out views into them; remaps when a file has grown.
+
+    Only the files used last stay mapped: a run has more segments than a process may open files. A view keeps its own
+    file mapped for as long as it is referred to.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -143,12 +157,14 @@ class SegmentReader:
         return decode_record(memoryview(mapped)[offset : offset + length], columns)
 
     def _map(self, segment: int, needed: int) -> mmap.mmap:
-        mapped = self._maps.get(segment)
+        mapped = self._maps.pop(segment, None)
         if mapped is None or len(mapped) < needed:
             try:
                 with open(segment_path(self._folder, segment), "rb") as file:
                     mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             except (FileNotFoundError, ValueError) as error:
                 raise CorruptData(f"segment {segment} of {self._folder} is missing or empty") from error
-            self._maps[segment] = mapped
+        self._maps[segment] = mapped  # the last one: the first is the one that was used longest ago
+        for oldest in list(self._maps)[:-_MOST_MAPPED]:
+            self._maps.pop(oldest, None)
         return mapped

@@ -46,6 +46,10 @@ class StepReport:
     metrics: dict[str, float]
 
 
+class NoBatch(DeadlineExceeded):
+    """There was nothing to train on for `batch_wait` seconds: a trainer started anew would wait as long again."""
+
+
 class TrainerLoop:
     """Runs until the dataflow service has no more batches, or `stop` says so."""
 
@@ -95,9 +99,12 @@ class TrainerLoop:
     def _begin(self) -> None:
         """Restore, take over the line and learn which version number comes next."""
         self._version = self._saved = self._restore()
+        weights = self._learner.weights(self._dtype)
         if self._store.highest() < self._version:
             # A store without this version's number: a new run, or one whose weights were removed.
-            self._store.publish(self._learner.weights(self._dtype), self._version, parent=None)
+            self._store.publish(weights, self._version, parent=None)
+        else:
+            self._store.mend(weights, self._version)
         joined = self._stream.join(self._version, self._store.highest())
         if joined.version != self._version:
             raise RunError(
@@ -121,7 +128,7 @@ class TrainerLoop:
     # ------------------------------------------------------------ one step
 
     def _lease(self) -> Batch | None:
-        """The next batch; None when there will be none. DeadlineExceeded says what it has waited for."""
+        """The next batch; None when there will be none. NoBatch says what it has waited for."""
         attempt = uuid.uuid4().hex
         deadline = time.monotonic() + self._config.batch_wait
         while not self._stop():
@@ -133,7 +140,7 @@ class TrainerLoop:
                 log.info("the run is %s", reply.phase)
                 return None
             if left <= 0:
-                raise DeadlineExceeded(
+                raise NoBatch(
                     f"no batch within {self._config.batch_wait:.0f} s, waiting for {reply.waiting_for or 'samples'}",
                     "look at the rollout nodes' logs; trainer.batch_wait sets how long a trainer waits",
                 )

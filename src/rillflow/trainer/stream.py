@@ -102,6 +102,16 @@ class RemoteStream:
             step_seconds=step,
             wait_seconds=wait,
         )
-        ack = self._thread.run(self._dataflow.commit(news), CALL_DEADLINE)
+        try:
+            ack = self._thread.run(self._dataflow.commit(news), CALL_DEADLINE)
+        except LeaseLost as error:
+            raise LeaseLost(error.message, _lost(batch, step)) from error
         if not ack.accepted:
-            raise LeaseLost(f"batch {batch.id} was not committed: {ack.reason}", "the trainer restarts by itself")
+            raise LeaseLost(f"batch {batch.id} was not committed: {ack.reason}", _lost(batch, step))
+
+
+def _lost(batch: Batch, step: float) -> str:
+    """What to do about a lost lease; one that was too short would be lost again and again."""
+    if step < batch.seconds:
+        return "the trainer restarts by itself"
+    return f"the step took {step:.0f} s, the lease {batch.seconds:.0f} s: raise dataflow.batch_lease"

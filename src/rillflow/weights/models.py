@@ -44,9 +44,27 @@ def load_policy_model(name: str, dtype: Dtype, device: torch.device) -> PreTrain
     """The causal language model, without dropout, ready for training or serving."""
     from transformers import AutoModelForCausalLM
 
-    model = _load(AutoModelForCausalLM, name, dtype=DTYPES[dtype], attn_implementation="sdpa", use_safetensors=True)
+    model, found = _load(
+        AutoModelForCausalLM,
+        name,
+        dtype=DTYPES[dtype],
+        attn_implementation="sdpa",
+        use_safetensors=True,
+        output_loading_info=True,
+    )
+    _refuse_invented(name, found)
     loaded: PreTrainedModel = model.to(device).eval()
     return loaded
+
+
+def _refuse_invented(name: str, found: dict[str, Any]) -> None:
+    """Weights that a file does not hold would be drawn at random, other ones in every process."""
+    missing = sorted(str(key) for key in (*found.get("missing_keys", ()), *found.get("mismatched_keys", ())))
+    if missing:
+        raise ConfigError(
+            f"the files of {name} lack {len(missing)} weights that its config.json asks for, such as {missing[0]}",
+            "download the model again: files and config.json must be of the same causal language model",
+        )
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
@@ -60,11 +78,11 @@ def _load(kind: Any, name: str, **options: Any) -> Any:
     folder = model_folder(name)
     try:
         return kind.from_pretrained(str(folder), trust_remote_code=False, **options)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a damaged file makes the libraries raise anything
         raise ConfigError(
-            f"cannot load {name}: {error}",
+            f"cannot load {name}: {type(error).__name__}: {error}",
             "the folder must hold config.json, *.safetensors and the tokenizer's files; hub names are fetched only "
-            "where the hub can be reached",
+            "with HF_HUB_OFFLINE=0 in the environment, where the hub can be reached",
         ) from error
 
 

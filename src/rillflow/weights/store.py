@@ -4,12 +4,13 @@
     head.json                                       {"head": 12, "orphaned": [9, 10]}
 
 Invariants: a version number is used once, also after pruning; `head.json` moves only after the version it names is
-in place; what `pull` returns matches the manifest. There is one writer (the policy's trainer) and any number of
-readers, which need nothing but the files.
+in place; what `pull` returns matches the manifest; a version is written again only by `mend`, when it is damaged.
+There is one writer (the policy's trainer) and any number of readers, which need nothing but the files.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import time
@@ -27,6 +28,8 @@ from rillflow.weights.codec import TensorFacts, decode, encode, tensor_facts, un
 
 if TYPE_CHECKING:
     from rillflow.contracts import Tensors
+
+log = logging.getLogger(__name__)
 
 _VERSION = re.compile(r"v(\d{8,})")
 
@@ -73,7 +76,9 @@ class FolderStore:
             try:
                 self._line = msgspec.convert(read_json(path), Line)
             except msgspec.ValidationError as error:
-                raise CorruptData(f"{path} does not name a head: {error}", "restart the trainer") from error
+                raise CorruptData(
+                    f"{path} does not name a head: {error}", "remove it: a trainer that starts writes it anew"
+                ) from error
             self._seen = seen
         return self._line
 
@@ -120,6 +125,27 @@ class FolderStore:
     def publish(self, tensors: Tensors, version: int, parent: int | None) -> None:
         """Write a version and make it the head. `parent` is the head it was trained from; None for a root."""
         self._check_new(version, parent)
+        self._write(tensors, version, parent)
+        self._move(version, self.line().orphaned)
+
+    def mend(self, tensors: Tensors, version: int) -> bool:
+        """Write `version` again if it is missing, damaged or of other tensors than these; whether it was.
+
+        For a trainer that begins again at `version`: what nodes are to pull must be there.
+        """
+        try:
+            if {name: tensor_facts(tensor) for name, tensor in self.pull(version).items()} == {
+                name: tensor_facts(tensor) for name, tensor in tensors.items()
+            }:
+                return False
+        except (CorruptData, WeightsError) as error:
+            log.warning("version %d is written again: %s", version, error)
+        if self._path(version).exists():
+            sealed.remove(self._path(version))
+        self._write(tensors, version, parent=None)
+        return True
+
+    def _write(self, tensors: Tensors, version: int, parent: int | None) -> None:
         kept, aliases = unique(tensors)
         facts = {
             "version": version,
@@ -132,7 +158,6 @@ class FolderStore:
             sealed.seal(self._path(version), encode(kept), facts)
         except sealed.AlreadySealed as error:
             raise WeightsError(f"version {version} exists already", "version numbers are never used twice") from error
-        self._move(version, self.line().orphaned)
 
     def rewind(self, version: int) -> list[int]:
         """Make `version` the head again; versions after it are orphaned (returned: those that were not before)."""

@@ -81,9 +81,14 @@ class Client:
             raise DeadlineExceeded(
                 f"{self.peer} did not answer {path} in time", f"look at the log of {self.peer}"
             ) from error
-        if response.status == 200:
+        if response.status != 200:
+            raise self._error(path, response.status, body)
+        try:
             return msgspec.msgpack.decode(body, type=reply)
-        raise self._error(path, response.status, body)
+        except msgspec.MsgspecError as error:
+            raise WireError(
+                f"{self.peer} answered {path} with something else than a {reply.__name__}: {error}"
+            ) from error
 
     def _error(self, path: str, status: int, body: bytes) -> Exception:
         try:

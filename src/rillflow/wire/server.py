@@ -1,4 +1,4 @@
-"""The server base. Closed by default: loopback, a bearer token on every route, a bound on every body.
+"""The server base. Closed by default: loopback, a bearer token on every route, a bound on every head and body.
 
 A service adds routes with `post(path, handler, Body)`: the body is decoded and validated into `Body` before the
 handler sees it, and whatever the handler returns is encoded. A RillflowError becomes its status and an ErrorBody;
@@ -19,18 +19,20 @@ import msgspec
 import uvicorn
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rillflow.errors import BadRequest, RillflowError, RunError, Unauthorized, to_body
+from rillflow.wire.protocol import BoundedHttp
 
 Body = TypeVar("Body")
 log = logging.getLogger(__name__)
 
 MSGPACK = "application/msgpack"
 DEFAULT_BODY_LIMIT = 64 << 20
+BODY_SECONDS = 60.0
 
 
 def error_response(error: RillflowError) -> Response:
@@ -61,14 +63,20 @@ def _presented_token(scope: Scope) -> str:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body, or BadRequest as soon as it passes the limit."""
+    """The whole body, or BadRequest as soon as it passes the limit, stops coming or loses its sender."""
     parts: list[bytes] = []
     size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise BadRequest(f"body is larger than {limit} bytes", "send less at once")
-        parts.append(part)
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                size += len(part)
+                if size > limit:
+                    raise BadRequest(f"body is larger than {limit} bytes", "send less at once")
+                parts.append(part)
+    except TimeoutError as error:
+        raise BadRequest(f"the body took longer than {BODY_SECONDS:.0f} s", "send it faster, or less") from error
+    except ClientDisconnect as error:
+        raise BadRequest("the client has gone before its body was whole") from error
     return b"".join(parts)
 
 
@@ -161,7 +169,12 @@ class Service:
         """Bind and serve; returns the base URL. A port in use is a RunError that says which."""
         listener = _bind(self.name, host, port)
         config = uvicorn.Config(
-            self.app(), log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1
+            self.app(),
+            http=BoundedHttp,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=1,
         )
         self._server = uvicorn.Server(config)
         # Signals belong to the process's owner, not to uvicorn.

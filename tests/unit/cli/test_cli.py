@@ -9,6 +9,9 @@ from typer.testing import CliRunner
 
 import rillflow
 from rillflow.cli.main import app
+from rillflow.config import load_recipe, write_resolved
+from rillflow.runtime.folder import RunFolder
+from rillflow.runtime.process import GIVE_UP
 
 runner = CliRunner()
 COMMANDS = ["run", "resume", "audit", "recipes", "version", "dataflow", "rollout", "trainer"]
@@ -84,3 +87,66 @@ def test_a_folder_that_is_no_run(command: str, tmp_path: Path) -> None:
     result = runner.invoke(app, [command, str(tmp_path)])
     assert result.exit_code == 2
     assert "is not a run folder" in result.output
+
+
+def run_folder_of(tmp_path: Path) -> RunFolder:
+    return RunFolder.create(load_recipe(recipe(tmp_path)), tmp_path / "runs")
+
+
+def test_resume_looks_before_it_starts_anything(tmp_path: Path) -> None:
+    folder = run_folder_of(tmp_path)
+    (tmp_path / "play.py").unlink()
+    result = runner.invoke(app, ["resume", str(folder.root)])
+    assert result.exit_code == 2
+    assert "there is no file" in " ".join(result.output.split())
+    assert folder.state()["state"] == "new"
+
+
+def test_a_finished_run_goes_on_when_it_is_given_more_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Path] = []
+    monkeypatch.setattr("rillflow.cli.run.run_folder", lambda folder, resume: started.append(folder.root) or 0)
+    folder = run_folder_of(tmp_path)
+    folder.set_state("finished", "done")
+    folder.metrics.write_text('{"seq": 1, "step": 1, "version": 1}\n')
+    write_resolved(load_recipe(recipe(tmp_path), ["trainer.steps=1"]), folder.root / "recipe.yaml")
+    result = runner.invoke(app, ["resume", str(folder.root)])
+    assert result.exit_code == 0
+    assert "nothing to resume" in result.output
+    assert "trainer.steps" in result.output
+    assert not started
+    write_resolved(load_recipe(recipe(tmp_path), ["trainer.steps=2"]), folder.root / "recipe.yaml")
+    assert runner.invoke(app, ["resume", str(folder.root)]).exit_code == 0
+    assert started == [folder.root]
+
+
+@pytest.mark.parametrize("command", ["dataflow", "rollout", "trainer"])
+def test_a_role_that_can_never_work_says_so_to_its_supervisor(command: str, tmp_path: Path) -> None:
+    folder = run_folder_of(tmp_path)
+    (folder.root / "recipe.yaml").write_text("nonsense: 1\n")
+    result = runner.invoke(app, [command, str(folder.root)])
+    assert result.exit_code == GIVE_UP, result.output
+    assert "unknown key" in result.output
+
+
+def test_a_trainer_needs_no_policy_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[str] = []
+    monkeypatch.setattr("rillflow.runtime.roles.trainer_role", lambda folder, policy: trained.append(policy))
+    assert runner.invoke(app, ["trainer", str(run_folder_of(tmp_path).root)]).exit_code == 0
+    assert trained == ["agent"]
+
+
+def test_names_that_are_none_are_refused(tmp_path: Path) -> None:
+    folder = str(run_folder_of(tmp_path).root)
+    assert "one of: agent" in runner.invoke(app, ["trainer", folder, "--policy", "nobody"]).output
+    result = runner.invoke(app, ["rollout", folder, "--name", "../x"])
+    assert result.exit_code == 2
+    assert "is not a name" in result.output
+
+
+def test_a_second_supervisor_leaves_no_trace(tmp_path: Path) -> None:
+    folder = run_folder_of(tmp_path)
+    with folder.locked():
+        result = runner.invoke(app, ["resume", str(folder.root)])
+    assert result.exit_code == 2
+    assert "another process is running" in result.output
+    assert not (folder.root / "tensorboard").exists()

@@ -76,6 +76,17 @@ async def test_columns_that_a_row_lacks_are_left_out(unit_at):
     assert second["transcript"].tobytes() == b"[]"
 
 
+async def test_long_rows_are_read_in_calls_that_the_unit_allows(unit_at, monkeypatch):
+    unit, client, _ = unit_at
+    rows = unit.put([row(n) for n in (1, 900, 900, 900, 1, 2)])
+    limit = 2 * rows[1].length + 1
+    monkeypatch.setattr("rillflow.dataflow.units.GET_LIMIT", limit)
+    monkeypatch.setattr("rillflow.clients.payloads.GET_LIMIT", limit, raising=False)
+    found = await PayloadReader(client, allow_map=False).read(rows, ["tokens"])
+    assert [len(one["tokens"]) for one in found] == [1, 900, 900, 900, 1, 2]
+    assert await PayloadReader(client, allow_map=False).read([], ["tokens"]) == []
+
+
 @pytest.mark.parametrize("other", ["missing", "another"])
 async def test_a_folder_that_is_not_the_unit_is_not_mapped(unit_at, tmp_path, other):
     unit, client, told = unit_at

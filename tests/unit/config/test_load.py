@@ -156,3 +156,81 @@ def test_a_file_that_raises_is_named(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("1 / 0\n")
     with pytest.raises(ConfigError, match="ZeroDivisionError"):
         resolve_object(f"{tmp_path / 'broken.py'}:x")
+
+
+# ---------------------------------------------------------------- what people get wrong
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("trainer: 5", "trainer must be a section"),
+        ("trainer: {lr: .inf}", "finite number"),
+        ("rollout: {episode_timeout: .inf}", "finite number"),
+        ("trainer: {betas: [0.9, 1.5]}", "less than 1"),
+        ("seed: 99999999999999999999", "less than"),
+    ],
+)
+def test_values_that_no_run_could_use_are_refused(recipe_file: Path, line: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_recipe(with_lines(recipe_file, line))
+
+
+def test_a_policy_trainer_that_is_no_section_is_named(recipe_file: Path) -> None:
+    recipe_file.write_text(MINIMAL.replace("{model: tiny}", "{model: tiny, trainer: 3}") + "trainer: {lr: 0.1}\n")
+    with pytest.raises(ConfigError, match=r"policies\.agent\.trainer"):
+        load_recipe(str(recipe_file))
+
+
+@pytest.mark.parametrize("name", ["../outside", "a/b", "", "-x"])
+def test_policy_names_are_names_of_folders(recipe_file: Path, name: str) -> None:
+    recipe_file.write_text(MINIMAL.replace("agent:", f"{name!r}:"))
+    with pytest.raises(ConfigError, match="policies"):
+        load_recipe(str(recipe_file))
+
+
+def test_a_file_that_is_no_text_is_named(recipe_file: Path) -> None:
+    recipe_file.write_bytes(MINIMAL.encode() + b"description: \xff\xfe\n")
+    with pytest.raises(ConfigError, match=r"mine\.yaml"):
+        load_recipe(str(recipe_file))
+
+
+def test_an_override_reaches_into_an_empty_section(recipe_file: Path) -> None:
+    assert load_recipe(with_lines(recipe_file, "trainer:"), ["trainer.lr=0.5"]).policies["agent"].trainer.lr == 0.5
+
+
+def test_files_in_overrides_are_relative_to_where_the_user_is(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "mine.py").write_text("async def play(episode): ...\n")
+    monkeypatch.chdir(here)
+    recipe = load_recipe(str(recipe_file), ["data.prompts.path=rows.jsonl", "workflow=mine.py:play"])
+    assert recipe.data.prompts.path == str(here / "rows.jsonl")
+    assert recipe.workflow == f"{here / 'mine.py'}:play"
+    sections = load_recipe(str(recipe_file), ["data={prompts: {path: rows.jsonl}}"])
+    assert sections.data.prompts.path == str(here / "rows.jsonl")
+
+
+def test_a_folder_beside_the_recipe_is_not_taken_for_a_module_or_for_the_shipped_policy(
+    recipe_file: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "agents").mkdir()
+    (tmp_path / "tiny").mkdir()
+    recipe_file.write_text(MINIMAL.replace("play.py:play", "agents:play"))
+    recipe = load_recipe(str(recipe_file))
+    assert recipe.workflow == "agents:play"
+    assert recipe.policies["agent"].model == "tiny"
+
+
+def test_arguments_of_a_generator_are_handed_over_as_they_are(recipe_file: Path) -> None:
+    prompts = "{generator: 'play.py:prompts', arguments: {path: 's3://bucket/rows'}}"
+    recipe_file.write_text(MINIMAL.replace("{path: prompts.jsonl}", prompts))
+    assert load_recipe(str(recipe_file)).data.prompts.arguments == {"path": "s3://bucket/rows"}
+
+
+def test_home_is_understood(recipe_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    recipe_file.write_text(MINIMAL.replace("prompts.jsonl", "~/rows.jsonl"))
+    assert load_recipe(str(recipe_file)).data.prompts.path == str(tmp_path / "home" / "rows.jsonl")

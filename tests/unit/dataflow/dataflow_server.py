@@ -11,7 +11,7 @@ import numpy as np
 from dataflow_world import POLICY, RULES, prompts
 
 from rillflow.clients.dataflow import DataflowClient
-from rillflow.contracts import PromptSource
+from rillflow.contracts import Clock, PromptSource
 from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.hooks.filters.zero_variance import ZeroVariance
 from rillflow.dataflow.journal import Journal
@@ -110,12 +110,18 @@ def columns(tokens: int, version: int) -> dict[str, bytes]:
 
 @asynccontextmanager
 async def served(
-    folder: Path, *, heldout: PromptSource | None = None, body_limit: int = 64 << 20, **rules: object
+    folder: Path,
+    *,
+    heldout: PromptSource | None = None,
+    body_limit: int = 64 << 20,
+    clock: Clock | None = None,
+    **rules: object,
 ) -> AsyncIterator[Served]:
     hooks = Hooks(filters=[("zero_variance", ZeroVariance())])
-    ledger = Ledger(folder / "ledger.sqlite", replace(RULES, **rules), prompts(50), heldout, hooks=hooks)
+    ledger = Ledger(folder / "ledger.sqlite", replace(RULES, **rules), prompts(50), heldout, hooks=hooks, clock=clock)
     unit = FileUnit(folder / "units" / "0")
-    service = DataflowService(ledger, unit, Journal(folder / "metrics.jsonl"), TOKEN, body_limit=body_limit)
+    journal = Journal(folder / "metrics.jsonl")
+    service = DataflowService(ledger, unit, journal, TOKEN, body_limit=body_limit, clock=clock)
     found = Served(await service.start(), folder, ledger, unit)
     try:
         yield found

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 
 import pytest
-from dataflow_world import RULES, prompts, sample
+from dataflow_world import POLICY, RULES, prompts, sample
 
 from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.hooks.samplers.earliest_deadline import EarliestDeadline
 from rillflow.dataflow.hooks.samplers.fifo import Fifo
 from rillflow.errors import BadRequest, DiskFull, LeaseLost, RunError, StorageError
+from rillflow.types import JoinTrainer
 
 # ---------------------------------------------------------------- batches
 
@@ -248,6 +249,20 @@ def test_joining_again_under_the_same_incarnation_repeats_the_answer(make_world)
     world.incarnations -= 1
     assert world.join(0) == first
     assert world.ledger.lineage.head == 2
+
+
+def test_a_late_copy_of_a_former_trainers_join_takes_nothing_back(make_world):
+    world = make_world()
+    former = JoinTrainer(policy=POLICY, incarnation=world.incarnation, checkpoint=0)
+    world.join()
+    world.step()
+    world.ledger.commit()
+    world.crash()
+    with pytest.raises(LeaseLost, match="another trainer"):
+        world.ledger.join_trainer(former)
+    assert world.ledger.lineage.head == 1
+    world.step()
+    assert world.check()["rolled_back"] == 0
 
 
 def test_rollback_returns_live_batches_and_replays_those_of_dead_versions(make_world):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from dataflow_world import RULES, prompts, sample
 
@@ -239,6 +240,42 @@ def test_a_filter_that_raises_ends_its_group_as_failed(make_world):
     for lease in world.lease(2):
         world.done(lease)
     assert world.group("t000000") == ("failed", "filter broken raised KeyError")
+
+
+def test_rewards_too_large_to_train_on_are_failures_and_block_no_batch(make_world):
+    world = make_world(attempts=1)
+    huge, other, *rest = world.lease()
+    assert world.done(huge, 1.7e308).reason == world.done(other, -1.7e308).reason == "bad_reward"
+    assert world.group("t000000") == ("failed", "bad_reward")
+    for lease in rest:
+        world.done(lease)
+    batch = world.step()
+    for entry in batch.samples:
+        assert math.isfinite(entry.group_mean)
+        assert math.isfinite(entry.group_std)
+
+
+@pytest.mark.parametrize(
+    ("answer", "end"),
+    [
+        (np.bool_(True), ("ready", "")),
+        (np.bool_(False), ("filtered", "mine")),
+        (1, ("ready", "")),
+        (None, ("filtered", "mine")),
+        ("", ("filtered", "mine")),
+        ("too long", ("filtered", "too long")),
+        ("x" * 5000, ("filtered", "x" * 200)),
+    ],
+)
+def test_a_filter_may_answer_with_whatever_is_true_or_false(make_world, answer, end):
+    class Mine:
+        def keep(self, group):
+            return answer
+
+    world = make_world(hooks=Hooks(filters=[("mine", Mine())]))
+    for lease in world.lease(2):
+        assert world.done(lease).accepted
+    assert world.group("t000000") == end
 
 
 def test_curators_skip_observe_and_keep_their_state(make_world):

@@ -46,6 +46,7 @@ def test_round_trip_and_reopening(unit, tmp_path):
         ({"token": b""}, "unknown columns"),
         ({"tokens": b"12345"}, "5 bytes"),
         ({"mask": b"\x01"}, "differ in length"),
+        ({"temperatures": b"\0\0\0\0"}, "differ in length"),
     ],
 )
 def test_bad_columns_are_refused_before_anything_is_written(unit, tmp_path, change, message):

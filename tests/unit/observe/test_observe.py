@@ -82,7 +82,11 @@ def test_sparkline() -> None:
 def test_tensorboard_files(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     board = TensorBoard(path, tmp_path / "tb")
-    write(path, [step(1, 0.1), {"event": "evaluation", "version": 1, "reward": 0.4}])
+    board.update()
+    assert not (tmp_path / "tb").exists()
+    write(path, [step(1, 0.1)])
+    board.update()
+    write(path, [{"event": "evaluation", "version": 1, "reward": 0.4}])
     board.close()
     (events,) = (tmp_path / "tb").iterdir()
     content = events.read_bytes()
@@ -107,3 +111,29 @@ def test_live_progress_shows_everything() -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     for word in ("reward", "samples/s", "staleness", "wait", "held-out reward at version 0"):
         assert word in text
+
+
+def test_a_rollback_takes_back_what_was_measured_of_dead_versions(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    rounds = [{"event": "evaluation", "version": v, "reward": v / 10} for v in (0, 2)]
+    write(path, [rounds[0], step(1, 0.1), step(2, 0.2), rounds[1], {"event": "rollback", "version": 1}])
+    assert [e["version"] for e in read_metrics(path).evaluations] == [0]
+
+
+def test_an_evaluation_whose_episodes_all_failed_is_shown_as_such(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, [{"event": "evaluation", "version": 0, "reward": None}, step(1, 0.1)])
+    write(path, [{"event": "evaluation", "version": 1, "reward": 0.5}])
+    metrics = read_metrics(path)
+    plot_reward(metrics, tmp_path / "reward.png", "test")
+    console = Console(file=io.StringIO(), width=120)
+    console.print(summary_table(summarise(metrics, status(reason="done"), 1.0), tmp_path, None))
+    assert "– before, 0.500 after" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_rate_of_a_resumed_run_is_that_of_the_part_it_measured(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, [step(1, 0.1) | {"time": 50.0}, step(2, 0.2) | {"time": 110.0}])
+    summary = summarise(read_metrics(path), status(), 32.0, since=100.0)
+    assert summary["samples_trained"] == 128
+    assert summary["samples_per_second"] == 2.0

@@ -103,3 +103,59 @@ async def test_without_a_reward_function_the_workflow_returns_it() -> None:
     assert await score(None, {}, 0.25, 1.0) == 0.25
     with pytest.raises(EpisodeFailed, match="must return the reward"):
         await score(None, {}, "text", 1.0)
+
+
+async def leaves(_: Any) -> None:
+    raise SystemExit(0)
+
+
+async def cancels_itself(_: Any) -> None:
+    raise asyncio.CancelledError
+
+
+async def has_a_tool_that_times_out(_: Any) -> None:
+    raise TimeoutError("the tool took too long")
+
+
+@pytest.mark.parametrize("workflow", [leaves, cancels_itself, has_a_tool_that_times_out])
+async def test_what_a_workflow_does_to_itself_is_its_error(workflow: Any) -> None:
+    with pytest.raises(EpisodeFailed) as caught:
+        await play(workflow, episode())
+    assert caught.value.cause == "workflow_error"
+
+
+async def test_a_rewards_own_timeout_and_exit_are_its_errors() -> None:
+    with pytest.raises(EpisodeFailed, match="the tool took too long"):
+        await score(lambda payload, answer: has_a_tool_that_times_out(0).send(None), {}, "a", 1.0)
+
+    async def exits_later(payload: dict[str, Any], answer: Any) -> float:
+        raise SystemExit(0)
+
+    with pytest.raises(EpisodeFailed) as caught:
+        await score(exits_later, {}, "a", 1.0)
+    assert caught.value.cause == "reward_error"
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_a_workflow_that_swallows_its_cancellation_holds_nobody_up(
+    cancelled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rillflow.rollout.episode.GIVE_UP_SECONDS", 0.05)
+    over = asyncio.Event()
+
+    async def stubborn(_: Any) -> None:
+        while not over.is_set():
+            try:
+                await asyncio.wait_for(over.wait(), 5)
+            except BaseException:  # what users write
+                continue
+
+    task = asyncio.create_task(play(stubborn, episode(5.0 if cancelled else 0.05)))
+    await asyncio.sleep(0.02)
+    if cancelled:
+        task.cancel()
+    _, waiting = await asyncio.wait({task}, timeout=2)
+    over.set()
+    assert not waiting
+    with pytest.raises(asyncio.CancelledError if cancelled else EpisodeFailed):
+        task.result()

@@ -14,6 +14,7 @@ import pytest
 
 from rillflow.errors import RunError
 from rillflow.runtime import supervisor as module
+from rillflow.runtime.process import GIVE_UP
 from rillflow.runtime.supervisor import ProcessSpec, Supervised, Supervisor
 
 SLEEPER = "import time; time.sleep(60)"
@@ -96,3 +97,80 @@ async def test_stop_during_a_restart_pause(supervisor: Supervisor, monkeypatch: 
     await until(lambda: process.starts == 1 and process.pid is None)
     async with asyncio.timeout(5.0):
         await supervisor.stop()
+
+
+async def test_what_a_dead_process_had_started_goes_with_it(supervisor: Supervisor, tmp_path: Path) -> None:
+    note = tmp_path / "children"
+    code = (
+        f"import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', {SLEEPER!r}]); "
+        f"print(child.pid, file=open({str(note)!r}, 'a')); sys.exit(1)"
+    )
+    supervisor.start(spec(code))
+    await supervisor.wait(20.0)
+    children = [int(line) for line in note.read_text().split()]
+    assert len(children) == 3
+    await until(lambda: not any(alive(pid) for pid in children), 5.0)
+    await supervisor.stop()
+
+
+def alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+async def kill_and_see_it_again(process: Supervised) -> None:
+    await until(lambda: process.pid is not None)
+    first = process.pid
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: process.pid not in (None, first))
+
+
+async def test_deaths_of_long_ago_are_forgotten_while_the_run_gets_on(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SETTLED", 0.0)
+    process = supervisor.start(spec(SLEEPER))
+    for _ in range(4):
+        await kill_and_see_it_again(process)
+        supervisor.progressed()
+    supervisor.check()
+    await supervisor.stop()
+
+
+@pytest.mark.parametrize("why", ["no progress", "died too soon"])
+async def test_deaths_count_without_progress_or_when_they_come_soon(supervisor: Supervisor, why: str) -> None:
+    process = supervisor.start(spec(SLEEPER))
+    for _ in range(2):
+        await kill_and_see_it_again(process)
+        if why == "died too soon":
+            supervisor.progressed()
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    await supervisor.wait(10.0)
+    with pytest.raises(RunError, match="for the 3"):
+        supervisor.check()
+    await supervisor.stop()
+
+
+async def test_a_process_that_says_it_is_no_use_is_not_started_again(supervisor: Supervisor) -> None:
+    process = supervisor.start(spec(f"raise SystemExit({GIVE_UP})"))
+    await supervisor.wait(10.0)
+    with pytest.raises(RunError, match="part"):
+        supervisor.check()
+    assert process.starts == 1
+    await supervisor.stop()
+
+
+async def test_nothing_is_started_again_once_the_run_has_ended(supervisor: Supervisor) -> None:
+    kept, done = supervisor.start(spec(SLEEPER, "dataflow")), supervisor.start(spec(SLEEPER, "other"))
+    await until(lambda: kept.pid is not None and done.pid is not None)
+    ending = asyncio.create_task(supervisor.finish(10.0, keep="dataflow"))
+    await asyncio.sleep(0)
+    assert done.pid is not None
+    os.kill(done.pid, signal.SIGKILL)
+    async with asyncio.timeout(5.0):
+        await ending
+    assert done.starts == 1
+    supervisor.check()
+    assert kept.pid is not None
+    await supervisor.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -113,3 +114,48 @@ def test_a_full_disk_leaves_no_half_record(tmp_path: Path, open_writer: Open, mo
     reader = SegmentReader(tmp_path)
     assert bytes(reader.read(*before, ["tokens"])["tokens"]) == b"before"
     assert bytes(reader.read(*after, ["tokens"])["tokens"]) == b"after"
+
+
+@pytest.mark.parametrize("limit", [64 << 20, 64])
+def test_a_writer_that_could_not_open_its_next_file_goes_on_when_it_can(
+    tmp_path: Path, open_writer: Open, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    writer = open_writer(tmp_path, limit=limit)
+    before = writer.append({"tokens": b"before"})
+    with monkeypatch.context() as patched:
+        patched.setattr("rillflow.storage.segments.fsync_folder", full)
+        if limit > 64:
+            writer._file = FullDisk(writer._file)  # type: ignore[assignment]
+        for _ in range(2):
+            with pytest.raises(DiskFull):
+                writer.append({"tokens": bytes(1000)})
+    after = writer.append({"tokens": b"after"})
+    writer.sync()
+    reader = SegmentReader(tmp_path)
+    assert bytes(reader.read(*before, ["tokens"])["tokens"]) == b"before"
+    assert bytes(reader.read(*after, ["tokens"])["tokens"]) == b"after"
+
+
+def test_two_writers_of_one_folder_never_share_a_file(tmp_path: Path, open_writer: Open) -> None:
+    """A service that lives on beside the one that was started in its place."""
+    writers = [open_writer(tmp_path, limit=64) for _ in range(2)]
+    places = {writer.append({"tokens": b"%d" % n}): n for n in range(10) for writer in writers}
+    assert len(places) == 20
+    reader = SegmentReader(tmp_path)
+    for place, n in places.items():
+        assert bytes(reader.read(*place, ["tokens"])["tokens"]) == b"%d" % n
+
+
+def test_a_reader_of_many_segments_holds_few_files_open(tmp_path: Path, open_writer: Open) -> None:
+    writer = open_writer(tmp_path, limit=64)
+    places = [writer.append({"tokens": b"%d" % n}) for n in range(200)]
+    reader = SegmentReader(tmp_path)
+    before = len(os.listdir("/proc/self/fd"))
+    first = reader.read(*places[0], ["tokens"])["tokens"]
+    for n, place in enumerate(places):
+        assert bytes(reader.read(*place, ["tokens"])["tokens"]) == b"%d" % n
+    assert len(os.listdir("/proc/self/fd")) - before < 100
+    assert bytes(first) == b"0"  # a view stays valid after its file has left the cache

@@ -13,10 +13,10 @@ import torch
 from trainer_helpers import learner, random_samples
 
 from rillflow.config import TrainerConfig
-from rillflow.errors import CheckpointError, DeadlineExceeded, LeaseLost, RunError
+from rillflow.errors import CheckpointError, LeaseLost, RunError
 from rillflow.trainer.batches import Rows, make_rows
 from rillflow.trainer.checkpoint import Checkpoint, Checkpoints
-from rillflow.trainer.loop import StepReport, TrainerLoop
+from rillflow.trainer.loop import NoBatch, StepReport, TrainerLoop
 from rillflow.trainer.step import Learner
 from rillflow.types import Batch, BatchReply, TrainerJoined
 from rillflow.weights import FolderStore
@@ -260,7 +260,7 @@ def test_waiting_for_a_batch_ends_with_what_was_waited_for(tmp_path: Path) -> No
         return BatchReply(batch=None, phase="training", waiting_for="2 more groups")
 
     ledger.lease = nothing  # type: ignore[method-assign]
-    with pytest.raises(DeadlineExceeded, match="waiting for 2 more groups"):
+    with pytest.raises(NoBatch, match="waiting for 2 more groups"):
         start(tmp_path, ledger, batch_wait=0.05)
 
 
@@ -287,3 +287,32 @@ def test_a_ledger_of_another_run_is_refused(tmp_path: Path) -> None:
     ledger.join = lambda checkpoint, published: join(checkpoint + 3, published)  # type: ignore[method-assign]
     with pytest.raises(RunError, match="different runs"):
         start(tmp_path, ledger)
+
+
+@pytest.mark.parametrize("damage", ["removed", "a bit", "no manifest"])
+def test_a_damaged_head_is_written_again_from_the_checkpoint(tmp_path: Path, damage: str) -> None:
+    ledger = Ledger(4)
+    trained = start(tmp_path, ledger)
+    folder = tmp_path / "w" / "v00000004"
+    match damage:
+        case "removed":
+            folder.rename(tmp_path / "gone")
+        case "a bit":
+            data = bytearray((folder / "model.safetensors").read_bytes())
+            data[-1] ^= 1
+            (folder / "model.safetensors").write_bytes(data)
+        case "no manifest":
+            (folder / "manifest.json").unlink()
+    start(tmp_path, ledger)
+    pulled = FolderStore(tmp_path / "w").pull(4)
+    assert all(torch.equal(tensor, pulled[name]) for name, tensor in trained.weights(torch.float32).items())
+    ledger.batches = 5
+    assert same(start(tmp_path, ledger), start(tmp_path / "straight", Ledger(5)))
+
+
+def test_a_run_resumed_with_another_dtype_serves_its_head_in_it(tmp_path: Path) -> None:
+    ledger = Ledger(2)
+    start(tmp_path, ledger)
+    trained = start(tmp_path, ledger, publish_dtype=torch.bfloat16)
+    pulled = FolderStore(tmp_path / "w").pull(2)
+    assert all(torch.equal(tensor, pulled[name]) for name, tensor in trained.weights(torch.bfloat16).items())

@@ -20,6 +20,7 @@ from rillflow.config import Recipe
 from rillflow.errors import LeaseLost
 from rillflow.trainer.checkpoint import Checkpoints
 from rillflow.trainer.main import run_trainer
+from rillflow.trainer.stream import RemoteStream
 from rillflow.types import (
     Ack,
     Batch,
@@ -192,3 +193,16 @@ def test_the_dataflow_service_may_be_away_for_a_while(tmp_path: Path, thread: Lo
     timer.join()
     thread.run(again.stop(), 10)
     assert [commit.version for commit in again.commits] == [1, 2]
+
+
+@pytest.mark.parametrize(("step", "hint"), [(1.0, "restarts by itself"), (61.0, "raise dataflow.batch_lease")])
+def test_a_lease_that_was_too_short_is_named(thread: LoopThread, step: float, hint: str) -> None:
+    class Late:
+        async def commit(self, news: object) -> object:
+            raise LeaseLost("batch b is expired", "join again")
+
+    stream = RemoteStream(thread, Late(), None, policy="p", incarnation="i", groups=1)  # type: ignore[arg-type]
+    batch = Batch(id="b", attempt="a", policy="p", version=0, samples=[], seconds=60.0)
+    with pytest.raises(LeaseLost, match="expired") as caught:
+        stream.commit(batch, 1, {}, step=step, wait=0.0)
+    assert hint in caught.value.hint

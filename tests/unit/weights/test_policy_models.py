@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rillflow.errors import ConfigError
@@ -70,3 +72,24 @@ def test_devices() -> None:
         pick_device("abacus")
     with pytest.raises(ConfigError, match="GPUs found"):
         pick_device("cuda:63")
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:100], lambda data: b"\xff" * len(data)])
+def test_a_damaged_file_is_a_config_error(saved: Path, damage: Callable[[bytes], bytes]) -> None:
+    file = saved / "model.safetensors"
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(ConfigError, match="cannot load"):
+        load_policy_model(str(saved), "fp32", CPU)
+
+
+@pytest.mark.parametrize("change", ["missing", "of another shape"])
+def test_weights_are_never_invented(saved: Path, change: str) -> None:
+    file = saved / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if "mlp" in name)
+    tensor = tensors.pop(name)
+    if change == "of another shape":
+        tensors[name] = torch.cat([tensor, tensor])
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"mlp|mismatch"):
+        load_policy_model(str(saved), "fp32", CPU)

@@ -6,13 +6,24 @@ import asyncio
 import random
 import socket
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 import aiohttp
 import pytest
 
-from rillflow.errors import BadRequest, DeadlineExceeded, LeaseLost, RillflowError, RunError, Unauthorized, Unavailable
+from rillflow.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    LeaseLost,
+    RillflowError,
+    RunError,
+    Unauthorized,
+    Unavailable,
+    WireError,
+)
 from rillflow.types import Ack, FailTask
 from rillflow.wire import Client, LoopThread, Service
+from rillflow.wire.protocol import HEAD_LIMIT
 
 NEWS = FailTask(task="t", attempt="a", node="n", cause="c", error="e")
 
@@ -145,3 +156,38 @@ def test_loop_thread_runs_and_times_out() -> None:
     with pytest.raises(TimeoutError):
         thread.run(asyncio.sleep(5), 0.05)
     thread.close()
+
+
+async def _sent(url: str, head: bytes, wait: float = 5.0) -> bytes:
+    """What the service answers to raw bytes, before or after it hangs up."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
+    try:
+        writer.write(head)
+        return await asyncio.wait_for(reader.read(1 << 16), wait)
+    finally:
+        writer.close()
+
+
+def _head(size: int, end: bytes = b"\r\n\r\n") -> bytes:
+    """A request to /health whose path, header names and values have `size` bytes together."""
+    rest = b"/healthhostxauthorizationBearer secretbig"
+    start = b"GET /health HTTP/1.1\r\nhost: x\r\nauthorization: Bearer secret\r\nbig: "
+    return start + b"a" * (size - len(rest)) + end
+
+
+async def test_head_limit(echo: tuple[Echo, str]) -> None:
+    assert b" 200 " in await _sent(echo[1], _head(HEAD_LIMIT))
+    assert b" 400 " in await _sent(echo[1], _head(HEAD_LIMIT + 1))
+    with suppress(ConnectionError):  # hung up while we still wrote
+        assert b" 400 " in await _sent(echo[1], _head(HEAD_LIMIT + (8 << 20), end=b""))
+
+
+async def test_a_body_that_never_ends_is_given_up(echo: tuple[Echo, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rillflow.wire.server.BODY_SECONDS", 0.05)
+    head = b"POST /fail HTTP/1.1\r\nhost: x\r\nauthorization: Bearer secret\r\ncontent-length: 100\r\n\r\nabc"
+    assert b" 400 " in await _sent(echo[1], head)
+
+
+async def test_a_reply_of_another_type_is_a_wire_error(client: Client) -> None:
+    with pytest.raises(WireError, match="something else"):
+        await client.get("/health", int)

@@ -1,7 +1,8 @@
 """The data algorithms of a run: curators, filters and a sampler, by name or as `module:Class`.
 
-Hooks are the user's code. What they decide is taken; what they raise never ends the run and never loses a group: a
-group whose filter raised ends as failed, with the error as its cause.
+Hooks are the user's code. What they decide is taken; what they raise never loses a group. A group whose filter raised
+ends as failed, with the error as its cause; a curator that raised is logged and passed over; without a sampler there
+is no batch, so what it raised is the trainer's answer.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 FILTERS: dict[str, type[Filter]] = {"zero_variance": ZeroVariance}
 SAMPLERS: dict[str, type[Sampler]] = {"earliest_deadline": EarliestDeadline, "fifo": Fifo}
 CURATORS: dict[str, type[Curator]] = {}
+_LONGEST_CAUSE = 200
 
 
 def build(kind: str, name: str, known: Mapping[str, type[Any]]) -> Any:
@@ -87,8 +89,8 @@ class Hooks:
             except Exception as error:
                 log.exception("filter %s could not judge group %s", name, group.id)
                 return "failed", f"filter {name} raised {type(error).__name__}"
-            if kept is not True:
-                return "filtered", kept or name
+            if isinstance(kept, str) or not kept:  # numpy's True is no `True`
+                return "filtered", str(kept or name)[:_LONGEST_CAUSE]
         return "ready", ""
 
     def pick(self, ready: Sequence[ReadyGroup], want: int) -> list[str]:

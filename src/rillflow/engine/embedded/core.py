@@ -212,7 +212,8 @@ class Core:
     def _admit(self) -> None:
         free = self._slots.count - int(self._slots.active.sum())
         while self._waiting and free:
-            self._seat(self._waiting.popleft())
+            self._seat(self._waiting[0])
+            self._waiting.popleft()  # only now: had seating it failed, `fail` would still find it and answer it
             free -= 1
 
     def _seat(self, ticket: Ticket) -> None:

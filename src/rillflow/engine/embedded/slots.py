@@ -20,7 +20,7 @@ MIN_SHARED = 8  # tokens; below this a copy costs more than computing them with 
 
 
 class Match(NamedTuple):
-    """The slot that shares most tokens, and how many."""
+    """The slot that shares most tokens, and how many; no slot (-1) where there is nothing to compare."""
 
     slot: int
     shared: int
@@ -97,6 +97,8 @@ class Slots:
     def match(self, tokens: Array, among: Array) -> Match:
         """The slot, of those in the mask `among`, with the longest common prefix. All slots are compared at once."""
         count = len(tokens)
+        if not count:
+            return Match(-1, 0)
         differ = self.tokens[:, :count] != tokens
         common = np.where(differ.any(1), differ.argmax(1), count)
         # What an active slot has not cached yet it will have soon; a resident one never will.

@@ -1,0 +1,228 @@
+"""Waiting for the disk: whatever goes wrong beside a commit, everyone who waits is told."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+from contextlib import suppress
+
+import pytest
+from dataflow_server import served
+from dataflow_world import POLICY, RULES, prompts
+
+from rillflow.contracts import SystemClock
+from rillflow.dataflow.flow import GroupCommit
+from rillflow.dataflow.hooks import Hooks
+from rillflow.dataflow.journal import Journal
+from rillflow.dataflow.ledger import Ledger
+from rillflow.errors import RillflowError, StorageError
+from rillflow.types import LeaseTasks
+
+
+@pytest.fixture
+def ledger(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.sqlite", RULES, prompts(5))
+    yield ledger
+    ledger.db.close()
+
+
+async def soon(waiting):
+    return await asyncio.wait_for(waiting, 1)
+
+
+async def test_a_journal_that_fails_keeps_nobody_waiting(ledger):
+    def broken():
+        raise ValueError("the copy is damaged")
+
+    disk = GroupCommit(ledger, 0.001, broken)
+    for _ in range(2):
+        ledger.advance()
+        ledger.db.count("anything")
+        await soon(disk.durable())
+        assert not ledger.dirty
+
+
+async def test_a_commit_that_fails_in_an_unknown_way_is_told_to_all(ledger, monkeypatch):
+    def broken():
+        raise RuntimeError("never seen before")
+
+    disk = GroupCommit(ledger, 0.001, lambda: None)
+    ledger.db.count("anything")
+    with monkeypatch.context() as patched:
+        patched.setattr(ledger, "commit", broken)
+        results = await soon(asyncio.gather(disk.durable(), disk.durable(), return_exceptions=True))
+    assert [type(result) for result in results] == [StorageError, StorageError]
+    await soon(disk.durable())
+    assert not ledger.dirty
+
+
+class Forgetful:
+    """A curator that cannot take its state back."""
+
+    def admit(self, prompt):
+        return True
+
+    def observe(self, group):
+        pass
+
+    def on_version(self, version):
+        pass
+
+    def state(self):
+        return {}
+
+    def restore(self, state):
+        raise KeyError("state")
+
+
+async def test_a_curator_that_cannot_be_restored_keeps_nobody_waiting(tmp_path):
+    curator = Forgetful()
+    curator.restore = lambda state: None
+    ledger = Ledger(tmp_path / "ledger.sqlite", RULES, prompts(5), hooks=Hooks(curators=[("forgetful", curator)]))
+    del curator.restore
+    disk = GroupCommit(ledger, 0.05, lambda: None)
+    ledger.db.count("anything")
+    waiting = asyncio.create_task(disk.durable())
+    await asyncio.sleep(0)
+    with suppress(RillflowError, KeyError), ledger.db.change():
+        ledger.db.run("INSERT INTO nonsense VALUES (1)")  # the whole open transaction is taken back
+    with pytest.raises(StorageError):
+        await soon(waiting)
+    ledger.db.close()
+
+
+# ---------------------------------------------------------------- metrics.jsonl
+
+
+def events(ledger, count):
+    with ledger.db.change():
+        for number in range(count):
+            ledger.db.event({"number": number})
+    ledger.commit()
+
+
+def test_the_journal_survives_a_full_disk_and_goes_on_where_it_was(ledger, tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    journal = Journal(path)
+    events(ledger, 2)
+    journal.catch_up(ledger)
+    before = path.read_bytes()
+    events(ledger, 2)
+
+    class Full:
+        """Half of the lines fit; nothing more does, not even a copy of what was there."""
+
+        def __init__(self, *_):
+            self.file = path.open("ab", buffering=0)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self.file.close()
+
+        def write(self, text):
+            self.file.write(text.encode()[: len(text) - 5])
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("builtins.open", Full)
+        patched.setattr(type(path), "write_bytes", full)
+        journal.catch_up(ledger)
+    assert path.read_bytes().startswith(before)
+    journal.catch_up(ledger)
+    assert [json.loads(line)["seq"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
+
+
+def test_a_metric_named_seq_does_not_confuse_the_journal(ledger, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for number in (1, 2):
+        with ledger.db.change():
+            ledger.db.event({"seq": 0.5, "number": number})
+        ledger.commit()
+        Journal(path).catch_up(ledger)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"seq": 1, "number": 1},
+        {"seq": 2, "number": 2},
+    ]
+
+
+@pytest.mark.parametrize("damage", [b"\0\0\0\n", b"[]\n", b'{"seq"\n', b'{"seq": "x"}\n'])
+def test_lines_that_a_power_failure_damaged_are_written_again(ledger, tmp_path, damage):
+    path = tmp_path / "metrics.jsonl"
+    events(ledger, 3)
+    Journal(path).catch_up(ledger)
+    whole = path.read_bytes()
+    first = whole.splitlines(keepends=True)[0]
+    path.write_bytes(first + damage)
+    Journal(path).catch_up(ledger)
+    assert path.read_bytes() == whole
+
+
+# ---------------------------------------------------------------- the clock
+
+
+class Jumping(SystemClock):
+    """A wall clock that somebody sets."""
+
+    def __init__(self):
+        self.by = 0.0
+
+    def now(self):
+        return super().now() + self.by
+
+
+async def test_a_wall_clock_that_jumps_ahead_takes_no_lease_away(tmp_path):
+    clock = Jumping()
+    async with served(tmp_path, clock=clock) as run:
+        await run.join()
+        leases = (await run.lease()).leases
+        await run.done(leases[0])
+        clock.by = 7200.0
+        await asyncio.sleep(0.5)
+        assert (await run.client.balance())["gone"] == 0
+        assert [await run.done(lease) for lease in leases[1:]] == [True, True, True]
+        batch = (await run.ask("a")).batch
+        clock.by = 14400.0
+        await asyncio.sleep(0.5)
+        assert await run.commit(batch, 1)
+
+
+async def test_a_wall_clock_that_is_set_back_keeps_no_lease_for_ever(tmp_path):
+    clock = Jumping()
+    async with served(tmp_path, clock=clock, task_lease=0.6, node_timeout=0.6) as run:
+        first = (await run.lease()).leases  # to a node that dies
+        clock.by = -7200.0
+        ask = LeaseTasks(node="n1", incarnation="a", want=100, versions={POLICY: 0}, wait=3)
+        again = (await run.client.lease_tasks(ask)).leases
+        assert {lease.task.id for lease in again} == {lease.task.id for lease in first}
+
+
+def test_a_wall_clock_that_was_set_back_while_the_service_was_down_keeps_no_lease_for_ever(make_world):
+    world = make_world()
+    lease, *_ = world.lease()
+    world.ledger.commit()
+    world.clock.time -= 7200.0
+    world.crash()
+    world.clock.time += world.rules.task_lease + 1
+    world.beat()  # the node lives, but the answer with its leases never reached it
+    world.ledger.expire()
+    assert world.task(lease.task.id) == "pending"
+
+
+def test_a_task_that_went_wrong_is_not_left_to_others_for_as_long_as_the_clock_was_set_back(make_world):
+    world = make_world()
+    world.beat(node="n1")
+    lease, *_ = world.lease(1)
+    world.fail(lease)
+    world.clock.time -= 7200.0
+    world.ledger.grace()
+    world.clock.time += world.rules.node_timeout - 1
+    world.beat(node="n1")
+    assert lease.task.id not in {other.task.id for other in world.lease(1)}
+    world.clock.time += 2
+    assert lease.task.id in {other.task.id for other in world.lease(1)}

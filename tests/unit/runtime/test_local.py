@@ -1,0 +1,125 @@
+"""A run's supervisor without its processes: signals, a service that hangs, and what is written down at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rillflow.config import load_recipe
+from rillflow.errors import DeadlineExceeded
+from rillflow.runtime.folder import RunFolder
+from rillflow.runtime.local import LocalRun
+from rillflow.runtime.process import signals_held
+from rillflow.types import Status
+
+
+class Service:
+    """Answers as `answer` says."""
+
+    def __init__(self, answer: Callable[[], Status]) -> None:
+        self._answer = answer
+
+    async def status(self, deadline: float) -> Status:
+        await asyncio.sleep(0)
+        return self._answer()
+
+
+def status(**changes: Any) -> Status:
+    values: dict[str, Any] = {
+        "phase": "training", "reason": "", "steps": 1, "total_steps": 10, "versions": {}, "reward": None,
+        "samples_per_second": 0.0, "staleness": 0.0, "wait_fraction": 0.0, "counts": {}, "evaluations": [], "nodes": 1,
+        "waits": [],
+    }  # fmt: skip
+    return Status(**(values | changes))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> LocalRun:
+    recipe = load_recipe("quickstart", ["runtime.start_timeout=0.001"])
+    return LocalRun(RunFolder.create(recipe, tmp_path), lambda status: None)
+
+
+@pytest.fixture
+def hangup() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGHUP)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+async def forever() -> Status:
+    await asyncio.sleep(60)
+    raise AssertionError("not reached")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.usefixtures("hangup")
+async def test_signals_stop_a_run_and_it_is_written_down(
+    run: LocalRun, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    monkeypatch.setattr(run, "_run", forever)
+    loop = asyncio.get_running_loop()
+    loop.call_later(0.1, os.kill, os.getpid(), number)
+    loop.call_later(0.11, os.kill, os.getpid(), number)
+    async with asyncio.timeout(5.0):
+        assert await run.run() is None
+    assert run._folder.state()["state"] == "stopped"
+
+
+async def test_a_signal_before_the_run_listens_is_not_lost(run: LocalRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_run", forever)
+    with signals_held():
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(0.1)
+        async with asyncio.timeout(5.0):
+            assert await run.run() is None
+    assert run._folder.state()["state"] == "stopped"
+
+
+@pytest.mark.usefixtures("hangup")
+async def test_a_run_under_nohup_outlives_its_terminal(run: LocalRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    async def short() -> Status:
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.sleep(0.1)
+        return status(phase="ended", reason="done")
+
+    monkeypatch.setattr(run, "_run", short)
+    assert await run.run() is not None
+    assert run._folder.state()["state"] == "finished"
+
+
+async def test_a_service_that_hangs_is_killed_so_that_it_is_started_again(
+    run: LocalRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[str] = []
+    monkeypatch.setattr(run.supervisor, "kill", killed.append)
+
+    def answer() -> Status:
+        if killed:
+            return status(phase="ended", reason="done")
+        raise DeadlineExceeded("no answer")
+
+    async with asyncio.timeout(5.0):
+        await run._follow(Service(answer))  # type: ignore[arg-type]
+    assert killed == ["dataflow"]
+
+
+async def test_only_steps_beyond_the_furthest_are_progress(run: LocalRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    steps = iter([1, 2, 1, 2, 3])
+    monkeypatch.setattr("rillflow.runtime.local.POLL", 0.0)
+
+    def answer() -> Status:
+        now = next(steps)
+        return status(steps=now, phase="ended" if now == 3 else "training")
+
+    monkeypatch.setattr(run.supervisor, "progressed", lambda: told.append(1))
+    await run._follow(Service(answer))  # type: ignore[arg-type]
+    assert len(told) == 3
