@@ -23,7 +23,7 @@ from rillflow.trainer.batches import make_rows
 from rillflow.trainer.forward import PolicyForward
 from rillflow.trainer.packing import Plan, collate, input_length
 from rillflow.types import BatchSample, Chunk, GenerateRequest, Prompt, Row, Task
-from rillflow.weights.models import load_policy_model, load_tokenizer, pick_device
+from rillflow.weights.models import load_policy_model, pick_device
 
 
 class Logged(EmbeddedEngine):
@@ -47,7 +47,7 @@ class Logged(EmbeddedEngine):
 
 
 async def play_episodes(engine: Logged, sampling: SamplingConfig, count: int) -> list[Sample]:
-    gateway = Gateway("token", {"agent": engine}, {"agent": Renderer(load_tokenizer("tiny"))}, {"agent": sampling})
+    gateway = Gateway("token", {"agent": engine}, {"agent": Renderer.load("tiny")}, {"agent": sampling})
     url = await gateway.start()
     client = openai.AsyncOpenAI(api_key="unset", base_url=url, http_client=openai.DefaultAioHttpClient())
 

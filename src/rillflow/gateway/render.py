@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -25,6 +24,7 @@ from rillflow.errors import BadRequest, ConfigError
 from rillflow.gateway.messages import Body, Message
 from rillflow.gateway.probes import PROBES, STAND_IN, STAND_IN_CALLING, Probe
 from rillflow.gateway.tree import Canonical
+from rillflow.weights.models import load_tokenizer, model_folder
 
 Tools = list[Body] | None
 
@@ -56,14 +56,11 @@ class Renderer:
         self.append_only = all(self._passes(probe) for probe in PROBES)
 
     @classmethod
-    def load(cls, folder: str | Path) -> Renderer:
-        """From a Hugging Face model folder; its generation config may name more stop tokens."""
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        config = Path(folder) / "generation_config.json"
+    def load(cls, model: str) -> Renderer:
+        """Of a policy's model; its generation config may name more stop tokens than the tokenizer."""
+        config = model_folder(model) / "generation_config.json"
         stops = msgspec.json.decode(config.read_bytes()).get("eos_token_id") if config.exists() else None
-        return cls(tokenizer, [stops] if isinstance(stops, int) else stops or ())
+        return cls(load_tokenizer(model), [stops] if isinstance(stops, int) else stops or ())
 
     # ------------------------------------------------------------ ids and text
 

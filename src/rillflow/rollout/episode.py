@@ -13,6 +13,7 @@ import math
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
+from numbers import Real
 from typing import Any
 
 import openai
@@ -192,9 +193,7 @@ async def _in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _finite(value: Any, *, answer_is_reward: bool) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        if isinstance(value, bool):
-            return float(value)
+    if not isinstance(value, Real):  # numpy's scalars are
         what = "the workflow must return the reward, because the recipe names none" if answer_is_reward else "reward"
         raise (WorkflowError if answer_is_reward else RewardError)(f"{what}: got {value!r:.80}, not a number")
     if not math.isfinite(value):

@@ -18,7 +18,7 @@ from rillflow.gateway.server import Gateway
 from rillflow.rollout.episode import load_workflow
 from rillflow.rollout.node import Node
 from rillflow.rollout.refresh import Refresher
-from rillflow.weights.models import load_policy_model, load_tokenizer, pick_device
+from rillflow.weights.models import load_policy_model, pick_device
 from rillflow.weights.store import FolderStore
 from rillflow.wire import Client
 
@@ -55,7 +55,7 @@ async def run_node(
     gateway = Gateway(
         token,
         engines,
-        {n: Renderer(load_tokenizer(p.model)) for n, p in recipe.policies.items()},
+        {n: Renderer.load(p.model) for n, p in recipe.policies.items()},
         {n: p.sampling for n, p in recipe.policies.items()},
     )
     dataflow = DataflowClient(Client(dataflow_url, token, peer="dataflow"))

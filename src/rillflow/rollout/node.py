@@ -11,6 +11,7 @@ import json
 import logging
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import openai
 
@@ -64,6 +65,7 @@ class Node:
         self._playing: dict[str, asyncio.Task[None]] = {}
         self._freed = asyncio.Event()
         self._finished = 0
+        self._ended = False
 
     async def run(self) -> None:
         """Until the run has ended; running episodes are cancelled then, because nobody waits for them."""
@@ -89,8 +91,9 @@ class Node:
         room = self._recipe.rollout.episodes - len(self._playing)
         if room <= 0:
             self._freed.clear()
-            await self._freed.wait()
-            return True
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._freed.wait(), HEARTBEAT_EVERY)
+            return not self._ended
         wanted = LeaseTasks(
             node=self.name, incarnation=self._incarnation, want=room, versions=self._versions(), wait=LEASE_WAIT
         )
@@ -130,6 +133,7 @@ class Node:
             except RillflowError as error:
                 log.warning("heartbeat not taken: %s", error)
             else:
+                self._ended = reply.phase == "ended"
                 for attempt in reply.lost:
                     if attempt in self._playing:
                         self._playing[attempt].cancel()

@@ -26,17 +26,18 @@ class Refresher:
     async def refresh(self) -> bool:
         """Whether a new version was loaded."""
         async with self._one_at_a_time:
-            head = self._store.head()
-            if head is None or head == self._engine.version:
-                return False
-            started = time.perf_counter()
+            head: int | None = None
             try:
+                head = self._store.head()
+                if head is None or head == self._engine.version:
+                    return False
+                started = time.perf_counter()
                 # Reading and hashing release the interpreter lock, so episodes go on meanwhile.
                 tensors = await asyncio.to_thread(self._store.pull, head)
                 await self._engine.load(tensors, head)
             except RillflowError as error:
                 # The head may have moved on while it was read; a really broken version stays in the log.
-                log.warning("policy %s: version %d not loaded: %s", self._policy, head, error)
+                log.warning("policy %s: version %s not loaded: %s", self._policy, head, error)
                 return False
             self.seconds += time.perf_counter() - started
             self.loads += 1

@@ -27,10 +27,6 @@ class LoopThread:
             future.cancel()
             raise
 
-    def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Start `work` and let it run until `close`."""
-        asyncio.run_coroutine_threadsafe(work, self._loop)
-
     def close(self) -> None:
         self.run(self._cancel_all(), 5.0)
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from rillflow.engine.embedded import EmbeddedEngine, load_model
-from rillflow.errors import ContextOverflow, EngineError, QueueFull, WeightsError
+from rillflow.engine.embedded import EmbeddedEngine
+from rillflow.errors import ContextOverflow, EngineError, QueueFull
+from rillflow.weights.models import load_policy_model
 
 
 async def test_stop_token_ends_and_is_included(kit: Any) -> None:
@@ -181,20 +182,18 @@ async def test_an_idle_engine_does_not_step(kit: Any) -> None:
         assert engine.stats().steps == steps
 
 
-def test_what_the_engine_cannot_run_is_refused(kit: Any, tmp_path: Any) -> None:
+def test_what_the_engine_cannot_run_is_refused(kit: Any) -> None:
     model, _ = kit.pair()
     with pytest.raises(EngineError, match="context 257"):
         EmbeddedEngine(model, context=257)
     model.config.layer_types = ["sliding_attention", "full_attention"]
     with pytest.raises(EngineError, match="sliding_attention"):
         EmbeddedEngine(model, context=64)
-    with pytest.raises(WeightsError):
-        load_model(tmp_path, torch.float32)
 
 
 async def test_a_saved_model_is_loaded(kit: Any, tmp_path: Any) -> None:
     model, reference = kit.pair()
     model.save_pretrained(tmp_path)
-    async with kit.running(load_model(tmp_path, torch.float32, "cpu")) as engine:
+    async with kit.running(load_policy_model(str(tmp_path), "fp32", torch.device("cpu"))) as engine:
         answer = await kit.ask(engine, kit.prompt(20), max_tokens=5, seed=1)
     assert answer.raw_logprobs == pytest.approx(kit.plain(reference, answer), abs=1e-5)

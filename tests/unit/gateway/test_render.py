@@ -122,7 +122,7 @@ def test_templates_that_fail() -> None:
 
 @pytest.mark.skipif(not (TINY / "tokenizer.json").exists(), reason="the tiny policy is not there")
 def test_the_shipped_policy() -> None:
-    renderer = Renderer.load(TINY)
+    renderer = Renderer.load(str(TINY))
     assert renderer.append_only
     assert renderer.end_text == "<|im_end|>"
     assert renderer.end_token in renderer.stop_tokens

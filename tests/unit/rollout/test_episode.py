@@ -6,6 +6,7 @@ import asyncio
 import time
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 
@@ -96,6 +97,7 @@ async def test_good_rewards() -> None:
 
     assert await score(later, {}, "a", 1.0) == 0.5
     assert await score(lambda payload, answer: True, {}, "a", 1.0) == 1.0
+    assert await score(lambda payload, answer: np.float32(0.25), {}, "a", 1.0) == 0.25
     assert await score(lambda payload, answer: payload["w"], {"w": 2}, "a", 1.0) == 2.0
 
 

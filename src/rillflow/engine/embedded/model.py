@@ -1,4 +1,4 @@
-"""Loading a model and copying weights into it in place.
+"""Copying weights into a model in place.
 
 Invariant: weights are checked completely before the first one is copied; a refused set changes nothing.
 """
@@ -6,8 +6,7 @@ Invariant: weights are checked completely before the first one is copied; a refu
 from __future__ import annotations
 
 from collections import defaultdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,20 +16,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from rillflow.contracts import Tensors
-
-
-def load_model(path: str | Path, dtype: torch.dtype, device: str | torch.device = "cpu") -> PreTrainedModel:
-    """Read a causal language model from a folder. Nothing is downloaded."""
-    from transformers import AutoModelForCausalLM
-
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            str(path), dtype=dtype, attn_implementation="sdpa", local_files_only=True
-        )
-    except (OSError, ValueError) as error:
-        raise WeightsError(f"cannot read a model from {path}: {error}", "point to a saved model folder") from error
-    loaded: PreTrainedModel = model.to(device)
-    return loaded
 
 
 class WeightSlots:

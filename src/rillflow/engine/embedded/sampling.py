@@ -21,7 +21,6 @@ Array = npt.NDArray[Any]
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_A = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_B = np.uint64(0x94D049BB133111EB)
-_TINY = 2.0**-54  # keeps the uniform strictly inside (0, 1): the drawn token always has a positive weight
 
 
 class Settings(NamedTuple):
@@ -51,7 +50,8 @@ def uniforms(seed: Array, position: Array) -> npt.NDArray[np.float64]:
     """One number in (0, 1) per row, a pure function of its seed and position."""
     counter = position.astype(np.uint64) * _GOLDEN
     bits = _mix(_mix(seed.astype(np.uint64) + _GOLDEN) + counter)
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53 + _TINY
+    # The middle of one of 2**52 cells: never 0 or 1, so the drawn token always has a positive weight.
+    return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
 
 def draw(logits_RV: torch.Tensor, settings: Settings) -> Drawn:
