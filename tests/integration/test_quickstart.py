@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from commands import Cli
 
+from commands import Cli
 from rillflow.observe.metrics import read_metrics
 
 
