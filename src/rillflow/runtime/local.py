@@ -7,10 +7,11 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 from rillflow.clients.dataflow import DataflowClient
-from rillflow.errors import DeadlineExceeded, RunError, WireError
+from rillflow.errors import DeadlineExceeded, RunError, StorageError, WireError
 from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.process import STOP_SIGNALS, ignored, was_asked_to_stop
 from rillflow.runtime.supervisor import ProcessSpec, Supervisor
@@ -53,7 +54,8 @@ class LocalRun:
             try:
                 status = await self._unless_interrupted(self._run())
             except BaseException as error:
-                self._folder.set_state("failed", str(error))
+                with suppress(StorageError):  # on a full disk the error itself matters more
+                    self._folder.set_state("failed", str(error))
                 raise
             finally:
                 await self.supervisor.stop()

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import errno
 import io
 import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
+from tensorboardX.event_file_writer import EventsWriter
 
 from rillflow.observe.metrics import MetricsReader, read_metrics
 from rillflow.observe.plot import plot_reward, running_mean
@@ -86,12 +89,24 @@ def test_tensorboard_files(tmp_path: Path) -> None:
     assert not (tmp_path / "tb").exists()
     write(path, [step(1, 0.1)])
     board.update()
-    write(path, [{"event": "evaluation", "version": 1, "reward": 0.4}])
+    write(path, [{"event": "evaluation", "version": 1, "reward": 0.4, "time": 2.0}])
     board.close()
     (events,) = (tmp_path / "tb").iterdir()
     content = events.read_bytes()
     assert b"heldout/reward" in content
     assert b"loss" in content
+
+
+def test_curves_that_cannot_be_written_fail_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: EventsWriter) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "metrics.jsonl"
+    board = TensorBoard(path, tmp_path / "tb")
+    monkeypatch.setattr(EventsWriter, "flush", full)
+    write(path, [step(1, 0.1)])
+    board.update()
+    board.close()
 
 
 def test_plain_progress_prints_lines() -> None:
