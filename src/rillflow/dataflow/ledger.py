@@ -49,6 +49,7 @@ from rillflow.types import (
 DONE, OUT_OF_PROMPTS, TOO_MANY_FAILURES = "done", "out of prompts", "too many failures"
 _MOST_TASKS = 1024
 _MOST_SKIPPED = 1000  # positions that one call of `admit` passes over, so that a strict curator blocks nobody
+_FLAT_AFTER = 5  # batches' worth of groups without a step before it is said that they tell nothing apart
 
 
 class Ledger:
@@ -325,7 +326,14 @@ class Ledger:
             return evaluation
         ready = self.groups.count("train", "ready")
         running, nodes = self.tasks.running, self.nodes.healthy
-        return f"{ready} of {groups} groups ready, {running} tasks running, {nodes} nodes"
+        return f"{ready} of {groups} groups ready, {running} tasks running, {nodes} nodes{self._flat(groups)}"
+
+    def _flat(self, groups: int) -> str:
+        """Where group after group has nothing to tell apart, a batch may never fill: say so."""
+        row = self.db.one("SELECT count(*) AS complete, total(flat) AS flat FROM recent")
+        if row is None or row["complete"] < _FLAT_AFTER * groups or row["flat"] < 0.8 * row["complete"]:
+            return ""
+        return f"; {row['flat']:.0f} of the last {row['complete']} groups had equal rewards: solved, or out of reach?"
 
     def commit_batch(self, news: CommitBatch) -> Ack:
         with self.db.change():

@@ -223,3 +223,10 @@ def test_on_policy_weights_ahead_of_the_commit_get_no_tasks(make_world):
     world = make_world()
     assert world.lease(version=1) == []
     assert make_world(staleness=1).lease(version=1) != []
+
+
+def test_a_batch_that_may_never_fill_says_why(make_world):
+    world = make_world()
+    for number in range(10):
+        world.ledger.db.run("INSERT INTO recent VALUES (?, 1.0, 1)", (f"g{number}",))
+    assert "10 of the last 10 groups had equal rewards" in world.ask().waiting_for
