@@ -142,8 +142,8 @@ class TrainerLoop:
             if left <= 0:
                 raise NoBatch(
                     f"no batch within {self._config.batch_wait:.0f} s, waiting for {reply.waiting_for or 'samples'}",
-                    "look at the rollout nodes' logs; if all groups have equal rewards, stop earlier (trainer.steps) or "
-                    "train without dataflow.filters; trainer.batch_wait sets how long a trainer waits",
+                    "look at the rollout nodes' logs; if all groups have equal rewards, stop earlier (trainer.steps) "
+                    "or train without dataflow.filters; trainer.batch_wait sets how long a trainer waits",
                 )
         return None
 

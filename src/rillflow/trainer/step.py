@@ -67,6 +67,7 @@ class Learner:
             self._parameters.values(),
             lr=config.lr,
             betas=config.betas,
+            eps=config.eps,
             weight_decay=config.weight_decay,
             fused=True,
         )
