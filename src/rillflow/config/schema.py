@@ -82,7 +82,7 @@ class TrainerConfig(Section):
     warmup_steps: NonNegative = 0
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     eps: Annotated[float, Field(gt=0)] = Field(
-        1e-8, description="AdamW's; a larger one keeps weights with tiny gradients, as of rare tokens, from drifting"
+        1e-8, description="AdamW's; a larger one damps the steps of weights whose gradients are tiny"
     )
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
