@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
     from openai import AsyncOpenAI
 
+    Buffer = bytes | bytearray | memoryview | npt.NDArray[Any]
     Columns = Mapping[str, npt.NDArray[Any]]
     Tensors = Mapping[str, torch.Tensor]
     Tokens = npt.NDArray[np.int32]
@@ -75,13 +76,22 @@ class Engine(Protocol):
 
 
 class StorageUnit(Protocol):
-    """Holds payload columns. A row is durable when `put` returns; a damaged one raises CorruptData."""
+    """Holds payload columns. A row is durable when `put` returns; a damaged one raises CorruptData.
 
-    def put(self, rows: Sequence[Mapping[str, bytes]]) -> list[Row]: ...
+    Rows lie in numbered segments, so that what is consumed can be dropped many rows at once.
+    """
 
-    def get(self, rows: Sequence[Row], columns: Sequence[str]) -> list[dict[str, bytes]]: ...
+    def put(self, rows: Sequence[Mapping[str, Buffer]]) -> list[Row]: ...
+
+    def get(self, rows: Sequence[Row], columns: Sequence[str]) -> list[dict[str, bytes]]:
+        """The columns asked for, as far as a row has them."""
+
+    def drop(self, segments: Sequence[int]) -> None:
+        """Forget these segments; those that are gone already are passed over. Their numbers are never used again."""
 
     def info(self) -> UnitInfo: ...
+
+    def close(self) -> None: ...
 
 
 class WeightStore(Protocol):
@@ -102,13 +112,20 @@ class WeightStore(Protocol):
 
 
 class Group(Protocol):
-    """A complete group, as hooks see it."""
+    """A complete group, as hooks see it: the episodes in which `policy` has trained tokens, in their places' order.
+
+    `rewards`, `lengths` (trained tokens) and `truncated` have one value an episode. `staleness` is how many versions
+    its oldest trained token is behind the policy now.
+    """
 
     @property
     def id(self) -> str: ...
 
     @property
     def prompt(self) -> Prompt: ...
+
+    @property
+    def policy(self) -> str: ...
 
     @property
     def rewards(self) -> Sequence[float]: ...
@@ -119,19 +136,26 @@ class Group(Protocol):
     @property
     def truncated(self) -> Sequence[bool]: ...
 
+    @property
+    def staleness(self) -> int: ...
 
-class Curator(Protocol):
-    """Decides which prompts are played. Its state is checkpointed with the ledger."""
+
+class Stateful(Protocol):
+    """A hook that learns: its state is JSON and is checkpointed with the ledger, in the same transaction."""
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: dict[str, Any]) -> None: ...
+
+
+class Curator(Stateful, Protocol):
+    """Decides which prompts are played. It observes complete groups of the run's first policy, kept or not."""
 
     def admit(self, prompt: Prompt) -> bool: ...
 
     def observe(self, group: Group) -> None: ...
 
     def on_version(self, version: int) -> None: ...
-
-    def state(self) -> dict[str, Any]: ...
-
-    def restore(self, state: dict[str, Any]) -> None: ...
 
 
 class Filter(Protocol):
@@ -142,7 +166,11 @@ class Filter(Protocol):
 
 
 class ReadyGroup(Protocol):
-    """A group that may be served: its order of admission and its oldest trained token's version."""
+    """A group that may be served to a policy's trainer.
+
+    `order` is that of admission, `oldest` the version of its oldest trained token, `staleness` how many versions
+    that is behind now, `spread` the standard deviation of its rewards, `served` how often it was trained before.
+    """
 
     @property
     def id(self) -> str: ...
@@ -153,11 +181,40 @@ class ReadyGroup(Protocol):
     @property
     def oldest(self) -> int: ...
 
+    @property
+    def staleness(self) -> int: ...
+
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def spread(self) -> float: ...
+
+    @property
+    def served(self) -> int: ...
+
 
 class Sampler(Protocol):
-    """Picks which ready groups make the next batch."""
+    """Picks which ready groups a batch gets next."""
 
-    def pick(self, ready: Sequence[ReadyGroup], want: int) -> list[str]: ...
+    def pick(self, ready: Sequence[ReadyGroup], want: int) -> list[str]:
+        """Exactly `want` different ids of `ready`, which has at least as many; the first are served first."""
+
+
+@runtime_checkable
+class Replayer(Protocol):
+    """A sampler that also serves groups again. The ledger keeps what it asks for readable."""
+
+    @property
+    def pool(self) -> int:
+        """How many trained groups are kept for it, the latest."""
+
+    @property
+    def staleness(self) -> int:
+        """How many versions a replayed group's oldest token may be behind."""
+
+    def replay(self, pool: Sequence[ReadyGroup], groups: int) -> list[str]:
+        """Ids of `pool` that a new batch of `groups` groups gets before any fresh one; may be empty."""
 
 
 class PromptSource(Protocol):

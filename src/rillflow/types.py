@@ -1,14 +1,17 @@
 """The structs that cross a border between two processes. They hold data, never behaviour or open handles.
 
 Arrays travel as little-endian bytes (`tokens` int32, `logprobs` float32, `versions` int32, `mask` uint8), so a
-reader can map them without a copy; `COLUMNS` is the one place that says which dtype a column has.
+reader can map them without a copy; `column_dtype` is the one place that says which dtype a column has.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 import msgspec
+
+from rillflow.errors import ErrorBody
 
 Lane = Literal["train", "eval"]
 Phase = Literal["training", "finishing", "ended"]
@@ -23,6 +26,14 @@ COLUMNS: dict[str, str] = {
     "versions": "<i4",  # policy version that sampled the token; -1 where mask is 0
     "transcript": "|u1",  # UTF-8 JSON of the episode's messages, on the first sample of a trajectory only
 }
+_OWN_COLUMN = re.compile(r"[a-z][a-z0-9_]{0,63}\.(i4|i8|u1|f2|f4|f8)")
+
+
+def column_dtype(name: str) -> str | None:
+    """The dtype of a column: one of `COLUMNS`, or a stage's own, whose name ends in it (`values.f4`); else None."""
+    if name in COLUMNS:
+        return COLUMNS[name]
+    return f"<{name[-2:]}".replace("<u1", "|u1") if _OWN_COLUMN.fullmatch(name) else None
 
 
 class Wire(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -33,10 +44,11 @@ class Wire(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
 
 
 class Prompt(Wire, frozen=True):
-    """A dataset row."""
+    """A dataset row; `source` names where it came from when a run has several sources."""
 
     id: str
     payload: dict[str, Any]
+    source: str = ""
 
 
 class Task(Wire, frozen=True):
@@ -126,6 +138,25 @@ class Ack(Wire, frozen=True):
     reason: str = ""
 
 
+class CompleteTasks(Wire, frozen=True):
+    """Completions that travel together; each is taken or refused on its own."""
+
+    tasks: list[CompleteTask]
+
+
+class Taken(Wire, frozen=True):
+    """The answer to one of several: exactly one of the two."""
+
+    ack: Ack | None = None
+    error: ErrorBody | None = None
+
+
+class TasksTaken(Wire, frozen=True):
+    """In the order of what was sent."""
+
+    taken: list[Taken]
+
+
 class Heartbeat(Wire, frozen=True):
     """A node lives and still plays these attempts."""
 
@@ -149,7 +180,12 @@ class HeartbeatReply(Wire, frozen=True):
 
 
 class LeaseBatch(Wire, frozen=True):
-    """A trainer at `version` asks for `groups` complete groups; waits up to `wait` seconds for them."""
+    """A trainer at `version` asks for a batch of `groups` groups; waits up to `wait` seconds for more of them.
+
+    A batch is served whole (`least` 0), or as a stream: each ask under the same attempt names the groups it `have`s
+    and is answered with the next ones as soon as `least` of them are ready. Ranks that share a trainer ask under the
+    same attempt and each get their own part of every answer, balanced by tokens.
+    """
 
     policy: str
     incarnation: str
@@ -157,10 +193,17 @@ class LeaseBatch(Wire, frozen=True):
     groups: int
     version: int
     wait: float
+    have: int = 0
+    least: int = 0
+    rank: int = 0
+    ranks: int = 1
 
 
 class BatchSample(Wire, frozen=True):
-    """One training row by reference, with the statistics of its group."""
+    """One training row by reference, with the statistics of its group over the episodes of the same policy.
+
+    `policy` sampled it; `staleness` counts versions of that policy. `extra` are rows of columns that stages added.
+    """
 
     id: str
     row: Row
@@ -173,15 +216,33 @@ class BatchSample(Wire, frozen=True):
     group_size: int
     staleness: int
     truncated: bool
+    policy: str = ""
+    task: str = ""
+    extra: list[Row] = []
+    replayed: bool = False
 
 
 class Batch(Wire, frozen=True):
+    """What was asked for of a batch: `samples` are those after the groups that the asker had, `groups` all so far.
+
+    `complete` says that nothing more will be added.
+    """
+
     id: str
     attempt: str
     policy: str
     version: int
     samples: list[BatchSample]
     seconds: float
+    groups: int = 0
+    complete: bool = True
+
+
+class RenewBatch(Wire, frozen=True):
+    """The holder still works on the batch: its lease has its full time again."""
+
+    batch: str
+    attempt: str
 
 
 class BatchReply(Wire, frozen=True):
@@ -193,7 +254,11 @@ class BatchReply(Wire, frozen=True):
 
 
 class CommitBatch(Wire, frozen=True):
-    """The optimizer step on `batch` produced `version`, already published. Trained and version move together."""
+    """The optimizer step on `batch` produced `version`, already published. Trained and version move together.
+
+    `restorable` is the oldest version that this trainer keeps a checkpoint of: what went into it or before it is
+    never asked for again.
+    """
 
     policy: str
     incarnation: str
@@ -203,6 +268,7 @@ class CommitBatch(Wire, frozen=True):
     metrics: dict[str, float]
     step_seconds: float
     wait_seconds: float
+    restorable: int = 0
 
 
 class JoinTrainer(Wire, frozen=True):
@@ -228,6 +294,33 @@ class TrainerJoined(Wire, frozen=True):
     rolled_back: int
 
 
+class LeaseStage(Wire, frozen=True):
+    """A worker of a stage before the update (log-probs, a reward model) asks for up to `groups` groups."""
+
+    policy: str
+    stage: str
+    attempt: str
+    groups: int
+    wait: float
+
+
+class SampleColumns(Wire, frozen=True):
+    """Columns that a stage has computed for a sample, already durable in a storage unit."""
+
+    sample: str
+    row: Row
+
+
+class CommitStage(Wire, frozen=True):
+    """The stage has handled `batch`; each sample at most once, and only samples of the batch."""
+
+    policy: str
+    stage: str
+    batch: str
+    attempt: str
+    columns: list[SampleColumns]
+
+
 # ---------------------------------------------------------------- storage units
 
 
@@ -249,10 +342,48 @@ class RowsGot(Wire, frozen=True):
 
 
 class UnitInfo(Wire, frozen=True):
-    """`path` is the folder of segments: a reader that can open it on its own host maps it instead of asking."""
+    """A storage unit: `unit` was drawn once and is its name for good, `url` is where it listens now.
+
+    `path` is the folder of segments: who can open it on the own host reads and writes there instead of asking; it
+    is empty where a unit has none. `load` is the bytes that wait or were written lately, `free` the bytes left.
+    """
 
     unit: str
     path: str
+    url: str = ""
+    kind: str = "files"
+    load: float = 0.0
+    free: int = 0
+
+
+class UnitBeat(Wire, frozen=True):
+    """A unit lives. `dropped` are the segments it was told to drop and has."""
+
+    info: UnitInfo
+    dropped: list[int] = []
+
+
+class UnitBeatReply(Wire, frozen=True):
+    """`drop`: segments that nobody will ever ask for again."""
+
+    drop: list[int]
+
+
+class Units(Wire, frozen=True):
+    """The units of a run that were heard of lately, the least loaded first."""
+
+    units: list[UnitInfo]
+
+
+class LoseRows(Wire, frozen=True):
+    """Rows that could not be read as they were written: they are set aside and their episodes played again."""
+
+    rows: list[Row]
+    reason: str
+
+
+class DropSegments(Wire, frozen=True):
+    segments: list[int]
 
 
 # ---------------------------------------------------------------- engine
@@ -321,8 +452,21 @@ class Evaluation(Wire, frozen=True):
     failed: int
 
 
+class PolicyStatus(Wire, frozen=True):
+    """One policy's stream: how far its trainer is and what it waits for."""
+
+    version: int
+    steps: int
+    total_steps: int
+    reward: float | None
+    staleness: float
+    wait_fraction: float
+    samples_per_second: float
+    ready: int
+
+
 class Status(Wire, frozen=True):
-    """One look at a run, as the progress view shows it."""
+    """One look at a run, as the progress view shows it. The plain numbers are the first policy's."""
 
     phase: Phase
     reason: str
@@ -337,3 +481,5 @@ class Status(Wire, frozen=True):
     evaluations: list[Evaluation]
     nodes: int
     waits: list[str]
+    policies: dict[str, PolicyStatus] = {}
+    units: int = 0

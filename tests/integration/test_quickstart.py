@@ -18,7 +18,7 @@ def test_the_quickstart_learns(cli: Cli) -> None:
     assert heldout[0]["reward"] <= 0.45
     assert heldout[-1]["version"] == 24
     assert heldout[-1]["reward"] >= 0.85
-    steps = read_metrics(folder / "metrics.jsonl").steps
+    steps = read_metrics(folder / "metrics.jsonl", "agent").steps
     assert max(step["staleness_max"] for step in steps) <= 2
     assert steps[0]["ratio_max"] < 1 + 1e-4, "on fresh samples engine and trainer agree"
     cli.run("audit", str(folder))

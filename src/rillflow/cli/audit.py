@@ -12,7 +12,7 @@ from rillflow.dataflow.audit import AuditReport
 
 def print_report(report: AuditReport, *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(report.to_dict(), indent=2))
+        print(json.dumps(report.as_json(), indent=2))
         return
     console = Console()
     table = Table("identity", "left", "right", "holds", title="Audit", title_justify="left")

@@ -104,6 +104,19 @@ def audit(
 
 
 @app.command()
+def balance(
+    folder: RunArgument,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the whole report as JSON")] = False,
+) -> None:
+    """Show whether the pool of rollout nodes fits what the trainer takes."""
+    from rillflow.cli.balance import print_balance
+    from rillflow.runtime.folder import RunFolder
+
+    with clear_errors():
+        print_balance(RunFolder.open(folder), as_json=as_json)
+
+
+@app.command()
 def recipes() -> None:
     """List the shipped recipes."""
     from rillflow.config import load_recipe
@@ -138,6 +151,16 @@ def dataflow(
 
     with clear_errors(role=True):
         dataflow_role(RunFolder.open(folder), resume=resume)
+
+
+@app.command(rich_help_panel="One part of a run, started by hand")
+def unit(folder: RunArgument, name: Annotated[str, typer.Option(help="The unit's name")] = "unit-0") -> None:
+    """Keep payloads for a run: one storage unit."""
+    from rillflow.runtime.folder import RunFolder
+    from rillflow.runtime.roles import unit_role
+
+    with clear_errors(role=True):
+        unit_role(RunFolder.open(folder), name)
 
 
 @app.command(rich_help_panel="One part of a run, started by hand")

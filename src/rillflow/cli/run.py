@@ -31,16 +31,18 @@ def show_recipe(recipe: Recipe) -> None:
 
 def check(recipe: Recipe) -> None:
     """Fail before anything is started where a look can tell that the run cannot work."""
-    from rillflow.dataflow.sources import open_source
+    from rillflow.dataflow.hooks import Hooks
+    from rillflow.dataflow.sources import open_source, open_sources
     from rillflow.rollout.episode import load_workflow
     from rillflow.weights.models import model_folder
 
     load_workflow(recipe)
     for policy in recipe.policies.values():
         model_folder(policy.model)
-    for source in (recipe.data.prompts, recipe.data.heldout):
-        if source is not None:
-            open_source(source, seed=recipe.seed, shuffle=False)
+    Hooks.of(recipe.dataflow)
+    open_sources(recipe.data.prompts, seed=recipe.seed, shuffle=False)
+    if recipe.data.heldout is not None:
+        open_source(recipe.data.heldout, seed=recipe.seed, shuffle=False)
 
 
 def has_finished(folder: RunFolder) -> bool:
@@ -48,16 +50,18 @@ def has_finished(folder: RunFolder) -> bool:
     state = folder.state()
     if state["state"] != "finished":
         return False
-    recipe = folder.recipe
-    wanted = recipe.policies[recipe.policy].trainer.steps
-    return state["reason"] != "done" or len(read_metrics(folder.metrics).steps) >= wanted
+    metrics, policies = read_metrics(folder.metrics, folder.recipe.policy), folder.recipe.policies
+    done = all(len(metrics.of(name)) >= policy.trainer.steps for name, policy in policies.items())
+    return state["reason"] != "done" or done
 
 
 def run_folder(folder: RunFolder, *, resume: bool = False) -> int:
     """Run to the end; returns the exit code: 0 for a good end, 1 for a bad one, 130 when interrupted."""
     recipe = folder.recipe
     console.print(f"[bold]{recipe.name}[/] in {folder.root}", highlight=False, soft_wrap=True)
-    board = TensorBoard(folder.metrics, folder.root / "tensorboard") if recipe.observe.tensorboard else None
+    several = len(recipe.policies) > 1
+    curves = folder.root / "tensorboard"
+    board = TensorBoard(folder.metrics, curves, several=several) if recipe.observe.tensorboard else None
     started, since = time.monotonic(), time.time()
     try:
         with Progress(recipe.name) as progress:
@@ -80,12 +84,13 @@ def run_folder(folder: RunFolder, *, resume: bool = False) -> int:
 
 
 def _conclude(folder: RunFolder, status: Status, seconds: float, since: float) -> int:
-    metrics = read_metrics(folder.metrics)
+    recipe = folder.recipe
+    metrics = read_metrics(folder.metrics, recipe.policy)
     summary = summarise(metrics, status, seconds, since)
     write_json(folder.root / "summary.json", summary)
-    plot = folder.root / "reward.png" if folder.recipe.observe.plot and metrics.steps else None
+    plot = folder.root / "reward.png" if recipe.observe.plot and metrics.steps else None
     if plot is not None:
-        plot_reward(metrics, plot, folder.recipe.name)
+        plot_reward(metrics, list(recipe.policies), plot, recipe.name)
     console.print(summary_table(summary, folder.root, plot))
     if ended_well(status):
         return 0

@@ -5,25 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rillflow.clients.coalesce import Coalesced
+from rillflow.errors import RillflowError, from_body
 from rillflow.types import (
     Ack,
     BatchReply,
     CommitBatch,
+    CommitStage,
     CompleteTask,
+    CompleteTasks,
     FailTask,
     Heartbeat,
     HeartbeatReply,
     JoinTrainer,
     LeaseBatch,
+    LeaseStage,
     LeaseTasks,
-    PutRows,
-    Row,
-    RowsPut,
+    LoseRows,
+    RenewBatch,
     Status,
     StopRun,
     TaskLeases,
+    TasksTaken,
     TrainerJoined,
-    UnitInfo,
+    UnitBeat,
+    UnitBeatReply,
+    Units,
 )
 from rillflow.wire import Client
 from rillflow.wire.client import DEFAULT_DEADLINE
@@ -34,12 +41,18 @@ class DataflowClient:
 
     def __init__(self, client: Client) -> None:
         self.wire = client
+        self._completions = Coalesced(self._complete)
 
     async def lease_tasks(self, ask: LeaseTasks) -> TaskLeases:
         return await self.wire.post("/tasks/lease", ask, TaskLeases, ask.wait + DEFAULT_DEADLINE)
 
     async def complete(self, news: CompleteTask, deadline: float = DEFAULT_DEADLINE) -> Ack:
-        return await self.wire.post("/tasks/complete", news, Ack, deadline)
+        """Completions told at the same time travel together."""
+        return await self._completions(news, deadline)
+
+    async def _complete(self, news: Sequence[CompleteTask], deadline: float) -> list[Ack | RillflowError]:
+        reply = await self.wire.post("/tasks/complete", CompleteTasks(tasks=list(news)), TasksTaken, deadline)
+        return [from_body(one.error) if one.error else one.ack or Ack(accepted=False) for one in reply.taken]
 
     async def fail(self, news: FailTask, deadline: float = DEFAULT_DEADLINE) -> Ack:
         return await self.wire.post("/tasks/fail", news, Ack, deadline)
@@ -66,12 +79,27 @@ class DataflowClient:
     async def stop(self, reason: str = "stopped", deadline: float = DEFAULT_DEADLINE) -> Ack:
         return await self.wire.post("/stop", StopRun(reason=reason), Ack, deadline)
 
-    async def put(self, rows: Sequence[dict[str, bytes]], deadline: float = DEFAULT_DEADLINE) -> list[Row]:
-        """The rows are durable when this returns."""
-        return (await self.wire.post("/unit/put", PutRows(rows=list(rows)), RowsPut, deadline)).rows
+    async def renew_batch(self, ask: RenewBatch, deadline: float = DEFAULT_DEADLINE) -> Ack:
+        """Raises LeaseLost when the batch is no longer held."""
+        return await self.wire.post("/batches/renew", ask, Ack, deadline)
 
-    async def unit(self, deadline: float = DEFAULT_DEADLINE) -> UnitInfo:
-        return await self.wire.get("/unit/info", UnitInfo, deadline)
+    async def lease_stage(self, ask: LeaseStage) -> BatchReply:
+        return await self.wire.post("/stages/lease", ask, BatchReply, ask.wait + DEFAULT_DEADLINE)
+
+    async def commit_stage(self, news: CommitStage, deadline: float = DEFAULT_DEADLINE) -> Ack:
+        return await self.wire.post("/stages/commit", news, Ack, deadline)
+
+    async def unit_beat(self, beat: UnitBeat, deadline: float = DEFAULT_DEADLINE) -> UnitBeatReply:
+        return await self.wire.post("/units/beat", beat, UnitBeatReply, deadline)
+
+    async def units(self, deadline: float = DEFAULT_DEADLINE) -> Units:
+        """The storage units that were heard of lately, the least loaded first."""
+        return await self.wire.get("/units", Units, deadline)
+
+    async def lose_rows(self, news: LoseRows, deadline: float = DEFAULT_DEADLINE) -> Ack:
+        """Rows that could not be read as they were written."""
+        return await self.wire.post("/rows/lost", news, Ack, deadline)
 
     async def close(self) -> None:
+        await self._completions.close()
         await self.wire.close()

@@ -1,91 +1,135 @@
-"""Reads payload columns: mapped from the unit's folder when it lies on this host, else over the wire.
+"""Reads payload columns of rows in any number of units: mapped where a unit's folder lies on this host, else over HTTP.
 
-Mapped columns are views into the file (zero copy, read-only) and stay valid as long as they are referred to. Rows
-are verified on either way; a damaged one raises CorruptData.
+Mapped columns are views into the file (zero copy, read-only) and stay valid as long as they are referred to. Every
+column that is handed out was verified by this process, on either way. Rows that cannot be read as they were written
+are named all at once, in one `DamagedRows`; a unit that cannot be reached is another matter, and an error of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from rillflow.errors import BadRequest
+from rillflow.clients.columns import dtypes_of
+from rillflow.clients.directory import GET_LIMIT, UNIT_ID_FILE, Directory
+from rillflow.clients.remote import Dtypes, Found, RemoteReader
+from rillflow.contracts import Clock, SystemClock
+from rillflow.errors import CorruptData, DeadlineExceeded
 from rillflow.storage import SegmentReader
-from rillflow.types import COLUMNS, GetRows, Row, RowsGot, UnitInfo
-from rillflow.wire import Client
+from rillflow.storage.records import Arrays, Place
+from rillflow.types import Row, UnitInfo, Units
 
-Arrays = dict[str, npt.NDArray[Any]]
+__all__ = ["GET_LIMIT", "UNIT_ID_FILE", "Arrays", "DamagedRows", "PayloadReader"]
 
-UNIT_ID_FILE = "unit"
-GET_LIMIT = 64 << 20  # bytes that a unit reads for one call
-_ROWS_A_CALL = 64
+READ_DEADLINE = 120.0
+PATIENCE = 3.0  # seconds in which a unit that nobody knows may be heard of: who tells of them may just have started
+_PAUSE = 0.1
+
+
+class DamagedRows(CorruptData):
+    """`rows` are all rows of a call that are damaged, missing or in a unit that nobody knows."""
+
+    def __init__(self, rows: Sequence[Row], first: CorruptData) -> None:
+        super().__init__(
+            f"{len(rows)} rows cannot be read as they were written, first {rows[0]}: {first.message}",
+            first.hint or "report them as lost: their episodes are played again",
+        )
+        self.rows = list(rows)
 
 
 class PayloadReader:
-    """Reads rows of the unit behind `client`."""
+    """Reads from one event loop. `units` tells who is there; see `Directory`."""
 
-    def __init__(self, client: Client, *, allow_map: bool = True) -> None:
-        self._client = client
+    def __init__(
+        self,
+        units: Callable[[], Awaitable[Units]],
+        token: str,
+        *,
+        allow_map: bool = True,
+        deadline: float = READ_DEADLINE,
+        patience: float = PATIENCE,
+        clock: Clock | None = None,
+    ) -> None:
+        self._clock = clock or SystemClock()
+        self._directory = Directory(units, token, clock=self._clock)
         self._allow_map = allow_map
-        self._info: UnitInfo | None = None
-        self._mapped: SegmentReader | None = None
+        self._deadline = deadline
+        self._patience = patience
+        self._remote = RemoteReader(self._directory, deadline)
+        self._mapped: dict[tuple[str, str], SegmentReader] = {}
 
     @property
-    def mapped(self) -> bool:
-        """Whether rows are read from the file; known after the first read."""
-        return self._mapped is not None
+    def mapped(self) -> int:
+        """How many units are read from their folders so far."""
+        return len(self._mapped)
 
     async def read(self, rows: Sequence[Row], columns: Sequence[str]) -> list[Arrays]:
-        """One dict of arrays per row; a column that a row does not have is left out."""
-        info = await self._connect()
-        for row in rows:
-            if row.unit != info.unit:
-                raise BadRequest(f"row of unit {row.unit}, but this is {info.unit}", "read it from its own unit")
-        if self._mapped is None:
-            return await self._fetch(rows, columns)
-        mapped = self._mapped
-        return [_arrays(mapped.read(row.segment, row.offset, row.length, columns)) for row in rows]
+        """One dict of arrays per row, in the rows' order; a column that a row does not have is left out."""
+        dtypes = dtypes_of(columns)
+        members: dict[str, list[int]] = {}
+        for n, row in enumerate(rows):
+            members.setdefault(row.unit, []).append(n)
+        parts = await self._all_units({unit: [rows[n] for n in ns] for unit, ns in members.items()}, dtypes)
+        found: Found = [{} for _ in rows]
+        for ns, part in zip(members.values(), parts, strict=True):
+            for n, one in zip(ns, part, strict=True):
+                found[n] = one
+        return _whole(rows, found)
 
-    async def _connect(self) -> UnitInfo:
-        if self._info is None:
-            self._info = await self._client.get("/unit/info", UnitInfo)
-            if self._allow_map and _is_here(self._info):
-                self._mapped = SegmentReader(Path(self._info.path))
-        return self._info
+    async def read_samples(self, samples: Sequence[Sequence[Row]], columns: Sequence[str]) -> list[Arrays]:
+        """One dict of arrays per sample, whose rows are merged: where two have a column, the later one's."""
+        flat = iter(await self.read([row for sample in samples for row in sample], columns))
+        merged: list[Arrays] = []
+        for sample in samples:
+            arrays: Arrays = {}
+            for _ in sample:
+                arrays |= next(flat)
+            merged.append(arrays)
+        return merged
 
-    async def _fetch(self, rows: Sequence[Row], columns: Sequence[str]) -> list[Arrays]:
-        found: list[Arrays] = []
-        for part in _parts(rows):
-            got = await self._client.post("/unit/get", GetRows(rows=part, columns=list(columns)), RowsGot)
-            found.extend(_arrays(row) for row in got.rows)
-        return found
+    async def close(self) -> None:
+        self._mapped.clear()
+        await self._directory.close()
+
+    # ------------------------------------------------------------ one unit
+
+    async def _all_units(self, rows: dict[str, list[Row]], dtypes: Dtypes) -> list[Found]:
+        try:
+            async with asyncio.timeout(self._deadline), asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._read_unit(unit, part, dtypes)) for unit, part in rows.items()]
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"rows of the units {', '.join(rows)} could not be read within {self._deadline:.0f} s",
+                "look at the logs of the units",
+            ) from error
+        except BaseExceptionGroup as group_error:
+            raise group_error.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def _read_unit(self, unit: str, rows: list[Row], dtypes: Dtypes) -> Found:
+        info = await self._find(unit)
+        if info is None:
+            return [CorruptData(f"nobody knows the unit {unit}") for _ in rows]
+        if self._allow_map and self._directory.here(info):
+            key = (info.unit, info.path)
+            mapped = self._mapped.setdefault(key, SegmentReader(Path(info.path)))
+            places = [Place(row.segment, row.offset, row.length) for row in rows]
+            return await asyncio.to_thread(mapped.read, places, dtypes)
+        return await self._remote.read(info, rows, dtypes)
+
+    async def _find(self, unit: str) -> UnitInfo | None:
+        end = self._clock.monotonic() + self._patience
+        while True:
+            info = await self._directory.find(unit)
+            if info is not None or self._clock.monotonic() >= end:
+                return info
+            await asyncio.sleep(_PAUSE)
 
 
-def _parts(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    """The rows in the same order, in parts that a unit answers: few enough, and not too long together."""
-    part: list[Row] = []
-    size = 0
-    for row in rows:
-        if part and (len(part) == _ROWS_A_CALL or size + row.length > GET_LIMIT):
-            yield part
-            part, size = [], 0
-        part.append(row)
-        size += row.length
-    if part:
-        yield part
-
-
-def _is_here(info: UnitInfo) -> bool:
-    """The folder can be read on this host and is the same unit, not another one at the same path."""
-    try:
-        return (Path(info.path) / UNIT_ID_FILE).read_text() == info.unit
-    except OSError:
-        return False
-
-
-def _arrays(row: Mapping[str, bytes | memoryview]) -> Arrays:
-    return {name: np.frombuffer(data, dtype=COLUMNS[name]) for name, data in row.items()}
+def _whole(rows: Sequence[Row], found: Found) -> list[Arrays]:
+    whole = [one for one in found if not isinstance(one, CorruptData)]
+    if len(whole) < len(found):
+        bad = [(row, one) for row, one in zip(rows, found, strict=True) if isinstance(one, CorruptData)]
+        raise DamagedRows([row for row, _ in bad], bad[0][1])
+    return whole

@@ -6,6 +6,7 @@ from rillflow.config.schema import (
     DataflowConfig,
     EngineConfig,
     EvaluationConfig,
+    HookConfig,
     ObserveConfig,
     PolicyConfig,
     Recipe,
@@ -14,6 +15,7 @@ from rillflow.config.schema import (
     SamplingConfig,
     SourceConfig,
     TrainerConfig,
+    UnitsConfig,
 )
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "DataflowConfig",
     "EngineConfig",
     "EvaluationConfig",
+    "HookConfig",
     "ObserveConfig",
     "PolicyConfig",
     "Recipe",
@@ -29,6 +32,7 @@ __all__ = [
     "SamplingConfig",
     "SourceConfig",
     "TrainerConfig",
+    "UnitsConfig",
     "load_recipe",
     "recipes",
     "resolve_object",

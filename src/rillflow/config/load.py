@@ -23,6 +23,7 @@ from rillflow.storage import write_atomic
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _CODE = ("workflow", "reward", "generator")
+_HOOKS = ("filters", "curators", "sampler")
 
 
 def _shipped_folder() -> Path:
@@ -113,11 +114,30 @@ def _parse(path: Path) -> dict[str, Any]:
 def _anchor(raw: dict[str, Any], folder: Path) -> None:
     """Make references to files absolute: `play.py:play` becomes `/where/play.py:play`."""
     for key, value in raw.items():
-        if isinstance(value, dict):
-            if key != "arguments":  # the generator's own: what they mean is its business
-                _anchor(value, folder)
+        if key == "arguments":  # the generator's own: what they mean is its business
+            continue
+        if key in _HOOKS:
+            several = isinstance(value, list)
+            raw[key] = [_anchored_hook(hook, folder) for hook in value] if several else _anchored_hook(value, folder)
+        elif isinstance(value, list):
+            for item in value:
+                if isinstance(item, dict):
+                    _anchor(item, folder)
+        elif isinstance(value, dict):
+            _anchor(value, folder)
         elif isinstance(value, str):
             raw[key] = _anchored(key, value, folder)
+
+
+def _anchored_hook(hook: Any, folder: Path) -> Any:
+    """A name, a mapping of the name to options, or what `write_resolved` made of it."""
+    if isinstance(hook, str):
+        return _anchored("workflow", hook, folder)
+    if isinstance(hook, dict) and isinstance(hook.get("name"), str):
+        return hook | {"name": _anchored("workflow", hook["name"], folder)}
+    if isinstance(hook, dict):
+        return {_anchored("workflow", str(name), folder): options for name, options in hook.items()}
+    return hook
 
 
 def _anchored(key: str, value: str, folder: Path) -> str:
@@ -126,7 +146,7 @@ def _anchored(key: str, value: str, folder: Path) -> str:
         file, colon, name = value.rpartition(":")
         return f"{(folder / file).resolve()}:{name}" if colon and (folder / file).is_file() else value
     path = folder / Path(value).expanduser()
-    if key == "path" or (key == "model" and value != "tiny" and path.is_dir()):
+    if key == "path" or (key in ("model", "dataset") and value != "tiny" and path.is_dir()):
         return str(path.resolve())
     return value
 

@@ -19,6 +19,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "policies.NAME.engine": schema.EngineConfig,
     "trainer, policies.NAME.trainer": schema.TrainerConfig,
     "dataflow": schema.DataflowConfig,
+    "dataflow.units": schema.UnitsConfig,
     "rollout": schema.RolloutConfig,
     "evaluation": schema.EvaluationConfig,
     "observe": schema.ObserveConfig,
@@ -59,10 +60,17 @@ def _type(annotation: Any) -> str:
 
 
 def _default(field: Any) -> str:
-    default = field.get_default(call_default_factory=True)
+    default = _plain(field.get_default(call_default_factory=True))
     if default is PydanticUndefined:
         return "required"
     return "" if isinstance(default, BaseModel) or default in (None, "", {}, []) else f"`{default}`"
+
+
+def _plain(value: Any) -> Any:
+    """A data algorithm is shown as it is written, by its name."""
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value.name if isinstance(value, schema.HookConfig) else value
 
 
 if __name__ == "__main__":

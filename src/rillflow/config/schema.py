@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -29,28 +29,51 @@ class Section(BaseModel):
 
 
 class SourceConfig(Section):
-    """Where prompts come from: a JSONL file (one object a line), or a function that yields prompts."""
+    """Where prompts come from: a file, a dataset, a generated task or a function. Give exactly one of the four."""
 
-    path: str | None = Field(None, description="JSONL file; relative paths are relative to the recipe")
+    path: str | None = Field(
+        None, description="JSONL (one object a line) or Parquet file; relative paths are relative to the recipe"
+    )
+    dataset: str | None = Field(None, description="Hugging Face dataset: a name on the hub or a local folder")
+    reasoning_gym: str | None = Field(None, description="name of a reasoning-gym dataset; `arguments` configure it")
     generator: str | None = Field(None, description="module:function or file.py:function that yields prompts")
     arguments: dict[str, Any] = Field(
-        default_factory=dict, description="keyword arguments of the generator, as they are"
+        default_factory=dict,
+        description="of the generator, the reasoning-gym dataset or `datasets.load_dataset` (split, name, …)",
     )
-    id_key: str = Field("id", description="key of a row's id in the JSONL; rows without it are numbered")
+    id_key: str = Field("id", description="key of a row's id; rows without it are numbered")
     limit: Positive | None = Field(None, description="use only the first rows")
+    name: Name | None = Field(None, description="what prompts of this source are called, where there are several")
+    weight: Annotated[float, Field(gt=0)] = Field(
+        1.0, description="share of prompts that come from this source, where there are several"
+    )
+
+    @property
+    def origin(self) -> str:
+        """What the source is, in a few words."""
+        return self.path or self.dataset or self.reasoning_gym or self.generator or ""
 
     @model_validator(mode="after")
     def _one_kind(self) -> SourceConfig:
-        if (self.path is None) == (self.generator is None):
-            raise ValueError("give exactly one of `path` and `generator`")
+        given = [name for name in ("path", "dataset", "reasoning_gym", "generator") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError("give exactly one of `path`, `dataset`, `reasoning_gym` and `generator`")
         return self
 
 
 class DataConfig(Section):
-    prompts: SourceConfig = Field(description="prompts to train on")
+    prompts: list[SourceConfig] = Field(
+        min_length=1, description="prompts to train on: one source, or several that are mixed by their weights"
+    )
     heldout: SourceConfig | None = Field(None, description="prompts to evaluate on; never trained")
     shuffle: bool = Field(True, description="a new order every epoch, fixed by the seed")
     epochs: Positive | None = Field(None, description="stop after this many passes (default: as many as needed)")
+
+    @field_validator("prompts", mode="before")
+    @classmethod
+    def _several(cls, value: Any) -> Any:
+        """One source may stand without a list around it."""
+        return [value] if isinstance(value, dict) else value
 
 
 class SamplingConfig(Section):
@@ -91,6 +114,11 @@ class TrainerConfig(Section):
     overlong_filter: bool = Field(False, description="mask samples whose answer was cut (DAPO)")
     dtype: Literal["fp32", "bf16"] = Field("fp32", description="of the forward pass; masters are always fp32")
     device: str = Field("auto", description="auto, cpu, cuda, cuda:0 …")
+    stream_groups: NonNegative = Field(
+        0,
+        description="serve a batch in parts of at least so many groups, as soon as they are ready, so that gradients "
+        "accumulate while the rest is still played; 0 serves whole batches",
+    )
     checkpoint_every: Positive = Field(10, description="optimizer steps between checkpoints")
     keep_checkpoints: Positive = 2
     batch_wait: Seconds = Field(600.0, description="longest wait for a batch before the run fails, saying why")
@@ -98,17 +126,60 @@ class TrainerConfig(Section):
 
 class PolicyConfig(Section):
     model: str = Field(description="folder of a Hugging Face model, or `tiny` for the shipped policy")
+    staleness: NonNegative | None = Field(None, description="default: dataflow.staleness")
+    trains_on: list[Name] | None = Field(None, description="policies whose samples its trainer gets; default: its own")
+    stages: list[Name] = Field(
+        default_factory=list, description="consumers that handle every sample before the trainer gets it"
+    )
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()
     trainer: TrainerConfig = TrainerConfig()
 
 
+class HookConfig(Section):
+    """A data algorithm, written as its name (or module:Class), or as a mapping of that name to its options."""
+
+    name: str
+    options: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return {"name": value}
+        if isinstance(value, dict) and len(value) == 1 and "name" not in value:
+            ((name, options),) = value.items()
+            return {"name": name, "options": options or {}}
+        return value
+
+
+class UnitsConfig(Section):
+    """Where payloads lie."""
+
+    count: Positive = Field(1, description="storage units that `rillflow run` starts, each its own process")
+    kind: Literal["files", "redis"] = Field("files", description="segments in the run folder, or a Redis server")
+    redis: str = Field("redis://127.0.0.1:6379/0", description="URL of the server, for kind redis")
+    segment_bytes: Positive = Field(64 << 20, description="size at which a segment is closed")
+    timeout: Seconds = Field(60.0, description="rows of a unit not heard of for so long are played again")
+
+
 class DataflowConfig(Section):
     group_size: Positive = Field(8, description="episodes of one prompt")
     staleness: NonNegative = Field(4, description="most versions between sampling and training; 0 is on-policy")
-    filters: list[str] = Field(["zero_variance"], description="names or module:Class, applied in order")
-    sampler: str = Field("earliest_deadline", description="name or module:Class")
-    curators: list[str] = Field(default_factory=list, description="names or module:Class, applied in order")
+    filters: list[HookConfig] = Field(
+        [HookConfig(name="zero_variance")], description="names, module:Class or {name: options}, in order"
+    )
+    sampler: HookConfig = Field(
+        HookConfig(name="earliest_deadline"), description="name, module:Class or {name: options}"
+    )
+    curators: list[HookConfig] = Field(
+        default_factory=list, description="names, module:Class or {name: options}, in order"
+    )
+    units: UnitsConfig = UnitsConfig()
+    group_deadline: Seconds | None = Field(
+        None, description="a group not complete so long after its first task was leased goes on without the rest"
+    )
+    balance_every: Positive = Field(10, description="versions between two balance reports")
     attempts: Positive = Field(3, description="how often a task is tried before it counts as failed")
     task_lease: Seconds = Field(30.0, description="a lease not renewed for so long returns")
     batch_lease: Seconds = Field(300.0, description="a batch not committed for so long returns")
@@ -172,11 +243,19 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
-        if self.runtime.deterministic and self.dataflow.staleness != 0:
+        bounds = {name: self.staleness(name) for name in self.policies}
+        if self.runtime.deterministic and any(bounds.values()):
             raise ValueError("runtime.deterministic needs dataflow.staleness=0: only on-policy runs are repeatable")
-        if len(self.policies) > 1:
-            raise ValueError("this version trains one policy at a time: keep one entry in `policies`")
+        for name, policy in self.policies.items():
+            for other in policy.trains_on or ():
+                if other not in self.policies:
+                    raise ValueError(f"policies.{name}.trains_on names {other!r}; there is {', '.join(self.policies)}")
         return self
+
+    def staleness(self, policy: str) -> int:
+        """The bound of one policy's stream."""
+        own = self.policies[policy].staleness
+        return self.dataflow.staleness if own is None else own
 
     @property
     def policy(self) -> str:

@@ -1,20 +1,27 @@
 """Exact accounting, proved from the ledger's file: during a run, after it, after a crash.
 
 Each identity compares two numbers that were counted in different ways. A run whose audit balances has lost nothing
-and trained nothing twice on the line of weights that lives.
+and trained nothing twice on the lines of weights that live.
 """
 
 from __future__ import annotations
 
+import json
 import sqlite3
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rillflow.dataflow.database import storage_error
-from rillflow.dataflow.tables import ATTEMPT_STATES, GROUP_ENDED, GROUP_OPEN
-from rillflow.errors import RunError
+from rillflow.dataflow.tables import ATTEMPT_STATES, FORMAT, GROUP_ENDED, GROUP_OPEN, SHARE_ENDED, SHARE_OPEN
+from rillflow.errors import CorruptData, RunError
+
+_OPEN_SHARE = "EXISTS (SELECT 1 FROM shares s WHERE s.grp = g.id AND s.state IN ('ready', 'leased'))"
+_TRAINED_SHARE = "EXISTS (SELECT 1 FROM shares s WHERE s.grp = g.id AND s.state = 'trained')"
+_MEMBERS = "FROM members m JOIN batches b ON b.id = m.batch"
+_SAMPLES = f"{_MEMBERS} JOIN samples s ON s.grp = m.grp AND s.policy = m.producer AND s.trained > 0"
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,8 @@ class AuditReport:
     def balanced(self) -> bool:
         return all(identity.ok for identity in self.identities)
 
-    def to_dict(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
+        """The report in plain values."""
         return {
             "balanced": self.balanced,
             "identities": [{**asdict(identity), "ok": identity.ok} for identity in self.identities],
@@ -54,9 +62,24 @@ def audit(path: Path) -> AuditReport:
     try:
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as connection:
             connection.execute("BEGIN")  # one snapshot for all queries
-            return _Auditor(connection).report()
+            _check_format(connection, path)
+            return examine(connection)
     except sqlite3.Error as error:
         raise storage_error(path, error) from error
+
+
+def examine(connection: sqlite3.Connection) -> AuditReport:
+    """Check what this connection sees."""
+    return _Auditor(connection).report()
+
+
+def _check_format(connection: sqlite3.Connection, path: Path) -> None:
+    found = connection.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()
+    if found is None or found[0] != str(FORMAT):
+        raise CorruptData(
+            f"{path} has ledger format {found[0] if found else 'none'}, this version reads {FORMAT}",
+            "use the version of rillflow that wrote the run",
+        )
 
 
 class _Auditor:
@@ -67,25 +90,37 @@ class _Auditor:
     def report(self) -> AuditReport:
         for lane in ("train", "eval"):
             self._lane(lane)
-        self._tally()
+        self._tallies()
         self._tasks()
+        self._attempts()
         self._samples()
-        self._batches()
-        self._versions()
+        self._groups_and_shares()
+        for stream in self._column("SELECT name FROM policies ORDER BY name"):
+            self._stream(stream)
+            self._versions(stream)
+        self._stages()
+        self._rows()
         return self._report
 
-    def _count(self, query: str) -> int:
-        row = self._connection.execute(query).fetchone()
+    def _count(self, query: str, values: Sequence[str | int] = ()) -> int:
+        row = self._connection.execute(query, values).fetchone()
         return int(row[0] or 0) if row else 0
 
-    def _same(self, name: str, left: str | int, right: str | int) -> None:
+    def _column(self, query: str) -> list[str]:
+        return [row[0] for row in self._connection.execute(query)]
+
+    def _same(self, name: str, left: str | int, right: str | int, values: Sequence[str | int] = ()) -> None:
+        """`values` fill both queries, where both are queries."""
         self._report.identities.append(
             Identity(
                 name,
-                self._count(left) if isinstance(left, str) else left,
-                self._count(right) if isinstance(right, str) else right,
+                self._count(left, values) if isinstance(left, str) else left,
+                self._count(right, values) if isinstance(right, str) else right,
             )
         )
+
+    def _none(self, name: str, query: str, values: Sequence[str | int] = ()) -> None:
+        self._same(name, query, 0, values)
 
     # ------------------------------------------------------------ prompts and groups
 
@@ -113,48 +148,46 @@ class _Auditor:
             )
             self._same("train: no prompt of training was evaluated", states.get("evaluated", 0), 0)
         else:
-            trainable = sum(states.get(state, 0) for state in ("ready", "leased", "trained", "filtered"))
+            trainable = sum(states.get(state, 0) for state in ("open", "trained", "filtered"))
             self._same("eval: no held-out prompt was trained", trainable, 0)
 
-    def _tally(self) -> None:
+    def _tallies(self) -> None:
         """The running counts by cause equal a recount, and every bad end has a cause."""
-        tallied = dict(
-            ((lane, state, cause), n)
-            for lane, state, cause, n in self._connection.execute("SELECT * FROM tally WHERE n != 0")
-        )
-        counted = dict(
-            ((lane, state, cause), n)
-            for lane, state, cause, n in self._connection.execute(
-                "SELECT lane, state, cause, count(*) FROM groups GROUP BY lane, state, cause"
+        for table, key, tally in (("groups", "lane", "tally"), ("shares", "stream", "share_tally")):
+            tallied = _by_cause(self._connection.execute(f"SELECT * FROM {tally} WHERE n != 0"))
+            counted = _by_cause(
+                self._connection.execute(
+                    f"SELECT {key}, state, cause, count(*) FROM {table} GROUP BY {key}, state, cause"
+                )
             )
-        )
-        wrong = {key for key in tallied.keys() | counted.keys() if tallied.get(key) != counted.get(key)}
-        self._same("groups: running counts by cause differ from a recount", len(wrong), 0)
-        self._same(
-            "groups: filtered, expired or failed without a cause",
-            "SELECT count(*) FROM groups WHERE state IN ('filtered', 'expired', 'failed') AND cause = ''",
-            0,
-        )
-        for (lane, state, cause), number in sorted(counted.items()):
-            if cause:
-                self._report.counts[f"{lane}.{state}.{cause}"] = number
+            wrong = {at for at in tallied.keys() | counted.keys() if tallied.get(at) != counted.get(at)}
+            self._same(f"{table}: running counts by cause differ from a recount", len(wrong), 0)
+            self._none(
+                f"{table}: filtered, expired or failed without a cause",
+                f"SELECT count(*) FROM {table} WHERE state IN ('filtered', 'expired', 'failed') AND cause = ''",
+            )
+            for (first, state, cause), number in sorted(counted.items()):
+                if cause or table == "shares":
+                    name = f"{first}.{state}.{cause}" if cause else f"{first}.{state}"
+                    self._report.counts[name if table == "groups" else f"shares.{name}"] = number
 
-    # ------------------------------------------------------------ tasks and samples
+    # ------------------------------------------------------------ tasks, attempts and samples
 
     def _tasks(self) -> None:
         self._same("tasks = planned by their groups", "SELECT count(*) FROM tasks", "SELECT sum(planned) FROM groups")
-        self._same(
+        self._none(
             "tasks: open ones outside a playing group",
             "SELECT count(*) FROM tasks t JOIN groups g ON g.id = t.grp "
             "WHERE t.state IN ('pending', 'leased') AND g.state != 'playing'",
-            0,
         )
-        self._same(
+        self._none(
             "groups: playing ones without an open task",
             "SELECT count(*) FROM groups g WHERE g.state = 'playing' AND NOT EXISTS "
             "(SELECT 1 FROM tasks t WHERE t.grp = g.id AND t.state IN ('pending', 'leased'))",
-            0,
         )
+        self._report.counts["trajectories"] = self._count("SELECT count(*) FROM tasks WHERE state = 'done'")
+
+    def _attempts(self) -> None:
         states = dict(self._connection.execute("SELECT state, count(*) FROM attempts GROUP BY state"))
         self._same(
             "attempts: leases = done + failed + returned + cancelled + held",
@@ -164,15 +197,15 @@ class _Auditor:
         self._same(
             "attempts: held = tasks leased", states.get("held", 0), "SELECT count(*) FROM tasks WHERE state = 'leased'"
         )
+        self._same("attempts: held = held by nodes", states.get("held", 0), "SELECT sum(held) FROM nodes")
         self._same(
             "attempts: done = tasks done", states.get("done", 0), "SELECT count(*) FROM tasks WHERE state = 'done'"
         )
         self._same("attempts: failed = failures of tasks", states.get("failed", 0), "SELECT sum(failures) FROM tasks")
-        self._same(
+        self._none(
             "tasks: leased or done without the attempt that says so",
             "SELECT count(*) FROM tasks t LEFT JOIN attempts a ON a.id = t.attempt WHERE t.state IN ('leased', 'done') "
             "AND a.state IS NOT (CASE t.state WHEN 'leased' THEN 'held' ELSE 'done' END)",
-            0,
         )
         self._report.counts |= {f"attempts.{state}": states.get(state, 0) for state in ATTEMPT_STATES}
 
@@ -182,67 +215,179 @@ class _Auditor:
             "SELECT count(*) FROM samples",
             "SELECT sum(samples) FROM tasks WHERE state = 'done'",
         )
-        self._same(
+        self._none(
             "samples: those of no done task of their group",
-            "SELECT count(*) FROM samples s LEFT JOIN tasks t ON t.id = s.task AND t.grp = s.grp "
+            "SELECT count(*) FROM samples s LEFT JOIN tasks t ON t.grp = s.grp AND t.place = s.place "
             "WHERE t.state IS NOT 'done'",
-            0,
         )
-        self._same(
+        self._none(
             "samples: done tasks with another number than they said",
             "SELECT count(*) FROM tasks t WHERE t.state = 'done' AND t.samples != "
-            "(SELECT count(*) FROM samples s WHERE s.grp = t.grp AND s.task = t.id)",
-            0,
+            "(SELECT count(*) FROM samples s WHERE s.grp = t.grp AND s.place = t.place)",
         )
         self._report.counts["samples"] = self._count("SELECT count(*) FROM samples")
 
-    # ------------------------------------------------------------ batches and versions
+    # ------------------------------------------------------------ shares
 
-    def _batches(self) -> None:
-        for group, batch in (("trained", "committed"), ("leased", "leased")):
-            members = f"FROM batch_groups bg JOIN batches b ON b.id = bg.batch WHERE b.state = '{batch}'"
+    def _groups_and_shares(self) -> None:
+        """A group is as far as its shares are."""
+        known = ",".join(f"'{state}'" for state in (*SHARE_OPEN, *SHARE_ENDED))
+        self._none("shares: in no known state", f"SELECT count(*) FROM shares WHERE state NOT IN ({known})")
+        self._none(
+            "groups: open, but no share of them is; or the other way round",
+            f"SELECT count(*) FROM groups g WHERE lane = 'train' AND (state = 'open') != {_OPEN_SHARE}",
+        )
+        self._none(
+            "groups: trained, but no share of them is; or ended otherwise, but one is",
+            f"SELECT count(*) FROM groups g WHERE lane = 'train' AND state != 'open' "
+            f"AND (state = 'trained') != {_TRAINED_SHARE}",
+        )
+        self._none(
+            "shares: of no group of training",
+            "SELECT count(*) FROM shares s LEFT JOIN groups g ON g.id = s.grp WHERE g.lane IS NOT 'train'",
+        )
+        self._none(
+            "shares: with another number of samples than they said",
+            "SELECT count(*) FROM shares h WHERE h.state IN ('ready', 'leased', 'trained') AND h.samples != "
+            "(SELECT count(*) FROM samples s WHERE s.grp = h.grp AND s.policy = h.producer AND s.trained > 0)",
+        )
+        self._report.counts["shares"] = self._count("SELECT count(*) FROM shares")
+
+    def _stream(self, stream: str) -> None:
+        """What is trained or leased is a fresh member of exactly one batch that says so."""
+        for state, batch in (("trained", "committed"), ("leased", "leased")):
+            members = f"{_MEMBERS} WHERE b.policy = ? AND b.state = '{batch}' AND m.replayed = 0"
             self._same(
-                f"groups {group} = groups in {batch} batches",
-                f"SELECT count(*) FROM groups WHERE state = '{group}'",
+                f"{stream}: shares {state} = fresh members of {batch} batches",
+                f"SELECT count(*) FROM shares WHERE stream = ? AND state = '{state}'",
                 f"SELECT count(*) {members}",
+                (stream,),
             )
             self._same(
-                f"groups in {batch} batches, each once and {group}",
+                f"{stream}: fresh members of {batch} batches, each once and {state} there",
                 f"SELECT count(*) {members}",
-                f"SELECT count(DISTINCT bg.grp) {members} AND EXISTS "
-                f"(SELECT 1 FROM groups g WHERE g.id = bg.grp AND g.state = '{group}')",
+                f"SELECT count(*) FROM (SELECT DISTINCT m.grp, m.producer {members} AND EXISTS (SELECT 1 FROM shares s "
+                f"WHERE s.grp = m.grp AND s.producer = m.producer AND s.stream = b.policy AND s.state = '{state}' "
+                "AND s.batch = b.id))",
+                (stream,),
             )
         self._same(
-            "samples in committed batches = samples of their groups",
-            "SELECT sum(samples) FROM batches WHERE state = 'committed'",
-            "SELECT count(*) FROM batches b JOIN batch_groups bg ON bg.batch = b.id JOIN samples s ON s.grp = bg.grp "
-            "WHERE b.state = 'committed'",
+            f"{stream}: samples in committed batches = samples of their members",
+            "SELECT sum(samples) FROM batches WHERE policy = ? AND state = 'committed'",
+            f"SELECT count(*) {_SAMPLES} WHERE b.policy = ? AND b.state = 'committed'",
+            (stream,),
         )
-        bound = self._count("SELECT value FROM meta WHERE key = 'staleness'")
         self._same(
-            f"samples: trained beyond the staleness bound {bound}",
-            "SELECT count(*) FROM batches b JOIN batch_groups bg ON bg.batch = b.id JOIN samples s ON s.grp = bg.grp "
-            f"WHERE b.state = 'committed' AND s.trained > 0 AND b.version - s.oldest > {bound}",
-            0,
+            f"{stream}: members of committed batches = as many as they say, and complete",
+            "SELECT sum(members * complete) FROM batches WHERE policy = ? AND state = 'committed'",
+            f"SELECT count(*) {_MEMBERS} WHERE b.policy = ? AND b.state = 'committed'",
+            (stream,),
         )
+        self._bounds(stream)
+        for what, replayed in (("fresh", 0), ("replayed", 1)):
+            self._report.counts[f"{stream}.members.{what}"] = self._count(
+                f"SELECT count(*) {_MEMBERS} WHERE b.policy = ? AND b.state = 'committed' AND m.replayed = ?",
+                (stream, replayed),
+            )
 
-    def _versions(self) -> None:
-        steps = self._count("SELECT sum(steps) FROM policies")
-        self._same("steps = live versions", steps, "SELECT count(*) FROM steps WHERE state = 'live'")
-        self._same("steps = committed batches", steps, "SELECT count(*) FROM batches WHERE state = 'committed'")
+    def _bounds(self, stream: str) -> None:
+        bounds = json.loads((self._column("SELECT value FROM meta WHERE key = 'staleness'") or ["{}"])[0])
+        replay = self._count("SELECT value FROM meta WHERE key = 'replay_staleness'")
+        for what, replayed, bound in (("trained", 0, bounds.get(stream, 0)), ("replayed", 1, replay)):
+            self._none(
+                f"{stream}: samples {what} beyond the staleness bound {bound}",
+                f"SELECT count(*) {_SAMPLES} WHERE b.policy = ? AND b.state = 'committed' AND m.replayed = ? "
+                "AND max(m.head, CASE WHEN m.producer = b.policy THEN b.version ELSE 0 END) - s.oldest > ?",
+                (stream, replayed, bound),
+            )
+
+    # ------------------------------------------------------------ versions
+
+    def _versions(self, policy: str) -> None:
+        steps = self._count("SELECT steps FROM policies WHERE name = ?", (policy,))
+        live = "FROM steps WHERE policy = ? AND state = 'live'"
+        self._same(f"{policy}: steps = live versions", steps, self._count(f"SELECT count(*) {live}", (policy,)))
+        committed = "SELECT count(*) FROM batches WHERE policy = ? AND state = 'committed'"
+        self._same(f"{policy}: steps = committed batches", steps, self._count(committed, (policy,)))
         self._same(
-            "the policy stands at its newest live version",
-            "SELECT max(version) FROM policies",
-            "SELECT max(version) FROM steps WHERE state = 'live'",
+            f"{policy}: it stands at its newest live version",
+            "SELECT version FROM policies WHERE name = ?",
+            f"SELECT max(version) {live}",
+            (policy,),
         )
-        self._same(
-            "samples: trained on tokens of a version that died",
-            "SELECT count(*) FROM batches b JOIN batch_groups bg ON bg.batch = b.id JOIN samples s ON s.grp = bg.grp "
-            "JOIN orphans o ON o.low < s.newest AND s.oldest <= o.high WHERE b.state = 'committed' AND s.trained > 0",
-            0,
+        self._none(
+            f"{policy}: samples of a version of its own that died were trained",
+            f"SELECT count(*) {_SAMPLES} JOIN orphans o ON o.policy = s.policy AND o.low < s.newest "
+            "AND s.oldest <= o.high WHERE b.policy = ? AND m.producer = b.policy AND b.state = 'committed'",
+            (policy,),
         )
+        orphaned = "SELECT count(*) FROM steps WHERE policy = ? AND state = 'orphaned'"
         self._report.counts |= {
-            "steps": steps,
-            "versions.orphaned": self._count("SELECT count(*) FROM steps WHERE state = 'orphaned'"),
+            "steps": self._report.counts.get("steps", 0) + steps,
+            f"{policy}.steps": steps,
+            "versions.orphaned": self._report.counts.get("versions.orphaned", 0) + self._count(orphaned, (policy,)),
             "rolled_back": self._count("SELECT value FROM counters WHERE name = 'rolled_back'"),
         }
+
+    # ------------------------------------------------------------ stages and rows
+
+    def _stages(self) -> None:
+        self._none(
+            "stages: leased shares outside a leased batch of a stage, or shares that are not ready",
+            "SELECT count(*) FROM stage_shares d LEFT JOIN stage_batches b ON b.id = d.batch LEFT JOIN shares s "
+            "ON s.grp = d.grp AND s.producer = d.producer AND s.stream = d.stream "
+            "WHERE d.state = 'leased' AND (b.state IS NOT 'leased' OR s.state IS NOT 'ready')",
+        )
+        self._none(
+            "stages: shares that went to the trainer before all stages had handled them",
+            "SELECT count(*) FROM shares WHERE state = 'leased' AND todo != 0",
+        )
+
+    def _rows(self) -> None:
+        """Rows that may be asked for are counted where they lie, and nothing else is."""
+        counted = {(unit, segment): n for unit, segment, n in self._connection.execute(_ROWS_COUNTED)}
+        told = {
+            (unit, segment): n
+            for unit, segment, n in self._connection.execute("SELECT unit, segment, live FROM segments WHERE live != 0")
+        }
+        wrong = {at for at in counted.keys() | told.keys() if counted.get(at) != told.get(at)}
+        self._same("segments: live rows differ from a recount", len(wrong), 0)
+        self._none(
+            "segments: dropped, or being dropped, though rows in them may be asked for",
+            "SELECT count(*) FROM segments WHERE state != 'live' AND live != 0",
+        )
+        self._none(
+            "samples: of held shares, but released",
+            "SELECT count(*) FROM shares h JOIN samples s ON s.grp = h.grp AND s.policy = h.producer AND s.trained > 0 "
+            "WHERE h.held = 1 AND s.live = 0",
+        )
+        self._none(
+            "samples: kept, though nobody may ask for them",
+            "SELECT count(*) FROM samples s JOIN groups g ON g.id = s.grp WHERE s.live = 1 AND g.state != 'playing' "
+            "AND NOT EXISTS (SELECT 1 FROM shares h WHERE h.grp = s.grp AND h.producer = s.policy AND h.held = 1) "
+            "AND NOT (g.lane = 'eval' AND EXISTS "
+            "(SELECT 1 FROM rounds r WHERE r.id = g.round AND r.state = 'running'))",
+        )
+        self._none(
+            "shares: open, but not held",
+            "SELECT count(*) FROM shares WHERE state IN ('ready', 'leased') AND held = 0",
+        )
+        self._same(
+            "quarantine = rows counted as set aside",
+            "SELECT count(*) FROM quarantine",
+            "SELECT value FROM counters WHERE name = 'quarantined'",
+        )
+        self._report.counts |= {
+            "rows.live": sum(counted.values()),
+            "quarantined": self._count("SELECT count(*) FROM quarantine"),
+        }
+
+
+_ROWS_COUNTED = (
+    "SELECT unit, segment, count(*) FROM (SELECT unit, segment FROM samples WHERE live = 1 "
+    "UNION ALL SELECT unit, segment FROM extras) GROUP BY unit, segment"
+)
+
+
+def _by_cause(rows: sqlite3.Cursor) -> dict[tuple[str, str, str], int]:
+    return {(first, state, cause): number for first, state, cause, number in rows}

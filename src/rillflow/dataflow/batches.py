@@ -1,300 +1,329 @@
-"""Batches: complete groups leased to the trainer for one step, and committed with the version that the step made.
+"""Batches: shares leased to a trainer for one step, and committed with the version that the step made.
 
 A batch is leased, renewed and committed by the attempt that holds it. A trainer holds one batch at a time: asking
-under a new attempt gives the earlier one up. Nothing older than the staleness bound is ever served.
+under a new attempt gives the earlier one up. A batch is served whole, or grows in parts as shares become ready; it
+is committed only when it is complete. Nothing older than the staleness bound is ever served; what a replayer serves
+again has its own bound, and stays trained.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import sqlite3
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from rillflow.dataflow.groups import Groups
 from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.lineage import Lineage
-from rillflow.dataflow.nodes import Nodes
 from rillflow.dataflow.part import Base, Part
-from rillflow.dataflow.tables import NEWEST
+from rillflow.dataflow.serving import batch_rows, batch_samples, of_rank
+from rillflow.dataflow.shares import Shares
+from rillflow.dataflow.steps import Steps
+from rillflow.dataflow.streams import Ready, Streams
 from rillflow.errors import BadRequest, LeaseLost
-from rillflow.types import Batch, BatchSample, CommitBatch, LeaseBatch, Row
+from rillflow.types import Batch, CommitBatch, LeaseBatch, RenewBatch
 
-_INTERNAL = ("cursor", "batches")
 _OLD = "no longer this trainer's: "
 _HINT = "join again: the trainer goes on from its last checkpoint"
-
-
-@dataclass(frozen=True)
-class Ready:
-    """A group that may be served, as samplers see it."""
-
-    id: str
-    order: int
-    oldest: int
+_MOST_RANKS = 4096
 
 
 class Batches(Part):
-    def __init__(self, base: Base, groups: Groups, lineage: Lineage, nodes: Nodes, hooks: Hooks) -> None:
+    def __init__(
+        self,
+        base: Base,
+        *,
+        groups: Groups,
+        shares: Shares,
+        streams: Streams,
+        lineage: Lineage,
+        steps: Steps,
+        hooks: Hooks,
+    ) -> None:
         super().__init__(base)
         self._groups = groups
+        self._shares = shares
+        self._streams = streams
         self._lineage = lineage
-        self._nodes = nodes
+        self._steps = steps
         self._hooks = hooks
 
     def grace(self) -> None:
         """A live lease has its full time again."""
-        self._db.run(
-            "UPDATE batches SET deadline = ? WHERE state = 'leased'",
-            (self._clock.now() + self._rules.batch_lease,),
-        )
+        self._db.run("UPDATE batches SET deadline = ? WHERE state = 'leased'", (self._deadline(),))
+
+    def _deadline(self) -> float:
+        return self._clock.now() + self._rules.batch_lease
 
     # ------------------------------------------------------------ serving
 
-    def held(self, ask: LeaseBatch) -> Batch | None:
+    def serve(self, ask: LeaseBatch, *, may_grow: bool, last: bool) -> Batch | None:
+        """What the asker does not have yet of its batch, or None when nothing is there.
+
+        A batch is opened, and grows, only while it `may_grow`; when nothing more can come, the `last` one of a run
+        may be smaller.
+        """
+        if not 0 <= ask.rank < ask.ranks <= _MOST_RANKS or ask.have < 0 or ask.least < 0:
+            raise BadRequest("rank, ranks, have or least is out of range", f"at most {_MOST_RANKS} ranks, from rank 0")
+        row = self._held(ask)
+        if row is None:
+            self._check(ask)
+            row = self._open(ask, last) if may_grow else None
+        elif may_grow and not row["complete"] and ask.have >= row["members"]:
+            row = self._grow(row, last)
+        if row is None or (ask.have == row["members"] and not row["complete"]):
+            return None
+        if ask.have > row["members"]:
+            raise BadRequest(f"batch {row['id']} has {row['members']} groups, not {ask.have}", "ask for what follows")
+        return self._batch(row, ask)
+
+    def _held(self, ask: LeaseBatch) -> sqlite3.Row | None:
         """The batch that this attempt leased before, its lease renewed."""
         self._db.run(
-            "UPDATE batches SET deadline = ? WHERE attempt = ? AND state = 'leased'",
-            (self._clock.now() + self._rules.batch_lease, ask.attempt),
+            "UPDATE batches SET deadline = ? WHERE attempt = ? AND state = 'leased'", (self._deadline(), ask.attempt)
         )
         row = self._db.one("SELECT * FROM batches WHERE attempt = ?", (ask.attempt,))
         if row is not None and row["state"] != "leased":
             raise LeaseLost(f"batch {row['id']} is {_OLD}{row['state']}", "ask under a new attempt id")
-        return None if row is None else self._batch(row)
+        if row is not None and row["policy"] != ask.policy:
+            raise BadRequest(f"attempt {ask.attempt!r:.80} is of policy {row['policy']}", "draw attempt ids at random")
+        if row is None and ask.have:
+            raise LeaseLost("there is no batch of this attempt", "ask under a new attempt id, having nothing")
+        return row
 
-    def check(self, ask: LeaseBatch) -> None:
-        if ask.version != self._lineage.head:
-            raise LeaseLost(f"the trainer stands at version {ask.version}, the ledger at {self._lineage.head}", _HINT)
-        if not 1 <= ask.groups <= self._rules.window:
+    def _check(self, ask: LeaseBatch) -> None:
+        head, window = self._lineage.head(ask.policy), self._rules.policies[ask.policy].window
+        if ask.version != head:
+            raise LeaseLost(f"the trainer stands at version {ask.version}, the ledger at {head}", _HINT)
+        if not 1 <= ask.groups <= window:
             raise BadRequest(
-                f"a batch of {ask.groups} groups can never be ready: at most {self._rules.window} are admitted",
+                f"a batch of {ask.groups} groups can never be ready: at most {window} are admitted",
                 "ask for trainer.batch_groups groups",
             )
 
-    def lease(self, ask: LeaseBatch, *, last: bool) -> Batch | None:
-        """A new batch, or None when too few groups are ready; the `last` one of a run may be smaller."""
-        self.release_all("replaced")
-        self.refuse_stale()
-        # On-policy the batch is the first groups of the order, not the first to be ready.
-        rows = self._db.all(
-            "SELECT id, ord, oldest FROM groups WHERE lane = 'train' AND state = 'ready' AND ord <= ? ORDER BY ord",
-            (self._groups.window_end() if self._rules.on_policy else NEWEST,),
-        )
-        want = min(ask.groups, len(rows)) if last else ask.groups
-        if want == 0 or len(rows) < want:
+    def _open(self, ask: LeaseBatch, last: bool) -> sqlite3.Row | None:
+        """A new batch, with what can be served now; None when that is not enough."""
+        self.release_all("replaced", ask.policy)
+        self._streams.refuse_stale(ask.policy)
+        ready = self._ready(ask.policy, ask.least)
+        replayed = self._replayed(ask) if ready or not last else []
+        take = _how_many(len(ready), ask.groups - len(replayed), ask.least, last)
+        if take is None or (not replayed and take == 0):
             return None
-        ready = [Ready(row["id"], row["ord"], row["oldest"]) for row in rows]
-        picked = set(self._hooks.pick(ready, want))
-        return self._lease(ask, [group for group in ready if group.id in picked])
-
-    def _lease(self, ask: LeaseBatch, picked: list[Ready]) -> Batch:
         number = self._db.counter("batches")
         self._db.count("batches")
-        batch, now = f"b{number:06d}", self._clock.now()
-        for group in picked:
-            self._db.run(
-                "INSERT INTO batch_groups VALUES (?, ?, ?)", (batch, group.id, max(0, ask.version - group.oldest))
-            )
-            self._groups.move(group.id, "leased")
         self._db.run(
-            "INSERT INTO batches (id, policy, attempt, incarnation, version, samples, deadline, leased_at) "
-            "VALUES (?, ?, ?, ?, ?, (SELECT count(*) FROM batch_groups b JOIN samples s ON s.grp = b.grp "
-            "WHERE b.batch = ?), ?, ?)",
+            "INSERT INTO batches (id, policy, attempt, incarnation, version, wanted, least, deadline, leased_at) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
-                *(batch, ask.policy, ask.attempt, ask.incarnation, ask.version, batch),
-                *(now + self._rules.batch_lease, now),
+                *(f"b{number:06d}", ask.policy, ask.attempt, ask.incarnation, ask.version, ask.groups, ask.least),
+                *(self._deadline(), self._clock.now()),
             ),
         )
-        row = self._db.one("SELECT * FROM batches WHERE id = ?", (batch,))
-        assert row is not None
-        return self._batch(row)
+        row = self._row(f"b{number:06d}")
+        return self._add(row, replayed, self._pick(row, ready, take), last)
 
-    def _batch(self, row: sqlite3.Row) -> Batch:
-        """Samples in order of admission, place and path, whoever finished first."""
-        samples = self._db.all(
-            "SELECT s.*, g.mean, g.std, g.size FROM batch_groups b JOIN groups g ON g.id = b.grp "
-            "JOIN tasks t ON t.grp = g.id JOIN samples s ON s.grp = g.id AND s.task = t.id "
-            "WHERE b.batch = ? AND s.trained > 0 ORDER BY g.ord, t.place, s.n",
-            (row["id"],),
+    def _grow(self, row: sqlite3.Row, last: bool) -> sqlite3.Row:
+        """Add what is ready, as one part, when that is enough."""
+        self._streams.refuse_stale(row["policy"])
+        ready = self._ready(row["policy"], row["least"])
+        take = _how_many(len(ready), row["wanted"] - row["members"], row["least"], last) or 0
+        return self._add(row, [], self._pick(row, ready, take), last)
+
+    def _ready(self, policy: str, least: int) -> list[Ready]:
+        """On-policy, a batch is the first groups of the order, not the first to be ready."""
+        return self._streams.ready(policy, in_order=least > 0 and self._rules.policies[policy].on_policy)
+
+    def _pick(self, row: sqlite3.Row, ready: list[Ready], take: int) -> list[Ready]:
+        """In order of admission, whoever finished first."""
+        if take == 0 or (row["least"] and self._rules.policies[row["policy"]].on_policy):
+            return ready[:take]
+        picked = set(self._hooks.pick(ready, take))
+        return [share for share in ready if share.id in picked]
+
+    def _replayed(self, ask: LeaseBatch) -> list[Ready]:
+        """What the replayer wants served again."""
+        replayer = self._hooks.replayer
+        if replayer is None:
+            return []
+        pool = {share.id: share for share in self._streams.pool(ask.policy, replayer.pool, replayer.staleness)}
+        return [pool[name] for name in self._hooks.replay(list(pool.values()), ask.groups)]
+
+    def _add(self, row: sqlite3.Row, replayed: Sequence[Ready], fresh: Sequence[Ready], last: bool) -> sqlite3.Row:
+        members = [(share, 1) for share in replayed] + [(share, 0) for share in fresh]
+        self._db.many(
+            "INSERT INTO members VALUES (?, ?, ?, ?, ?, ?, ?)",
+            [
+                (row["id"], row["members"] + n, share.group, share.producer, row["parts"], share.head, again)
+                for n, (share, again) in enumerate(members)
+            ],
         )
+        if fresh:
+            self._shares.lease(row["policy"], row["id"], [(share.group, share.producer) for share in fresh])
+        complete = last or row["members"] + len(members) == row["wanted"]
+        self._db.run(
+            "UPDATE batches SET members = members + ?, parts = parts + ?, samples = samples + ?, complete = ? "
+            "WHERE id = ?",
+            (len(members), bool(members), sum(share.samples for share, _ in members), complete, row["id"]),
+        )
+        return self._row(row["id"])
+
+    def _row(self, batch: str) -> sqlite3.Row:
+        row = self._db.one("SELECT * FROM batches WHERE id = ?", (batch,))
+        assert row is not None, batch
+        return row
+
+    def _batch(self, row: sqlite3.Row, ask: LeaseBatch) -> Batch:
+        stream = row["policy"]
+        rows = batch_rows(self._db, row["id"], stream, ask.have if ask.ranks == 1 else 0)
+        if ask.ranks > 1:
+            rows = [found for found in of_rank(rows, ask.rank, ask.ranks) if found["member"] >= ask.have]
         return Batch(
             id=row["id"],
             attempt=row["attempt"],
-            policy=row["policy"],
+            policy=stream,
             version=row["version"],
-            samples=[_batch_sample(sample, row["version"]) for sample in samples],
+            samples=batch_samples(self._db, rows, stream, self._rules.policies[stream].stages),
             seconds=row["deadline"] - self._clock.now(),
+            groups=row["members"],
+            complete=bool(row["complete"]),
         )
 
-    def refuse_stale(self) -> None:
-        """Nothing beyond the bound stays open: such groups expire; on-policy, their tasks are played again.
-
-        A token of a version above the trainer's was sampled by weights that died between publish and commit.
-        """
-        head = self._lineage.head
-        limit = head - self._rules.staleness
-        for row in self._db.all(
-            "SELECT id, oldest, newest, state FROM groups WHERE lane = 'train' AND state IN ('playing', 'ready') "
-            "AND (oldest < ? OR (state = 'ready' AND newest > ?)) ORDER BY ord",
-            (limit, head),
-        ):
-            if row["oldest"] < limit and not self._rules.on_policy:
-                self._groups.end(row["id"], "expired", "stale")
-                continue
-            if row["oldest"] < limit:
-                self._groups.rerun(row["id"], -1, limit - 1, "stale")
-            if row["state"] == "ready" and row["newest"] > head:
-                self._groups.rerun(row["id"], head, NEWEST, "rolled_back")
+    def renew(self, ask: RenewBatch) -> bool:
+        """Whether this attempt holds the batch; its lease has its full time again."""
+        return bool(
+            self._db.run(
+                "UPDATE batches SET deadline = ? WHERE id = ? AND attempt = ? AND state = 'leased'",
+                (self._deadline(), ask.batch, ask.attempt),
+            )
+        )
 
     # ------------------------------------------------------------ committing
 
     def commit(self, news: CommitBatch) -> bool:
-        """Groups trained and version moved, together; False when this very commit was taken before."""
-        row = self._db.one("SELECT * FROM batches WHERE id = ?", (news.batch,))
-        if row is None or row["attempt"] != news.attempt:
-            raise LeaseLost(f"there is no batch {news.batch!r:.80} of this attempt", _HINT)
-        if row["state"] == "committed" and row["produced"] == news.version:
+        """Shares trained and version moved, together; False when this very commit was taken before."""
+        row = self._committable(news)
+        if row is None:
             return False
-        if row["state"] != "leased" or row["incarnation"] != news.incarnation:
-            raise LeaseLost(f"batch {row['id']} is {_OLD}{row['state']}", _HINT)
-        if not (math.isfinite(news.step_seconds) and math.isfinite(news.wait_seconds)):
-            raise BadRequest("step_seconds and wait_seconds must be numbers", "check the trainer's clock")
-        parent = self._lineage.head
-        self._lineage.move(news.version)
+        parent = self._lineage.head(news.policy)
+        self._lineage.move(news.policy, news.version, news.restorable)
         if news.version > parent + 1:  # the numbers between were published by a trainer that died before its commit
-            self._groups.rerun_dead(parent, news.version - 1)
+            self._groups.rerun_dead(news.policy, parent, news.version - 1)
         self._db.run(
             "UPDATE batches SET state = 'committed', produced = ?, ended_at = ? WHERE id = ?",
             (news.version, self._clock.now(), row["id"]),
         )
-        for group in self._groups_of(row["id"]):
-            self._groups.move(group, "trained")
-        self._credit_nodes(row["id"])
-        self._write_step(news, row, parent)
+        for group in self._shares.train(news.policy, row["id"], news.version):
+            self._groups.close(group)
+        self._count_served(row["id"], news.policy, 1)
+        self._steps.write(news, row, parent)
+        replayer = self._hooks.replayer
+        self._shares.let_go_of_trained(news.policy, news.restorable, replayer.pool if replayer else 0)
         return True
 
-    def _groups_of(self, batch: str) -> list[str]:
-        return [row["grp"] for row in self._db.all("SELECT grp FROM batch_groups WHERE batch = ?", (batch,))]
+    def _committable(self, news: CommitBatch) -> sqlite3.Row | None:
+        row = self._db.one("SELECT * FROM batches WHERE id = ?", (news.batch,))
+        if row is None or row["attempt"] != news.attempt or row["policy"] != news.policy:
+            raise LeaseLost(f"there is no batch {news.batch!r:.80} of this attempt", _HINT)
+        if row["state"] == "committed" and row["produced"] == news.version:
+            return None
+        if row["state"] != "leased" or row["incarnation"] != news.incarnation:
+            raise LeaseLost(f"batch {row['id']} is {_OLD}{row['state']}", _HINT)
+        if not row["complete"]:
+            raise BadRequest(
+                f"batch {row['id']} has {row['members']} of {row['wanted']} groups", "ask on until it is complete"
+            )
+        if not (math.isfinite(news.step_seconds) and math.isfinite(news.wait_seconds)):
+            raise BadRequest("step_seconds and wait_seconds must be numbers", "check the trainer's clock")
+        return row
 
-    def _credit_nodes(self, batch: str) -> None:
-        for row in self._db.all(
-            "SELECT t.node, count(*) AS n FROM batch_groups b JOIN samples s ON s.grp = b.grp "
-            "JOIN tasks t ON t.id = s.task WHERE b.batch = ? GROUP BY t.node",
-            (batch,),
-        ):
-            self._nodes.add(row["node"], consumed=row["n"])
-
-    def _write_step(self, news: CommitBatch, batch: sqlite3.Row, parent: int) -> None:
-        sizes = self._db.one(
-            "SELECT count(*) AS samples, sum(s.tokens) AS tokens, avg(? - s.oldest) AS mean, max(? - s.oldest) AS most "
-            "FROM batch_groups b JOIN samples s ON s.grp = b.grp WHERE b.batch = ? AND s.trained > 0",
-            (batch["version"], batch["version"], batch["id"]),
-        )
-        assert sizes is not None
-        now = self._clock.now()
-        # Of what was played: a batch that the filters have picked says little about the policy.
-        reward, flat = self._take_recent(batch["id"])
+    def _count_served(self, batch: str, stream: str, by: int) -> None:
         self._db.run(
-            "INSERT INTO steps (policy, version, parent, batch, samples, tokens, reward, staleness, step_seconds, "
-            "wait_seconds, metrics, at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                *(news.policy, news.version, parent, batch["id"], sizes["samples"], sizes["tokens"], reward),
-                *(sizes["mean"], news.step_seconds, news.wait_seconds, json.dumps(news.metrics), now),
-            ),
+            "UPDATE shares SET served = served + ? FROM members m WHERE m.batch = ? AND shares.grp = m.grp "
+            "AND shares.producer = m.producer AND shares.stream = ?",
+            (by, batch, stream),
         )
-        seconds = news.step_seconds + news.wait_seconds
-        self._db.event(
-            {
-                **news.metrics,
-                "step": self._lineage.steps,
-                "version": news.version,
-                "time": now,
-                "reward": reward,
-                "staleness_mean": sizes["mean"],
-                "staleness_max": sizes["most"],
-                "samples": sizes["samples"],
-                "tokens": sizes["tokens"],
-                "samples_per_second": sizes["samples"] / seconds if seconds > 0 else 0.0,
-                "wait_fraction": news.wait_seconds / seconds if seconds > 0 else 0.0,
-                "zero_variance_fraction": flat,
-                "counters": self.counters(),
-            }
-        )
-
-    def _take_recent(self, batch: str) -> tuple[float, float]:
-        """Mean reward, and share without variance, of the groups that became complete since the last step.
-
-        Where none did (a batch served again after a rollback), the batch's own groups speak.
-        """
-        row = self._db.one("SELECT avg(reward) AS reward, avg(flat) AS flat FROM recent")
-        if row is None or row["reward"] is None:
-            query = "SELECT avg(mean) AS reward, 0.0 AS flat FROM groups JOIN batch_groups ON id = grp WHERE batch = ?"
-            row = self._db.one(query, (batch,))
-        assert row is not None
-        self._db.run("DELETE FROM recent")
-        return row["reward"], row["flat"]
-
-    def counters(self) -> dict[str, int]:
-        """Groups by state and cause, and everything else that is counted, by name."""
-        counts: dict[str, int] = {}
-        for row in self._db.all("SELECT * FROM tally"):
-            state = row["state"] if row["lane"] == "train" else f"eval.{row['state']}"
-            counts[state] = counts.get(state, 0) + row["n"]
-            if row["cause"]:
-                counts[f"{state}.{row['cause']}"] = row["n"]
-        others = self._db.all("SELECT name, value FROM counters WHERE name NOT IN (?, ?)", _INTERNAL)
-        renamed = {"admitted.train": "admitted", "admitted.eval": "eval.admitted"}
-        return counts | {renamed.get(row["name"], row["name"]): row["value"] for row in others}
 
     # ------------------------------------------------------------ giving back
 
-    def release_all(self, why: str) -> int:
-        """Give up every leased batch; its groups are ready again."""
-        rows = self._db.all("SELECT id FROM batches WHERE state = 'leased'")
-        for row in rows:
-            self._release(row["id"], why)
-        return len(rows)
+    def release_all(self, why: str, policy: str | None = None) -> None:
+        """Give up every leased batch, of one policy or of all; its fresh shares are ready again."""
+        for row in self._db.all("SELECT id, policy FROM batches WHERE state = 'leased'"):
+            if policy in (None, row["policy"]):
+                self.release(row["id"], why)
 
-    def expire(self) -> int:
-        rows = self._db.all("SELECT id FROM batches WHERE state = 'leased' AND deadline < ?", (self._clock.now(),))
-        for row in rows:
-            self._release(row["id"], "lease_expired")
-        return len(rows)
+    def expire(self) -> None:
+        for row in self._db.all("SELECT id FROM batches WHERE state = 'leased' AND deadline < ?", (self._clock.now(),)):
+            self.release(row["id"], "lease_expired")
 
-    def _release(self, batch: str, why: str) -> None:
-        self._db.run("UPDATE batches SET state = 'released', ended_at = ? WHERE id = ?", (self._clock.now(), batch))
+    def release(self, batch: str, why: str) -> None:
+        """Give the batch up, if it is leased; its trainer learns of it when it calls next."""
+        if not self._db.run(
+            "UPDATE batches SET state = 'released', ended_at = ? WHERE id = ? AND state = 'leased'",
+            (self._clock.now(), batch),
+        ):
+            return
         self._db.count(f"released.{why}")
-        for group in self._groups_of(batch):
-            self._groups.move(group, "ready")
+        for share in self._fresh(batch):
+            self._shares.back(share)
 
-    def roll_back(self, checkpoint: int) -> int:
-        """Un-end the groups that were trained into versions after `checkpoint`; returns how many."""
-        groups = self._db.all(
-            "SELECT b.id, bg.grp FROM batches b JOIN batch_groups bg ON bg.batch = b.id "
-            "WHERE b.state = 'committed' AND b.produced > ?",
-            (checkpoint,),
+    def release_replaying(self, group: str, producer: str, stream: str, why: str) -> None:
+        """Give up the leased batch of the stream that serves this trained share again, if one does."""
+        batch = self._db.value(
+            "SELECT b.id FROM batches b JOIN members m ON m.batch = b.id WHERE b.policy = ? AND b.state = 'leased' "
+            "AND m.grp = ? AND m.producer = ? AND m.replayed = 1",
+            (stream, group, producer),
         )
-        for row in groups:
-            self._groups.move(row["grp"], "ready")
-        self._db.run(
-            "UPDATE batches SET state = 'rolled_back' WHERE state = 'committed' AND produced > ?", (checkpoint,)
+        if batch is not None:
+            self.release(batch, why)
+
+    def _fresh(self, batch: str) -> list[sqlite3.Row]:
+        return self._db.all(
+            "SELECT s.* FROM members m JOIN batches b ON b.id = m.batch JOIN shares s ON s.grp = m.grp "
+            "AND s.producer = m.producer AND s.stream = b.policy WHERE m.batch = ? AND m.replayed = 0 ORDER BY m.n",
+            (batch,),
         )
-        if groups:
-            self._db.count("rolled_back", len(groups))
-        return len(groups)
+
+    def roll_back(self, policy: str, checkpoint: int) -> int:
+        """Un-end the shares that were trained into versions after `checkpoint`; returns how many."""
+        batches = self._db.all(
+            "SELECT id FROM batches WHERE state = 'committed' AND policy = ? AND produced > ? ORDER BY produced",
+            (policy, checkpoint),
+        )
+        shares: list[sqlite3.Row] = []
+        for row in batches:
+            self._count_served(row["id"], policy, -1)
+            self._db.run("UPDATE batches SET state = 'rolled_back' WHERE id = ?", (row["id"],))
+            shares += self._fresh(row["id"])
+        for share in shares:
+            self._shares.back(share)
+        for share in shares:
+            self._serve_again(share)
+        if shares:
+            self._db.count("rolled_back", len(shares))
+        return len(shares)
+
+    def _serve_again(self, share: sqlite3.Row) -> None:
+        """A share that was trained is ready again; where its rows are gone, its tasks are played again instead."""
+        group, producer = share["grp"], share["producer"]
+        if self._groups.row(group)["state"] == "playing":
+            return  # played again for another share's sake
+        if share["held"] and not share["damaged"]:
+            self._groups.close(group)
+        elif self._shares.untouched(group):
+            places = self._db.all("SELECT DISTINCT place FROM samples WHERE grp = ? AND policy = ?", (group, producer))
+            self._groups.rerun(group, [row["place"] for row in places], "payload_gone")
+        else:
+            self._shares.end(self._shares.one(group, producer, share["stream"]), "expired", "payload_gone")
+            self._groups.close(group)
 
 
-def _batch_sample(row: sqlite3.Row, version: int) -> BatchSample:
-    return BatchSample(
-        id=row["id"],
-        row=Row(unit=row["unit"], segment=row["segment"], offset=row["offset"], length=row["length"]),
-        tokens=row["tokens"],
-        trained=row["trained"],
-        reward=row["reward"],
-        group=row["grp"],
-        group_mean=row["mean"],
-        group_std=row["std"],
-        group_size=row["size"],
-        staleness=max(0, version - row["oldest"]),
-        truncated=bool(row["truncated"]),
-    )
+def _how_many(ready: int, missing: int, least: int, last: bool) -> int | None:
+    """How many of the ready shares are added now; None when a batch served whole must wait."""
+    if ready >= missing:
+        return missing
+    if last:
+        return ready
+    if least == 0:
+        return None
+    return ready if ready >= least else 0

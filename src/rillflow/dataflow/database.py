@@ -20,6 +20,7 @@ from rillflow.dataflow.tables import FORMAT, TABLES
 from rillflow.errors import BadRequest, CorruptData, DiskFull, RillflowError, StorageError
 
 Value = str | int | float | None
+_STATEMENTS = 512  # prepared and kept: more than the ledger has
 
 
 def storage_error(path: Path, error: sqlite3.Error) -> StorageError:
@@ -44,7 +45,7 @@ class Database:
         self._inside = False
         self._clean = 0
         try:
-            self._connection = sqlite3.connect(path, isolation_level=None)
+            self._connection = sqlite3.connect(path, isolation_level=None, cached_statements=_STATEMENTS)
         except sqlite3.Error as error:
             raise storage_error(path, error) from error
         self._connection.row_factory = sqlite3.Row

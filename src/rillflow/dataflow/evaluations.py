@@ -1,37 +1,45 @@
 """Evaluation rounds: all held-out prompts, played by weights at least as new as the policy was when it was asked.
 
-A round is admitted before training, every `evaluate_every` steps and after the last one. Its groups are played like
-others but never enter a batch. On-policy runs wait for a round before they train on, so that it measures exactly the
-version it names. A round of a version that died is orphaned with it, and asked for again.
+A round is admitted before training, every `evaluate_every` steps of the first policy and after the last one. It names
+a version of every policy. Its groups are played like others but never enter a batch. On-policy runs wait for a round
+before they train on, so that it measures exactly the versions it names. A round of a version of the first policy that
+died is orphaned with it, and asked for again. The rows of its episodes are kept as long as it runs.
 """
 
 from __future__ import annotations
 
+import json
 import math
 
 from rillflow.dataflow.groups import Groups
 from rillflow.dataflow.lineage import Lineage
 from rillflow.dataflow.part import Base, Part
+from rillflow.dataflow.rows import Rows
 from rillflow.types import Evaluation
+
+_MOST_RESULTS = 100
 
 
 class Evaluations(Part):
-    def __init__(self, base: Base, groups: Groups, lineage: Lineage, prompts: int) -> None:
+    def __init__(self, base: Base, groups: Groups, lineage: Lineage, rows: Rows, prompts: int) -> None:
         super().__init__(base)
         self._groups = groups
         self._lineage = lineage
+        self._rows = rows
         self._prompts = prompts  # held-out prompts; 0 where the run has none
 
     def schedule(self, *, final: bool) -> None:
         """Admit the round that is due at the present step, once."""
-        step, every = self._lineage.steps, self._rules.evaluate_every
+        step, every = self._lineage.steps(self._rules.policy), self._rules.evaluate_every
         due = final or step == 0 or (every > 0 and step % every == 0)
         if not due or not self._prompts or self._asked(step):
             return
         number = int(self._db.value("SELECT ifnull(max(id), -1) + 1 FROM rounds"))
+        heads, planned = self._lineage.heads, self._prompts * self._rules.repeats
         self._db.run(
-            "INSERT INTO rounds (id, step, version, state, planned, admitted_at) VALUES (?, ?, ?, 'running', ?, ?)",
-            (number, step, self._lineage.head, self._prompts * self._rules.repeats, self._clock.now()),
+            "INSERT INTO rounds (id, step, version, versions, state, planned, admitted_at) "
+            "VALUES (?, ?, ?, ?, 'running', ?, ?)",
+            (number, step, heads[self._rules.policy], json.dumps(heads), planned, self._clock.now()),
         )
         for index in range(self._prompts):
             self._groups.create("eval", index, size=self._rules.repeats, number=number, step=step)
@@ -78,6 +86,7 @@ class Evaluations(Part):
             "UPDATE rounds SET state = 'ended', reward = ?, episodes = ?, failed = ?, ended_at = ? WHERE id = ?",
             (found["reward"], found["done"], found["failed"], now, number),
         )
+        self._release(number)
         self._db.event(
             {
                 "event": "evaluation",
@@ -90,16 +99,38 @@ class Evaluations(Part):
             }
         )
 
-    def orphan(self, checkpoint: int) -> None:
-        """Rounds asked for at a version that died are void; what of them is still open expires."""
+    def _release(self, number: int) -> None:
+        for row in self._db.all("SELECT id FROM groups WHERE lane = 'eval' AND round = ?", (number,)):
+            self._rows.release(row["id"])
+
+    def orphan(self, policy: str, checkpoint: int) -> None:
+        """Versions of the policy after `checkpoint` died.
+
+        Rounds asked for at such a version of the first policy are void; what of them is still open expires. Those
+        that run go on with the version that lives of any other policy.
+        """
+        for row in self._db.all("SELECT * FROM rounds WHERE state = 'running'"):
+            versions = json.loads(row["versions"])
+            if versions.get(policy, 0) > checkpoint:
+                self._db.run(
+                    "UPDATE rounds SET versions = ? WHERE id = ?",
+                    (json.dumps(versions | {policy: checkpoint}), row["id"]),
+                )
+        if policy != self._rules.policy:
+            return
         for row in self._db.all("SELECT id FROM rounds WHERE version > ? AND state != 'orphaned'", (checkpoint,)):
             for group in self._db.all(
                 "SELECT id FROM groups WHERE lane = 'eval' AND round = ? AND state = 'playing'", (row["id"],)
             ):
                 self._groups.end(group["id"], "expired", "rolled_back")
             self._db.run("UPDATE rounds SET state = 'orphaned' WHERE id = ?", (row["id"],))
+            self._release(row["id"])
 
     def results(self) -> list[Evaluation]:
+        """The latest results, in the order of their steps."""
+        rows = self._db.all(
+            "SELECT * FROM rounds WHERE state = 'ended' ORDER BY step DESC, id DESC LIMIT ?", (_MOST_RESULTS,)
+        )
         return [
             Evaluation(
                 version=row["version"],
@@ -107,5 +138,5 @@ class Evaluations(Part):
                 episodes=row["episodes"],
                 failed=row["failed"],
             )
-            for row in self._db.all("SELECT * FROM rounds WHERE state = 'ended' ORDER BY step, id")
+            for row in reversed(rows)
         ]

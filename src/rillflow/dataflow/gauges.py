@@ -10,6 +10,14 @@ from prometheus_client.registry import Collector
 from rillflow.dataflow.ledger import Ledger
 from rillflow.dataflow.report import status
 
+_OF_POLICY = {
+    "version": "Version of the policy",
+    "steps": "Optimizer steps on the live line",
+    "staleness": "Mean staleness of the last batch",
+    "wait_fraction": "Share of the trainer's time spent waiting for data",
+    "ready": "Groups that wait for the trainer",
+}
+
 
 class LedgerGauges(Collector):
     def __init__(self, ledger: Ledger) -> None:
@@ -21,11 +29,10 @@ class LedgerGauges(Collector):
         for name, number in now.counts.items():
             counts.add_metric([name], number)
         yield counts
-        for name, value, text in (
-            ("version", now.versions[self._ledger.rules.policy], "Version of the policy"),
-            ("steps", now.steps, "Optimizer steps on the live line"),
-            ("staleness", now.staleness, "Mean staleness of the last batch"),
-            ("wait_fraction", now.wait_fraction, "Share of the trainer's time spent waiting for data"),
-            ("nodes", now.nodes, "Healthy rollout nodes"),
-        ):
-            yield GaugeMetricFamily(f"rillflow_{name}", text, value=value)
+        for name, text in _OF_POLICY.items():
+            family = GaugeMetricFamily(f"rillflow_{name}", text, labels=["policy"])
+            for policy, numbers in now.policies.items():
+                family.add_metric([policy], getattr(numbers, name))
+            yield family
+        yield GaugeMetricFamily("rillflow_nodes", "Healthy rollout nodes", value=now.nodes)
+        yield GaugeMetricFamily("rillflow_units", "Storage units heard of lately", value=now.units)

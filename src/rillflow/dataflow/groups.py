@@ -1,37 +1,66 @@
-"""Groups: from admission to their one end. Every move keeps the tally by lane, state and cause exact."""
+"""Groups: from admission to their one end. Every move keeps the tally by lane, state and cause exact.
+
+A group is playing until all its tasks have ended. Then each policy that has trained tokens in it gives a share to
+each stream that trains on that policy; the group is open as long as one of its shares is, and then has the end of
+the luckiest.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import sqlite3
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from statistics import fmean
 
 from rillflow.contracts import PromptSource
 from rillflow.dataflow.hooks import Hooks
+from rillflow.dataflow.lineage import Lineage
+from rillflow.dataflow.nodes import Nodes
 from rillflow.dataflow.part import Base, Part
+from rillflow.dataflow.rows import Rows
 from rillflow.dataflow.rules import derive_seed
-from rillflow.dataflow.tables import GROUP_ENDED, NEWEST
+from rillflow.dataflow.shares import Shares, Statistics
+from rillflow.dataflow.tables import GROUP_ENDED, SHARE_OPEN
 from rillflow.errors import DataError
 from rillflow.types import Lane, Prompt
+
+NO_STREAM, TOO_FEW, POLICY_DONE, GROUP_DEADLINE = "no_stream", "too_few", "policy_done", "group_deadline"
+_LUCK = ("trained", "expired", "failed", "filtered")
 
 
 @dataclass(frozen=True)
 class CompleteGroup:
-    """A complete group, as hooks see it: its successful episodes in their places' order."""
+    """A complete group, as hooks see it: the episodes in which `policy` has trained tokens, in their places' order."""
 
     id: str
     prompt: Prompt
+    policy: str
     rewards: Sequence[float]
     lengths: Sequence[int]
     truncated: Sequence[bool]
+    staleness: int
 
 
 class Groups(Part):
-    def __init__(self, base: Base, hooks: Hooks, sources: dict[Lane, PromptSource]) -> None:
+    def __init__(
+        self,
+        base: Base,
+        *,
+        hooks: Hooks,
+        sources: dict[Lane, PromptSource],
+        lineage: Lineage,
+        nodes: Nodes,
+        rows: Rows,
+        shares: Shares,
+    ) -> None:
         super().__init__(base)
         self._hooks = hooks
         self._sources = sources
+        self._lineage = lineage
+        self._nodes = nodes
+        self._rows = rows
+        self._shares = shares
         self.moves = 0  # since the ledger was opened: a hint that something may follow, not a state
 
     # ------------------------------------------------------------ counting
@@ -47,19 +76,7 @@ class Groups(Part):
     @property
     def outstanding(self) -> int:
         """Train groups that were admitted and have not ended."""
-        return self.count("train", "playing", "ready", "leased")
-
-    def window_end(self) -> int:
-        """The last position whose group may be played now.
-
-        After a rollback more groups are open than the window has room for: those beyond wait as if not yet admitted.
-        """
-        last = self._db.value(
-            "SELECT ord FROM groups WHERE lane = 'train' AND state IN ('playing', 'ready', 'leased') "
-            "ORDER BY ord LIMIT 1 OFFSET ?",
-            (self._rules.window - 1,),
-        )
-        return NEWEST if last is None else int(last)
+        return self.count("train", "playing", "open")
 
     def _tally(self, lane: str, state: str, cause: str, by: int) -> None:
         self.moves += 1
@@ -104,122 +121,272 @@ class Groups(Part):
 
     # ------------------------------------------------------------ moves
 
-    def move(self, group: str, state: str, cause: str = "") -> None:
-        row = self._db.one("SELECT lane, state, cause FROM groups WHERE id = ?", (group,))
+    def row(self, group: str) -> sqlite3.Row:
+        row = self._db.one("SELECT * FROM groups WHERE id = ?", (group,))
         assert row is not None, group
+        return row
+
+    def _move(self, row: sqlite3.Row, state: str, cause: str = "") -> None:
+        if (row["state"], row["cause"]) == (state, cause):
+            return
         ended = self._clock.now() if state in GROUP_ENDED else None
-        self._db.run("UPDATE groups SET state = ?, cause = ?, ended_at = ? WHERE id = ?", (state, cause, ended, group))
+        self._db.run(
+            "UPDATE groups SET state = ?, cause = ?, ended_at = ? WHERE id = ?", (state, cause, ended, row["id"])
+        )
         self._tally(row["lane"], row["state"], row["cause"], -1)
         self._tally(row["lane"], state, cause, 1)
 
     def settle(self, group: str) -> bool:
-        """Take the group's statistics and end its playing, once all its tasks have ended."""
+        """End the group's playing, once all its tasks have ended."""
         if self._db.value("SELECT 1 FROM tasks WHERE grp = ? AND state IN ('pending', 'leased') LIMIT 1", (group,)):
             return False
-        row = self._db.one("SELECT lane, ord, prompt, planned FROM groups WHERE id = ?", (group,))
-        assert row is not None, group
-        rewards = [
-            task["reward"]
-            for task in self._db.all(
-                "SELECT reward FROM tasks WHERE grp = ? AND state = 'done' ORDER BY place", (group,)
-            )
-        ]
+        row = self.row(group)
+        done = self._db.value("SELECT count(*) FROM tasks WHERE grp = ? AND state = 'done'", (group,))
         needed = 2 if row["lane"] == "train" and row["planned"] > 1 else 1
-        if len(rewards) < needed:
-            self.move(group, "failed", self._cause_of_failure(group))
+        if done < needed:
+            self._fail(row)
+        elif row["lane"] == "eval":
+            self._move(row, "evaluated")
         else:
-            self._stamp(group, rewards)
-            self.move(group, *self._verdict(group, row["lane"], row["ord"], row["prompt"], rewards))
+            self._share_out(row, needed)
+            self._db.run("DELETE FROM group_versions WHERE grp = ?", (group,))
+            self._close(row)
         return True
 
-    def _stamp(self, group: str, rewards: Sequence[float]) -> None:
-        mean, std = float(np.mean(rewards)), float(np.std(rewards))
-        self._db.run("UPDATE groups SET mean = ?, std = ?, size = ? WHERE id = ?", (mean, std, len(rewards), group))
-
-    def _verdict(self, group: str, lane: Lane, index: int, prompt: str, rewards: Sequence[float]) -> tuple[str, str]:
-        if lane == "eval":
-            return "evaluated", ""
-        flat = len(rewards) > 1 and min(rewards) == max(rewards)
-        self._db.run("INSERT OR REPLACE INTO recent VALUES (?, ?, ?)", (group, float(np.mean(rewards)), flat))
-        view = self._view(group, self.prompt(lane, index, prompt), rewards)
-        self._hooks.observe(view)
-        return self._hooks.verdict(view)
-
-    def _view(self, group: str, prompt: Prompt, rewards: Sequence[float]) -> CompleteGroup:
-        rows = self._db.all(
-            "SELECT sum(s.trained) AS trained, max(s.truncated) AS truncated FROM tasks t "
-            "JOIN samples s ON s.grp = t.grp AND s.task = t.id "
-            "WHERE t.grp = ? AND t.state = 'done' GROUP BY t.id ORDER BY t.place",
-            (group,),
+    def _fail(self, row: sqlite3.Row) -> None:
+        cause = self._db.value(
+            "SELECT cause FROM tasks WHERE grp = ? AND state IN ('failed', 'cancelled') "
+            "ORDER BY state DESC, place DESC LIMIT 1",
+            (row["id"],),
         )
-        return CompleteGroup(
-            id=group,
+        self._drop(row["id"])
+        self._move(row, "failed", str(cause))
+
+    def _drop(self, group: str) -> None:
+        """The group ends as it is: nobody will ask for what its episodes have left."""
+        self._db.run("DELETE FROM group_versions WHERE grp = ?", (group,))
+        self._rows.release(group)
+
+    def close(self, group: str) -> None:
+        """The group's state, as its shares have it."""
+        self._close(self.row(group))
+
+    def _close(self, row: sqlite3.Row) -> None:
+        shares = self._shares.of(row["id"])
+        if any(share["state"] in SHARE_OPEN for share in shares):
+            self._move(row, "open")
+        elif not shares:
+            self._move(row, "filtered", NO_STREAM)
+        else:
+            luckiest = min(shares, key=lambda share: _LUCK.index(share["state"]))
+            self._move(row, luckiest["state"], luckiest["cause"])
+
+    # ------------------------------------------------------------ shares
+
+    def _share_out(self, row: sqlite3.Row, needed: int) -> None:
+        """Take each producer's statistics, let the filters judge it, and give the streams their shares."""
+        episodes: dict[str, list[sqlite3.Row]] = {}
+        for episode in self._db.all(
+            "SELECT policy, sum(trained) AS trained, max(truncated) AS truncated, avg(reward) AS reward, "
+            "min(oldest) AS oldest, max(newest) AS newest, count(*) AS samples, sum(tokens) AS tokens "
+            "FROM samples WHERE grp = ? AND trained > 0 AND live = 1 GROUP BY policy, place ORDER BY place",
+            (row["id"],),
+        ):
+            episodes.setdefault(episode["policy"], []).append(episode)
+        prompt = self.prompt(row["lane"], row["ord"], row["prompt"])
+        known = {(share["producer"], share["stream"]) for share in self._shares.of(row["id"])}
+        for producer in self._rules.policies:
+            if producer in episodes:
+                self._share(row, producer, episodes=episodes[producer], prompt=prompt, needed=needed, known=known)
+        self._remember(row["id"], episodes)
+
+    def _share(
+        self,
+        row: sqlite3.Row,
+        producer: str,
+        *,
+        episodes: Sequence[sqlite3.Row],
+        prompt: Prompt,
+        needed: int,
+        known: set[tuple[str, str]],
+    ) -> None:
+        statistics = _statistics(episodes)
+        view = CompleteGroup(
+            id=row["id"],
             prompt=prompt,
-            rewards=rewards,
-            lengths=[row["trained"] for row in rows],
-            truncated=[bool(row["truncated"]) for row in rows],
+            policy=producer,
+            rewards=[episode["reward"] for episode in episodes],
+            lengths=[episode["trained"] for episode in episodes],
+            truncated=[bool(episode["truncated"]) for episode in episodes],
+            staleness=max(0, self._lineage.head(producer) - statistics.oldest),
         )
+        if producer == self._rules.policy:
+            self._hooks.observe(view)
+        held = False
+        state, cause = self._hooks.verdict(view) if len(episodes) >= needed else ("filtered", TOO_FEW)
+        for stream in self._rules.streams_of(producer):
+            if (producer, stream) in known:
+                continue  # it ended before some tasks of the group had to be played again
+            over = state == "ready" and self._lineage.done(stream)
+            end = ("expired", POLICY_DONE) if over else (state, cause)
+            self._shares.create((row["id"], producer, stream), row["ord"], *end, statistics)
+            held = held or end[0] == "ready"
+        if not held:
+            self._rows.release(row["id"], producer)
 
-    def _cause_of_failure(self, group: str) -> str:
-        row = self._db.one(
-            "SELECT cause FROM tasks WHERE grp = ? AND state = 'failed' ORDER BY place DESC LIMIT 1", (group,)
-        )
-        assert row is not None, group
-        return str(row["cause"])
+    def _remember(self, group: str, episodes: dict[str, list[sqlite3.Row]]) -> None:
+        """What a stream's next step says of what was played: of its own policy's part in it, if it has one."""
+        for stream, rules in self._rules.policies.items():
+            for producer in (stream, *rules.producers):
+                if producer in episodes:
+                    rewards = [episode["reward"] for episode in episodes[producer]]
+                    flat = len(rewards) > 1 and min(rewards) == max(rewards)
+                    values = (stream, group, fmean(rewards), flat)
+                    self._db.run("INSERT OR REPLACE INTO recent VALUES (?, ?, ?, ?)", values)
+                    break
+
+    # ------------------------------------------------------------ ending early
 
     def end(self, group: str, state: str, cause: str) -> None:
-        """End an open group before its turn; tasks that are not done are cancelled."""
+        """End a group that is playing before its turn; tasks that are not done are cancelled."""
+        self.cancel(group, cause)
+        self._drop(group)
+        self._move(self.row(group), state, cause)
+
+    def cancel(self, group: str, cause: str) -> None:
+        """Cancel the tasks that are not done."""
         for task in self._db.all(
-            "SELECT id, attempt, state FROM tasks WHERE grp = ? AND state IN ('pending', 'leased')", (group,)
+            "SELECT id, lane, attempt, node, state FROM tasks WHERE grp = ? AND state IN ('pending', 'leased')",
+            (group,),
         ):
             if task["state"] == "leased":
+                self._nodes.gave_up(task["node"], task["lane"])
                 self._db.run(
                     "UPDATE attempts SET state = 'cancelled', cause = ?, ended_at = ? WHERE id = ?",
                     (cause, self._clock.now(), task["attempt"]),
                 )
             self._db.run("UPDATE tasks SET state = 'cancelled', cause = ? WHERE id = ?", (cause, task["id"]))
-        self.move(group, state, cause)
+
+    def close_late(self) -> None:
+        """Groups that took too long since their first lease go on with the episodes that are done."""
+        if self._rules.group_deadline is None:
+            return
+        for row in self._db.all(
+            "SELECT id FROM groups WHERE lane = 'train' AND state = 'playing' AND started < ? ORDER BY ord",
+            (self._clock.now() - self._rules.group_deadline,),
+        ):
+            self.cancel(row["id"], GROUP_DEADLINE)
+            self._db.count(f"cancelled.{GROUP_DEADLINE}")
+            self.settle(row["id"])
+
+    def grace(self) -> None:
+        """Nobody was heard, or the clock was set: groups that are playing have their full time again."""
+        self._db.run(
+            "UPDATE groups SET started = ? WHERE lane = 'train' AND state = 'playing' AND started IS NOT NULL",
+            (self._clock.now(),),
+        )
 
     # ------------------------------------------------------------ playing again
 
-    def rerun(self, group: str, low: int, high: int, cause: str) -> int:
-        """Play the group's done tasks again that may have trained tokens of versions v with low < v <= high.
+    def rerun(self, group: str, places: Iterable[int], cause: str) -> int:
+        """Play the done tasks at these places again: same order, same seeds, no attempt used up.
 
-        Same order, same seeds, no attempt used up. What they left is forgotten. Returns how many went back.
+        What they left is forgotten. Shares that are ready have never been; those that ended stay as they are.
+        Only for groups of which no share is leased or trained. Returns how many tasks went back.
         """
-        rows = self._db.all(
-            "SELECT DISTINCT t.id, t.attempt FROM tasks t JOIN samples s ON s.grp = t.grp AND s.task = t.id "
-            "WHERE t.grp = ? AND t.state = 'done' AND s.trained > 0 AND s.newest > ? AND s.oldest <= ?",
-            (group, low, high),
-        )
-        for row in rows:
-            self._db.run("DELETE FROM samples WHERE grp = ? AND task = ?", (group, row["id"]))
-            self._db.run("UPDATE attempts SET state = 'returned', cause = ? WHERE id = ?", (cause, row["attempt"]))
-            self._db.run(
-                "UPDATE tasks SET state = 'pending', attempt = NULL, node = NULL, reward = NULL, samples = 0 "
-                "WHERE id = ?",
-                (row["id"],),
-            )
-        if rows:
-            self._db.count(f"rerun.{cause}", len(rows))
+        number = sum(self._again(group, place, cause) for place in places)
+        if number:
+            self._db.count(f"rerun.{cause}", number)
             self._reopen(group)
-        return len(rows)
+        return number
 
-    def rerun_dead(self, low: int, high: int) -> int:
-        """The same for all open groups, after these versions have died."""
-        rows = self._db.all(
-            "SELECT id FROM groups WHERE state IN ('playing', 'ready') AND newest > ? AND oldest <= ? "
-            "ORDER BY lane, round, ord",
-            (low, high),
+    def _again(self, group: str, place: int, cause: str) -> bool:
+        task = self._db.one(
+            "SELECT id, attempt FROM tasks WHERE grp = ? AND place = ? AND state = 'done'", (group, place)
         )
-        return sum(self.rerun(row["id"], low, high, "rolled_back") for row in rows)
+        if task is None:
+            return False
+        self._rows.forget(group, place)
+        self._db.run("UPDATE attempts SET state = 'returned', cause = ? WHERE id = ?", (cause, task["attempt"]))
+        self._db.run(
+            "UPDATE tasks SET state = 'pending', attempt = NULL, node = NULL, reward = NULL, samples = 0 WHERE id = ?",
+            (task["id"],),
+        )
+        return True
+
+    def rerun_sampled(self, group: str, producer: str, low: int, high: int, cause: str) -> int:
+        """Those tasks in which `producer` may have trained tokens of versions v with low < v <= high."""
+        rows = self._db.all(
+            "SELECT DISTINCT place FROM samples WHERE grp = ? AND policy = ? AND trained > 0 AND newest > ? "
+            "AND oldest <= ? ORDER BY place",
+            (group, producer, low, high),
+        )
+        return self.rerun(group, [row["place"] for row in rows], cause)
+
+    def rerun_dead(self, producer: str, low: int, high: int) -> int:
+        """The same everywhere, after these versions have died. What can no longer be played again expires."""
+        rerun = 0
+        for group in self._with_versions(producer, low, high):
+            if self._shares.untouched(group):
+                rerun += self.rerun_sampled(group, producer, low, high, "rolled_back")
+            else:
+                self.expire_ready(group, producer, "rolled_back")
+        return rerun
+
+    def _with_versions(self, producer: str, low: int, high: int) -> list[str]:
+        """Groups that are playing, or have a share that is ready, with tokens of these versions."""
+        rows = self._db.all(
+            "SELECT g.id AS id, g.ord AS ord FROM group_versions v JOIN groups g ON g.id = v.grp "
+            "WHERE v.producer = ? AND v.newest > ? AND v.oldest <= ?",
+            (producer, low, high),
+        )
+        for stream in self._rules.streams_of(producer):
+            rows += self._db.all(
+                "SELECT grp AS id, ord FROM shares WHERE stream = ? AND state = 'ready' AND producer = ? "
+                "AND newest > ? AND oldest <= ?",
+                (stream, producer, low, high),
+            )
+        train = [group for _, group in sorted({(row["ord"], row["id"]) for row in rows})]
+        evaluated = self._db.all(
+            "SELECT DISTINCT g.id, g.round, g.ord FROM groups g JOIN samples s ON s.grp = g.id WHERE g.lane = 'eval' "
+            "AND g.state = 'playing' AND s.policy = ? AND s.trained > 0 AND s.newest > ? AND s.oldest <= ? "
+            "ORDER BY g.round, g.ord",
+            (producer, low, high),
+        )
+        return train + [row["id"] for row in evaluated]
+
+    def expire_ready(self, group: str, producer: str, cause: str) -> None:
+        """The producer's shares that no stream has taken yet expire."""
+        for share in self._shares.of(group):
+            if share["producer"] == producer and share["state"] == "ready":
+                self._shares.end(share, "expired", cause)
+        self.close(group)
 
     def _reopen(self, group: str) -> None:
-        self._db.run(
-            "UPDATE groups SET mean = NULL, std = NULL, size = NULL, "
-            "oldest = (SELECT min(oldest) FROM samples WHERE grp = groups.id AND trained > 0), "
-            "newest = (SELECT max(newest) FROM samples WHERE grp = groups.id AND trained > 0) WHERE id = ?",
-            (group,),
-        )
-        if self._db.value("SELECT state FROM groups WHERE id = ?", (group,)) != "playing":
-            self.move(group, "playing")
+        for share in self._shares.of(group):
+            if share["state"] == "ready":
+                self._shares.remove(share)
+        row = self.row(group)
+        self._move(row, "playing")
+        self._db.run("UPDATE groups SET started = NULL WHERE id = ?", (group,))
+        self._db.run("DELETE FROM group_versions WHERE grp = ?", (group,))
+        if row["lane"] == "train":
+            self._db.run(
+                "INSERT INTO group_versions SELECT grp, policy, min(oldest), max(newest) FROM samples "
+                "WHERE grp = ? AND trained > 0 AND live = 1 GROUP BY policy",
+                (group,),
+            )
+
+
+def _statistics(episodes: Sequence[sqlite3.Row]) -> Statistics:
+    rewards = [episode["reward"] for episode in episodes]
+    mean = fmean(rewards)
+    return Statistics(
+        oldest=min(episode["oldest"] for episode in episodes),
+        newest=max(episode["newest"] for episode in episodes),
+        mean=mean,
+        std=math.sqrt(fmean((reward - mean) ** 2 for reward in rewards)),
+        size=len(rewards),
+        samples=sum(episode["samples"] for episode in episodes),
+        tokens=sum(episode["tokens"] for episode in episodes),
+    )

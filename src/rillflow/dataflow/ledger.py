@@ -3,9 +3,6 @@
 A plain synchronous class: transitions are applied when they are called and durable after `commit()`; the service
 answers its callers only then. It never looks at the real time or at another process. Opening the file again, after
 kill -9 too, gives exactly the committed state; live leases get a fresh grace period.
-
-Phases: training -> finishing (enough steps, or no prompts left: the final evaluation) -> ended. A run that was
-stopped keeps what is outstanding, so that it can be resumed; a run that is done has nothing outstanding.
 """
 
 from __future__ import annotations
@@ -16,23 +13,33 @@ from pathlib import Path
 from typing import Any
 
 from rillflow.contracts import Clock, PromptSource, SystemClock
+from rillflow.dataflow.balance_ledger import Balances
 from rillflow.dataflow.batches import Batches
+from rillflow.dataflow.course import Course
 from rillflow.dataflow.database import Database
 from rillflow.dataflow.evaluations import Evaluations
 from rillflow.dataflow.groups import Groups
 from rillflow.dataflow.hooks import Hooks
+from rillflow.dataflow.leasing import Leasing
 from rillflow.dataflow.lineage import Lineage
+from rillflow.dataflow.losses import Losses
 from rillflow.dataflow.nodes import Nodes
 from rillflow.dataflow.part import Base
+from rillflow.dataflow.roster import Roster
+from rillflow.dataflow.rows import Rows
 from rillflow.dataflow.rules import Rules
+from rillflow.dataflow.shares import Shares
+from rillflow.dataflow.stages import Stages
+from rillflow.dataflow.steps import Steps
+from rillflow.dataflow.streams import Streams
 from rillflow.dataflow.tables import FORMAT, NEWEST
 from rillflow.dataflow.tasks import Tasks
 from rillflow.errors import DataError, LeaseLost, RillflowError
 from rillflow.types import (
     Ack,
-    Batch,
     BatchReply,
     CommitBatch,
+    CommitStage,
     CompleteTask,
     FailTask,
     Heartbeat,
@@ -40,16 +47,19 @@ from rillflow.types import (
     JoinTrainer,
     Lane,
     LeaseBatch,
+    LeaseStage,
     LeaseTasks,
+    LoseRows,
     Phase,
+    RenewBatch,
     TaskLeases,
     TrainerJoined,
+    UnitBeat,
+    UnitBeatReply,
+    Units,
 )
 
-DONE, OUT_OF_PROMPTS, TOO_MANY_FAILURES = "done", "out of prompts", "too many failures"
 _MOST_TASKS = 1024
-_MOST_SKIPPED = 1000  # positions that one call of `admit` passes over, so that a strict curator blocks nobody
-_FLAT_AFTER = 5  # batches' worth of groups without a step before it is said that they tell nothing apart
 
 
 class Ledger:
@@ -72,40 +82,78 @@ class Ledger:
         self._hooks = hooks or Hooks()
         self._source = source
         self._heldout = heldout
-        sources: dict[Lane, PromptSource] = {"train": source}
-        if heldout is not None:
-            sources["eval"] = heldout
-        base = Base(self.db, rules, self._clock)
-        self.groups = Groups(base, self._hooks, sources)
-        self.lineage = Lineage(base)
-        self.nodes = Nodes(base)
-        self.tasks = Tasks(base, self.groups, self.lineage, self.nodes)
-        self.batches = Batches(base, self.groups, self.lineage, self.nodes, self._hooks)
-        self.evaluations = Evaluations(base, self.groups, self.lineage, heldout.length if heldout else 0)
+        self._build(Base(self.db, rules, self._clock))
         try:
             self._open(resume)
         except BaseException:
             self.db.close()
             raise
 
+    def _build(self, base: Base) -> None:
+        sources: dict[Lane, PromptSource] = {"train": self._source}
+        if self._heldout is not None:
+            sources["eval"] = self._heldout
+        self.lineage = Lineage(base)
+        self.nodes = Nodes(base)
+        self.roster = Roster(base)
+        self.rows = Rows(base)
+        self.shares = Shares(base, self.rows)
+        self.groups = Groups(
+            base,
+            hooks=self._hooks,
+            sources=sources,
+            lineage=self.lineage,
+            nodes=self.nodes,
+            rows=self.rows,
+            shares=self.shares,
+        )
+        self.streams = Streams(base, self.groups, self.shares, self.lineage)
+        self.leasing = Leasing(base, self.groups, self.lineage, self.nodes, self.streams)
+        self.tasks = Tasks(base, self.groups, self.lineage, self.nodes, self.rows)
+        self.steps = Steps(base, self.lineage, self.nodes)
+        self.batches = Batches(
+            base,
+            groups=self.groups,
+            shares=self.shares,
+            streams=self.streams,
+            lineage=self.lineage,
+            steps=self.steps,
+            hooks=self._hooks,
+        )
+        self.stages = Stages(base, self.lineage, self.streams, self.rows)
+        self.losses = Losses(base, self.groups, self.shares, self.batches, self.stages)
+        prompts = self._heldout.length if self._heldout else 0
+        self.evaluations = Evaluations(base, self.groups, self.lineage, self.rows, prompts)
+        self.course = Course(base, self._hooks, self._source, self)
+        self.balances = Balances(base, self.rules.policy, self.rules.balance_every)
+
     def _open(self, resume: bool) -> None:
         with self.db.change():
             self._check_sources()
             self.db.set_meta("format", FORMAT)
-            # A resumed run may have another bound; the audit holds every batch to the widest.
-            self.db.set_meta("staleness", max(self.rules.staleness, self.db.meta("staleness", 0)))
+            self._widen_bounds()
             self.lineage.open()
+            self.stages.open()
+            self.balances.open()
             self.grace()
-            self._reopen(resume)
+            self.course.reopen(resume)
         self._restore_hooks()
         self.commit()
 
+    def _widen_bounds(self) -> None:
+        """A resumed run may have other bounds; the audit holds every batch to the widest."""
+        bounds = self.db.meta("staleness", {})
+        for name, policy in self.rules.policies.items():
+            bounds[name] = max(policy.staleness, bounds.get(name, 0))
+        self.db.set_meta("staleness", bounds)
+        if (replayer := self._hooks.replayer) is not None:
+            self.db.set_meta("replay_staleness", max(replayer.staleness, self.db.meta("replay_staleness", 0)))
+
     def grace(self) -> None:
-        """Nobody was heard, or the clock was set: live leases and nodes get their full time again."""
+        """Nobody was heard, or the clock was set: live leases, nodes and units get their full time again."""
         with self.db.change():
-            self.nodes.grace()
-            self.tasks.grace()
-            self.batches.grace()
+            for part in (self.nodes, self.roster, self.rows, self.groups, self.tasks, self.batches, self.stages):
+                part.grace()
 
     def _check_sources(self) -> None:
         now = [self._source.length, self._heldout.length if self._heldout else 0]
@@ -119,7 +167,7 @@ class Ledger:
         self.db.set_meta("prompts", now)
 
     def _restore_hooks(self) -> None:
-        self._hooks.restore({row["name"]: row["state"] for row in self.db.all("SELECT * FROM hooks")})
+        self._hooks.restore((row["hook"], row["key"], row["value"]) for row in self.db.all("SELECT * FROM hook_state"))
 
     # ------------------------------------------------------------ durability
 
@@ -130,10 +178,9 @@ class Ledger:
 
     def commit(self) -> None:
         """Make every transition so far durable; DiskFull when it cannot, and then none of them has happened."""
-        if self.dirty and self._hooks.curators:
+        if self.dirty and (changes := self._hooks.changes()):
             with self.db.change():
-                for name, state in self._hooks.states().items():
-                    self.db.run("INSERT OR REPLACE INTO hooks VALUES (?, ?)", (name, state))
+                self.db.many("INSERT OR REPLACE INTO hook_state VALUES (?, ?, ?)", changes)
         self.db.commit()
 
     def _abandoned(self, error: RillflowError) -> None:
@@ -153,104 +200,49 @@ class Ledger:
 
     @property
     def phase(self) -> Phase:
-        phase: Phase = self.db.meta("phase", "training")
-        return phase
+        return self.course.phase
 
     @property
     def reason(self) -> str:
         """Why the run is finishing or has ended."""
-        return str(self.db.meta("reason", ""))
+        return self.course.reason
 
-    def _enter(self, phase: Phase, reason: str) -> None:
-        self.db.set_meta("phase", phase)
-        self.db.set_meta("reason", reason)
-
-    def _reopen(self, resume: bool) -> None:
-        """A run that was to do more steps goes on; one that was stopped only when it is resumed."""
-        if self.phase == "training":
-            return
-        more = self.reason == DONE and self.lineage.steps < self.rules.total_steps
-        if more or (resume and self.reason not in (DONE, OUT_OF_PROMPTS)):
-            self.db.clear_counter("failures_in_a_row")
-            self._enter("training", "")
+    @property
+    def moves(self) -> int:
+        """A number that is another one when a group or a share has changed its state."""
+        return self.groups.moves + self.shares.moves
 
     def stop(self, reason: str) -> None:
         """End the run now. Leases of tasks return; the batch in work may still be committed."""
         with self.db.change():
-            if self.phase != "ended":
-                self.tasks.give_all_back("stopped")
-                self._enter("ended", reason)
-
-    @property
-    def exhausted(self) -> bool:
-        """Whether all epochs have been admitted."""
-        epochs = self.rules.epochs
-        return epochs is not None and self.db.counter("cursor") >= epochs * self._source.length
+            self.course.stop(reason)
 
     def advance(self) -> None:
         """Everything that follows from the present state: evaluations, admission, the end of the run."""
         with self.db.change():
-            self.evaluations.close()
-            if self.phase == "training":
-                self._train_on()
-            if self.phase == "finishing" and not self.evaluations.running:
-                self._enter("ended", self.reason)
-
-    def _train_on(self) -> None:
-        if self.db.counter("failures_in_a_row") >= self.rules.max_failures:
-            self.stop(f"{TOO_MANY_FAILURES}: {self.db.meta('last_failure', '')}")
-        elif self.lineage.steps >= self.rules.total_steps:
-            self._finish(DONE)
-        elif self.exhausted and self.groups.outstanding == 0:
-            self._finish(OUT_OF_PROMPTS)
-        else:
-            self.evaluations.schedule(final=False)
-            self.admit()
-
-    def _finish(self, reason: str) -> None:
-        self.batches.release_all("run_ended")
-        for row in self.db.all(
-            "SELECT id FROM groups WHERE lane = 'train' AND state IN ('playing', 'ready') ORDER BY ord"
-        ):
-            self.groups.end(row["id"], "expired", "run_ended")
-        self._enter("finishing", reason)
-        self.evaluations.schedule(final=True)
+            self.course.advance()
 
     def admit(self) -> int:
         """Admit prompts while none of them can pass the staleness bound; returns how many were."""
-        admitted = skipped = 0
         with self.db.change():
-            while self._open_for_more() and skipped < _MOST_SKIPPED:
-                index = self.db.counter("cursor")
-                self.db.count("cursor")
-                if self._hooks.admits(self._source.at(index)):
-                    self.groups.create("train", index, size=self.rules.group_size)
-                    admitted += 1
-                else:
-                    self.db.count("skipped")
-                    skipped += 1
-        return admitted
-
-    def _open_for_more(self) -> bool:
-        return not self.exhausted and self.groups.outstanding < self.rules.window
+            return self.course.admit()
 
     # ------------------------------------------------------------ nodes and tasks
 
     @property
     def heads(self) -> dict[str, int]:
-        return {self.rules.policy: self.lineage.head}
+        return self.lineage.heads
 
     def lease_tasks(self, ask: LeaseTasks) -> TaskLeases:
         with self.db.change():
             if self.nodes.retired(ask.node, ask.incarnation):
                 raise LeaseLost(f"another process has taken the name of node {ask.node}", "end this one")
             self._hear(ask.node, ask.incarnation, ask.versions)
-            version = ask.versions.get(self.rules.policy)
-            want = min(ask.want, _MOST_TASKS)
-            if version is None or want < 1 or self.phase == "ended":
-                return TaskLeases(leases=[], heads=self.heads, phase=self.phase)
-            leases = self.tasks.lease(ask.node, version, want)
-            return TaskLeases(leases=leases, heads=self.heads, phase=self.phase)
+            want, phase = min(ask.want, _MOST_TASKS), self.phase
+            if want < 1 or phase == "ended":
+                return TaskLeases(leases=[], heads=self.heads, phase=phase)
+            leases = self.leasing.lease(ask.node, ask.versions, want, training=phase == "training")
+            return TaskLeases(leases=leases, heads=self.heads, phase=phase)
 
     def renew(self, beat: Heartbeat) -> HeartbeatReply:
         with self.db.change():
@@ -267,11 +259,15 @@ class Ledger:
             self.tasks.lose_node(node, "node_restarted")
             self.advance()
 
+    def why_no_tasks(self, node: str, versions: dict[str, int]) -> str:
+        """What a node on these versions that gets no task waits for."""
+        return self.leasing.why_none(node, versions, self.tasks.pending)
+
     def complete(self, news: CompleteTask) -> Ack:
         with self.db.change():
-            moves = self.groups.moves
+            moves = self.moves
             ack = self.tasks.complete(news)
-            if self.groups.moves != moves:  # most completions end no group: nothing follows from them
+            if self.moves != moves:  # most completions end no group: nothing follows from them
                 self.advance()
             return ack
 
@@ -286,61 +282,76 @@ class Ledger:
         with self.db.change():
             for node in self.nodes.silent():
                 self.tasks.lose_node(node, "node_gone")
+            for unit in self.roster.silent():
+                self.losses.lose_unit(unit)
             self.tasks.expire()
             self.batches.expire()
+            self.stages.expire()
+            self.groups.close_late()
+            self.rows.sweep()
             self.advance()
 
-    # ------------------------------------------------------------ the trainer
+    # ------------------------------------------------------------ storage units
+
+    def unit_beat(self, beat: UnitBeat) -> UnitBeatReply:
+        with self.db.change():
+            self.roster.hear(beat.info)
+            self.rows.dropped(beat.info.unit, beat.dropped)
+            return UnitBeatReply(drop=self.rows.dropping(beat.info.unit))
+
+    def units(self) -> Units:
+        return Units(units=self.roster.healthy())
+
+    def lose_rows(self, news: LoseRows) -> Ack:
+        """Rows that could not be read as they were written: their episodes are played again."""
+        with self.db.change():
+            self.losses.lose_rows(news.rows, news.reason[:1000])
+            self.advance()
+            return Ack(accepted=True)
+
+    # ------------------------------------------------------------ trainers and stages
 
     def lease_batch(self, ask: LeaseBatch) -> BatchReply:
         with self.db.change():
             self.lineage.check_trainer(ask.policy, ask.incarnation)
-            batch = self.batches.held(ask) or self._new_batch(ask)
-            waiting_for = "" if batch else self.waiting_for(ask.groups)
+            grows, last = self.course.serves(ask.policy), self.course.last(ask.policy)
+            batch = self.batches.serve(ask, may_grow=grows, last=last)
+            waiting_for = "" if batch else self.waiting_for(ask.policy, ask.groups)
             return BatchReply(batch=batch, phase=self.phase, waiting_for=waiting_for)
 
-    def _new_batch(self, ask: LeaseBatch) -> Batch | None:
-        self.batches.check(ask)
-        if self.phase != "training" or (self.rules.on_policy and self.evaluations.running):
-            return None
-        last = self.exhausted and self.groups.count("train", "playing") == 0
-        return self.batches.lease(ask, last=last)
+    def renew_batch(self, ask: RenewBatch) -> Ack:
+        """The holder of a batch, or of a stage's, still works on it; LeaseLost when it is no longer the holder."""
+        with self.db.change():
+            if not self.batches.renew(ask) and not self.stages.renew(ask):
+                raise LeaseLost(f"batch {ask.batch!r:.80} is not held by this attempt", "ask under a new attempt id")
+            return Ack(accepted=True)
 
-    def why_no_tasks(self, version: int | None) -> str:
-        """What a node on `version` that gets no task waits for."""
-        head, bound = self.lineage.head, self.rules.staleness
-        if version is None or self.lineage.died(version, version):
-            return f"weights: it serves no live version of {self.rules.policy}"
-        if head - version > bound:
-            return f"weights: it is at version {version}, the trainer at {head}, and the bound is {bound}"
-        if self.tasks.pending:
-            return "weights: the pending tasks need a newer version, or another node"
-        outstanding, window = self.groups.outstanding, self.rules.window
-        return f"tasks: none is pending, {outstanding} of at most {window} groups are outstanding"
+    def lease_stage(self, ask: LeaseStage) -> BatchReply:
+        with self.db.change():
+            self.stages.check(ask.policy, ask.stage)
+            batch = self.stages.serve(ask, may_open=self.phase == "training")
+            waiting_for = "" if batch else f"no group is ready for stage {ask.stage} of {ask.policy}"
+            return BatchReply(batch=batch, phase=self.phase, waiting_for=waiting_for)
 
-    def waiting_for(self, groups: int) -> str:
-        """What a trainer that wants `groups` groups waits for."""
-        if self.phase != "training":
-            return f"nothing: the run is {self.phase} ({self.reason})"
-        if self.rules.on_policy and (evaluation := self.evaluations.waiting_for()):
-            return evaluation
-        ready = self.groups.count("train", "ready")
-        running, nodes = self.tasks.running, self.nodes.healthy
-        return f"{ready} of {groups} groups ready, {running} tasks running, {nodes} nodes{self._flat(groups)}"
+    def commit_stage(self, news: CommitStage) -> Ack:
+        with self.db.change():
+            self.stages.check(news.policy, news.stage)
+            self.shares.moves += 1  # what waits for the trainer may be more now
+            return self.stages.commit(news)
 
-    def _flat(self, groups: int) -> str:
-        """Where group after group has nothing to tell apart, a batch may never fill: say so."""
-        row = self.db.one("SELECT count(*) AS complete, total(flat) AS flat FROM recent")
-        if row is None or row["complete"] < _FLAT_AFTER * groups or row["flat"] < 0.8 * row["complete"]:
-            return ""
-        return f"; {row['flat']:.0f} of the last {row['complete']} groups had equal rewards: solved, or out of reach?"
+    def waiting_for(self, policy: str, groups: int) -> str:
+        """What the policy's trainer that wants `groups` groups waits for."""
+        return self.course.waiting_for(policy, groups)
 
     def commit_batch(self, news: CommitBatch) -> Ack:
         with self.db.change():
             self.lineage.check_trainer(news.policy, news.incarnation)
             if self.batches.commit(news):
-                self._hooks.on_version(news.version)
-                self.batches.refuse_stale()
+                if news.policy == self.rules.policy:
+                    self._hooks.on_version(news.version)
+                for stream in self.rules.streams_of(news.policy):
+                    self.streams.refuse_stale(stream)
+                self.balances.after_commit(news.policy)
                 self.advance()
             return Ack(accepted=True)
 
@@ -350,12 +361,12 @@ class Ledger:
             self.lineage.check_policy(ask.policy)
             if before := self.lineage.joined(ask):
                 return before
-            self.lineage.check_checkpoint(ask.checkpoint)
+            self.lineage.check_checkpoint(ask.policy, ask.checkpoint)
             orphaned, rolled_back = self._roll_back(ask)
             reply = TrainerJoined(
                 version=ask.checkpoint,
-                highest=self.lineage.highest,
-                steps=self.lineage.steps,
+                highest=self.lineage.highest(ask.policy),
+                steps=self.lineage.steps(ask.policy),
                 orphaned=orphaned,
                 rolled_back=rolled_back,
             )
@@ -364,23 +375,23 @@ class Ledger:
             return reply
 
     def _roll_back(self, ask: JoinTrainer) -> tuple[list[int], int]:
-        self.batches.release_all("trainer_restarted")
-        orphaned = self.lineage.rewind(ask.checkpoint, ask.published)
-        rolled_back = self.batches.roll_back(ask.checkpoint)
-        self.evaluations.orphan(ask.checkpoint)
-        reran = self.groups.rerun_dead(ask.checkpoint, NEWEST)
+        self.batches.release_all("trainer_restarted", ask.policy)
+        orphaned = self.lineage.rewind(ask.policy, ask.checkpoint, ask.published)
+        rolled_back = self.batches.roll_back(ask.policy, ask.checkpoint)
+        self.evaluations.orphan(ask.policy, ask.checkpoint)
+        reran = self.groups.rerun_dead(ask.policy, ask.checkpoint, NEWEST)
         if orphaned:
-            self._tell_rollback(ask.checkpoint, orphaned, rolled_back, reran)
-        if orphaned and self.reason in (DONE, OUT_OF_PROMPTS):
-            self._enter("training", "")
+            self._tell_rollback(ask, orphaned, rolled_back, reran)
+            self.course.go_on()
         return orphaned, rolled_back
 
-    def _tell_rollback(self, version: int, orphaned: list[int], groups: int, tasks: int) -> None:
+    def _tell_rollback(self, ask: JoinTrainer, orphaned: list[int], groups: int, tasks: int) -> None:
         self.db.event(
             {
                 "event": "rollback",
-                "version": version,
-                "step": self.lineage.steps,
+                "policy": ask.policy,
+                "version": ask.checkpoint,
+                "step": self.lineage.steps(ask.policy),
                 "orphaned": orphaned,
                 "groups": groups,
                 "tasks": tasks,

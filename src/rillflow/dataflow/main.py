@@ -1,4 +1,4 @@
-"""The dataflow process: builds ledger, storage unit and service in a run's folder and serves until cancelled."""
+"""The dataflow process: builds ledger and service in a run's folder and serves until cancelled."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from rillflow.dataflow.journal import Journal
 from rillflow.dataflow.ledger import Ledger
 from rillflow.dataflow.rules import Rules
 from rillflow.dataflow.service import DataflowService
-from rillflow.dataflow.sources import open_source
-from rillflow.dataflow.units import FileUnit
+from rillflow.dataflow.sources import open_source, open_sources
 from rillflow.storage import disk_errors
 
-LEDGER, METRICS, UNITS = "ledger.sqlite", "metrics.jsonl", "units"
+LEDGER, METRICS = "ledger.sqlite", "metrics.jsonl"
 
 
 def open_ledger(recipe: Recipe, folder: Path, *, resume: bool = False, clock: Clock | None = None) -> Ledger:
     """The ledger of the run in `folder`, new or as it was left."""
     data = recipe.data
-    source = open_source(data.prompts, seed=recipe.seed, shuffle=data.shuffle)
+    source = open_sources(data.prompts, seed=recipe.seed, shuffle=data.shuffle)
     heldout = open_source(data.heldout, seed=recipe.seed, shuffle=False) if data.heldout else None
     hooks = Hooks.of(recipe.dataflow)
     with disk_errors(folder):
@@ -44,16 +43,13 @@ async def serve(
     """Serve until cancelled; `on_ready` gets the URL. `resume` lets a run that was stopped go on."""
     ledger = open_ledger(recipe, folder, resume=resume)
     try:
-        unit = FileUnit(folder / UNITS / "0")
+        service = DataflowService(
+            ledger, Journal(folder / METRICS), token, commit_interval=recipe.dataflow.commit_interval
+        )
         try:
-            interval = recipe.dataflow.commit_interval
-            service = DataflowService(ledger, unit, Journal(folder / METRICS), token, commit_interval=interval)
-            try:
-                on_ready(await service.start(host, port))
-                await asyncio.Event().wait()
-            finally:
-                await service.stop()
+            on_ready(await service.start(host, port))
+            await asyncio.Event().wait()
         finally:
-            unit.close()
+            await service.stop()
     finally:
         ledger.close()

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Mapping
 
 from rillflow.dataflow.part import Part
+from rillflow.dataflow.throttle import DECAY, Allowance, NodeLook, allowance
 from rillflow.errors import BadRequest
+
+_PACE = 0.8  # of the mean seconds that is kept at every success
+_LONGEST = 1e9  # seconds; whatever a node says, the mean stays a number
+_ENDED = (
+    "UPDATE nodes SET held = held - 1, held_eval = held_eval - ?, ends = ends * ? + 1, bad_ends = bad_ends * ? + ?, "
+    "bad_row = CASE WHEN ? THEN bad_row + 1 ELSE 0 END, pace = CASE WHEN ? THEN pace WHEN pace IS NULL THEN ? "
+    "ELSE pace * ? + ? END, completed = completed + ?, failed = failed + ?, produced = produced + ?, "
+    "accepted = accepted + ? WHERE name = ?"
+)
 
 
 class Nodes(Part):
@@ -18,34 +28,83 @@ class Nodes(Part):
         """Whether this process is one that another has replaced under the same name."""
         return bool(self._db.value("SELECT 1 FROM retired WHERE node = ? AND incarnation = ?", (node, incarnation)))
 
-    def hear(self, node: str, incarnation: str, versions: dict[str, int]) -> bool:
+    def hear(self, node: str, incarnation: str, versions: Mapping[str, int]) -> bool:
         """Note that the node lives; returns True when a new process took the node's name."""
         if not node or len(node) > 200:
             raise BadRequest("a node's name has 1 to 200 characters", "give every node a short name of its own")
         row = self._db.one("SELECT incarnation FROM nodes WHERE name = ?", (node,))
-        now, version = self._clock.now(), versions.get(self._rules.policy)
+        known = {policy: versions[policy] for policy in self._rules.policies if policy in versions}
+        values = (self._clock.now(), versions.get(self._rules.policy), json.dumps(known))
         if row is None:
             self._db.run(
-                "INSERT INTO nodes (name, incarnation, state, seen, version) VALUES (?, ?, 'healthy', ?, ?)",
-                (node, incarnation, now, version),
+                "INSERT INTO nodes (name, incarnation, state, seen, version, versions) "
+                "VALUES (?, ?, 'healthy', ?, ?, ?)",
+                (node, incarnation, *values),
             )
             return False
         self._db.run(
-            "UPDATE nodes SET incarnation = ?, state = 'healthy', seen = ?, version = ? WHERE name = ?",
-            (incarnation, now, version, node),
+            "UPDATE nodes SET incarnation = ?, state = 'healthy', seen = ?, version = ?, versions = ? WHERE name = ?",
+            (incarnation, *values, node),
         )
         if row["incarnation"] == incarnation:
             return False
         self._db.run("INSERT OR IGNORE INTO retired VALUES (?, ?)", (node, row["incarnation"]))
+        # Another process: what the one before it did says nothing of it.
+        self._db.run("UPDATE nodes SET ends = 0, bad_ends = 0, bad_row = 0, pace = NULL WHERE name = ?", (node,))
         return True
 
     def describe(self, node: str, capacity: int, stats: dict[str, float]) -> None:
         self._db.run("UPDATE nodes SET capacity = ?, stats = ? WHERE name = ?", (capacity, json.dumps(stats), node))
 
-    def add(self, node: str, **counts: int) -> None:
-        """Add to the node's counters; the names are columns, never input."""
-        sets = ", ".join(f"{name} = {name} + ?" for name in counts)
-        self._db.run(f"UPDATE nodes SET {sets} WHERE name = ?", (*counts.values(), node))
+    # ------------------------------------------------------------ counting
+
+    def leased(self, node: str, train: int, evaluation: int) -> None:
+        self._db.run(
+            "UPDATE nodes SET held = held + ?, held_eval = held_eval + ?, leased = leased + ? WHERE name = ?",
+            (train + evaluation, evaluation, train + evaluation, node),
+        )
+
+    def succeeded(self, node: str, lane: str, seconds: float, samples: int) -> None:
+        seconds = min(max(seconds, 0.0), _LONGEST)
+        self._ended(node, lane, bad=False, seconds=seconds, produced=samples, accepted=samples)
+
+    def failed(self, node: str, lane: str, samples: int) -> None:
+        self._ended(node, lane, bad=True, seconds=0.0, produced=samples, accepted=0)
+
+    def _ended(self, node: str, lane: str, *, bad: bool, seconds: float, produced: int, accepted: int) -> None:
+        """An episode of this node has ended, well or badly. Samples are counted in the train lane only."""
+        train = lane == "train"
+        self._db.run(
+            _ENDED,
+            (
+                *(not train, DECAY, DECAY, bad, bad, bad, seconds, _PACE, (1 - _PACE) * seconds),
+                *(not bad, bad, produced if train else 0, accepted if train else 0, node),
+            ),
+        )
+
+    def returned(self, node: str, lane: str, samples: int = 0, *, stale: bool = False) -> None:
+        """A lease has ended without a verdict on the episode."""
+        produced = samples if lane == "train" else 0
+        self._db.run(
+            "UPDATE nodes SET held = held - 1, held_eval = held_eval - ?, returned = returned + 1, "
+            "produced = produced + ?, stale = stale + ? WHERE name = ?",
+            (lane == "eval", produced, produced if stale else 0, node),
+        )
+
+    def gave_up(self, node: str, lane: str) -> None:
+        """A lease was cancelled."""
+        self._db.run(
+            "UPDATE nodes SET held = held - 1, held_eval = held_eval - ? WHERE name = ?", (lane == "eval", node)
+        )
+
+    def refused(self, node: str, lane: str, samples: int) -> None:
+        produced = samples if lane == "train" else 0
+        self._db.run("UPDATE nodes SET refused = refused + 1, produced = produced + ? WHERE name = ?", (produced, node))
+
+    def consumed(self, node: str, samples: int) -> None:
+        self._db.run("UPDATE nodes SET consumed = consumed + ? WHERE name = ?", (samples, node))
+
+    # ------------------------------------------------------------ looking
 
     def silent(self) -> list[str]:
         """Nodes that were not heard of for too long; they count as gone from now on."""
@@ -61,12 +120,18 @@ class Nodes(Part):
     def healthy(self) -> int:
         return int(self._db.value("SELECT count(*) FROM nodes WHERE state = 'healthy'"))
 
-    def report(self) -> dict[str, dict[str, Any]]:
-        """The raw counters of every node, for balance."""
-        return {
-            row["name"]: {
-                **{key: row[key] for key in row.keys() if key not in ("name", "incarnation", "stats")},  # noqa: SIM118
-                "stats": json.loads(row["stats"]),
-            }
-            for row in self._db.all("SELECT * FROM nodes ORDER BY name")
-        }
+    def held(self, node: str) -> tuple[int, int]:
+        """How many tasks the node holds, and how many of them are evaluations."""
+        row = self._db.one("SELECT held, held_eval FROM nodes WHERE name = ?", (node,))
+        return (row["held"], row["held_eval"]) if row else (0, 0)
+
+    def allowance(self, node: str, want: int, behind: int, bound: int) -> Allowance:
+        """How many tasks the node may hold; one that has not told its capacity has what it holds and wants."""
+        looks = {}
+        for row in self._db.all(
+            "SELECT name, capacity, held, ends, bad_ends, bad_row, pace FROM nodes WHERE state = 'healthy'"
+        ):
+            capacity = row["capacity"] or row["held"] + want
+            looks[row["name"]] = NodeLook(capacity, row["ends"], row["bad_ends"], row["bad_row"], row["pace"])
+        mine = looks.pop(node, NodeLook(want))
+        return allowance(mine, list(looks.values()), behind=behind, bound=bound)

@@ -1,22 +1,20 @@
-"""What people and supervisors see of a run: the status and the balance between its sides."""
+"""What people and supervisors see of a run: its status, as a whole and for each policy."""
 
 from __future__ import annotations
 
 import sqlite3
 from collections.abc import Sequence
-from typing import Any
 
 from rillflow.dataflow.ledger import Ledger
-from rillflow.types import Status
+from rillflow.types import PolicyStatus, Status
 
 RECENT = 10
 
 
-def recent_steps(ledger: Ledger) -> list[sqlite3.Row]:
-    """The last live steps, newest first."""
+def recent_steps(ledger: Ledger, policy: str) -> list[sqlite3.Row]:
+    """The policy's last live steps, newest first."""
     return ledger.db.all(
-        "SELECT * FROM steps WHERE policy = ? AND state = 'live' ORDER BY version DESC LIMIT ?",
-        (ledger.rules.policy, RECENT),
+        "SELECT * FROM steps WHERE policy = ? AND state = 'live' ORDER BY version DESC LIMIT ?", (policy, RECENT)
     )
 
 
@@ -28,43 +26,42 @@ def wait_fraction(steps: Sequence[sqlite3.Row]) -> float:
 
 
 def counts(ledger: Ledger) -> dict[str, int]:
-    found = ledger.batches.counters()
+    found = ledger.steps.counters()
     return found | {"tasks.pending": ledger.tasks.pending, "tasks.leased": ledger.tasks.running}
 
 
-def status(ledger: Ledger, waits: list[str]) -> Status:
-    steps = recent_steps(ledger)
+def policy_status(ledger: Ledger, policy: str) -> PolicyStatus:
+    steps = recent_steps(ledger, policy)
     seconds = sum(step["wait_seconds"] + step["step_seconds"] for step in steps)
+    return PolicyStatus(
+        version=ledger.lineage.head(policy),
+        steps=ledger.lineage.steps(policy),
+        total_steps=ledger.rules.policies[policy].total_steps,
+        reward=steps[0]["reward"] if steps else None,
+        staleness=steps[0]["staleness"] if steps else 0.0,
+        wait_fraction=wait_fraction(steps),
+        samples_per_second=sum(step["samples"] for step in steps) / seconds if seconds > 0 else 0.0,
+        ready=ledger.streams.servable(policy),
+    )
+
+
+def status(ledger: Ledger, waits: list[str]) -> Status:
+    policies = {policy: policy_status(ledger, policy) for policy in ledger.rules.policies}
+    first = policies[ledger.rules.policy]
     return Status(
         phase=ledger.phase,
         reason=ledger.reason,
-        steps=ledger.lineage.steps,
-        total_steps=ledger.rules.total_steps,
+        steps=first.steps,
+        total_steps=first.total_steps,
         versions=ledger.heads,
-        reward=steps[0]["reward"] if steps else None,
-        samples_per_second=sum(step["samples"] for step in steps) / seconds if seconds > 0 else 0.0,
-        staleness=steps[0]["staleness"] if steps else 0.0,
-        wait_fraction=wait_fraction(steps),
+        reward=first.reward,
+        samples_per_second=first.samples_per_second,
+        staleness=first.staleness,
+        wait_fraction=first.wait_fraction,
         counts=counts(ledger),
         evaluations=ledger.evaluations.results(),
         nodes=ledger.nodes.healthy,
         waits=waits,
+        policies=policies,
+        units=ledger.roster.count,
     )
-
-
-def balance(ledger: Ledger) -> dict[str, Any]:
-    """Raw counters: how long the trainer waited, and what every node made of its leases."""
-    steps = recent_steps(ledger)
-    nodes = ledger.nodes.report()
-    return {
-        "wait_fraction": wait_fraction(steps),
-        "versions": len(steps),
-        "version": ledger.lineage.head,
-        "outstanding": ledger.groups.outstanding,
-        "window": ledger.rules.window,
-        "ready": ledger.groups.count("train", "ready"),
-        "healthy": sum(node["state"] == "healthy" for node in nodes.values()),
-        "gone": sum(node["state"] == "gone" for node in nodes.values()),
-        **{key: sum(node[key] for node in nodes.values()) for key in ("produced", "accepted", "consumed")},
-        "nodes": nodes,
-    }

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from rillflow.config import Recipe
+from rillflow.errors import ConfigError
+
+_POLICY_FIELDS = ("staleness", "batch_groups", "total_steps", "trains_on", "stages")
 
 
 @dataclass(frozen=True)
-class Rules:
-    """The numbers that govern one run. `staleness` is the bound k, `batch_groups` is B."""
+class PolicyRules:
+    """The numbers of one policy and its stream. `staleness` is the bound k, `batch_groups` is B."""
 
-    policy: str
-    seed: int = 0
-    group_size: int = 8
+    name: str
     staleness: int = 4
     batch_groups: int = 8
     total_steps: int = 100
-    attempts: int = 3
-    task_lease: float = 30.0
-    batch_lease: float = 300.0
-    node_timeout: float = 10.0
-    max_failures: int = 64
-    epochs: int | None = None
-    evaluate_every: int = 0
-    repeats: int = 1
+    trains_on: tuple[str, ...] = ()  # the producers whose samples its stream gets; none: its own
+    stages: tuple[str, ...] = ()
+
+    @property
+    def producers(self) -> tuple[str, ...]:
+        return self.trains_on or (self.name,)
 
     @property
     def window(self) -> int:
@@ -33,8 +35,61 @@ class Rules:
         return (self.staleness + 1) * self.batch_groups
 
     @property
+    def most_ready(self) -> int:
+        """Most shares that wait for a trainer that is slower than another's."""
+        return 2 * self.window
+
+    @property
     def on_policy(self) -> bool:
         return self.staleness == 0
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The numbers that govern one run. The first of `policies` is the one that the plain numbers tell of."""
+
+    policies: Mapping[str, PolicyRules]
+    seed: int = 0
+    group_size: int = 8
+    attempts: int = 3
+    task_lease: float = 30.0
+    batch_lease: float = 300.0
+    node_timeout: float = 10.0
+    unit_timeout: float = 60.0
+    drop_after: float = 600.0  # a segment that nobody needs stays so long: a reader may still be at it
+    group_deadline: float | None = None
+    max_failures: int = 64
+    epochs: int | None = None
+    evaluate_every: int = 0
+    repeats: int = 1
+    balance_every: int = 10
+
+    def __post_init__(self) -> None:
+        for policy in self.policies.values():
+            if unknown := [name for name in policy.producers if name not in self.policies]:
+                raise ConfigError(
+                    f"policy {policy.name} trains on {', '.join(unknown)}, which this run does not have",
+                    f"its policies are {', '.join(self.policies)}",
+                )
+
+    @cached_property
+    def policy(self) -> str:
+        """The name of the first policy."""
+        return next(iter(self.policies))
+
+    @cached_property
+    def on_policy(self) -> bool:
+        """Whether a stream of the run trains on nothing but its policies' newest tokens."""
+        return any(policy.on_policy for policy in self.policies.values())
+
+    def streams_of(self, producer: str) -> list[str]:
+        """The streams that get what `producer` has sampled."""
+        return self._streams_of[producer]
+
+    @cached_property
+    def _streams_of(self) -> dict[str, list[str]]:
+        policies = self.policies.values()
+        return {name: [policy.name for policy in policies if name in policy.producers] for name in self.policies}
 
     @property
     def most_returns(self) -> int:
@@ -42,24 +97,42 @@ class Rules:
         return 4 * self.attempts
 
     @classmethod
+    def single(cls, policy: str, **values: Any) -> Rules:
+        """The rules of a run of one policy, whose own numbers may stand among the others."""
+        own = {name: values.pop(name) for name in _POLICY_FIELDS if name in values}
+        return cls(policies={policy: PolicyRules(policy, **own)}, **values)
+
+    @classmethod
     def of(cls, recipe: Recipe) -> Rules:
-        flow, trainer = recipe.dataflow, recipe.policies[recipe.policy].trainer
+        flow = recipe.dataflow
         return cls(
-            policy=recipe.policy,
+            policies={name: _policy_rules(recipe, name) for name in recipe.policies},
             seed=recipe.seed,
             group_size=flow.group_size,
-            staleness=flow.staleness,
-            batch_groups=trainer.batch_groups,
-            total_steps=trainer.steps,
             attempts=flow.attempts,
             task_lease=flow.task_lease,
             batch_lease=flow.batch_lease,
             node_timeout=flow.node_timeout,
+            unit_timeout=flow.units.timeout,
+            group_deadline=flow.group_deadline,
             max_failures=flow.max_failures,
             epochs=recipe.data.epochs,
             evaluate_every=recipe.evaluation.every,
             repeats=recipe.evaluation.repeats,
+            balance_every=flow.balance_every,
         )
+
+
+def _policy_rules(recipe: Recipe, name: str) -> PolicyRules:
+    policy = recipe.policies[name]
+    return PolicyRules(
+        name,
+        staleness=recipe.staleness(name),
+        batch_groups=policy.trainer.batch_groups,
+        total_steps=policy.trainer.steps,
+        trains_on=tuple(policy.trains_on or ()),
+        stages=tuple(policy.stages),
+    )
 
 
 def derive_seed(*parts: str | int) -> int:

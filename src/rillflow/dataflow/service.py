@@ -1,4 +1,4 @@
-"""The dataflow service: the ledger and a storage unit behind HTTP.
+"""The dataflow service: the ledger behind HTTP. Payloads never pass through it.
 
 Every answer that tells of a change goes out after the change is durable. Long polls are bounded, and what they wait
 for is part of the status. A housekeeping task returns lost leases, admits prompts and detects the end of the run.
@@ -9,37 +9,43 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from rillflow.contracts import Clock, StorageUnit, SystemClock
+from rillflow.contracts import Clock, SystemClock
 from rillflow.dataflow import report
+from rillflow.dataflow.balance import Balance
+from rillflow.dataflow.balance_ledger import BalanceGauges
 from rillflow.dataflow.flow import GroupCommit, News, Watch
 from rillflow.dataflow.gauges import LedgerGauges
 from rillflow.dataflow.journal import Journal
 from rillflow.dataflow.ledger import Ledger
-from rillflow.errors import RillflowError
+from rillflow.errors import RillflowError, StorageError, to_body
 from rillflow.types import (
     Ack,
     BatchReply,
     CommitBatch,
+    CommitStage,
     CompleteTask,
+    CompleteTasks,
     FailTask,
-    GetRows,
     Heartbeat,
     HeartbeatReply,
     JoinTrainer,
     LeaseBatch,
+    LeaseStage,
     LeaseTasks,
-    PutRows,
-    RowsGot,
-    RowsPut,
+    LoseRows,
+    RenewBatch,
     Status,
     StopRun,
+    Taken,
     TaskLeases,
+    TasksTaken,
     TrainerJoined,
-    UnitInfo,
+    UnitBeat,
+    UnitBeatReply,
+    Units,
 )
 from rillflow.wire import Service
 
@@ -54,7 +60,6 @@ class DataflowService(Service):
     def __init__(
         self,
         ledger: Ledger,
-        unit: StorageUnit,
         journal: Journal,
         token: str,
         *,
@@ -64,30 +69,32 @@ class DataflowService(Service):
     ) -> None:
         super().__init__("dataflow", token, body_limit=body_limit)
         self._ledger = ledger
-        self._unit = unit
         self._journal = journal
         self._clock = clock or SystemClock()
         self._disk = GroupCommit(ledger, commit_interval, lambda: journal.catch_up(ledger))
         self._tasks_news, self._batch_news = News(), News()
-        self._told = (0, 0, "")
+        self._told: tuple[int, dict[str, int], str] = (0, {}, "")
         self._waits: dict[int, Callable[[], str]] = {}
-        self._disk_thread = ThreadPoolExecutor(1, "unit")
         self._housekeeper: asyncio.Task[None] | None = None
         self.registry.register(LedgerGauges(ledger))
+        self.registry.register(BalanceGauges(ledger.balances))
         self._add_routes()
 
     def _add_routes(self) -> None:
         self.post("/tasks/lease", self._lease_tasks, LeaseTasks)
-        self.post("/tasks/complete", self._complete, CompleteTask)
+        self.post("/tasks/complete", self._complete, CompleteTasks)
         self.post("/tasks/fail", self._fail, FailTask)
         self.post("/nodes/heartbeat", self._heartbeat, Heartbeat)
         self.post("/batches/lease", self._lease_batch, LeaseBatch)
         self.post("/batches/commit", self._commit_batch, CommitBatch)
+        self.post("/batches/renew", self._renew_batch, RenewBatch)
         self.post("/trainers/join", self._join, JoinTrainer)
-        self.post("/unit/put", self._put, PutRows)
-        self.post("/unit/get", self._get_rows, GetRows)
+        self.post("/stages/lease", self._lease_stage, LeaseStage)
+        self.post("/stages/commit", self._commit_stage, CommitStage)
+        self.post("/units/beat", self._unit_beat, UnitBeat)
+        self.post("/rows/lost", self._lose_rows, LoseRows)
         self.post("/stop", self._stop_run, StopRun)
-        self.get("/unit/info", self._unit_info)
+        self.get("/units", self._units)
         self.get("/status", self._status)
         self.get("/balance", self._balance)
 
@@ -107,7 +114,6 @@ class DataflowService(Service):
             with suppress(asyncio.CancelledError):
                 await self._housekeeper
         await super().stop()
-        self._disk_thread.shutdown()
 
     async def _keep_house(self) -> None:
         watch = Watch(self._clock, self._ledger.rules.node_timeout / 2)
@@ -132,7 +138,7 @@ class DataflowService(Service):
     def _tell(self) -> None:
         """Wake the polls whose answer may be another now."""
         ledger = self._ledger
-        now = (ledger.groups.moves, ledger.lineage.head, ledger.phase)
+        now = (ledger.moves, ledger.heads, ledger.phase)
         if now != self._told:
             self._batch_news.tell()
         if self._tasks_news.waiting and (now != self._told or ledger.tasks.pending):
@@ -165,17 +171,24 @@ class DataflowService(Service):
     # ------------------------------------------------------------ nodes
 
     async def _lease_tasks(self, ask: LeaseTasks) -> TaskLeases:
-        version = ask.versions.get(self._ledger.rules.policy)
         return await self._poll(
             lambda: self._ledger.lease_tasks(ask),
             lambda reply: bool(reply.leases) or reply.phase == "ended" or ask.want < 1,
             ask.wait,
             self._tasks_news,
-            lambda: f"node {ask.node} waits for {self._ledger.why_no_tasks(version)}",
+            lambda: f"node {ask.node} waits for {self._ledger.why_no_tasks(ask.node, ask.versions)}",
         )
 
-    async def _complete(self, news: CompleteTask) -> Ack:
-        return await self._changed(self._ledger.complete(news))
+    async def _complete(self, news: CompleteTasks) -> TasksTaken:
+        return await self._changed(TasksTaken(taken=[self._take(one) for one in news.tasks]))
+
+    def _take(self, news: CompleteTask) -> Taken:
+        try:
+            return Taken(ack=self._ledger.complete(news))
+        except StorageError:
+            raise  # the disk took all of them back
+        except RillflowError as error:
+            return Taken(error=to_body(error))
 
     async def _fail(self, news: FailTask) -> Ack:
         return await self._changed(self._ledger.fail(news))
@@ -191,28 +204,42 @@ class DataflowService(Service):
             lambda reply: reply.batch is not None or reply.phase != "training",
             ask.wait,
             self._batch_news,
-            lambda: f"the trainer of {ask.policy} waits for a batch: {self._ledger.waiting_for(ask.groups)}",
+            lambda: (
+                f"the trainer of {ask.policy} waits for a batch: {self._ledger.waiting_for(ask.policy, ask.groups)}"
+            ),
         )
 
     async def _commit_batch(self, news: CommitBatch) -> Ack:
         return await self._changed(self._ledger.commit_batch(news))
 
+    async def _renew_batch(self, ask: RenewBatch) -> Ack:
+        return await self._changed(self._ledger.renew_batch(ask))
+
     async def _join(self, news: JoinTrainer) -> TrainerJoined:
         return await self._changed(self._ledger.join_trainer(news))
 
-    # ------------------------------------------------------------ the storage unit
+    async def _lease_stage(self, ask: LeaseStage) -> BatchReply:
+        return await self._poll(
+            lambda: self._ledger.lease_stage(ask),
+            lambda reply: reply.batch is not None or reply.phase != "training",
+            ask.wait,
+            self._batch_news,
+            lambda: f"stage {ask.stage} of {ask.policy} waits for groups",
+        )
 
-    async def _put(self, body: PutRows) -> RowsPut:
-        loop = asyncio.get_running_loop()
-        return RowsPut(rows=await loop.run_in_executor(self._disk_thread, self._unit.put, body.rows))
+    async def _commit_stage(self, news: CommitStage) -> Ack:
+        return await self._changed(self._ledger.commit_stage(news))
 
-    async def _get_rows(self, body: GetRows) -> RowsGot:
-        loop = asyncio.get_running_loop()
-        rows = await loop.run_in_executor(self._disk_thread, self._unit.get, body.rows, body.columns)
-        return RowsGot(rows=rows)
+    # ------------------------------------------------------------ storage units
 
-    async def _unit_info(self) -> UnitInfo:
-        return self._unit.info()
+    async def _unit_beat(self, beat: UnitBeat) -> UnitBeatReply:
+        return await self._changed(self._ledger.unit_beat(beat))
+
+    async def _units(self) -> Units:
+        return self._ledger.units()
+
+    async def _lose_rows(self, news: LoseRows) -> Ack:
+        return await self._changed(self._ledger.lose_rows(news))
 
     # ------------------------------------------------------------ people and supervisors
 
@@ -224,7 +251,9 @@ class DataflowService(Service):
         waits = [why() for why in list(self._waits.values())]
         if self._ledger.phase != "ended" and self._ledger.nodes.healthy == 0:
             waits.append("no rollout node is there")
+        if self._ledger.phase != "ended" and self._ledger.roster.count == 0:
+            waits.append("no storage unit is there")
         return report.status(self._ledger, waits)
 
-    async def _balance(self) -> dict[str, Any]:
-        return report.balance(self._ledger)
+    async def _balance(self) -> Balance:
+        return self._ledger.balances.now()

@@ -1,21 +1,31 @@
 """The ledger's tables. They hold states and metadata, never tokens; the database is the only state there is.
 
+A *share* is what one complete group gives to one stream: the samples of policy `producer`, for the trainer of policy
+`stream`.
+
 States:
-    groups    playing -> ready -> leased -> trained, or filtered, expired, failed; evaluation groups -> evaluated
-    tasks     pending -> leased -> done, failed, cancelled; back to pending when a lease or a version is lost
+    groups    playing -> open (complete, a share of it is still ready or leased) -> trained, expired, filtered, failed;
+              evaluation groups -> evaluated
+    shares    ready -> leased -> trained; or filtered, expired, failed (a filter raised)
+    tasks     pending -> leased -> done, failed, cancelled; back to pending when a lease, a version or a payload is lost
     attempts  held -> done, failed, returned, cancelled: one row for every lease of a task that was ever given
     batches   leased -> committed -> rolled_back, or leased -> released
-    steps     live or orphaned: one row for every committed version of the policy
+    stage_batches  leased -> done, or released
+    steps     live or orphaned: one row for every committed version of a policy
     rounds    running -> ended, or orphaned by a rollback: one row for every evaluation
+    units     healthy or gone
+    segments  live -> dropping (its unit is told) -> dropped
 """
 
 from __future__ import annotations
 
-FORMAT = 1
+FORMAT = 2
 NEWEST = (1 << 62) - 1  # above every version and position
 
-GROUP_OPEN = ("playing", "ready", "leased")
+GROUP_OPEN = ("playing", "open")
 GROUP_ENDED = ("trained", "filtered", "expired", "failed", "evaluated")
+SHARE_OPEN = ("ready", "leased")
+SHARE_ENDED = ("trained", "filtered", "expired", "failed")
 ATTEMPT_STATES = ("done", "failed", "returned", "cancelled", "held")
 
 TABLES = """
@@ -31,21 +41,51 @@ CREATE TABLE IF NOT EXISTS groups (
     planned INTEGER NOT NULL,        -- tasks of the group
     state TEXT NOT NULL,
     cause TEXT NOT NULL DEFAULT '',
-    mean REAL, std REAL, size INTEGER,
-    oldest INTEGER, newest INTEGER,  -- versions of its trained tokens
+    started REAL,                    -- when a task of it was leased first
     admitted_at REAL NOT NULL, ended_at REAL
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS groups_state ON groups (lane, state, ord);
-CREATE INDEX IF NOT EXISTS groups_open ON groups (newest) WHERE state IN ('playing', 'ready');
 CREATE INDEX IF NOT EXISTS groups_round ON groups (round, state) WHERE lane = 'eval';
 
-CREATE TABLE IF NOT EXISTS recent (  -- training groups that became complete since the last step, kept or not
-    grp TEXT PRIMARY KEY, reward REAL NOT NULL, flat INTEGER NOT NULL
+CREATE TABLE IF NOT EXISTS group_versions (  -- of the trained tokens so far, of groups that are playing only
+    grp TEXT NOT NULL, producer TEXT NOT NULL, oldest INTEGER NOT NULL, newest INTEGER NOT NULL,
+    PRIMARY KEY (grp, producer)
+) WITHOUT ROWID;
+
+CREATE TABLE IF NOT EXISTS recent (  -- training groups that became complete since the stream's last step
+    stream TEXT NOT NULL, grp TEXT NOT NULL, reward REAL NOT NULL, flat INTEGER NOT NULL,
+    PRIMARY KEY (stream, grp)
 ) WITHOUT ROWID;
 
 CREATE TABLE IF NOT EXISTS tally (
     lane TEXT NOT NULL, state TEXT NOT NULL, cause TEXT NOT NULL, n INTEGER NOT NULL,
     PRIMARY KEY (lane, state, cause)
+) WITHOUT ROWID;
+
+CREATE TABLE IF NOT EXISTS shares (
+    grp TEXT NOT NULL, producer TEXT NOT NULL, stream TEXT NOT NULL,
+    ord INTEGER NOT NULL,            -- of the group
+    state TEXT NOT NULL,
+    cause TEXT NOT NULL DEFAULT '',
+    oldest INTEGER NOT NULL, newest INTEGER NOT NULL,  -- versions of the producer's trained tokens
+    mean REAL NOT NULL, std REAL NOT NULL, size INTEGER NOT NULL,  -- over the producer's episodes
+    samples INTEGER NOT NULL, tokens INTEGER NOT NULL,
+    todo INTEGER NOT NULL,           -- stages that have not handled it yet
+    batch TEXT,                      -- that holds it, or that it was trained in
+    trained_into INTEGER,            -- the stream's version
+    served INTEGER NOT NULL DEFAULT 0,   -- how often it was trained
+    held INTEGER NOT NULL,           -- whether its rows may still be asked for
+    damaged INTEGER NOT NULL DEFAULT 0,  -- a row of it was lost
+    ended_at REAL,
+    PRIMARY KEY (grp, producer, stream)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS shares_ready ON shares (stream, ord) WHERE state = 'ready';
+CREATE INDEX IF NOT EXISTS shares_leased ON shares (stream, ord) WHERE state = 'leased';
+CREATE INDEX IF NOT EXISTS shares_kept ON shares (stream, trained_into, ord) WHERE state = 'trained' AND held = 1;
+
+CREATE TABLE IF NOT EXISTS share_tally (
+    stream TEXT NOT NULL, state TEXT NOT NULL, cause TEXT NOT NULL, n INTEGER NOT NULL,
+    PRIMARY KEY (stream, state, cause)
 ) WITHOUT ROWID;
 
 CREATE TABLE IF NOT EXISTS tasks (
@@ -55,6 +95,7 @@ CREATE TABLE IF NOT EXISTS tasks (
     state TEXT NOT NULL DEFAULT 'pending',
     cause TEXT NOT NULL DEFAULT '', error TEXT NOT NULL DEFAULT '',
     attempt TEXT, node TEXT, deadline REAL,
+    home TEXT,                            -- the node that plays the group
     last_node TEXT, returned_at REAL,
     leases INTEGER NOT NULL DEFAULT 0,    -- ever given; numbers the attempts
     failures INTEGER NOT NULL DEFAULT 0,  -- attempts used up
@@ -63,38 +104,71 @@ CREATE TABLE IF NOT EXISTS tasks (
     calls INTEGER, seconds REAL, metrics TEXT
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS tasks_group ON tasks (grp, place);
--- A query uses these two only when it names the state in so many words.
+-- A query uses these three only when it names the state in so many words.
 CREATE INDEX IF NOT EXISTS tasks_pending ON tasks (lane, round, ord, place) WHERE state = 'pending';
+CREATE INDEX IF NOT EXISTS tasks_home ON tasks (lane, home, ord, place) WHERE state = 'pending' AND home IS NOT NULL;
 CREATE INDEX IF NOT EXISTS tasks_leased ON tasks (deadline) WHERE state = 'leased';
 
 CREATE TABLE IF NOT EXISTS attempts (
     id TEXT PRIMARY KEY, task TEXT NOT NULL, node TEXT NOT NULL,
     state TEXT NOT NULL DEFAULT 'held', cause TEXT NOT NULL DEFAULT '',
+    digest TEXT,                          -- of the completion that was accepted
     leased_at REAL NOT NULL, ended_at REAL
 ) WITHOUT ROWID;
 
-CREATE TABLE IF NOT EXISTS samples (
-    id TEXT PRIMARY KEY, grp TEXT NOT NULL, task TEXT NOT NULL, n INTEGER NOT NULL, policy TEXT NOT NULL,
+CREATE TABLE IF NOT EXISTS samples (      -- sample n of the task at `place`; its id is grp.place.n
+    grp TEXT NOT NULL, place INTEGER NOT NULL, n INTEGER NOT NULL, policy TEXT NOT NULL,
     unit TEXT NOT NULL, segment INTEGER NOT NULL, offset INTEGER NOT NULL, length INTEGER NOT NULL,
     tokens INTEGER NOT NULL, trained INTEGER NOT NULL, oldest INTEGER NOT NULL, newest INTEGER NOT NULL,
-    reward REAL NOT NULL, truncated INTEGER NOT NULL
+    reward REAL NOT NULL, truncated INTEGER NOT NULL,
+    live INTEGER NOT NULL,                -- whether its row may still be asked for
+    PRIMARY KEY (grp, place, n)
 ) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS samples_group ON samples (grp, task);
+CREATE INDEX IF NOT EXISTS samples_row ON samples (unit, segment, offset) WHERE live = 1;
 
 CREATE TABLE IF NOT EXISTS batches (
     id TEXT PRIMARY KEY, policy TEXT NOT NULL, attempt TEXT NOT NULL UNIQUE, incarnation TEXT NOT NULL,
     version INTEGER NOT NULL,        -- of the trainer when it leased
     state TEXT NOT NULL DEFAULT 'leased',
+    wanted INTEGER NOT NULL,         -- groups
+    least INTEGER NOT NULL,          -- of a part; 0 for a batch that is served whole
+    members INTEGER NOT NULL DEFAULT 0, parts INTEGER NOT NULL DEFAULT 0, complete INTEGER NOT NULL DEFAULT 0,
+    samples INTEGER NOT NULL DEFAULT 0,
     produced INTEGER,                -- the version that its commit made
-    samples INTEGER NOT NULL, deadline REAL NOT NULL, leased_at REAL NOT NULL, ended_at REAL
+    deadline REAL NOT NULL, leased_at REAL NOT NULL, ended_at REAL
 ) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS batches_state ON batches (state) WHERE state = 'leased';
-CREATE TABLE IF NOT EXISTS batch_groups (
-    batch TEXT NOT NULL, grp TEXT NOT NULL, staleness INTEGER NOT NULL, PRIMARY KEY (batch, grp)
+CREATE INDEX IF NOT EXISTS batches_leased ON batches (policy) WHERE state = 'leased';
+CREATE INDEX IF NOT EXISTS batches_produced ON batches (policy, produced) WHERE state = 'committed';
+CREATE TABLE IF NOT EXISTS members (     -- shares in a batch, numbered in the order in which they are served
+    batch TEXT NOT NULL, n INTEGER NOT NULL, grp TEXT NOT NULL, producer TEXT NOT NULL,
+    part INTEGER NOT NULL,
+    head INTEGER NOT NULL,           -- the producer's version when it was served
+    replayed INTEGER NOT NULL,
+    PRIMARY KEY (batch, n)
 ) WITHOUT ROWID;
+
+CREATE TABLE IF NOT EXISTS stage_batches (
+    id TEXT PRIMARY KEY, stream TEXT NOT NULL, stage TEXT NOT NULL, attempt TEXT NOT NULL UNIQUE,
+    state TEXT NOT NULL DEFAULT 'leased', version INTEGER NOT NULL, deadline REAL NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS stage_batches_leased ON stage_batches (deadline) WHERE state = 'leased';
+CREATE TABLE IF NOT EXISTS stage_shares (
+    grp TEXT NOT NULL, producer TEXT NOT NULL, stream TEXT NOT NULL, stage TEXT NOT NULL,
+    state TEXT NOT NULL, batch TEXT NOT NULL,
+    PRIMARY KEY (grp, producer, stream, stage)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS stage_shares_batch ON stage_shares (batch);
+CREATE TABLE IF NOT EXISTS extras (      -- rows that a stage added to the samples of a share, as long as it is held
+    grp TEXT NOT NULL, producer TEXT NOT NULL, stream TEXT NOT NULL, stage TEXT NOT NULL,
+    place INTEGER NOT NULL, n INTEGER NOT NULL,
+    unit TEXT NOT NULL, segment INTEGER NOT NULL, offset INTEGER NOT NULL, length INTEGER NOT NULL,
+    PRIMARY KEY (grp, producer, stream, stage, place, n)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS extras_row ON extras (unit, segment, offset);
 
 CREATE TABLE IF NOT EXISTS policies (
     name TEXT PRIMARY KEY, version INTEGER NOT NULL, highest INTEGER NOT NULL, steps INTEGER NOT NULL,
+    restorable INTEGER NOT NULL DEFAULT 0,  -- what was trained into it or before is never asked for again
     incarnation TEXT, joined TEXT    -- the reply to the latest join, repeated when it is asked again
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS former (   -- trainers that another one has replaced
@@ -113,22 +187,51 @@ CREATE TABLE IF NOT EXISTS orphans (  -- versions v with low < v <= high died wi
 
 CREATE TABLE IF NOT EXISTS nodes (
     name TEXT PRIMARY KEY, incarnation TEXT NOT NULL, state TEXT NOT NULL, seen REAL NOT NULL,
-    version INTEGER, capacity INTEGER NOT NULL DEFAULT 0, stats TEXT NOT NULL DEFAULT '{}',
+    version INTEGER,                 -- of the first policy
+    versions TEXT NOT NULL DEFAULT '{}',
+    capacity INTEGER NOT NULL DEFAULT 0, stats TEXT NOT NULL DEFAULT '{}',
+    held INTEGER NOT NULL DEFAULT 0, held_eval INTEGER NOT NULL DEFAULT 0,  -- tasks leased to it now
+    ends REAL NOT NULL DEFAULT 0, bad_ends REAL NOT NULL DEFAULT 0,  -- of episodes and of failed ones, decayed
+    bad_row INTEGER NOT NULL DEFAULT 0,  -- failures since the last success
+    pace REAL,                       -- seconds of an episode, a decayed mean
     leased INTEGER NOT NULL DEFAULT 0, completed INTEGER NOT NULL DEFAULT 0, refused INTEGER NOT NULL DEFAULT 0,
     failed INTEGER NOT NULL DEFAULT 0, returned INTEGER NOT NULL DEFAULT 0,
-    produced INTEGER NOT NULL DEFAULT 0, accepted INTEGER NOT NULL DEFAULT 0, consumed INTEGER NOT NULL DEFAULT 0
+    -- samples of the train lane: sent; taken; trained; refused or expired for their age
+    produced INTEGER NOT NULL DEFAULT 0, accepted INTEGER NOT NULL DEFAULT 0, consumed INTEGER NOT NULL DEFAULT 0,
+    stale INTEGER NOT NULL DEFAULT 0
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS retired (
     node TEXT NOT NULL, incarnation TEXT NOT NULL, PRIMARY KEY (node, incarnation)
 ) WITHOUT ROWID;
 
+CREATE TABLE IF NOT EXISTS units (
+    unit TEXT PRIMARY KEY, info TEXT NOT NULL, load REAL NOT NULL, seen REAL NOT NULL, state TEXT NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS segments (
+    unit TEXT NOT NULL, segment INTEGER NOT NULL,
+    live INTEGER NOT NULL,           -- rows that may still be asked for
+    state TEXT NOT NULL DEFAULT 'live',
+    touched REAL NOT NULL,           -- when `live` was changed last
+    PRIMARY KEY (unit, segment)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS segments_idle ON segments (touched) WHERE state = 'live' AND live = 0;
+CREATE INDEX IF NOT EXISTS segments_dropping ON segments (unit) WHERE state = 'dropping';
+CREATE TABLE IF NOT EXISTS quarantine (  -- rows that could not be read as they were written, and whose they were
+    unit TEXT NOT NULL, segment INTEGER NOT NULL, offset INTEGER NOT NULL, length INTEGER NOT NULL,
+    sample TEXT NOT NULL, reason TEXT NOT NULL, at REAL NOT NULL,
+    PRIMARY KEY (unit, segment, offset)
+) WITHOUT ROWID;
+
 CREATE TABLE IF NOT EXISTS rounds (
     id INTEGER PRIMARY KEY, step INTEGER NOT NULL, version INTEGER NOT NULL, state TEXT NOT NULL,
+    versions TEXT NOT NULL,          -- of every policy, at least; `version` is the first policy's
     reward REAL, episodes INTEGER NOT NULL DEFAULT 0, failed INTEGER NOT NULL DEFAULT 0,
     planned INTEGER NOT NULL, admitted_at REAL NOT NULL, ended_at REAL
 );
 CREATE INDEX IF NOT EXISTS rounds_running ON rounds (id) WHERE state = 'running';
 CREATE INDEX IF NOT EXISTS rounds_step ON rounds (step);
-CREATE TABLE IF NOT EXISTS hooks (name TEXT PRIMARY KEY, state TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS hook_state (
+    hook TEXT NOT NULL, key TEXT NOT NULL, value TEXT NOT NULL, PRIMARY KEY (hook, key)
+) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS events (seq INTEGER PRIMARY KEY AUTOINCREMENT, line TEXT NOT NULL);
 """

@@ -11,11 +11,26 @@ from typing import Any
 
 @dataclass
 class Metrics:
-    """Steps and evaluations of the live line of weights: a rollback takes back those of the versions that died."""
+    """Steps of all policies and evaluations, of the live lines of weights.
+
+    A rollback takes back the policy's steps of the versions that died, and the evaluations asked for at them, which
+    go by the versions of the run's first policy.
+    """
 
     steps: list[dict[str, Any]] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     rollbacks: list[dict[str, Any]] = field(default_factory=list)
+
+    def of(self, policy: str) -> list[dict[str, Any]]:
+        """The steps of one policy."""
+        return [step for step in self.steps if step["policy"] == policy]
+
+    def roll_back(self, line: dict[str, Any], first: str) -> None:
+        kept, policy = int(line["version"]), line["policy"]
+        self.rollbacks.append(line)
+        self.steps = [step for step in self.steps if step["policy"] != policy or step["version"] <= kept]
+        if policy == first:
+            self.evaluations = [done for done in self.evaluations if done["version"] <= kept]
 
 
 class MetricsReader:
@@ -40,15 +55,13 @@ class MetricsReader:
                     continue  # a line torn by a crash: what it said is in the ledger
 
 
-def read_metrics(path: Path) -> Metrics:
+def read_metrics(path: Path, first: str) -> Metrics:
+    """What the run whose first policy is `first` wrote down."""
     metrics = Metrics()
     for line in MetricsReader(path).new():
         match line.get("event"):
             case "rollback":
-                metrics.rollbacks.append(line)
-                kept = int(line["version"])
-                metrics.steps = [step for step in metrics.steps if step["version"] <= kept]
-                metrics.evaluations = [done for done in metrics.evaluations if done["version"] <= kept]
+                metrics.roll_back(line, first)
             case "evaluation":
                 metrics.evaluations.append(line)
             case None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
@@ -13,9 +14,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rillflow.types import Status
+from rillflow.types import PolicyStatus, Status
 
 _PLAIN_EVERY = 5.0
+_SHOWN_EVALUATIONS = 8
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -77,7 +79,9 @@ class Progress:
     def _line(self, status: Status) -> str:
         numbers = "  ".join(f"{name} {value}" for name, value in self._numbers(status).items())
         waits = f"  ({status.waits[0]})" if status.waits else ""
-        return f"[{status.phase}] {numbers}{waits}"
+        others = list(status.policies.items())[1:]
+        steps = "".join(f"  {name} {policy.steps}/{policy.total_steps}" for name, policy in others)
+        return f"[{status.phase}] {numbers}{steps}{waits}"
 
     def _panel(self, status: Status) -> Panel:
         numbers = self._numbers(status)
@@ -87,10 +91,22 @@ class Progress:
         bar = Table.grid(expand=True)
         bar.add_row(ProgressBar(total=max(status.total_steps, 1), completed=status.steps))
         rows: list[RenderableType] = [bar, table]
+        if len(status.policies) > 1:
+            rows.append(_policies(status.policies))
         if self._rewards:
             rows.append(Text(f"reward  {sparkline(self._rewards)}", style="green"))
-        for evaluation in status.evaluations:
+        for evaluation in status.evaluations[-_SHOWN_EVALUATIONS:]:
             rows.append(Text(f"held-out reward at version {evaluation.version}: {evaluation.reward:.3f}", style="cyan"))
         if status.waits:
             rows.append(Text("; ".join(status.waits[:3]), style="yellow"))
         return Panel(Group(*rows), title=self._title, subtitle=f"{status.phase}  (Ctrl-C stops)")
+
+
+def _policies(policies: Mapping[str, PolicyStatus]) -> Table:
+    """A row for each policy: they advance at their own pace."""
+    table = Table("policy", "step", "reward", "staleness", "wait", "ready", box=None, padding=(0, 3, 0, 0))
+    for name, policy in policies.items():
+        reward = "–" if policy.reward is None else f"{policy.reward:.3f}"
+        step = f"{policy.steps}/{policy.total_steps}"
+        table.add_row(name, step, reward, f"{policy.staleness:.2f}", f"{policy.wait_fraction:.0%}", str(policy.ready))
+    return table

@@ -19,6 +19,7 @@ def summarise(metrics: Metrics, status: Status, seconds: float, since: float = 0
     return {
         "end": status.reason,
         "steps": status.steps,
+        "policies": {name: {"steps": one.steps, "version": one.version} for name, one in status.policies.items()},
         "seconds": round(seconds, 1),
         "samples_trained": sum(int(step["samples"]) for step in steps),
         "samples_per_second": round(recent / seconds, 2) if seconds else 0.0,
@@ -36,7 +37,7 @@ def summary_table(summary: dict[str, Any], folder: Path, plot: Path | None) -> T
     heldout = summary["heldout"]
     if heldout:
         table.add_row("held-out reward", f"{_reward(heldout[0])} before, {_reward(heldout[-1])} after")
-    table.add_row("optimizer steps", str(summary["steps"]))
+    table.add_row("optimizer steps", _steps(summary))
     table.add_row("time", f"{summary['seconds']:.0f} s, {summary['samples_per_second']:.1f} trained samples/s")
     table.add_row("staleness", f"mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']:.0f}")
     table.add_row("trainer waited", f"{summary['wait_fraction']:.0%} of its time")
@@ -46,6 +47,13 @@ def summary_table(summary: dict[str, Any], folder: Path, plot: Path | None) -> T
         table.add_row("reward plot", str(plot))
     table.add_row("run folder", str(folder))
     return table
+
+
+def _steps(summary: dict[str, Any]) -> str:
+    policies = summary["policies"]
+    if len(policies) < 2:
+        return str(summary["steps"])
+    return ", ".join(f"{name} {policy['steps']}" for name, policy in policies.items())
 
 
 def _reward(evaluation: dict[str, Any]) -> str:

@@ -22,7 +22,9 @@ log = logging.getLogger(__name__)
 class TensorBoard:
     """Writes nothing, not even its folder, before the first `update` that finds something."""
 
-    def __init__(self, metrics: Path, folder: Path) -> None:
+    def __init__(self, metrics: Path, folder: Path, *, several: bool = False) -> None:
+        """`several` policies each have their own curves, under their names."""
+        self._several = several
         self._reader = MetricsReader(metrics)
         self._folder = folder
         self._writer: EventsWriter | None = None
@@ -56,7 +58,8 @@ class TensorBoard:
     def _write(self, line: dict[str, Any]) -> None:
         match line.get("event"):
             case None:
-                self._write_scalars("", line, int(line["step"]), line["time"])
+                prefix = f"{line['policy']}/" if self._several else ""
+                self._write_scalars(prefix, line, int(line["step"]), line["time"])
             case "evaluation":
                 values = {"reward": line["reward"]}
                 self._write_scalars("heldout/", values, int(line["version"]), line["time"])

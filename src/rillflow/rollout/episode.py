@@ -1,7 +1,7 @@
 """One episode: the user's workflow, then the user's reward, each with a deadline and each failure with its cause.
 
-Invariant: an episode ends with a finite reward or with an EpisodeFailed that says why; a reward that raised, hung
-or was not a number is never 0.
+Invariant: an episode ends with finite rewards or with an EpisodeFailed that says why; a reward that raised, hung or
+was not a number is never 0.
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import math
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
-from numbers import Real
 from typing import Any
 
 import openai
@@ -21,6 +19,7 @@ import openai
 from rillflow.config import Recipe, resolve_object
 from rillflow.contracts import Clock
 from rillflow.errors import ConfigError, RewardError, WorkflowError
+from rillflow.rollout.rewards import rewards_of
 from rillflow.types import Prompt, Task
 
 log = logging.getLogger(__name__)
@@ -100,9 +99,9 @@ async def play(workflow: Workflow, episode: RunningEpisode) -> Any:
         raise EpisodeFailed("timeout", f"the workflow took longer than {seconds:.0f} s") from error
     except openai.APIStatusError as error:
         cause = "context_overflow" if error.code == "context_length_exceeded" else "workflow_error"
-        raise EpisodeFailed(cause, _short(error)) from error
+        raise EpisodeFailed(cause, short(error)) from error
     except Exception as error:
-        raise EpisodeFailed("workflow_error", _short(error)) from error
+        raise EpisodeFailed("workflow_error", short(error)) from error
 
 
 class _OutOfTime(Exception):
@@ -147,15 +146,17 @@ async def _give_up(task: asyncio.Task[Any]) -> None:
         task.exception()  # whatever it raised on its way out is not news
 
 
-async def score(reward: Reward | None, payload: dict[str, Any], answer: Any, seconds: float) -> float:
-    """A finite reward, or EpisodeFailed("reward_error")."""
+async def score(
+    reward: Reward | None, payload: dict[str, Any], answer: Any, seconds: float, policies: Sequence[str]
+) -> dict[str, float]:
+    """A finite reward of each policy that was given one, or EpisodeFailed("reward_error"); see `rewards_of`."""
     try:
         value = answer if reward is None else await _call_reward(reward, payload, answer, seconds)
-        return _finite(value, answer_is_reward=reward is None)
+        return rewards_of(value, policies, answer_is_reward=reward is None)
     except _OutOfTime as error:
         raise EpisodeFailed("reward_error", f"the reward took longer than {seconds:.0f} s") from error
     except Exception as error:
-        raise EpisodeFailed("reward_error", _short(error)) from error
+        raise EpisodeFailed("reward_error", short(error)) from error
 
 
 async def _call_reward(reward: Reward, payload: dict[str, Any], answer: Any, seconds: float) -> Any:
@@ -192,14 +193,6 @@ async def _in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
     return await future
 
 
-def _finite(value: Any, *, answer_is_reward: bool) -> float:
-    if not isinstance(value, Real):  # numpy's scalars are
-        what = "the workflow must return the reward, because the recipe names none" if answer_is_reward else "reward"
-        raise (WorkflowError if answer_is_reward else RewardError)(f"{what}: got {value!r:.80}, not a number")
-    if not math.isfinite(value):
-        raise RewardError(f"the reward is {value}")
-    return float(value)
-
-
-def _short(error: BaseException) -> str:
+def short(error: BaseException) -> str:
+    """What goes to the ledger and the log of an error."""
     return f"{type(error).__name__}: {error}"[:500]

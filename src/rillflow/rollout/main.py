@@ -10,6 +10,7 @@ from pathlib import Path
 import openai
 
 from rillflow.clients.dataflow import DataflowClient
+from rillflow.clients.units import UnitWriter
 from rillflow.config import PolicyConfig, Recipe
 from rillflow.contracts import Engine
 from rillflow.engine.embedded import EmbeddedEngine
@@ -59,6 +60,7 @@ async def run_node(
         {n: p.sampling for n, p in recipe.policies.items()},
     )
     dataflow = DataflowClient(Client(dataflow_url, token, peer="dataflow"))
+    writer = UnitWriter(dataflow.units, token, segment_bytes=recipe.dataflow.units.segment_bytes)
     client = openai.AsyncOpenAI(
         base_url=f"{host}", api_key="unset", http_client=openai.DefaultAioHttpClient(timeout=None), max_retries=0
     )
@@ -66,14 +68,14 @@ async def run_node(
         for engine in engines.values():
             await engine.start()
         url = await gateway.start(host)
-        for refresher in refreshers.values():
-            await refresher.refresh()
+        await asyncio.gather(*(refresher.refresh() for refresher in refreshers.values()))
         log.info("node %s: gateway at %s", name, url)
         on_ready(url)
         node = Node(
             name,
             recipe,
             dataflow=dataflow,
+            writer=writer,
             gateway=gateway,
             gateway_url=url,
             engines=engines,
@@ -87,4 +89,5 @@ async def run_node(
         await asyncio.gather(*(engine.close() for engine in engines.values()), return_exceptions=True)
         await gateway.stop()
         await client.close()
+        await writer.close()
         await dataflow.close()

@@ -12,22 +12,29 @@ import logging
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import openai
 
 from rillflow.clients.dataflow import DataflowClient
+from rillflow.clients.units import UnitWriter
 from rillflow.config import Recipe
 from rillflow.contracts import Clock, Engine, SystemClock
 from rillflow.errors import RillflowError
 from rillflow.gateway.record import Sample, SessionRecord
 from rillflow.gateway.server import Gateway
-from rillflow.rollout.episode import EpisodeFailed, Reward, RunningEpisode, Workflow, play, score
+from rillflow.rollout.episode import EpisodeFailed, Reward, RunningEpisode, Workflow, play, score, short
 from rillflow.rollout.refresh import Refresher
+from rillflow.rollout.rewards import require_all
 from rillflow.types import CompleteTask, FailTask, Heartbeat, LeaseTasks, Row, SampleMeta, TaskLease
+
+if TYPE_CHECKING:
+    from rillflow.contracts import Buffer
 
 log = logging.getLogger(__name__)
 
 LEASE_WAIT = 2.0
+PULL_WAIT = 0.2  # between two questions while weights are being pulled
 HEARTBEAT_EVERY = 2.0
 PUSH_DEADLINE = 120.0
 
@@ -41,6 +48,7 @@ class Node:
         recipe: Recipe,
         *,
         dataflow: DataflowClient,
+        writer: UnitWriter,
         gateway: Gateway,
         gateway_url: str,
         engines: Mapping[str, Engine],
@@ -54,6 +62,7 @@ class Node:
         self._incarnation = uuid.uuid4().hex
         self._recipe = recipe
         self._dataflow = dataflow
+        self._writer = writer
         self._gateway = gateway
         self._gateway_url = gateway_url
         self._engines = engines
@@ -63,6 +72,7 @@ class Node:
         self._client = client
         self._clock = clock or SystemClock()
         self._playing: dict[str, asyncio.Task[None]] = {}
+        self._pulls: dict[str, asyncio.Task[None]] = {}
         self._freed = asyncio.Event()
         self._finished = 0
         self._ended = False
@@ -79,7 +89,7 @@ class Node:
                     if helper.done():
                         helper.result()
         finally:
-            tasks = [*helpers, *self._playing.values()]
+            tasks = [*helpers, *self._pulls.values(), *self._playing.values()]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -95,7 +105,12 @@ class Node:
                 await asyncio.wait_for(self._freed.wait(), HEARTBEAT_EVERY)
             return not self._ended
         wanted = LeaseTasks(
-            node=self.name, incarnation=self._incarnation, want=room, versions=self._versions(), wait=LEASE_WAIT
+            node=self.name,
+            incarnation=self._incarnation,
+            want=room,
+            versions=self._versions(),
+            # The answer may be another as soon as a pull has ended: no long question meanwhile.
+            wait=0.0 if self._pulls else LEASE_WAIT,
         )
         try:
             reply = await self._dataflow.lease_tasks(wanted)
@@ -109,10 +124,25 @@ class Node:
             return False
         for lease in reply.leases:
             self._playing[lease.attempt] = asyncio.create_task(self._play(lease), name=lease.task.id)
-        if any(head != self._engines[policy].version for policy, head in reply.heads.items()):
-            for refresher in self._refreshers.values():
-                await refresher.refresh()
+        await self._catch_up(reply.heads, wait=not reply.leases)
         return True
+
+    async def _catch_up(self, heads: Mapping[str, int], *, wait: bool) -> None:
+        """Pull what is behind, each policy in a task of its own, so that a slow one delays nobody.
+
+        `wait` a moment, or until the first of them is there, before the next question.
+        """
+        for policy, engine in self._engines.items():
+            if heads.get(policy, engine.version) != engine.version and policy not in self._pulls:
+                self._pulls[policy] = asyncio.create_task(self._pull(policy), name=f"pull-{policy}")
+        if wait and self._pulls:
+            await asyncio.wait(self._pulls.values(), timeout=PULL_WAIT, return_when=asyncio.FIRST_COMPLETED)
+
+    async def _pull(self, policy: str) -> None:
+        try:
+            await self._refreshers[policy].refresh()
+        finally:
+            del self._pulls[policy]
 
     def _versions(self) -> dict[str, int]:
         return {policy: engine.version for policy, engine in self._engines.items()}
@@ -182,7 +212,7 @@ class Node:
                 seconds=limits.episode_timeout,
             )
             answer = await play(self._workflow, episode)
-            reward = await score(self._reward, task.prompt.payload, answer, limits.reward_timeout)
+            rewards = await score(self._reward, task.prompt.payload, answer, limits.reward_timeout, episode.policies)
         except EpisodeFailed as failure:
             await self._fail(lease, failure)
             return
@@ -191,17 +221,24 @@ class Node:
         if record.calls == 0:
             await self._fail(lease, EpisodeFailed("no_model_call", "the workflow called no model"))
             return
-        await self._push(lease, record, reward, self._clock.monotonic() - started)
+        await self._push(lease, record, rewards, self._clock.monotonic() - started)
 
-    async def _push(self, lease: TaskLease, record: SessionRecord, reward: float, seconds: float) -> None:
+    async def _push(
+        self, lease: TaskLease, record: SessionRecord, rewards: Mapping[str, float], seconds: float
+    ) -> None:
         samples, payloads = pack(record, list(self._engines))
-        rows = await self._dataflow.put(payloads, PUSH_DEADLINE)
+        try:
+            require_all(rewards, {sample.policy for sample in samples}, answer_is_reward=self._reward is None)
+        except RillflowError as error:
+            await self._fail(lease, EpisodeFailed("reward_error", short(error)))
+            return
+        rows = await self._writer.put(payloads, PUSH_DEADLINE)
         done = CompleteTask(
             task=lease.task.id,
             attempt=lease.attempt,
             node=self.name,
-            reward=reward,
-            samples=[describe(sample, row, reward) for sample, row in zip(samples, rows, strict=True)],
+            reward=next(iter(rewards.values())),
+            samples=[describe(sample, row, rewards[sample.policy]) for sample, row in zip(samples, rows, strict=True)],
             calls=record.calls,
             seconds=seconds,
         )
@@ -218,10 +255,10 @@ class Node:
         await self._dataflow.fail(news, PUSH_DEADLINE)
 
 
-def pack(record: SessionRecord, policies: Sequence[str]) -> tuple[list[Sample], list[dict[str, bytes]]]:
+def pack(record: SessionRecord, policies: Sequence[str]) -> tuple[list[Sample], list[dict[str, Buffer]]]:
     """The samples of a trajectory and, in the same order, their payload rows."""
     samples = [sample for policy in policies for sample in record.samples(policy)]
-    payloads = [{name: column.tobytes() for name, column in sample.columns.items()} for sample in samples]
+    payloads: list[dict[str, Buffer]] = [dict(sample.columns) for sample in samples]
     if payloads:
         payloads[0]["transcript"] = json.dumps(record.transcript()).encode()
     return samples, payloads

@@ -3,7 +3,7 @@
 recipe.yaml      the resolved recipe            logs/            one file per process
 run.json         token, versions, start time    endpoints/       where each service listens
 state.json       running, finished, …           ledger.sqlite    states of everything (dataflow)
-metrics.jsonl    one line per step              units/           payloads (dataflow)
+metrics.jsonl    one line per step              units/           payloads (storage units)
 weights/         published versions             checkpoints/     trainers' own
 tensorboard/     event files                    reward.png, summary.json at the end
 """

@@ -1,4 +1,6 @@
-"""A whole run on this machine: dataflow service, rollout nodes and trainers as supervised processes on loopback."""
+"""A whole run on this machine: dataflow service, storage units, rollout nodes and trainers, one for each policy, as
+supervised processes on loopback.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from rillflow.clients.dataflow import DataflowClient
 from rillflow.errors import DeadlineExceeded, RunError, StorageError, WireError
 from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.process import STOP_SIGNALS, ignored, was_asked_to_stop
-from rillflow.runtime.supervisor import ProcessSpec, Supervisor
+from rillflow.runtime.supervisor import ProcessSpec, Supervised, Supervisor
 from rillflow.types import Status
 from rillflow.wire import Client
 
@@ -85,21 +87,24 @@ class LocalRun:
 
     async def _run(self) -> Status:
         self._client = await self._start_dataflow()
+        units = [f"unit-{index}" for index in range(self._recipe.dataflow.units.count)]
+        for name in units:
+            self._start(name, "unit", "--name", name)
         for index in range(self._recipe.rollout.nodes):
-            name = f"rollout-{index}"
-            self.supervisor.start(ProcessSpec(name, ("rollout", str(self._folder.root), "--name", name)))
+            self._start(f"rollout-{index}", "rollout", "--name", f"rollout-{index}")
         for policy in self._recipe.policies:
-            arguments = ("trainer", str(self._folder.root), "--policy", policy)
-            self.supervisor.start(ProcessSpec(f"trainer-{policy}", arguments))
+            self._start(f"trainer-{policy}", "trainer", "--policy", policy)
         status = await self._follow(self._client)
-        # Trainers and nodes see the end themselves and finish what they write; the service stays for them.
-        await self.supervisor.finish(_END_GRACE, keep="dataflow")
+        # Trainers and nodes see the end themselves and finish what they write; service and units stay for them.
+        await self.supervisor.finish(_END_GRACE, keep={"dataflow", *units})
         return status
+
+    def _start(self, name: str, role: str, *options: str) -> Supervised:
+        return self.supervisor.start(ProcessSpec(name, (role, str(self._folder.root), *options)))
 
     async def _start_dataflow(self) -> DataflowClient:
         await settle_port(self._folder)
-        arguments = ("dataflow", str(self._folder.root), *(("--resume",) if self._resume else ()))
-        process = self.supervisor.start(ProcessSpec("dataflow", arguments))
+        process = self._start("dataflow", "dataflow", *(("--resume",) if self._resume else ()))
         deadline = asyncio.get_running_loop().time() + self._recipe.runtime.start_timeout
         while asyncio.get_running_loop().time() < deadline:
             self.supervisor.check()
@@ -144,8 +149,10 @@ class LocalRun:
             await asyncio.sleep(POLL)
 
     def _note_progress(self, status: Status) -> None:
-        if status.steps > self._furthest:
-            self._furthest = status.steps
+        """Steps of all policies count; a rollback is no progress until what it took back is made good."""
+        steps = sum(policy.steps for policy in status.policies.values()) or status.steps
+        if steps > self._furthest:
+            self._furthest = steps
             self.supervisor.progressed()
 
     def _note_end(self, status: Status | None) -> None:

@@ -42,12 +42,34 @@ def dataflow_role(folder: RunFolder, *, resume: bool = False) -> None:
         run_until_signal(main())
 
 
+def unit_role(folder: RunFolder, name: str) -> None:
+    from rillflow.dataflow.units.main import serve_unit
+
+    recipe = folder.recipe
+    _check_name(name)
+
+    async def main() -> None:
+        await serve_unit(
+            recipe,
+            folder.root,
+            name,
+            folder.token,
+            await wait_for_endpoint(folder, "dataflow"),
+            host=recipe.runtime.host,
+            port=0,  # its peers hear from the dataflow service where it listens now
+            on_ready=lambda own: folder.publish_endpoint(name, own),
+        )
+
+    prepare()
+    with folder.locked(name, PREDECESSOR_WAIT):
+        run_until_signal(main())
+
+
 def rollout_role(folder: RunFolder, name: str) -> None:
     from rillflow.rollout.main import run_node
 
     recipe = folder.recipe
-    if not _NAME.fullmatch(name):
-        raise RunError(f"{name!r} is not a name of a node", "use letters, digits, dots, dashes and underscores")
+    _check_name(name)
     _use_threads(recipe.runtime.threads)
 
     async def main() -> None:
@@ -73,8 +95,8 @@ def rollout_role(folder: RunFolder, name: str) -> None:
 
 
 def trainer_role(folder: RunFolder, policy: str) -> None:
-    from rillflow.trainer.loop import NoBatch
     from rillflow.trainer.main import run_trainer
+    from rillflow.trainer.parts import NoBatch
 
     recipe = folder.recipe
     if policy not in recipe.policies:
@@ -95,6 +117,12 @@ def trainer_role(folder: RunFolder, policy: str) -> None:
             )
         except NoBatch as error:
             raise GiveUp(error.message, error.hint) from error
+
+
+def _check_name(name: str) -> None:
+    """Names of processes become names of files."""
+    if not _NAME.fullmatch(name):
+        raise RunError(f"{name!r} is not a name of a process", "use letters, digits, dots, dashes and underscores")
 
 
 def _use_threads(threads: int) -> None:

@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,9 +158,9 @@ class Supervisor:
             if process.spec.name == name and process.pid is not None:
                 process.signal(signal.SIGKILL)
 
-    async def finish(self, seconds: float, keep: str) -> None:
-        """Let all but `keep` end by themselves, within so many seconds; none of them is started again."""
-        others = {process: task for process, task in self._running.items() if process.spec.name != keep}
+    async def finish(self, seconds: float, keep: Collection[str]) -> None:
+        """Let all but those named in `keep` end by themselves, within so many seconds; none is started again."""
+        others = {process: task for process, task in self._running.items() if process.spec.name not in keep}
         for process in others:
             process.keep_alive = False
         if others:

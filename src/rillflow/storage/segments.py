@@ -1,170 +1,331 @@
-"""Append-only segment files of checksummed records, each a small table of named columns.
+"""Append-only segment files of checksummed records, in a folder that several processes may write into at once.
 
-A record that `append` has returned, after `sync`, survives kill -9 and power failure. A record that was torn by a
-crash is never referred to: every writer starts a file of its own. A reader never returns bytes whose checksum does
-not match: it raises CorruptData.
+What `sync` has returned for survives kill -9 and power failure. Every writer has files of its own, made exclusively
+and locked while they are open, so a file that an earlier writer left, torn or damaged, is never touched again, and
+one that is still written is never dropped. A number is used once in the life of a folder, also after its file was
+dropped. A reader never returns bytes whose checksum does not match.
 
-Record layout (little-endian, records start at multiples of 8):
-    u32 magic | u32 crc32 of all that follows | u32 header length | u32 zero | u64 body length
-    header: msgpack {column: [offset in body, length]}, padded to 8 | body: columns, each padded to 8
+Files are preallocated to their limit and written in place, which spares the disk the bookkeeping of growth at every
+sync; they are cut to what they hold when they are closed. Old bytes in them are no records: see `records`.
 """
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
-import struct
-import zlib
+import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
-from io import BufferedWriter
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import msgspec
+import numpy as np
 
 from rillflow.errors import CorruptData, StorageError
-from rillflow.storage.files import disk_errors, fsync_folder
+from rillflow.storage.files import disk_errors, fsync_folder, write_atomic
+from rillflow.storage.records import Arrays, Place, Sealed, read_record, seal, view_of
 
-MAGIC = 0x52494C4C  # "RILL"
-_PREFIX = struct.Struct("<IIIIQ")
-_CHECKED_FROM = 8
+if TYPE_CHECKING:
+    from rillflow.contracts import Buffer
+    from rillflow.storage.records import Dtypes
+
+SEGMENT_BYTES = 64 << 20
+DROPPED_FILE = "dropped"  # the highest number that was dropped
 _MOST_MAPPED = 32
-_Index = dict[str, tuple[int, int]]
-_decode_index = msgspec.msgpack.Decoder(_Index).decode
-
-
-def _padded(length: int) -> int:
-    return (length + 7) & ~7
+_MOST_BEHIND = 6  # jobs that may wait in the background: a full file and a new one are a job each
+_WRITE_BYTES = 4 << 20  # handed over at once: measured fastest; what was just checksummed is still in the cache
+_IOV_MAX = os.sysconf("SC_IOV_MAX")
 
 
 def segment_path(folder: Path, number: int) -> Path:
     return folder / f"{number:08d}.seg"
 
 
-def encode_record(columns: Mapping[str, bytes]) -> bytes:
-    """One record, ready to be appended."""
-    index: _Index = {}
-    parts: list[bytes] = []
-    at = 0
-    for name, data in columns.items():
-        index[name] = (at, len(data))
-        parts.append(data + bytes(_padded(len(data)) - len(data)))
-        at += _padded(len(data))
-    header = msgspec.msgpack.encode(index)
-    record = bytearray(_PREFIX.pack(MAGIC, 0, len(header), 0, at))
-    record += header + bytes(_padded(len(header)) - len(header)) + b"".join(parts)
-    struct.pack_into("<I", record, 4, zlib.crc32(memoryview(record)[_CHECKED_FROM:]))
-    return bytes(record)
+def segment_numbers(folder: Path) -> list[int]:
+    return [int(path.stem) for path in folder.glob("*.seg")]
 
 
-def decode_record(view: memoryview, columns: Sequence[str] | None = None) -> dict[str, memoryview]:
-    """The asked-for columns as views; CorruptData when anything is not as it was written."""
-    if len(view) < _PREFIX.size:
-        raise CorruptData("record is cut off")
-    magic, checksum, header_length, _, body_length = _PREFIX.unpack_from(view)
-    start = _PREFIX.size + _padded(header_length)
-    end = start + body_length
-    if magic != MAGIC or end > len(view):
-        raise CorruptData("record is cut off or not a record")
-    if zlib.crc32(view[_CHECKED_FROM:end]) != checksum:
-        raise CorruptData("record does not match its checksum")
-    body = view[start:end]
-    index = _decode_index(view[_PREFIX.size : _PREFIX.size + header_length])
-    wanted = index if columns is None else [name for name in columns if name in index]
-    return {name: body[index[name][0] : index[name][0] + index[name][1]] for name in wanted}
+def _highest_dropped(folder: Path) -> int:
+    try:
+        return int((folder / DROPPED_FILE).read_text())
+    except FileNotFoundError:
+        return -1
+
+
+def drop_segments(folder: Path, numbers: Sequence[int]) -> None:
+    """Remove these files, except those that a writer still has open; numbers without a file are passed over.
+
+    Called by one process at a time. The highest number is on disk before any file is gone: see `_SegmentFile.create`.
+    """
+    there = [number for number in numbers if segment_path(folder, number).exists()]
+    if not there:
+        return
+    if max(there) > _highest_dropped(folder):
+        write_atomic(folder / DROPPED_FILE, str(max(there)).encode())
+    with disk_errors(folder):
+        for number in there:
+            descriptor = os.open(segment_path(folder, number), os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                segment_path(folder, number).unlink()
+            except BlockingIOError:
+                continue
+            finally:
+                os.close(descriptor)
+        fsync_folder(folder)
+
+
+class _SegmentFile:
+    """One open file. `end` is where the next record goes, `synced` the end of what is known to be durable."""
+
+    def __init__(self, descriptor: int, number: int) -> None:
+        self.number = number
+        self.end = 0
+        self.synced = 0
+        self._descriptor = descriptor
+        self._waiting: list[memoryview | bytes] = []
+        self._handed = 0  # where the first of the waiting goes
+        self._writing: list[Future[None]] = []
+
+    @classmethod
+    def create(cls, folder: Path, limit: int) -> _SegmentFile:
+        """The next file that nobody has or had."""
+        # Files first, then the highest dropped: what is dropped in between is seen in one of the two.
+        number = max(segment_numbers(folder), default=-1)
+        number = max(number, _highest_dropped(folder))
+        while True:
+            number += 1
+            try:
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+                descriptor = os.open(segment_path(folder, number), flags, 0o644)
+            except FileExistsError:
+                continue
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                if _highest_dropped(folder) < number:
+                    _preallocate(descriptor, limit)
+                    return cls(descriptor, number)
+                # Somebody had this number, and it was dropped while we looked.
+                segment_path(folder, number).unlink()
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)
+
+    def add(self, record: Sealed, background: ThreadPoolExecutor) -> Place:
+        """Long records are handed to the operating system by another thread while the next ones are sealed."""
+        place = Place(self.number, self.end, record.length)
+        self._waiting.append(record.start(self.number, self.end))
+        self._waiting.extend(record.buffers)
+        self.end += record.length
+        if self.end - self._handed >= _WRITE_BYTES:
+            buffers, start = self._take()
+            self._writing.append(background.submit(_write_all, self._descriptor, buffers, start))
+        return place
+
+    def flush(self) -> None:
+        """All that was added is handed to the operating system."""
+        buffers, start = self._take()
+        _write_all(self._descriptor, buffers, start)
+        while self._writing:
+            self._writing.pop().result()
+
+    def _take(self) -> tuple[list[memoryview | bytes], int]:
+        taken, start = self._waiting, self._handed
+        self._waiting, self._handed = [], self.end
+        return taken, start
+
+    def sync(self) -> None:
+        self.flush()
+        os.fdatasync(self._descriptor)
+        self.synced = self.end
+
+    def finish(self) -> None:
+        """Sync, give back what was preallocated and close."""
+        try:
+            self.sync()
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Close, keeping only what is known to be durable: the file may end in half a record."""
+        self._waiting = []
+        while self._writing:
+            self._writing.pop().exception()
+        with suppress(OSError):
+            os.ftruncate(self._descriptor, self.synced)
+        os.close(self._descriptor)
+
+
+def _write_all(descriptor: int, buffers: Sequence[memoryview | bytes], offset: int) -> None:
+    """Write the buffers one behind the other, without joining them."""
+    for first in range(0, len(buffers), _IOV_MAX):
+        left = buffers[first : first + _IOV_MAX]
+        while left:
+            count = os.pwritev(descriptor, left, offset)
+            offset += count
+            left = _behind(left, count)
+
+
+def _behind(buffers: Sequence[memoryview | bytes], count: int) -> Sequence[memoryview | bytes]:
+    """What is left of the buffers when the system took only their first `count` bytes."""
+    for n, buffer in enumerate(buffers):
+        size = memoryview(buffer).nbytes
+        if count < size:
+            return [view_of(np.frombuffer(buffer, np.uint8)[count:]), *buffers[n + 1 :]]
+        count -= size
+    return []
+
+
+def _preallocate(descriptor: int, limit: int) -> None:
+    """Only a help: where it is refused, the file grows as it is written, and the write says what is wrong."""
+    try:
+        os.posix_fallocate(descriptor, 0, limit)
+    except OSError:
+        os.ftruncate(descriptor, 0)
 
 
 class SegmentWriter:
-    """Appends records to numbered files in a folder, starting a new file after `limit` bytes."""
+    """Writes records into numbered files of a folder, starting a new file after `limit` bytes. Not thread-safe.
 
-    def __init__(self, folder: Path, limit: int = 64 << 20) -> None:
+    After an error nothing that was written since the last `sync` counts, and the next write starts a new file.
+    """
+
+    def __init__(self, folder: Path, limit: int = SEGMENT_BYTES) -> None:
         self._folder = folder
         self._limit = limit
-        folder.mkdir(parents=True, exist_ok=True)
-        numbers = sorted(int(path.stem) for path in folder.glob("*.seg"))
-        # A new file for every writer: what an earlier one left, torn or damaged, is never touched again.
-        self._number = numbers[-1] + 1 if numbers else 0
-        self._at = 0
-        self._file: BufferedWriter | None = self._open()
+        self._file: _SegmentFile | None = None
+        self._writes = ThreadPoolExecutor(1, "segment-writes")
+        # Full files are synced, and new ones entered into the folder, while the next is written.
+        self._syncs = ThreadPoolExecutor(1, "segment-syncs")
+        self._syncing: deque[Future[None]] = deque()
+        with disk_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
 
-    def _open(self) -> BufferedWriter:
-        """The next file that nobody has: a writer that lives on beside this one may have taken the number."""
-        with disk_errors(self._folder):
-            while segment_path(self._folder, self._number).exists():
-                self._number += 1
-            file = open(segment_path(self._folder, self._number), "xb")  # noqa: SIM115
-            try:
-                fsync_folder(self._folder)
-            except OSError:
-                file.close()
-                raise
-            return file
-
-    def append(self, columns: Mapping[str, bytes]) -> tuple[int, int, int]:
-        """Write a record; returns (segment, offset, length). Durable only after `sync`."""
-        record = encode_record(columns)
-        if self._at and self._at + len(record) > self._limit:
-            self._roll()
-        if self._file is None:
-            self._file = self._open()
+    def write(self, rows: Sequence[Mapping[str, Buffer]]) -> list[Place]:
+        """Durable only after `sync`."""
         try:
             with disk_errors(self._folder):
-                self._file.write(record)
-                self._file.flush()
-        except StorageError:
-            self._abandon(self._file)
+                places = [self._add(seal(row)) for row in rows]
+                if self._file is not None:
+                    self._file.flush()
+                return places
+        except BaseException:
+            self._abandon()
             raise
-        offset, self._at = self._at, self._at + len(record)
-        return self._number, offset, len(record)
 
     def sync(self) -> None:
-        if self._file is not None:
+        try:
             with disk_errors(self._folder):
-                os.fsync(self._file.fileno())
+                if self._file is not None and self._file.synced < self._file.end:
+                    self._file.sync()
+                self._settle(0)
+        except BaseException:
+            self._abandon()
+            raise
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._abandon()
+        self._writes.shutdown()
+        self._syncs.shutdown()
 
-    # The next file is opened by the next append: a disk that refuses it now may take it then.
+    def _add(self, record: Sealed) -> Place:
+        if self._file is not None and self._file.end + record.length > self._limit:
+            self._settle(_MOST_BEHIND)
+            full, self._file = self._file, None
+            self._syncing.append(self._syncs.submit(full.finish))
+        if self._file is None:
+            self._file = _SegmentFile.create(self._folder, max(self._limit, record.length))
+            self._syncing.append(self._syncs.submit(fsync_folder, self._folder))
+        return self._file.add(record, self._writes)
 
-    def _abandon(self, file: BufferedWriter) -> None:
-        """After a failed write the file may end in half a record: leave it behind, with all that was not synced."""
-        # Closing the raw file drops what the buffer still holds; a plain close would try to write it again.
-        file.raw.close()
-        self._file, self._at = None, 0
+    def _settle(self, most: int) -> None:
+        """Wait until at most so many background jobs are left."""
+        while len(self._syncing) > most:
+            self._syncing.popleft().result()
 
-    def _roll(self) -> None:
-        self.sync()
-        self.close()
-        self._file, self._at = None, 0
+    def _abandon(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.abandon()
+        while self._syncing:
+            self._syncing.popleft().exception()
 
 
 class SegmentReader:
-    """Maps segment files and hands out views into them; remaps when a file has grown.
+    """Maps segment files and hands out views into them. Any thread may read.
 
     Only the files used last stay mapped: a run has more segments than a process may open files. A view keeps its own
-    file mapped for as long as it is referred to.
+    file mapped for as long as it is referred to. What this does not protect against: a file that is cut, or a disk
+    that fails, in the very moment of a read ends the process (SIGBUS).
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._maps: dict[int, mmap.mmap] = {}
+        self._lock = threading.Lock()
 
-    def read(self, segment: int, offset: int, length: int, columns: Sequence[str]) -> dict[str, memoryview]:
-        mapped = self._map(segment, offset + length)
-        if offset + length > len(mapped):
-            raise CorruptData(f"segment {segment} ends before offset {offset + length}", "the unit lost data")
-        return decode_record(memoryview(mapped)[offset : offset + length], columns)
+    def read(self, places: Sequence[Place], columns: Dtypes) -> list[Arrays | CorruptData]:
+        """For every place its columns as views, or what is wrong with it."""
+        segments: dict[int, list[int]] = {}
+        for n, place in enumerate(places):
+            segments.setdefault(place.segment, []).append(n)
+        found: list[Arrays | CorruptData] = [{} for _ in places]
+        for segment, members in segments.items():
+            for n, one in zip(members, self._read(segment, [places[n] for n in members], columns), strict=True):
+                found[n] = one
+        return found
 
-    def _map(self, segment: int, needed: int) -> mmap.mmap:
-        mapped = self._maps.pop(segment, None)
-        if mapped is None or len(mapped) < needed:
+    def _read(self, segment: int, places: list[Place], columns: Dtypes) -> list[Arrays | CorruptData]:
+        try:
+            mapped, end = self._map(segment, max(place.offset + place.length for place in places))
+        except CorruptData as error:
+            return [error for _ in places]
+        return [_try_record(mapped, end, place, columns) for place in places]
+
+    def _map(self, segment: int, needed: int) -> tuple[mmap.mmap, int]:
+        """The file, and where it ends now: what lies behind that must not be touched, however much is mapped."""
+        with self._lock:
+            mapped = self._maps.pop(segment, None)
             try:
                 with open(segment_path(self._folder, segment), "rb") as file:
-                    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                    end = os.fstat(file.fileno()).st_size
+                    if mapped is None or len(mapped) < min(needed, end):
+                        self._forget()
+                        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             except (FileNotFoundError, ValueError) as error:
                 raise CorruptData(f"segment {segment} of {self._folder} is missing or empty") from error
-        self._maps[segment] = mapped  # the last one: the first is the one that was used longest ago
-        for oldest in list(self._maps)[:-_MOST_MAPPED]:
-            self._maps.pop(oldest, None)
-        return mapped
+            except OSError as error:
+                raise StorageError(f"cannot read segment {segment} of {self._folder}: {error}") from error
+            self._maps[segment] = mapped  # the last one: the first is the one that was used longest ago
+            return mapped, end
+
+    def _forget(self) -> None:
+        """Unmap what was used longest ago, and files that were dropped: a mapped one still takes space on disk."""
+        for number in list(self._maps):
+            if len(self._maps) >= _MOST_MAPPED or not segment_path(self._folder, number).exists():
+                del self._maps[number]
+
+
+def _try_record(mapped: mmap.mmap, end: int, place: Place, columns: Dtypes) -> Arrays | CorruptData:
+    if not 0 <= place.offset <= place.offset + place.length <= min(end, len(mapped)):
+        return CorruptData(f"segment {place.segment} ends before {place}", "the unit lost data")
+    try:
+        return read_record(mapped, place.offset, place, columns)
+    except CorruptData as error:
+        return error
+
+
+def read_range(folder: Path, number: int, start: int, end: int) -> bytes:
+    """The bytes [start, end) of a segment, as they are; CorruptData when it does not have them."""
+    try:
+        with open(segment_path(folder, number), "rb") as file:
+            data = os.pread(file.fileno(), end - start, start)
+    except FileNotFoundError as error:
+        raise CorruptData(f"segment {number} is missing", "the unit lost data") from error
+    if len(data) < end - start:
+        raise CorruptData(f"segment {number} ends before {end}", "the unit lost data")
+    return data

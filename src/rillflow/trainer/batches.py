@@ -1,6 +1,6 @@
 """A leased batch and its payload columns become flat arrays, checked against what the ledger says of each sample.
 
-Invariant: rows keep the order of the batch; a row whose payload does not fit its metadata raises CorruptData, so
+Invariant: rows keep the order of the batch; rows whose payload does not fit their metadata raise DamagedRows, so
 nothing that differs from what the engine sampled reaches a step.
 """
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rillflow.clients.payloads import DamagedRows
 from rillflow.errors import CorruptData
 from rillflow.types import COLUMNS, BatchSample
 
@@ -28,7 +29,7 @@ TRAINED_COLUMNS = ("tokens", "mask", "logprobs", "raw_logprobs", "temperatures")
 
 @dataclass(frozen=True)
 class Rows:
-    """A batch in memory. Row r is `[start_R[r], start_R[r] + length_R[r])` of the arrays over N.
+    """A batch, or a part of one, in memory. Row r is `[start_R[r], start_R[r] + length_R[r])` of the arrays over N.
 
     `old_N` are log-probs at `temperature_N`. Tokens that no temperature alone explains (greedy, top-p, top-k) are
     scored under the untempered distribution, on both sides of the ratio.
@@ -46,6 +47,7 @@ class Rows:
     group_size_R: Ints
     staleness_R: Ints
     truncated_R: Flags
+    replayed_R: Flags
 
     @property
     def trained_R(self) -> Ints:
@@ -77,6 +79,7 @@ def make_rows(samples: Sequence[BatchSample], payload: Sequence[Arrays]) -> Rows
         group_size_R=np.array([sample.group_size for sample in samples], dtype=np.int64),
         staleness_R=np.array([sample.staleness for sample in samples], dtype=np.int64),
         truncated_R=np.array([sample.truncated for sample in samples], dtype=np.bool_),
+        replayed_R=np.array([sample.replayed for sample in samples], dtype=np.bool_),
     )
     _check(rows, samples)
     return rows
@@ -103,4 +106,5 @@ def _check(rows: Rows, samples: Sequence[BatchSample]) -> None:
 
 def _refuse(bad_R: Flags, samples: Sequence[BatchSample], what: str) -> None:
     if bad_R.any():
-        raise CorruptData(f"sample {samples[int(bad_R.argmax())].id}: {what}", "its row is damaged")
+        first = CorruptData(f"sample {samples[int(bad_R.argmax())].id}: {what}", "its row is damaged")
+        raise DamagedRows([samples[r].row for r in np.flatnonzero(bad_R).tolist()], first)

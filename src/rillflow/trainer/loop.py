@@ -8,35 +8,35 @@ Order is what makes a kill at any moment safe:
 3. A restart takes the newest valid checkpoint c, joins with c (the ledger returns what was committed after c),
    rewinds the store to c (later versions become orphans) and goes on above the highest number ever used.
 
-A batch that was leased and not committed returns to the stream by itself. When a commit finds the lease lost, or the
-answer to it is lost for good, this process's weights are on no line: the error ends the process, and its supervisor
-starts it again at step 3.
+A batch that was leased and not committed returns to the stream by itself. One that is lost or cannot be read before
+its update is abandoned, and another is leased. When a commit finds the lease lost, or the answer to it is lost for
+good, this process's weights are on no line: the error ends the process, and its supervisor starts it again at step 3.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from rillflow.clients.payloads import DamagedRows
 from rillflow.config import TrainerConfig
-from rillflow.errors import DeadlineExceeded, RunError
+from rillflow.contracts import Clock, SystemClock
+from rillflow.errors import LeaseLost, RillflowError, RunError
 from rillflow.trainer.checkpoint import Checkpoint, Checkpoints, State, random_state, restore_random
-from rillflow.trainer.step import Learner, Stopped
+from rillflow.trainer.parts import Parts, Stopped
+from rillflow.trainer.step import Learner
 from rillflow.trainer.stream import Stream
-from rillflow.types import Batch
 from rillflow.weights import FolderStore
 
 log = logging.getLogger(__name__)
 
-# How long one call waits for a batch: short, so that a signal is seen soon.
-POLL = 1.0
 # Versions that stay pullable for nodes that lag, besides those that checkpoints need.
 KEEP_VERSIONS = 4
+# Batches in a row that may be abandoned: whatever takes them away or damages them does not pass by itself.
+MOST_ABANDONED = 8
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,6 @@ class StepReport:
     step: int
     version: int
     metrics: dict[str, float]
-
-
-class NoBatch(DeadlineExceeded):
-    """There was nothing to train on for `batch_wait` seconds: a trainer started anew would wait as long again."""
 
 
 class TrainerLoop:
@@ -65,6 +61,7 @@ class TrainerLoop:
         recipe_hash: str = "",
         stop: Callable[[], bool] = lambda: False,
         report: Callable[[StepReport], None] = lambda report: None,
+        clock: Clock | None = None,
     ) -> None:
         self._stream = stream
         self._learner = learner
@@ -75,24 +72,27 @@ class TrainerLoop:
         self._recipe = recipe_hash
         self._stop = stop
         self._report = report
+        self._clock = clock or SystemClock()
         self._version = 0
         self._next = 1
         self._saved = 0
+        self._abandoned = 0
 
     def run(self) -> None:
         self._begin()
-        while not self._stop():
-            asked = time.monotonic()
-            batch = self._lease()
-            if batch is None:
-                break
-            try:
-                self._train(batch, wait=time.monotonic() - asked)
-            except Stopped:
-                log.info("step abandoned: batch %s returns to the stream", batch.id)
-                break
+        try:
+            while self._wants_more() and self._train_next():
+                pass
+        except Stopped:
+            log.info("step abandoned: its batch returns to the stream")
+        finally:
+            self._stream.abandon()
         if self._version != self._saved:
             self._checkpoint()
+
+    def _wants_more(self) -> bool:
+        """A policy that has done its steps is finished, though the run goes on while others have not."""
+        return not self._stop() and self._learner.steps < self._config.steps
 
     # ------------------------------------------------------------ start
 
@@ -127,32 +127,50 @@ class TrainerLoop:
 
     # ------------------------------------------------------------ one step
 
-    def _lease(self) -> Batch | None:
-        """The next batch; None when there will be none. NoBatch says what it has waited for."""
-        attempt = uuid.uuid4().hex
-        deadline = time.monotonic() + self._config.batch_wait
-        while not self._stop():
-            left = deadline - time.monotonic()
-            reply = self._stream.lease(self._version, attempt, max(min(POLL, left), 0.0))
-            if reply.batch is not None:
-                return reply.batch
-            if reply.phase != "training":
-                log.info("the run is %s", reply.phase)
-                return None
-            if left <= 0:
-                raise NoBatch(
-                    f"no batch within {self._config.batch_wait:.0f} s, waiting for {reply.waiting_for or 'samples'}",
-                    "look at the rollout nodes' logs; if all groups have equal rewards, stop earlier (trainer.steps) "
-                    "or train without dataflow.filters; trainer.batch_wait sets how long a trainer waits",
-                )
-        return None
+    def _train_next(self) -> bool:
+        """One step, or an attempt at one; False when there will be no more batches."""
+        parts = Parts(self._stream, self._version, patience=self._config.batch_wait, stop=self._stop, clock=self._clock)
+        if not parts.open():
+            return False
+        started = self._clock.monotonic()
+        try:
+            metrics = self._learner.step(parts, self._check)
+        except (LeaseLost, DamagedRows) as error:
+            self._abandon(parts, error)
+            return True
+        self._abandoned = 0
+        self._finish(parts, metrics | {"wait_seconds": parts.waited}, started)
+        return True
 
-    def _train(self, batch: Batch, wait: float) -> None:
-        started = time.monotonic()
-        metrics = self._learner.step(self._stream.read(batch), self._stop)
+    def _check(self) -> None:
+        """Between two micro-batches: whether the step is still worth its time."""
+        if self._stop():
+            raise Stopped
+        self._stream.check()
+
+    def _abandon(self, parts: Parts, error: RillflowError) -> None:
+        """Give the batch up, its gradients are gone already; the next attempt leases another."""
+        self._stream.abandon()
+        self._abandoned += 1
+        log.warning("batch %s is abandoned: %s", parts.batch.id, error)
+        if self._abandoned > MOST_ABANDONED:
+            raise RunError(
+                f"{self._abandoned} batches in a row were lost or damaged, the last one: {error.message}",
+                "check the disks and logs of the storage units; `rillflow audit` names what was set aside",
+            ) from error
+
+    def _finish(self, parts: Parts, metrics: dict[str, float], started: float) -> None:
+        """Publish what the step made, commit its batch and write down what is due."""
         version = self._next
         self._store.publish(self._learner.weights(self._dtype), version, parent=self._version)
-        self._stream.commit(batch, version, metrics, step=time.monotonic() - started, wait=wait)
+        self._stream.commit(
+            parts.batch,
+            version,
+            metrics,
+            step=self._clock.monotonic() - started - parts.waited,
+            wait=parts.opening + parts.waited,
+            restorable=min(self._checkpoints.versions(), default=0),
+        )
         self._version = version
         self._next = version + 1
         if self._learner.steps % self._config.checkpoint_every == 0:

@@ -52,7 +52,9 @@ def run_trainer(
     stop = threading.Event()
     thread = LoopThread("trainer-wire")
     service = Service(f"trainer-{policy}", token)
-    client = Client(dataflow_url, token, peer="dataflow")
+    dataflow = DataflowClient(Client(dataflow_url, token, peer="dataflow"))
+    reader = PayloadReader(dataflow.units, token)
+    settings = recipe.policies[policy].trainer
     try:
         url = thread.run(service.start(), _CALL)
         log.info("metrics at %s/metrics", url)
@@ -60,18 +62,21 @@ def run_trainer(
             on_ready(url)
         stream = RemoteStream(
             thread,
-            DataflowClient(client),
-            PayloadReader(client),
+            dataflow,
+            reader,
             policy=policy,
             incarnation=uuid.uuid4().hex,
-            groups=recipe.policies[policy].trainer.batch_groups,
+            groups=settings.batch_groups,
+            # Which groups come together depends on timing, and with them the rounding of their sum.
+            least=0 if recipe.runtime.deterministic else settings.stream_groups,
         )
         with _stops_on_signal(stop):
             report = Gauges(service.registry, policy)
             build_loop(recipe, policy, folder, stream, stop=stop.is_set, report=report).run()
     finally:
         thread.run(service.stop(), _CALL)
-        thread.run(client.close(), _CALL)
+        thread.run(reader.close(), _CALL)
+        thread.run(dataflow.close(), _CALL)
         thread.close()
 
 

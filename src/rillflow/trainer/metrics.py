@@ -1,10 +1,14 @@
-"""The numbers of one step. Sums stay on the device until the step ends, so a micro-batch never waits for the host."""
+"""The numbers of one step, over all parts of its batch.
+
+Sums stay on the device until the step ends, so a micro-batch never waits for the host.
+"""
 
 from __future__ import annotations
 
 from math import isfinite
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from rillflow.trainer.algorithms.common import Clip, ratio
@@ -12,6 +16,8 @@ from rillflow.trainer.batches import Rows
 from rillflow.trainer.packing import MicroBatch
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from rillflow.trainer.batches import Floats
 
 
@@ -39,12 +45,15 @@ class Totals:
         self._sums += torch.stack([value.double() for value in sums])
         self._highest = torch.maximum(self._highest, ratio_T.max())
 
-    def values(self, trained: int) -> dict[str, float]:
-        """Means over the batch's trained tokens; ESS is the fraction of them that the ratios leave effective."""
+    def values(self, trained: int, scale: float) -> dict[str, float]:
+        """Means over the batch's trained tokens; ESS is the fraction of them that the ratios leave effective.
+
+        `scale` is one over the count that the algorithm divides the loss by.
+        """
         loss, low, high, kl, ratios, squares, entropy = self._sums.tolist()
         count = max(trained, 1)
         return {
-            "loss": loss,
+            "loss": loss * scale,
             "clip_low": low / count,
             "clip_high": high / count,
             "approx_kl": kl / count,
@@ -56,19 +65,40 @@ class Totals:
         }
 
 
-def batch_values(rows: Rows, advantage_R: Floats) -> dict[str, float]:
-    """What can be said of a batch before it is trained on."""
-    return {
-        "reward_mean": float(rows.reward_R.mean()),
-        "reward_std": float(rows.reward_R.std()),
-        "advantage_std": float(advantage_R.std()),
-        "response_length": float(rows.trained_R.mean()),
-        "truncated": float(rows.truncated_R.mean()),
-        "staleness_mean": float(rows.staleness_R.mean()),
-        "staleness_max": float(rows.staleness_R.max()),
-        "samples": float(len(rows.length_R)),
-        "tokens": float(rows.length_R.sum()),
-    }
+class RowValues:
+    """What the rows of a batch say by themselves, whether they are trained or filtered out."""
+
+    def __init__(self) -> None:
+        self._parts: list[dict[str, npt.NDArray[np.generic]]] = []
+
+    def add(self, rows: Rows, advantage_R: Floats) -> None:
+        self._parts.append(
+            {
+                "reward": rows.reward_R,
+                "advantage": advantage_R,
+                "trained": rows.trained_R,
+                "length": rows.length_R,
+                "truncated": rows.truncated_R,
+                "staleness": rows.staleness_R,
+                "replayed": rows.replayed_R,
+            }
+        )
+
+    def values(self) -> dict[str, float]:
+        of = {name: np.concatenate([part[name] for part in self._parts]) for name in self._parts[0]}
+        return {
+            "reward_mean": float(of["reward"].mean()),
+            "reward_std": float(of["reward"].std()),
+            "advantage_std": float(of["advantage"].std()),
+            "response_length": float(of["trained"].mean()),
+            "truncated": float(of["truncated"].mean()),
+            "staleness_mean": float(of["staleness"].mean()),
+            "staleness_max": float(of["staleness"].max()),
+            "replayed_fraction": float(of["replayed"].mean()),
+            "samples": float(len(of["length"])),
+            "tokens": float(of["length"].sum()),
+            "parts": float(len(self._parts)),
+        }
 
 
 def finite(values: dict[str, float]) -> dict[str, float]:

@@ -25,7 +25,7 @@ _SHORT = 0.85
 
 @dataclass(frozen=True)
 class Plan:
-    """A batch with all that is fixed before its first micro-batch. `input_R` is `input_length(rows)`."""
+    """A part of a batch with all that is fixed before its first micro-batch. `input_R` is `input_length(rows)`."""
 
     rows: Rows
     input_R: Ints

@@ -1,15 +1,19 @@
-"""One optimizer step on one batch.
+"""One optimizer step on one batch, which may come in parts.
 
-Invariants: the result does not depend on how the batch is split into micro-batches (up to float rounding); a step
-that is stopped changes nothing; gradients that are not finite are never applied. Masters and optimizer state are
-fp32, whatever the forward pass runs in.
+Invariants: the result does not depend on how the batch is split into parts and micro-batches (up to float rounding);
+a step that is abandoned changes nothing; gradients that are not finite are never applied. Masters and optimizer state
+are fp32, whatever the forward pass runs in.
+
+Gradients accumulate as plain sums; what the batch is divided by is known when its last part is in, and they are scaled
+by it before they are clipped.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +24,7 @@ from rillflow.errors import CheckpointError
 from rillflow.trainer.algorithms import Algorithm
 from rillflow.trainer.batches import Rows
 from rillflow.trainer.forward import PolicyForward
-from rillflow.trainer.metrics import Totals, batch_values, finite
+from rillflow.trainer.metrics import RowValues, Totals, finite
 from rillflow.trainer.packing import Plan, collate, input_length, pack
 from rillflow.weights.codec import unique
 from rillflow.weights.models import DTYPES
@@ -29,19 +33,32 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from rillflow.contracts import Tensors
-    from rillflow.trainer.batches import Floats
 
 log = logging.getLogger(__name__)
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
-class Stopped(Exception):
-    """The step was abandoned between two micro-batches; the weights are as before it."""
+def _go_on() -> None:
+    """Nothing abandons the step."""
 
 
-def _never() -> bool:
-    return False
+@dataclass
+class _Sums:
+    """What adds up over the parts of a batch: `count` is what its loss is divided by."""
+
+    rows: RowValues
+    tokens: Totals
+    count: int = 0
+    trained: int = 0
+    seconds: float = 0.0
+
+    @property
+    def scale(self) -> float:
+        return 1.0 / max(self.count, 1)
+
+    def values(self) -> dict[str, float]:
+        return self.rows.values() | self.tokens.values(self.trained, self.scale)
 
 
 class Learner:
@@ -74,44 +91,59 @@ class Learner:
 
     # ------------------------------------------------------------ the step
 
-    def step(self, rows: Rows, stop: Callable[[], bool] = _never) -> dict[str, float]:
-        """Train on the batch; returns its metrics. Raises Stopped once `stop()` is true between micro-batches."""
+    def step(self, parts: Iterable[Rows], check: Callable[[], None] = _go_on) -> dict[str, float]:
+        """Train on a batch, each part as soon as `parts` yields it; returns the metrics of the whole.
+
+        `check` is called before every micro-batch and before the update. What it or `parts` raises abandons the step:
+        weights and optimizer are as before it.
+        """
+        sums = _Sums(RowValues(), Totals(self._algorithm.clip, self._device))
+        self._optimizer.zero_grad()
+        try:
+            for rows in parts:
+                self._accumulate(rows, sums, check)
+            check()
+        except BaseException:
+            self._optimizer.zero_grad()
+            raise
         started = time.perf_counter()
-        advantage_R = self._algorithm.advantage(rows)
-        values = batch_values(rows, advantage_R)
-        values |= self._accumulate(self._filtered(rows), advantage_R, stop)
-        values |= self._update()
-        values["tokens_per_second"] = values["tokens"] / (time.perf_counter() - started)
-        return finite(values)
+        values = sums.values() | self._update(sums.scale)
+        busy = sums.seconds + time.perf_counter() - started
+        return finite(values | {"tokens_per_second": values["tokens"] / busy})
 
     def _filtered(self, rows: Rows) -> Rows:
         """The overlong filter: rows whose answer was cut say nothing about its end, so they are not trained."""
         return rows.masked(~rows.truncated_R) if self._config.overlong_filter else rows
 
-    def _accumulate(self, rows: Rows, advantage_R: Floats, stop: Callable[[], bool]) -> dict[str, float]:
-        """Gradients of the whole batch, micro-batch by micro-batch."""
+    def _accumulate(self, part: Rows, sums: _Sums, check: Callable[[], None]) -> None:
+        """Add the gradients of a part, micro-batch by micro-batch."""
+        started = time.perf_counter()
+        advantage_R = self._algorithm.advantage(part)
+        sums.rows.add(part, advantage_R)
+        rows = self._filtered(part)
         trained_R = rows.trained_R
-        totals = Totals(self._algorithm.clip, self._device)
-        plan = Plan(rows, input_length(rows), advantage_R, self._algorithm.weigh(trained_R))
-        self._optimizer.zero_grad()
+        sums.trained += int(trained_R.sum())
+        sums.count += self._algorithm.aggregation.count(trained_R)
+        plan = Plan(rows, input_length(rows), advantage_R, self._algorithm.aggregation.weigh(trained_R))
         for index_B in pack(plan.input_R, self._config.micro_tokens, in_order=self._in_order):
-            if stop():
-                self._optimizer.zero_grad()
-                raise Stopped
+            check()
             micro = collate(plan, index_B, self._device)
             new_T, entropy_T = self._forward(micro)
             loss = (self._algorithm.loss(new_T, micro.old_T, micro.advantage_T) * micro.weight_T).sum()
             loss.backward()  # type: ignore[no-untyped-call]
-            totals.add(loss.detach(), new_T.detach(), micro, entropy_T)
-        return totals.values(int(trained_R.sum()))
+            sums.tokens.add(loss.detach(), new_T.detach(), micro, entropy_T)
+        sums.seconds += time.perf_counter() - started
 
-    def _update(self) -> dict[str, float]:
-        """Apply the gradients at this step's learning rate."""
+    def _update(self, scale: float) -> dict[str, float]:
+        """Scale the gradients and apply them at this step's learning rate."""
         lr = self._config.lr * min(1.0, (self.steps + 1) / max(self._config.warmup_steps, 1))
         for group in self._optimizer.param_groups:
             group["lr"] = lr
+        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, scale)
         norm = float(torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._config.max_grad_norm))
-        applied = np.isfinite(norm) and any(p.grad is not None for p in self._parameters.values())
+        applied = np.isfinite(norm) and bool(gradients)
         if applied:
             self._optimizer.step()
         else:

@@ -1,38 +1,63 @@
 """What a trainer asks of the dataflow service.
 
 `Stream` is the blocking view that the loop uses and tests imitate; `RemoteStream` is the real one: an async client in
-a thread of its own, every call with a deadline. A batch's lease is not renewed: its deadline is generous, and a
-trainer that misses it learns so at the commit.
+a thread of its own, every call with a deadline. While a batch is in hand that thread renews its lease, so that a step
+may take longer than a lease.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
-from rillflow.clients.payloads import Arrays
+from rillflow.clients.payloads import READ_DEADLINE, Arrays, DamagedRows
 from rillflow.errors import DeadlineExceeded, LeaseLost, Unavailable
 from rillflow.trainer.batches import TRAINED_COLUMNS, Rows, make_rows
-from rillflow.types import Ack, Batch, BatchReply, CommitBatch, JoinTrainer, LeaseBatch, Row, TrainerJoined
+from rillflow.trainer.renewal import Renewal
+from rillflow.types import (
+    Ack,
+    Batch,
+    BatchReply,
+    CommitBatch,
+    JoinTrainer,
+    LeaseBatch,
+    LoseRows,
+    RenewBatch,
+    Row,
+    TrainerJoined,
+)
 from rillflow.wire import LoopThread
 
 CALL_DEADLINE = 60.0
-_LEASE_GRACE = 1.0
+_GRACE = 1.0  # for a call that has a deadline of its own
 
 
 class Stream(Protocol):
-    """The dataflow service, seen by one trainer of one policy."""
+    """The dataflow service, seen by one trainer of one policy. It holds at most one batch at a time."""
 
     def join(self, checkpoint: int, published: int) -> TrainerJoined:
         """This trainer takes over from version `checkpoint`; `published` is the highest in its weight store."""
 
-    def lease(self, version: int, attempt: str, wait: float) -> BatchReply:
-        """The next batch, or none after about `wait` seconds. Asking again with the same attempt is safe."""
+    def lease(self, version: int, attempt: str, wait: float, have: int) -> BatchReply:
+        """What follows after the first `have` groups of the attempt's batch, or none after about `wait` seconds.
 
-    def read(self, batch: Batch) -> Rows:
-        """The batch's rows, verified."""
+        Asking again is safe. A new attempt gives an earlier batch up. LeaseLost when the batch, or for `have` 0 the
+        right to ask for one, is no longer this trainer's.
+        """
 
-    def commit(self, batch: Batch, version: int, metrics: dict[str, float], step: float, wait: float) -> None:
+    def read(self, part: Batch) -> Rows:
+        """The rows of a part, verified. Rows that are damaged have been reported when this raises DamagedRows."""
+
+    def check(self) -> None:
+        """LeaseLost when the batch in hand is known to be lost."""
+
+    def abandon(self) -> None:
+        """The batch in hand is not worked on any more."""
+
+    def commit(
+        self, batch: Batch, version: int, metrics: dict[str, float], *, step: float, wait: float, restorable: int
+    ) -> None:
         """Trained and version move together; LeaseLost when the batch is no longer this trainer's."""
 
 
@@ -43,20 +68,32 @@ class Dataflow(Protocol):
 
     async def lease_batch(self, ask: LeaseBatch) -> BatchReply: ...
 
+    async def renew_batch(self, news: RenewBatch) -> Ack: ...
+
+    async def lose_rows(self, news: LoseRows) -> Ack: ...
+
     async def commit(self, news: CommitBatch) -> Ack: ...
 
 
 class Reader(Protocol):
     """The call of `clients.payloads.PayloadReader` that a trainer needs."""
 
-    async def read(self, rows: Sequence[Row], columns: Sequence[str]) -> list[Arrays]: ...
+    async def read_samples(self, samples: Sequence[Sequence[Row]], columns: Sequence[str]) -> list[Arrays]: ...
 
 
 class RemoteStream:
-    """`Stream` over the wire. A fresh `incarnation` for every start of the process."""
+    """`Stream` over the wire. A fresh `incarnation` for every start of the process; `least` as in `LeaseBatch`."""
 
     def __init__(
-        self, thread: LoopThread, dataflow: Dataflow, reader: Reader, *, policy: str, incarnation: str, groups: int
+        self,
+        thread: LoopThread,
+        dataflow: Dataflow,
+        reader: Reader,
+        *,
+        policy: str,
+        incarnation: str,
+        groups: int,
+        least: int = 0,
     ) -> None:
         self._thread = thread
         self._dataflow = dataflow
@@ -64,6 +101,9 @@ class RemoteStream:
         self._policy = policy
         self._incarnation = incarnation
         self._groups = groups
+        self._least = least
+        self._renewal: Renewal | None = None
+        self._renewing: asyncio.Task[None] | None = None
 
     def join(self, checkpoint: int, published: int) -> TrainerJoined:
         news = JoinTrainer(
@@ -71,7 +111,9 @@ class RemoteStream:
         )
         return self._thread.run(self._dataflow.join(news), CALL_DEADLINE)
 
-    def lease(self, version: int, attempt: str, wait: float) -> BatchReply:
+    # ------------------------------------------------------------ leasing
+
+    def lease(self, version: int, attempt: str, wait: float, have: int) -> BatchReply:
         ask = LeaseBatch(
             policy=self._policy,
             incarnation=self._incarnation,
@@ -79,19 +121,53 @@ class RemoteStream:
             groups=self._groups,
             version=version,
             wait=wait,
+            have=have,
+            least=self._least,
         )
         try:
-            return self._thread.run(self._dataflow.lease_batch(ask), wait + _LEASE_GRACE)
+            reply = self._thread.run(self._dataflow.lease_batch(ask), wait + _GRACE)
         except (Unavailable, DeadlineExceeded, TimeoutError):
             # The service may be restarting. The loop asks again until its own deadline, with the same attempt: had
             # a batch been leased to it, that batch comes again.
             return BatchReply(batch=None, phase="training", waiting_for="the dataflow service to answer")
+        if reply.batch is not None:
+            self._thread.run(self._renew(reply.batch), CALL_DEADLINE)
+        return reply
 
-    def read(self, batch: Batch) -> Rows:
-        rows = [sample.row for sample in batch.samples]
-        return make_rows(batch.samples, self._thread.run(self._reader.read(rows, TRAINED_COLUMNS), CALL_DEADLINE))
+    def check(self) -> None:
+        if self._renewal is not None and self._renewal.lost is not None:
+            raise self._renewal.lost
 
-    def commit(self, batch: Batch, version: int, metrics: dict[str, float], step: float, wait: float) -> None:
+    def abandon(self) -> None:
+        self._thread.run(self._let_go(), CALL_DEADLINE)
+
+    async def _renew(self, batch: Batch) -> None:
+        """Begin anew: an answer is a sign that the loop lives."""
+        await self._let_go()
+        self._renewal = Renewal(self._dataflow.renew_batch, batch)
+        self._renewing = asyncio.create_task(self._renewal.run(), name=f"renew-{batch.id}")
+
+    async def _let_go(self) -> None:
+        if self._renewing is not None:
+            self._renewing.cancel()
+            await asyncio.wait({self._renewing})
+        self._renewal = self._renewing = None
+
+    # ------------------------------------------------------------ reading and committing
+
+    def read(self, part: Batch) -> Rows:
+        wanted = [[sample.row, *sample.extra] for sample in part.samples]
+        try:
+            columns = self._thread.run(self._reader.read_samples(wanted, TRAINED_COLUMNS), READ_DEADLINE + _GRACE)
+            return make_rows(part.samples, columns)
+        except DamagedRows as error:
+            news = LoseRows(rows=list(error.rows), reason=error.message)
+            self._thread.run(self._dataflow.lose_rows(news), CALL_DEADLINE)
+            raise
+
+    def commit(
+        self, batch: Batch, version: int, metrics: dict[str, float], *, step: float, wait: float, restorable: int
+    ) -> None:
         news = CommitBatch(
             policy=self._policy,
             incarnation=self._incarnation,
@@ -101,17 +177,15 @@ class RemoteStream:
             metrics=metrics,
             step_seconds=step,
             wait_seconds=wait,
+            restorable=restorable,
         )
+        self.abandon()  # not to be renewed after it was committed
         try:
             ack = self._thread.run(self._dataflow.commit(news), CALL_DEADLINE)
         except LeaseLost as error:
-            raise LeaseLost(error.message, _lost(batch, step)) from error
+            raise LeaseLost(error.message, _RESTARTS) from error
         if not ack.accepted:
-            raise LeaseLost(f"batch {batch.id} was not committed: {ack.reason}", _lost(batch, step))
+            raise LeaseLost(f"batch {batch.id} was not committed: {ack.reason}", _RESTARTS)
 
 
-def _lost(batch: Batch, step: float) -> str:
-    """What to do about a lost lease; one that was too short would be lost again and again."""
-    if step < batch.seconds:
-        return "the trainer restarts by itself"
-    return f"the step took {step:.0f} s, the lease {batch.seconds:.0f} s: raise dataflow.batch_lease"
+_RESTARTS = "the trainer restarts by itself, from its last checkpoint"

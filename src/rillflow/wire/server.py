@@ -194,7 +194,9 @@ class Service:
 
 
 def _bind(name: str, host: str, port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    # Named as TCP in so many words: only then does asyncio switch Nagle's algorithm off, which holds the second half
+    # of every answer back until the peer's delayed acknowledgement, 40 ms later.
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, proto=socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))

@@ -107,7 +107,7 @@ def test_a_finished_run_goes_on_when_it_is_given_more_steps(tmp_path: Path, monk
     monkeypatch.setattr("rillflow.cli.run.run_folder", lambda folder, resume: started.append(folder.root) or 0)
     folder = run_folder_of(tmp_path)
     folder.set_state("finished", "done")
-    folder.metrics.write_text('{"seq": 1, "step": 1, "version": 1}\n')
+    folder.metrics.write_text('{"seq": 1, "policy": "agent", "step": 1, "version": 1}\n')
     write_resolved(load_recipe(recipe(tmp_path), ["trainer.steps=1"]), folder.root / "recipe.yaml")
     result = runner.invoke(app, ["resume", str(folder.root)])
     assert result.exit_code == 0

@@ -1,126 +1,236 @@
-"""Payload reads: mapped where the unit is on this host, over the wire where it is not; the same bits either way."""
+"""Payload reads: mapped, by byte ranges or by calls; the same bits on every way, and all damage named at once."""
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from units_support import TOKEN, few_units, row
 
-from rillflow.clients.payloads import PayloadReader
-from rillflow.dataflow.units import FileUnit
-from rillflow.errors import BadRequest, CorruptData
-from rillflow.types import COLUMNS, GetRows, Row, RowsGot, UnitInfo
-from rillflow.wire import Client, Service
+from rillflow.clients.payloads import DamagedRows, PayloadReader
+from rillflow.clients.remote import split_calls, split_ranges
+from rillflow.errors import BadRequest, CorruptData, DeadlineExceeded
+from rillflow.storage.segments import segment_path
+from rillflow.types import COLUMNS, Row, UnitInfo, Units
 
-TOKEN = "secret"
+NAMES = ["tokens", "logprobs", "mask"]
+WAYS = ["mapped", "ranges", "calls"]
 
 
 @pytest.fixture
-async def unit_at(tmp_path):
-    unit = FileUnit(tmp_path / "unit")
-    service = Service("unit", TOKEN)
-    told = {"path": None}
-
-    async def info() -> UnitInfo:
-        found = unit.info()
-        return found if told["path"] is None else UnitInfo(unit=found.unit, path=told["path"])
-
-    async def get(body: GetRows) -> RowsGot:
-        return RowsGot(rows=unit.get(body.rows, body.columns))
-
-    service.get("/unit/info", info)
-    service.post("/unit/get", get, GetRows)
-    client = Client(await service.start(), TOKEN)
-    yield unit, client, told
-    await client.close()
-    await service.stop()
-    unit.close()
+async def few(tmp_path):
+    async with few_units(tmp_path / "units", 3, segment_bytes=20_000) as found:
+        yield found
 
 
-def row(n: int) -> dict[str, bytes]:
-    return {name: np.arange(n).astype(dtype).tobytes() for name, dtype in COLUMNS.items() if name != "transcript"}
+@pytest.fixture(params=WAYS)
+async def reader(request, few):
+    if request.param == "calls":
+        for n in range(3):
+            few.change(n, path="", kind="redis")
+    found = few.reader(allow_map=request.param == "mapped", deadline=20.0, patience=0.0)
+    yield found
+    await found.close()
 
 
-async def test_mapped_and_remote_reads_are_the_same(unit_at):
-    unit, client, _ = unit_at
-    rows = unit.put([row(n) for n in range(1, 200)])
-    mapped, remote = PayloadReader(client), PayloadReader(client, allow_map=False)
-    names = ["tokens", "logprobs", "versions"]
-    near, far = await mapped.read(rows, names), await remote.read(rows, names)
-    assert (mapped.mapped, remote.mapped) == (True, False)
-    for n, (one, other) in enumerate(zip(near, far, strict=True), start=1):
-        assert list(one) == list(other) == names
-        for name in names:
+def put_all(few, count):
+    """Rows of all units in turn; row n has n + 1 tokens."""
+    return [few.units[n % 3].put([row(n + 1)])[0] for n in range(count)]
+
+
+def damage(few, place):
+    path = Path(few.units[0].info().path).parent / place.unit.split("-")[0] / segment_path(Path(), place.segment).name
+    with open(path, "r+b") as file:
+        file.seek(place.offset + place.length - 8)  # the last column: versions
+        file.write(b"\xff" * 8)
+
+
+async def test_rows_of_many_units_come_back_in_order(few, reader):
+    places = put_all(few, 150)
+    order = np.random.default_rng(0).permutation(150)
+    found = await reader.read([places[n] for n in order], NAMES)
+    for n, one in zip(order, found, strict=True):
+        assert list(one) == NAMES
+        for name in NAMES:
             assert one[name].dtype == np.dtype(COLUMNS[name])
-            np.testing.assert_array_equal(one[name], np.arange(n).astype(COLUMNS[name]))
-            np.testing.assert_array_equal(one[name], other[name])
-    assert not near[0]["tokens"].flags.owndata
-    assert not near[0]["tokens"].flags.writeable
+            assert not one[name].flags.writeable
+            np.testing.assert_array_equal(one[name], np.arange(n + 1).astype(COLUMNS[name]))
+    twice = await reader.read([places[4], places[4]], ["mask"])
+    assert [len(one["mask"]) for one in twice] == [5, 5]
+    assert await reader.read([], NAMES) == []
 
 
-async def test_a_mapped_reader_follows_a_growing_unit(unit_at):
-    unit, client, _ = unit_at
-    reader = PayloadReader(client)
-    for n in (1, 2, 3):
-        (found,) = await reader.read(unit.put([row(n)]), ["tokens"])
+async def test_all_damaged_missing_and_unknown_rows_are_named_at_once(few, reader):
+    places = put_all(few, 90)
+    bad = [places[n] for n in (0, 7, 8, 44, 89)]
+    for place in bad:
+        damage(few, place)
+    missing = Row(unit=places[1].unit, segment=777, offset=0, length=64)
+    behind = Row(unit=places[1].unit, segment=places[1].segment, offset=1 << 30, length=64)
+    unknown = Row(unit="nobody", segment=0, offset=0, length=64)
+    never = Row(unit=places[1].unit, segment=0, offset=-8, length=64)
+    asked = [*places[:45], missing, unknown, behind, *places[45:], never]
+    with pytest.raises(DamagedRows) as caught:
+        await reader.read(asked, ["versions"])
+    assert caught.value.rows == [row for row in asked if row in [*bad, missing, behind, unknown, never]]
+    assert isinstance(caught.value, CorruptData)
+    good = [place for place in places if place not in bad]
+    assert len(await reader.read(good, ["versions"])) == 85
+    assert len(await reader.read(places, ["tokens"])) == 90  # the damaged column was not asked for
+
+
+async def test_a_sample_may_have_several_rows_and_the_later_one_wins(few, reader):
+    base = few.units[0].put([row(3), row(4)])
+    (values,) = few.units[1].put([{"values.f4": np.ones(3, "<f4")}])
+    (better,) = few.units[2].put([{"values.f4": np.full(3, 2, "<f4"), "extra.i8": np.arange(2)}])
+    one, two = await reader.read_samples([[base[0], values, better], [base[1]]], ["tokens", "values.f4", "extra.i8"])
+    assert list(one["values.f4"]) == [2, 2, 2]
+    assert list(one["extra.i8"]) == [0, 1]
+    assert list(one["tokens"]) == [0, 1, 2]
+    assert set(two) == {"tokens"}
+    assert await reader.read_samples([[], [values]], ["values.f4"]) != []
+
+
+async def test_unknown_columns_are_refused(few, reader):
+    with pytest.raises(BadRequest, match="unknown columns"):
+        await reader.read(put_all(few, 1), ["secrets"])
+
+
+async def test_mapped_reads_are_views_that_outlive_their_segment(few):
+    reader = few.reader()
+    places = put_all(few, 3)
+    found = await reader.read(places, ["tokens"])
+    assert reader.mapped == 3
+    assert not found[2]["tokens"].flags.owndata
+    for place in places:
+        os.unlink(Path(few.units[0].info().path).parent / place.unit[0] / segment_path(Path(), place.segment).name)
+    with pytest.raises(DamagedRows):
+        await reader.read(places, ["tokens"])
+    assert list(found[2]["tokens"]) == [0, 1, 2]
+    await reader.close()
+
+
+async def test_a_mapped_reader_follows_a_growing_unit(few):
+    reader = few.reader()
+    for n in (1, 2, 3000, 3):
+        (found,) = await reader.read(few.units[0].put([row(n)]), ["tokens"])
         assert len(found["tokens"]) == n
-
-
-async def test_columns_that_a_row_lacks_are_left_out(unit_at):
-    unit, client, _ = unit_at
-    rows = unit.put([row(2), row(2) | {"transcript": b"[]"}])
-    first, second = await PayloadReader(client).read(rows, ["tokens", "transcript"])
-    assert "transcript" not in first
-    assert second["transcript"].tobytes() == b"[]"
-
-
-async def test_long_rows_are_read_in_calls_that_the_unit_allows(unit_at, monkeypatch):
-    unit, client, _ = unit_at
-    rows = unit.put([row(n) for n in (1, 900, 900, 900, 1, 2)])
-    limit = 2 * rows[1].length + 1
-    monkeypatch.setattr("rillflow.dataflow.units.GET_LIMIT", limit)
-    monkeypatch.setattr("rillflow.clients.payloads.GET_LIMIT", limit, raising=False)
-    found = await PayloadReader(client, allow_map=False).read(rows, ["tokens"])
-    assert [len(one["tokens"]) for one in found] == [1, 900, 900, 900, 1, 2]
-    assert await PayloadReader(client, allow_map=False).read([], ["tokens"]) == []
+    await reader.close()
 
 
 @pytest.mark.parametrize("other", ["missing", "another"])
-async def test_a_folder_that_is_not_the_unit_is_not_mapped(unit_at, tmp_path, other):
-    unit, client, told = unit_at
+async def test_a_folder_that_is_not_the_unit_is_not_mapped(few, tmp_path, other):
     if other == "another":
-        FileUnit(tmp_path / "another").close()
-    told["path"] = str(tmp_path / other)
-    reader = PayloadReader(client)
-    (found,) = await reader.read(unit.put([row(3)]), ["tokens"])
-    assert not reader.mapped
+        (tmp_path / other).mkdir()
+        (tmp_path / other / "unit").write_text("0-other")
+    few.elsewhere(tmp_path / other)
+    reader = few.reader()
+    (found,) = await reader.read(few.units[0].put([row(3)]), ["tokens"])
+    assert reader.mapped == 0
     assert len(found["tokens"]) == 3
+    await reader.close()
 
 
-async def test_damage_is_noticed_on_either_way(unit_at, tmp_path):
-    unit, client, _ = unit_at
-    rows = unit.put([row(3)])
-    path = next(Path(tmp_path / "unit").glob("*.seg"))
-    data = bytearray(path.read_bytes())
-    data[40] ^= 255
-    path.write_bytes(data)
-    for allow_map in (True, False):
-        with pytest.raises(CorruptData):
-            await PayloadReader(client, allow_map=allow_map).read(rows, ["tokens"])
+async def test_a_folder_is_read_while_its_unit_is_down(few):
+    reader = few.reader()
+    places = put_all(few, 3)
+    await reader.read(places, ["tokens"])
+    await few.services[0].stop()
+    few.listed = []
+    assert len(await reader.read(places, ["mask"])) == 3
+    await reader.close()
 
 
-async def test_rows_of_another_unit_are_refused(unit_at):
-    _, client, _ = unit_at
-    with pytest.raises(BadRequest):
-        await PayloadReader(client).read([Row(unit="x", segment=0, offset=0, length=1)], ["tokens"])
+async def test_a_unit_that_comes_back_elsewhere_is_found_there(few):
+    places = put_all(few, 3)
+    url = few.listed[0].url
+    few.change(0, url="http://127.0.0.1:1")
+
+    async def back():
+        if few.asked >= 2:
+            few.change(0, url=url)
+        return await few.tell()
+
+    reader = PayloadReader(back, TOKEN, allow_map=False, deadline=20.0)
+    assert len(await reader.read(places, ["tokens"])) == 3
+    await reader.close()
+
+
+async def test_a_unit_that_is_heard_of_a_little_later_is_not_lost(few):
+    places = put_all(few, 3)
+    there, few.listed = few.listed, []
+
+    async def later():
+        if few.asked >= 3:
+            few.listed = there
+        return await few.tell()
+
+    reader = PayloadReader(later, TOKEN, patience=30.0)
+    assert len(await reader.read(places, ["tokens"])) == 3
+    await reader.close()
+
+
+async def test_a_unit_that_stays_away_ends_in_an_error_that_is_not_damage(few):
+    places = put_all(few, 3)
+    few.change(1, url="http://127.0.0.1:1")
+    reader = few.reader(allow_map=False, deadline=0.5)
+    with pytest.raises(DeadlineExceeded, match="could not be read"):
+        await reader.read(places, ["tokens"])
+    await reader.close()
+
+
+async def test_long_rows_and_long_reads_are_asked_for_in_pieces(few, monkeypatch):
+    places = few.units[0].put([row(n) for n in (1, 900, 900, 900, 1, 2, 5000)])
+    limit = 2 * places[1].length + 1
+    monkeypatch.setattr("rillflow.clients.remote.GET_LIMIT", limit)
+    monkeypatch.setattr("rillflow.clients.remote._RANGE_BYTES", limit)
+    monkeypatch.setattr("rillflow.dataflow.units.files.GET_LIMIT", limit)
+    reader = few.reader(allow_map=False)
+    found = await reader.read(places, ["tokens"])
+    assert [len(one["tokens"]) for one in found] == [1, 900, 900, 900, 1, 2, 5000]
+    await reader.close()
+
+
+def place(segment, offset, length):
+    return Row(unit="u", segment=segment, offset=offset, length=length)
+
+
+def test_adjacent_records_are_one_range():
+    far = 5 << 20
+    rows = [place(1, 0, 100), place(0, 100, 100), place(0, 0, 100), place(0, far, 8), place(0, far + 8, 9 << 20)]
+    assert split_ranges(rows, range(5)) == [[2, 1], [3], [4], [0]]
+    assert split_ranges([place(0, n * 100, 100) for n in range(1000)], range(1000)) == [list(range(1000))]
+    assert split_ranges(rows, []) == []
+
+
+def test_calls_are_bounded_in_rows_and_bytes():
+    assert [len(part) for part in split_calls([place(0, n, 10) for n in range(130)], range(130))] == [64, 64, 2]
+    assert [len(part) for part in split_calls([place(0, n, 40 << 20) for n in range(3)], range(3))] == [1, 1, 1]
+
+
+async def test_a_read_of_nothing_asks_nobody():
+    async def nobody():
+        raise AssertionError
+
+    assert await PayloadReader(nobody, TOKEN).read([], ["tokens"]) == []
+
+
+async def test_a_unit_without_address_or_folder_is_waited_for():
+    async def units():
+        return Units(units=[UnitInfo(unit="u", path="/nowhere")])
+
+    reader = PayloadReader(units, TOKEN, deadline=0.3)
+    with pytest.raises(DeadlineExceeded):
+        await reader.read([place(0, 0, 64)], ["tokens"])
+    await reader.close()
 
 
 def test_clients_do_not_load_the_loops():
     """Trainers import the clients; the ledger must not come with them."""
-    import subprocess
-
-    code = "import rillflow.clients.dataflow, rillflow.clients.payloads, sys; print('rillflow.dataflow' in sys.modules)"
+    code = "import rillflow.clients.units, rillflow.clients.payloads, sys; print('rillflow.dataflow' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

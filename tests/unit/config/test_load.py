@@ -42,7 +42,7 @@ def test_minimal_recipe_has_defaults_that_work(recipe_file: Path) -> None:
 def test_files_are_relative_to_the_recipe(recipe_file: Path) -> None:
     recipe = load_recipe(str(recipe_file))
     assert recipe.workflow == f"{recipe_file.parent / 'play.py'}:play"
-    assert recipe.data.prompts.path == str(recipe_file.parent / "prompts.jsonl")
+    assert recipe.data.prompts[0].path == str(recipe_file.parent / "prompts.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_files_are_relative_to_the_recipe(recipe_file: Path) -> None:
         ("rollout: {nodes: 0}", "greater than or equal to 1"),
         ("trainer: {algorithm: gpro}", "'grpo'"),
         ("runtime: {deterministic: true}", "needs dataflow.staleness=0"),
-        ("data: {prompts: {}}", "exactly one of `path` and `generator`"),
+        ("data: {prompts: {}}", "exactly one of `path`"),
     ],
 )
 def test_mistakes_are_named(recipe_file: Path, line: str, message: str) -> None:
@@ -114,7 +114,7 @@ def test_extends_composes(recipe_file: Path, tmp_path: Path) -> None:
     child.write_text("extends: mine.yaml\nname: child\nseed: 9\ndata: {epochs: 2}\n")
     recipe = load_recipe(str(child))
     assert (recipe.name, recipe.seed, recipe.data.epochs) == ("child", 9, 2)
-    assert recipe.data.prompts.path is not None
+    assert recipe.data.prompts[0].path is not None
 
 
 def test_extends_in_a_circle(tmp_path: Path) -> None:
@@ -207,10 +207,10 @@ def test_files_in_overrides_are_relative_to_where_the_user_is(
     (here / "mine.py").write_text("async def play(episode): ...\n")
     monkeypatch.chdir(here)
     recipe = load_recipe(str(recipe_file), ["data.prompts.path=rows.jsonl", "workflow=mine.py:play"])
-    assert recipe.data.prompts.path == str(here / "rows.jsonl")
+    assert recipe.data.prompts[0].path == str(here / "rows.jsonl")
     assert recipe.workflow == f"{here / 'mine.py'}:play"
     sections = load_recipe(str(recipe_file), ["data={prompts: {path: rows.jsonl}}"])
-    assert sections.data.prompts.path == str(here / "rows.jsonl")
+    assert sections.data.prompts[0].path == str(here / "rows.jsonl")
 
 
 def test_a_folder_beside_the_recipe_is_not_taken_for_a_module_or_for_the_shipped_policy(
@@ -227,10 +227,10 @@ def test_a_folder_beside_the_recipe_is_not_taken_for_a_module_or_for_the_shipped
 def test_arguments_of_a_generator_are_handed_over_as_they_are(recipe_file: Path) -> None:
     prompts = "{generator: 'play.py:prompts', arguments: {path: 's3://bucket/rows'}}"
     recipe_file.write_text(MINIMAL.replace("{path: prompts.jsonl}", prompts))
-    assert load_recipe(str(recipe_file)).data.prompts.arguments == {"path": "s3://bucket/rows"}
+    assert load_recipe(str(recipe_file)).data.prompts[0].arguments == {"path": "s3://bucket/rows"}
 
 
 def test_home_is_understood(recipe_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     recipe_file.write_text(MINIMAL.replace("prompts.jsonl", "~/rows.jsonl"))
-    assert load_recipe(str(recipe_file)).data.prompts.path == str(tmp_path / "home" / "rows.jsonl")
+    assert load_recipe(str(recipe_file)).data.prompts[0].path == str(tmp_path / "home" / "rows.jsonl")

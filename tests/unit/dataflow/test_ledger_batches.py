@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from dataflow_world import RULES
+from dataflow_world import POLICY, RULES
 
 from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.hooks.samplers.earliest_deadline import EarliestDeadline
@@ -57,7 +57,7 @@ def test_a_commit_moves_groups_and_version_together_and_once(make_world):
     batch = world.batch()
     assert world.commit(batch, 1).accepted
     assert world.commit(batch, 1).accepted
-    assert (world.ledger.lineage.head, world.ledger.lineage.steps) == (1, 1)
+    assert (world.head, world.ledger.lineage.steps(POLICY)) == (1, 1)
     assert world.group("t000000") == ("trained", "")
     with pytest.raises(LeaseLost):
         world.commit(batch, 2)
@@ -71,7 +71,7 @@ def test_a_commit_that_is_refused_changes_nothing(make_world):
     batch = world.batch()
     with pytest.raises(BadRequest, match="used before"):
         world.commit(batch, 1)
-    assert world.ledger.lineage.head == 1
+    assert world.head == 1
     assert world.group(batch.samples[0].group) == ("leased", "")
     world.commit(batch, 2)
 
@@ -122,7 +122,7 @@ def _ask(world, version):
 def test_samplers():
     class Group:
         def __init__(self, id, order, oldest):
-            self.id, self.order, self.oldest = id, order, oldest
+            self.id, self.order, self.oldest, self.staleness = id, order, oldest, 6 - oldest
 
     ready = [Group("a", 1, 5), Group("b", 2, 4), Group("c", 3, 5), Group("d", 0, 6)]
     assert EarliestDeadline().pick(ready, 3) == ["b", "a", "c"]
@@ -138,7 +138,7 @@ def test_a_sampler_that_picks_nonsense_is_named(make_world):
     world.play_all()
     with pytest.raises(RunError, match="sampler picked"):
         world.ask()
-    assert world.check()["train.ready"] == 2
+    assert world.check()["shares.main.ready"] == 2
 
 
 # ---------------------------------------------------------------- staleness
@@ -149,14 +149,14 @@ def test_a_node_too_far_behind_gets_no_train_tasks(make_world):
     world.step()
     world.step()
     assert world.lease(version=0) == []
-    assert "the bound is 1" in world.ledger.why_no_tasks(0)
+    assert "the bound is 1" in world.ledger.why_no_tasks("n0", {POLICY: 0})
     assert world.lease(version=1) != []
 
 
 def test_stale_groups_expire_and_are_never_served(make_world):
     world = make_world(staleness=1)
     late, *others = [lease for lease in world.lease() if lease.task.group == "t000000"]
-    while world.ledger.lineage.head < 3:
+    while world.head < 3:
         for lease in world.lease():
             world.done(lease)
         for group in ("t000001", "t000002", "t000003"):
@@ -205,7 +205,7 @@ def test_on_policy_tokens_of_an_older_version_are_played_again(make_world):
     again = world.lease(1)[0]
     assert (again.task, again.attempt != lease.attempt) == (lease.task, True)
     assert world.done(again, version=1).accepted
-    assert world.ledger.batches.counters()["rerun.stale"] == 1
+    assert world.ledger.steps.counters()["rerun.stale"] == 1
 
 
 def test_on_policy_groups_left_over_are_played_again(make_world):
@@ -228,5 +228,5 @@ def test_on_policy_weights_ahead_of_the_commit_get_no_tasks(make_world):
 def test_a_batch_that_may_never_fill_says_why(make_world):
     world = make_world()
     for number in range(10):
-        world.ledger.db.run("INSERT INTO recent VALUES (?, 1.0, 1)", (f"g{number}",))
+        world.ledger.db.run("INSERT INTO recent VALUES (?, ?, 1.0, 1)", (POLICY, f"g{number}"))
     assert "10 of the last 10 groups had equal rewards" in world.ask().waiting_for

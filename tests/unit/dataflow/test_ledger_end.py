@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 
-from dataflow_world import prompts
+from dataflow_world import POLICY, changed, prompts
 
 
-def test_evaluations_come_first_and_never_enter_a_batch(make_world):
+def test_evaluations_never_enter_a_batch(make_world):
     world = make_world(heldout=prompts(3, "h"), repeats=2, evaluate_every=2, total_steps=3, staleness=1)
-    leases = world.lease(7)
-    assert [lease.task.id for lease in leases] == [f"e0.00000{n}.{p}" for n in range(3) for p in (0, 1)] + ["t000000.0"]
-    assert leases[0].task.lane == "eval"
+    leases = world.lease(8)
+    evaluations = [f"e0.00000{n}.{p}" for n in range(3) for p in (0, 1)]
+    assert [lease.task.id for lease in leases[:4]] == evaluations[:4]
+    assert {lease.task.lane for lease in leases[4:]} == {"train"}
+    leases += world.lease(4)
+    assert [lease.task.id for lease in leases if lease.task.lane == "eval"] == evaluations
     for lease in leases:
-        world.done(lease, reward=1.0)
+        world.done(lease, reward=1.0 if lease.task.lane == "eval" else None)
     assert [(e.version, e.reward, e.episodes, e.failed) for e in world.ledger.evaluations.results()] == [(0, 1.0, 6, 0)]
     for _ in range(3):
         world.step()
@@ -29,6 +32,27 @@ def test_evaluations_come_first_and_never_enter_a_batch(make_world):
     counts = world.check()
     assert counts["eval.evaluated"] == 9
     assert counts["train.outstanding"] == 0
+
+
+def test_evaluations_take_half_of_what_a_node_holds_while_training_tasks_are_pending(make_world):
+    world = make_world(heldout=prompts(9, "h"), staleness=1)
+    assert [lease.task.lane for lease in world.lease(1)] == ["eval"]
+    assert [lease.task.lane for lease in world.lease(1)] == ["train"]
+    assert [lease.task.lane for lease in world.lease(6)] == ["eval"] * 3 + ["train"] * 3
+    world.lease(4, node="n1")
+    lanes = [lease.task.lane for lease in world.lease(20, node="n2")]
+    assert lanes.count("eval") == 3  # all that is left of both
+    assert lanes.count("train") == 2
+
+
+def test_evaluations_come_first_where_training_waits_for_them_anyway(make_world):
+    world = make_world(heldout=prompts(3, "h"))
+    assert [lease.task.lane for lease in world.lease(4)] == ["eval"] * 3 + ["train"]
+
+
+def test_evaluations_take_all_when_no_training_task_is_pending(make_world):
+    world = make_world(heldout=prompts(9, "h"), staleness=1, batch_groups=1, group_size=1)
+    assert [lease.task.lane for lease in world.lease(8)] == ["eval"] * 4 + ["train"] * 2 + ["eval"] * 2
 
 
 def test_evaluations_are_played_by_weights_that_are_new_enough(make_world):
@@ -132,14 +156,12 @@ def test_the_batch_in_work_may_be_committed_after_a_stop(make_world):
 
 
 def test_more_steps_reopen_a_run_that_was_done(make_world):
-    from dataclasses import replace
-
     world = make_world(total_steps=1)
     world.step()
     world.ledger.commit()
     assert world.ledger.phase == "ended"
-    world.rules = replace(world.rules, total_steps=2)
+    world.rules = changed(world.rules, total_steps=2)
     world.crash()
     assert world.ledger.phase == "training"
     world.step()
-    assert world.ledger.lineage.steps == 2
+    assert world.ledger.lineage.steps(POLICY) == 2

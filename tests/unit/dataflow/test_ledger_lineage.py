@@ -28,7 +28,7 @@ def test_joining_again_under_the_same_incarnation_repeats_the_answer(make_world)
     world.step()
     world.incarnations -= 1
     assert world.join(0) == first
-    assert world.ledger.lineage.head == 2
+    assert world.head == 2
 
 
 def test_a_late_copy_of_a_former_trainers_join_takes_nothing_back(make_world):
@@ -40,7 +40,7 @@ def test_a_late_copy_of_a_former_trainers_join_takes_nothing_back(make_world):
     world.crash()
     with pytest.raises(LeaseLost, match="another trainer"):
         world.ledger.join_trainer(former)
-    assert world.ledger.lineage.head == 1
+    assert world.head == 1
     world.step()
     assert world.check()["rolled_back"] == 0
 
@@ -77,7 +77,7 @@ def test_a_node_on_a_dead_version_gets_nothing_and_its_episodes_are_replayed(mak
     lease = world.lease(1)[0]
     world.join(0)
     assert world.lease(version=1) == []
-    assert "no live version" in world.ledger.why_no_tasks(1)
+    assert "no live version" in world.ledger.why_no_tasks("n0", {POLICY: 1})
     ack = world.done(lease, samples=[sample(0, newest=1)])
     assert (ack.accepted, ack.reason) == (False, "rolled_back: the task is played again")
     assert world.ledger.db.value("SELECT failures FROM tasks WHERE id = ?", (lease.task.id,)) == 0
@@ -95,7 +95,7 @@ def test_versions_published_but_never_committed_are_dead_after_a_join(make_world
     world.clock.time += 60
     world.ledger.expire()
     world.step()
-    assert world.ledger.lineage.head == 2
+    assert world.head == 2
 
 
 def test_versions_that_the_line_passed_over_are_dead_without_being_named(make_world):
@@ -151,7 +151,7 @@ def test_a_rollback_after_the_last_step_goes_on_training(make_world):
     world.join(1)
     assert world.ledger.phase == "training"
     world.step()
-    assert (world.ledger.phase, world.ledger.lineage.head) == ("ended", 3)
+    assert (world.ledger.phase, world.head) == ("ended", 3)
 
 
 # ---------------------------------------------------------------- restart

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from dataflow_world import RULES, prompts, sample
+from dataflow_world import POLICY, RULES, prompts, sample
 
 from rillflow.dataflow.hooks import Hooks
 from rillflow.errors import BadRequest, LeaseLost
@@ -28,7 +28,31 @@ def test_admission_follows_the_bound(make_world):
 def test_leases_keep_order_and_groups_together(make_world):
     world = make_world(staleness=1)
     assert [lease.task.id for lease in world.lease(3)] == ["t000000.0", "t000000.1", "t000001.0"]
-    assert [lease.task.id for lease in world.lease(2, node="n1")] == ["t000001.1", "t000002.0"]
+    assert [lease.task.id for lease in world.lease(1)] == ["t000001.1"]
+
+
+def test_a_group_stays_on_its_node_and_others_take_it_rather_than_idle(make_world):
+    world = make_world(staleness=1)
+    assert [lease.task.id for lease in world.lease(3)] == ["t000000.0", "t000000.1", "t000001.0"]
+    assert [lease.task.id for lease in world.lease(1, node="n1")] == ["t000002.0"]
+    assert [lease.task.id for lease in world.lease(2)] == ["t000001.1", "t000003.0"]
+    assert [lease.task.id for lease in world.lease(9, node="n1")] == ["t000002.1", "t000003.1"]
+
+
+def test_groups_of_a_node_that_is_gone_are_everybodys(make_world):
+    world = make_world(staleness=1)
+    world.lease(1)
+    world.clock.time += RULES.node_timeout + 1
+    world.beat(node="n1")
+    world.beat(node="n2")
+    world.ledger.expire()
+    assert [lease.task.id for lease in world.lease(1, node="n1")] == ["t000000.0"]
+
+
+def test_on_policy_tasks_go_out_in_order_whoever_asks(make_world):
+    world = make_world()
+    assert [lease.task.id for lease in world.lease(1)] == ["t000000.0"]
+    assert [lease.task.id for lease in world.lease(2, node="n1")] == ["t000000.1", "t000001.0"]
 
 
 def test_seeds_depend_on_the_run_the_prompt_and_the_place_alone(make_world):
@@ -324,7 +348,7 @@ def test_a_curator_that_raises_ends_nothing(make_world):
     world = make_world(hooks=Hooks(curators=[("broken", Broken())]))
     world.step()
     world.ledger.commit()
-    assert world.ledger.lineage.head == 1
+    assert world.head == 1
 
 
 def test_too_many_failures_end_the_run_with_the_last_error(make_world):
@@ -344,7 +368,7 @@ def test_a_success_between_failures_lets_the_run_go_on(make_world):
     for _ in range(5):
         world.fail(world.lease(1)[0])
         world.done(world.lease(1)[0])
-        if world.ledger.groups.count("train", "ready") == 2:
+        if world.ledger.shares.count(POLICY, "ready") == 2:
             world.commit(world.batch())
     assert world.ledger.phase == "training"
 

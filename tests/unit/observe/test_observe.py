@@ -20,7 +20,8 @@ from rillflow.types import Evaluation, Status
 
 def step(version: int, reward: float) -> dict[str, Any]:
     return {
-        "step": version, "version": version, "time": 1.0, "reward": reward, "samples": 64,
+        "policy": "agent", "step": version, "version": version, "time": 1.0, "reward": reward,
+        "samples": 64,
         "staleness_mean": 1.0, "staleness_max": 2, "loss": 0.1,
     }  # fmt: skip
 
@@ -42,11 +43,24 @@ def write(path: Path, lines: list[dict[str, Any]]) -> None:
 
 def test_a_rollback_takes_steps_back(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    write(path, [step(1, 0.1), step(2, 0.2), {"event": "rollback", "version": 1}, step(3, 0.3)])
+    write(path, [step(1, 0.1), step(2, 0.2), {"event": "rollback", "policy": "agent", "version": 1}, step(3, 0.3)])
     write(path, [{"event": "evaluation", "version": 3, "reward": 0.9}])
-    metrics = read_metrics(path)
+    metrics = read_metrics(path, "agent")
     assert [s["version"] for s in metrics.steps] == [1, 3]
     assert len(metrics.rollbacks) == len(metrics.evaluations) == 1
+
+
+def test_a_rollback_of_one_policy_leaves_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    other = [step(v, 0.5) | {"policy": "checker"} for v in (1, 2)]
+    rounds = [{"event": "evaluation", "version": 2, "reward": 0.2}]
+    write(path, [step(1, 0.1), *other, step(2, 0.2), *rounds])
+    write(path, [{"event": "rollback", "policy": "checker", "version": 1}])
+    metrics = read_metrics(path, "agent")
+    assert [s["version"] for s in metrics.of("agent")] == [1, 2]
+    assert [s["version"] for s in metrics.of("checker")] == [1]
+    assert len(metrics.evaluations) == 1
+    plot_reward(metrics, ["agent", "checker"], tmp_path / "reward.png", "test")
 
 
 def test_reader_waits_for_whole_lines_and_skips_torn_ones(tmp_path: Path) -> None:
@@ -62,8 +76,8 @@ def test_reader_waits_for_whole_lines_and_skips_torn_ones(tmp_path: Path) -> Non
 def test_plot_and_summary(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, [step(v, v / 10) for v in range(1, 11)] + [{"event": "evaluation", "version": 10, "reward": 0.9}])
-    metrics = read_metrics(path)
-    plot_reward(metrics, tmp_path / "reward.png", "test")
+    metrics = read_metrics(path, "agent")
+    plot_reward(metrics, ["agent"], tmp_path / "reward.png", "test")
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
     summary = summarise(metrics, status(steps=10, reason="done"), 20.0)
     assert summary["samples_trained"] == 640
@@ -131,16 +145,18 @@ def test_live_progress_shows_everything() -> None:
 def test_a_rollback_takes_back_what_was_measured_of_dead_versions(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     rounds = [{"event": "evaluation", "version": v, "reward": v / 10} for v in (0, 2)]
-    write(path, [rounds[0], step(1, 0.1), step(2, 0.2), rounds[1], {"event": "rollback", "version": 1}])
-    assert [e["version"] for e in read_metrics(path).evaluations] == [0]
+    write(
+        path, [rounds[0], step(1, 0.1), step(2, 0.2), rounds[1], {"event": "rollback", "policy": "agent", "version": 1}]
+    )
+    assert [e["version"] for e in read_metrics(path, "agent").evaluations] == [0]
 
 
 def test_an_evaluation_whose_episodes_all_failed_is_shown_as_such(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, [{"event": "evaluation", "version": 0, "reward": None}, step(1, 0.1)])
     write(path, [{"event": "evaluation", "version": 1, "reward": 0.5}])
-    metrics = read_metrics(path)
-    plot_reward(metrics, tmp_path / "reward.png", "test")
+    metrics = read_metrics(path, "agent")
+    plot_reward(metrics, ["agent"], tmp_path / "reward.png", "test")
     console = Console(file=io.StringIO(), width=120)
     console.print(summary_table(summarise(metrics, status(reason="done"), 1.0), tmp_path, None))
     assert "– before, 0.500 after" in console.file.getvalue()  # type: ignore[attr-defined]
@@ -149,6 +165,6 @@ def test_an_evaluation_whose_episodes_all_failed_is_shown_as_such(tmp_path: Path
 def test_the_rate_of_a_resumed_run_is_that_of_the_part_it_measured(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, [step(1, 0.1) | {"time": 50.0}, step(2, 0.2) | {"time": 110.0}])
-    summary = summarise(read_metrics(path), status(), 32.0, since=100.0)
+    summary = summarise(read_metrics(path, "agent"), status(), 32.0, since=100.0)
     assert summary["samples_trained"] == 128
     assert summary["samples_per_second"] == 2.0

@@ -87,7 +87,7 @@ def exits(payload: dict[str, Any], answer: Any) -> float:
 )
 async def test_rewards_that_fail_are_never_zero(reward: Any) -> None:
     with pytest.raises(EpisodeFailed) as caught:
-        await score(reward, {}, "answer", 0.1)
+        await score(reward, {}, "answer", 0.1, ["agent"])
     assert caught.value.cause == "reward_error"
 
 
@@ -95,16 +95,23 @@ async def test_good_rewards() -> None:
     async def later(payload: dict[str, Any], answer: Any) -> float:
         return 0.5
 
-    assert await score(later, {}, "a", 1.0) == 0.5
-    assert await score(lambda payload, answer: True, {}, "a", 1.0) == 1.0
-    assert await score(lambda payload, answer: np.float32(0.25), {}, "a", 1.0) == 0.25
-    assert await score(lambda payload, answer: payload["w"], {"w": 2}, "a", 1.0) == 2.0
+    async def given(reward: Any, payload: Any) -> dict[str, float]:
+        return await score(reward, payload, "a", 1.0, ["agent"])
+
+    assert await given(later, {}) == {"agent": 0.5}
+    assert await given(lambda payload, answer: True, {}) == {"agent": 1.0}
+    assert await given(lambda payload, answer: np.float32(0.25), {}) == {"agent": 0.25}
+    assert await given(lambda payload, answer: payload["w"], {"w": 2}) == {"agent": 2.0}
 
 
 async def test_without_a_reward_function_the_workflow_returns_it() -> None:
-    assert await score(None, {}, 0.25, 1.0) == 0.25
+    assert await score(None, {}, 0.25, 1.0, ["agent"]) == {"agent": 0.25}
+    assert await score(None, {}, {"checker": 1, "solver": 0.5}, 1.0, ["solver", "checker"]) == {
+        "solver": 0.5,
+        "checker": 1.0,
+    }
     with pytest.raises(EpisodeFailed, match="must return the reward"):
-        await score(None, {}, "text", 1.0)
+        await score(None, {}, "text", 1.0, ["agent"])
 
 
 async def leaves(_: Any) -> None:
@@ -128,13 +135,13 @@ async def test_what_a_workflow_does_to_itself_is_its_error(workflow: Any) -> Non
 
 async def test_a_rewards_own_timeout_and_exit_are_its_errors() -> None:
     with pytest.raises(EpisodeFailed, match="the tool took too long"):
-        await score(lambda payload, answer: has_a_tool_that_times_out(0).send(None), {}, "a", 1.0)
+        await score(lambda payload, answer: has_a_tool_that_times_out(0).send(None), {}, "a", 1.0, [])
 
     async def exits_later(payload: dict[str, Any], answer: Any) -> float:
         raise SystemExit(0)
 
     with pytest.raises(EpisodeFailed) as caught:
-        await score(exits_later, {}, "a", 1.0)
+        await score(exits_later, {}, "a", 1.0, [])
     assert caught.value.cause == "reward_error"
 
 

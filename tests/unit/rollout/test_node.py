@@ -46,7 +46,7 @@ def make(dataflow: Any) -> Node:
     nothing: Any = None
     recipe: Any = Recipe()
     return Node(
-        "n", recipe, dataflow=dataflow, gateway=nothing, gateway_url="", engines={}, refreshers={},
+        "n", recipe, dataflow=dataflow, writer=nothing, gateway=nothing, gateway_url="", engines={}, refreshers={},
         workflow=nothing, reward=None, client=nothing,
     )  # fmt: skip
 

@@ -16,7 +16,8 @@ from rillflow.errors import DeadlineExceeded
 from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.local import LocalRun
 from rillflow.runtime.process import signals_held
-from rillflow.types import Status
+from rillflow.runtime.supervisor import ProcessSpec
+from rillflow.types import PolicyStatus, Status
 
 
 class Service:
@@ -123,3 +124,64 @@ async def test_only_steps_beyond_the_furthest_are_progress(run: LocalRun, monkey
     monkeypatch.setattr(run.supervisor, "progressed", lambda: told.append(1))
     await run._follow(Service(answer))  # type: ignore[arg-type]
     assert len(told) == 3
+
+
+async def test_steps_of_every_policy_are_progress(run: LocalRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(run.supervisor, "progressed", lambda: told.append(1))
+    for solver, checker in [(1, 0), (1, 1), (0, 1), (1, 1), (1, 2)]:
+        run._note_progress(status(steps=solver, policies={"solver": policy(solver), "checker": policy(checker)}))
+    assert len(told) == 3
+
+
+def policy(steps: int) -> PolicyStatus:
+    return PolicyStatus(
+        version=steps, steps=steps, total_steps=9, reward=None, staleness=0.0, wait_fraction=0.0,
+        samples_per_second=0.0, ready=0,
+    )  # fmt: skip
+
+
+class Recorded:
+    """A supervisor that starts nothing."""
+
+    def __init__(self) -> None:
+        self.started: list[ProcessSpec] = []
+        self.kept: set[str] = set()
+
+    def start(self, spec: ProcessSpec) -> Any:
+        self.started.append(spec)
+
+    def check(self) -> None: ...
+
+    def progressed(self) -> None: ...
+
+    async def finish(self, seconds: float, keep: set[str]) -> None:
+        self.kept = keep
+
+
+async def test_units_come_before_those_who_use_them_and_stay_until_they_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load_recipe("quickstart", ["dataflow.units.count=2", "rollout.nodes=2"])
+    two = {name: recipe.policies["agent"] for name in ("solver", "checker")}
+    folder = RunFolder.create(recipe, tmp_path)
+    run = LocalRun(folder, lambda status: None)
+    run._recipe = recipe.model_copy(update={"policies": two})
+    recorded: Any = Recorded()
+    run.supervisor = recorded
+
+    async def service() -> Any:
+        return Service(lambda: status(phase="ended", reason="done"))
+
+    monkeypatch.setattr(run, "_start_dataflow", service)
+    await run._run()
+    root = str(folder.root)
+    assert [(spec.name, *spec.arguments) for spec in recorded.started] == [
+        ("unit-0", "unit", root, "--name", "unit-0"),
+        ("unit-1", "unit", root, "--name", "unit-1"),
+        ("rollout-0", "rollout", root, "--name", "rollout-0"),
+        ("rollout-1", "rollout", root, "--name", "rollout-1"),
+        ("trainer-solver", "trainer", root, "--policy", "solver"),
+        ("trainer-checker", "trainer", root, "--policy", "checker"),
+    ]
+    assert recorded.kept == {"dataflow", "unit-0", "unit-1"}

@@ -164,7 +164,7 @@ async def test_a_process_that_says_it_is_no_use_is_not_started_again(supervisor:
 async def test_nothing_is_started_again_once_the_run_has_ended(supervisor: Supervisor) -> None:
     kept, done = supervisor.start(spec(SLEEPER, "dataflow")), supervisor.start(spec(SLEEPER, "other"))
     await until(lambda: kept.pid is not None and done.pid is not None)
-    ending = asyncio.create_task(supervisor.finish(10.0, keep="dataflow"))
+    ending = asyncio.create_task(supervisor.finish(10.0, keep={"dataflow"}))
     await asyncio.sleep(0)
     assert done.pid is not None
     os.kill(done.pid, signal.SIGKILL)

@@ -1,50 +1,31 @@
-"""Segments: what was written comes back or an error does."""
+"""Segment files: durable after sync, written by several at once, dropped for good, mapped without surprises."""
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+import tempfile
+import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rillflow.errors import CorruptData, DiskFull
-from rillflow.storage import SegmentReader, SegmentWriter
-from rillflow.storage.segments import decode_record, encode_record, segment_path
+from rillflow.errors import CorruptData, DiskFull, StorageError
+from rillflow.storage import SegmentReader, SegmentWriter, segments
+from rillflow.storage.records import Place
+from rillflow.storage.segments import drop_segments, read_range, segment_numbers, segment_path
 
-columns = st.dictionaries(st.text(min_size=1, max_size=12), st.binary(max_size=200), max_size=6)
-
-
-@given(columns)
-def test_record_round_trip(table: dict[str, bytes]) -> None:
-    record = encode_record(table)
-    assert len(record) % 8 == 0
-    assert {name: bytes(view) for name, view in decode_record(memoryview(record)).items()} == table
-
-
-@given(columns, st.data())
-def test_any_flipped_bit_is_noticed(table: dict[str, bytes], data: st.DataObject) -> None:
-    record = bytearray(encode_record(table))
-    record[data.draw(st.integers(0, len(record) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    with pytest.raises(CorruptData):
-        decode_record(memoryview(bytes(record)))
-
-
-@given(columns, st.data())
-def test_any_cut_is_noticed(table: dict[str, bytes], data: st.DataObject) -> None:
-    record = encode_record(table)
-    with pytest.raises(CorruptData):
-        decode_record(memoryview(record)[: data.draw(st.integers(0, len(record) - 1))])
+NAMES = {"tokens": np.dtype("|u1")}
 
 
 @pytest.fixture
-def open_writer() -> Iterator[Callable[..., SegmentWriter]]:
-    writers: list[SegmentWriter] = []
+def open_writer():
+    writers = []
 
-    def open_one(folder: Path, **options: int) -> SegmentWriter:
+    def open_one(folder, **options):
         writers.append(SegmentWriter(folder, **options))
         return writers[-1]
 
@@ -53,109 +34,237 @@ def open_writer() -> Iterator[Callable[..., SegmentWriter]]:
         writer.close()
 
 
-Open = Callable[..., SegmentWriter]
+def put(writer, *values):
+    places = writer.write([{"tokens": value} for value in values])
+    writer.sync()
+    return places
 
 
-def test_reader_sees_what_is_appended_later(tmp_path: Path, open_writer: Open) -> None:
+def contents(folder, places):
+    found = SegmentReader(folder).read(places, NAMES)
+    return [one if isinstance(one, CorruptData) else one["tokens"].tobytes() for one in found]
+
+
+def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_records_of_many_segments_come_back_in_order(tmp_path, open_writer):
+    writer = open_writer(tmp_path, limit=300)
+    places = put(writer, *(b"%d" % n for n in range(40)))
+    assert len({place.segment for place in places}) > 5
+    assert contents(tmp_path, places[::-1]) == [b"%d" % n for n in reversed(range(40))]
+
+
+tables = st.dictionaries(st.sampled_from(["a", "b", "c", "d.f4", "é"]), st.binary(max_size=300))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.lists(tables, max_size=6), max_size=5), st.integers(1, 2000))
+def test_whatever_is_put_comes_back(puts, limit):
+    dtypes = dict.fromkeys(["a", "b", "c", "d.f4", "é"], np.dtype("|u1"))
+    with tempfile.TemporaryDirectory() as name:
+        writer, reader = SegmentWriter(Path(name), limit), SegmentReader(Path(name))
+        places = []
+        for rows in puts:
+            places += writer.write(rows)
+            writer.sync()
+        found = reader.read(places, dtypes)
+        writer.close()
+        expected = [row for rows in puts for row in rows]
+        assert [{key: one.tobytes() for key, one in row.items()} for row in found] == expected
+
+
+def test_buffers_of_any_kind_are_written_as_they_are(tmp_path, open_writer):
+    values = np.arange(12, dtype="<f4")
+    kinds = [
+        values,
+        values.tobytes(),
+        bytearray(values),
+        memoryview(values),
+        values.reshape(3, 4),
+        values.astype("<f2"),
+    ]
+    places = put(open_writer(tmp_path), *kinds)
+    assert contents(tmp_path, places) == [values.tobytes()] * 5 + [values.astype("<f2").tobytes()]
+
+
+def test_many_small_buffers_and_one_large_one(tmp_path, open_writer):
+    """More buffers than one call of the system takes, and a record longer than a segment should be."""
+    large = os.urandom(100_003)
+    writer = open_writer(tmp_path, limit=1 << 16)
+    (place,) = writer.write([{f"c{n}": b"%d" % n for n in range(3000)}])
+    (after,) = put(writer, large)
+    assert contents(tmp_path, [after]) == [large]
+    (found,) = SegmentReader(tmp_path).read([place], {"c2999": np.dtype("|u1")})
+    assert found["c2999"].tobytes() == b"2999"
+
+
+def test_the_system_may_take_any_part_of_a_write(tmp_path, open_writer, monkeypatch):
+    real = os.pwritev
+
+    def some(descriptor, buffers, offset):
+        first = memoryview(buffers[0]).cast("B")
+        return real(descriptor, [first[:7]], offset) if len(first) > 7 else real(descriptor, buffers[:1], offset)
+
+    monkeypatch.setattr("rillflow.storage.segments.os.pwritev", some)
+    values = [os.urandom(n) for n in (0, 1, 50, 333)]
+    assert contents(tmp_path, put(open_writer(tmp_path), *values)) == values
+
+
+def test_a_file_is_preallocated_while_open_and_cut_when_closed(tmp_path):
+    writer = SegmentWriter(tmp_path, limit=1 << 20)
+    assert segment_numbers(tmp_path) == []
+    (place,) = put(writer, b"value")
+    assert segment_path(tmp_path, 0).stat().st_size == 1 << 20
+    reader = SegmentReader(tmp_path)
+    reader.read([place], NAMES)
+    writer.close()
+    assert segment_path(tmp_path, 0).stat().st_size == place.length
+    behind = Place(0, place.length, place.length)  # still mapped, but no longer there: reading it would be fatal
+    found, gone = reader.read([place, behind], NAMES)
+    assert found["tokens"].tobytes() == b"value"
+    assert isinstance(gone, CorruptData)
+
+
+def test_a_disk_that_cannot_preallocate_is_written_anyway(tmp_path, open_writer, monkeypatch):
+    monkeypatch.setattr("rillflow.storage.segments.os.posix_fallocate", full)
     writer, reader = open_writer(tmp_path), SegmentReader(tmp_path)
-    for value in (b"one", b"two" * 1000):
-        place = writer.append({"tokens": value})
-        writer.sync()
-        assert bytes(reader.read(*place, ["tokens"])["tokens"]) == value
+    for n in range(3):  # the file grows under the reader
+        (found,) = reader.read(put(writer, b"%d" % n * 5000), NAMES)
+        assert found["tokens"].tobytes() == b"%d" % n * 5000
 
 
-def test_only_asked_columns_are_returned(tmp_path: Path, open_writer: Open) -> None:
+@pytest.mark.parametrize("call", ["pwritev", "fdatasync"])
+def test_a_full_disk_acknowledges_nothing_and_the_writer_goes_on(tmp_path, open_writer, monkeypatch, call):
     writer = open_writer(tmp_path)
-    place = writer.append({"tokens": b"1", "mask": b"2"})
-    assert set(SegmentReader(tmp_path).read(*place, ["mask", "absent"])) == {"mask"}
-
-
-def test_new_segment_after_the_limit(tmp_path: Path, open_writer: Open) -> None:
-    writer = open_writer(tmp_path, limit=256)
-    places = [writer.append({"tokens": bytes(100)}) for _ in range(4)]
-    assert len({segment for segment, _, _ in places}) > 1
-    reader = SegmentReader(tmp_path)
-    assert all(len(reader.read(*place, ["tokens"])["tokens"]) == 100 for place in places)
-
-
-def test_a_torn_tail_is_left_alone(tmp_path: Path, open_writer: Open) -> None:
-    first = open_writer(tmp_path)
-    good = first.append({"tokens": b"good"})
-    first.append({"tokens": b"torn"})
-    path = segment_path(tmp_path, 0)
-    path.write_bytes(path.read_bytes()[:-5])
-    after = open_writer(tmp_path).append({"tokens": b"after"})
-    reader = SegmentReader(tmp_path)
-    assert bytes(reader.read(*good, ["tokens"])["tokens"]) == b"good"
-    assert bytes(reader.read(*after, ["tokens"])["tokens"]) == b"after"
-
-
-class FullDisk:
-    """A file whose disk fills up in the middle of a write."""
-
-    def __init__(self, file: object) -> None:
-        self._file = file
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._file, name)
-
-    def write(self, data: bytes) -> int:
-        self._file.write(data[: len(data) // 2])  # type: ignore[attr-defined]
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def test_a_full_disk_leaves_no_half_record(tmp_path: Path, open_writer: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = open_writer(tmp_path)
-    before = writer.append({"tokens": b"before"})
-    monkeypatch.setattr(writer, "_file", FullDisk(writer._file))
-    with pytest.raises(DiskFull, match="no space left"):
-        writer.append({"tokens": bytes(1000)})
-    after = writer.append({"tokens": b"after"})
-    reader = SegmentReader(tmp_path)
-    assert bytes(reader.read(*before, ["tokens"])["tokens"]) == b"before"
-    assert bytes(reader.read(*after, ["tokens"])["tokens"]) == b"after"
-
-
-@pytest.mark.parametrize("limit", [64 << 20, 64])
-def test_a_writer_that_could_not_open_its_next_file_goes_on_when_it_can(
-    tmp_path: Path, open_writer: Open, monkeypatch: pytest.MonkeyPatch, limit: int
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    writer = open_writer(tmp_path, limit=limit)
-    before = writer.append({"tokens": b"before"})
+    before = put(writer, b"before")
     with monkeypatch.context() as patched:
-        patched.setattr("rillflow.storage.segments.fsync_folder", full)
-        if limit > 64:
-            writer._file = FullDisk(writer._file)  # type: ignore[assignment]
+        patched.setattr(f"rillflow.storage.segments.os.{call}", full)
         for _ in range(2):
             with pytest.raises(DiskFull):
-                writer.append({"tokens": bytes(1000)})
-    after = writer.append({"tokens": b"after"})
-    writer.sync()
-    reader = SegmentReader(tmp_path)
-    assert bytes(reader.read(*before, ["tokens"])["tokens"]) == b"before"
-    assert bytes(reader.read(*after, ["tokens"])["tokens"]) == b"after"
+                put(writer, b"lost")
+    after = put(writer, b"after")
+    assert after[0].segment > before[0].segment
+    assert contents(tmp_path, before + after) == [b"before", b"after"]
 
 
-def test_two_writers_of_one_folder_never_share_a_file(tmp_path: Path, open_writer: Open) -> None:
-    """A service that lives on beside the one that was started in its place."""
-    writers = [open_writer(tmp_path, limit=64) for _ in range(2)]
-    places = {writer.append({"tokens": b"%d" % n}): n for n in range(10) for writer in writers}
-    assert len(places) == 20
-    reader = SegmentReader(tmp_path)
-    for place, n in places.items():
-        assert bytes(reader.read(*place, ["tokens"])["tokens"]) == b"%d" % n
-
-
-def test_a_reader_of_many_segments_holds_few_files_open(tmp_path: Path, open_writer: Open) -> None:
+def test_a_sync_that_fails_behind_the_writer_fails_the_put(tmp_path, open_writer, monkeypatch):
+    """The put rolls over several files, and one that was already left behind cannot be synced."""
     writer = open_writer(tmp_path, limit=64)
-    places = [writer.append({"tokens": b"%d" % n}) for n in range(200)]
+    real, calls = os.fdatasync, []
+
+    def second_fails(descriptor):
+        calls.append(descriptor)
+        return full() if len(calls) == 2 else real(descriptor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("rillflow.storage.segments.os.fdatasync", second_fails)
+        with pytest.raises(DiskFull):
+            put(writer, *(b"%d" % n for n in range(5)))
+    assert contents(tmp_path, put(writer, b"after")) == [b"after"]
+
+
+def test_a_new_file_that_cannot_be_entered_into_the_folder_fails_the_put(tmp_path, open_writer, monkeypatch):
+    writer = open_writer(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr("rillflow.storage.segments.fsync_folder", full)
+        with pytest.raises(DiskFull):
+            put(writer, b"lost")
+    assert contents(tmp_path, put(writer, b"after")) == [b"after"]
+
+
+def test_several_writers_of_one_folder_never_share_a_file(tmp_path, open_writer):
+    writers = [open_writer(tmp_path, limit=200) for _ in range(4)]
+    places: dict[Place, bytes] = {}
+
+    def work(number, writer):
+        for n in range(30):
+            value = b"%d-%d" % (number, n)
+            places[put(writer, value)[0]] = value
+
+    threads = [threading.Thread(target=work, args=one) for one in enumerate(writers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(places) == 120
+    assert contents(tmp_path, list(places)) == list(places.values())
+
+
+def test_a_number_is_never_used_again(tmp_path, open_writer):
+    for n in range(3):
+        writer = SegmentWriter(tmp_path)
+        (place,) = put(writer, b"value")
+        assert place.segment == n
+        writer.close()
+        drop_segments(tmp_path, [n, 77])
+        assert segment_numbers(tmp_path) == []
+    drop_segments(tmp_path, [0, 1, 2])
+    assert put(open_writer(tmp_path), b"value")[0].segment == 3
+
+
+def test_a_number_that_is_dropped_while_a_writer_looks_is_not_used_again(tmp_path, open_writer, monkeypatch):
+    real = segments._highest_dropped
+
+    def a_whole_life_in_between(folder):
+        """The writer has seen no file and no dropped one; then one comes and goes."""
+        monkeypatch.undo()
+        seen = real(folder)
+        other = SegmentWriter(folder)
+        assert put(other, b"short life")[0].segment == 0
+        other.close()
+        drop_segments(folder, [0])
+        return seen
+
+    monkeypatch.setattr(segments, "_highest_dropped", a_whole_life_in_between)
+    assert put(open_writer(tmp_path), b"value")[0].segment == 1
+    assert segment_numbers(tmp_path) == [1]
+
+
+def test_a_segment_that_is_still_written_is_not_dropped(tmp_path, open_writer):
+    writer = open_writer(tmp_path)
+    places = put(writer, b"first")
+    drop_segments(tmp_path, [0])
+    places += put(writer, b"second")
+    assert contents(tmp_path, places) == [b"first", b"second"]
+    writer.close()
+    drop_segments(tmp_path, [0])
+    assert all(isinstance(one, CorruptData) for one in contents(tmp_path, places))
+
+
+def test_a_reader_of_many_segments_holds_few_files_open(tmp_path, open_writer):
+    places = put(open_writer(tmp_path, limit=64), *(b"%d" % n for n in range(200)))
     reader = SegmentReader(tmp_path)
     before = len(os.listdir("/proc/self/fd"))
-    first = reader.read(*places[0], ["tokens"])["tokens"]
+    (first,) = reader.read(places[:1], NAMES)
     for n, place in enumerate(places):
-        assert bytes(reader.read(*place, ["tokens"])["tokens"]) == b"%d" % n
+        (found,) = reader.read([place], NAMES)
+        assert found["tokens"].tobytes() == b"%d" % n
     assert len(os.listdir("/proc/self/fd")) - before < 100
-    assert bytes(first) == b"0"  # a view stays valid after its file has left the cache
+    assert first["tokens"].tobytes() == b"0"  # a view stays valid after its file has left the cache
+
+
+def test_dropped_segments_do_not_stay_mapped(tmp_path, open_writer):
+    places = put(open_writer(tmp_path, limit=64), *(b"%d" % n for n in range(10)))
+    reader = SegmentReader(tmp_path)
+    reader.read(places[:8], NAMES)
+    drop_segments(tmp_path, range(8))
+    reader.read(places[8:], NAMES)
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
+    assert mapped
+    assert not any("(deleted)" in line for line in mapped)
+
+
+def test_ranges(tmp_path, open_writer):
+    (place,) = put(open_writer(tmp_path, limit=4096), b"value")
+    assert len(read_range(tmp_path, 0, 0, place.length)) == place.length
+    for number, start, end in ((1, 0, 8), (0, 0, 5000), (0, 9000, 9008)):
+        with pytest.raises(CorruptData):
+            read_range(tmp_path, number, start, end)
+
+
+def test_a_folder_that_cannot_be_written_is_a_clear_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="cannot write"):
+        SegmentWriter(tmp_path / "file" / "unit")

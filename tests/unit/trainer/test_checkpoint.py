@@ -27,16 +27,16 @@ def saved(folder: Path, version: int, trained: Learner, keep: int = 3) -> Checkp
 def test_a_run_continued_from_disk_is_bit_identical(tmp_path: Path) -> None:
     straight = learner(in_order=True)
     for seed in range(2):
-        straight.step(random_rows(seed))
+        straight.step([random_rows(seed)])
     checkpoints = saved(tmp_path, 2, straight)
     for seed in range(2, 5):
-        straight.step(random_rows(seed))
+        straight.step([random_rows(seed)])
     found = checkpoints.latest_valid()
     assert found is not None
     resumed = learner(small_model(seed=5), in_order=True)
     resumed.restore(found.masters, found.moments, found.state.step)
     for seed in range(2, 5):
-        resumed.step(random_rows(seed))
+        resumed.step([random_rows(seed)])
     mine, theirs = straight.masters() | straight.moments(), resumed.masters() | resumed.moments()
     assert set(mine) == set(theirs)
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
@@ -84,7 +84,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
     tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     trained = learner()
-    trained.step(random_rows(0))
+    trained.step([random_rows(0)])
     saved(tmp_path, 3, trained)
     checkpoints = saved(tmp_path, 7, trained)
     damage(tmp_path / "c00000007")

@@ -16,7 +16,8 @@ from rillflow.config import TrainerConfig
 from rillflow.errors import CheckpointError, LeaseLost, RunError
 from rillflow.trainer.batches import Rows, make_rows
 from rillflow.trainer.checkpoint import Checkpoint, Checkpoints
-from rillflow.trainer.loop import NoBatch, StepReport, TrainerLoop
+from rillflow.trainer.loop import StepReport, TrainerLoop
+from rillflow.trainer.parts import NoBatch
 from rillflow.trainer.step import Learner
 from rillflow.types import Batch, BatchReply, TrainerJoined
 from rillflow.weights import FolderStore
@@ -35,6 +36,13 @@ class Ledger:
     live: list[tuple[int, int]] = field(default_factory=list)
     used: set[int] = field(default_factory=lambda: {0})
     refuse: set[str] = field(default_factory=set)
+    parts: int = 1
+    reading: list[Exception | None] = field(default_factory=list)
+    checking: list[Exception | None] = field(default_factory=list)
+    attempts: list[str] = field(default_factory=list)
+    restorable: list[int] = field(default_factory=list)
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    abandoned: int = 0
     before: Callable[[str], None] = lambda event: None
 
     def note(self, event: str) -> None:
@@ -55,26 +63,48 @@ class Ledger:
             rolled_back=len(lost),
         )
 
-    def lease(self, version: int, attempt: str, wait: float) -> BatchReply:
-        self.note("lease")
+    def lease(self, version: int, attempt: str, wait: float, have: int) -> BatchReply:
+        if not have:
+            self.note("lease")
+        self.attempts.append(attempt)
         assert version == (self.live[-1][1] if self.live else 0)
         number = len(self.live)
         if number == self.batches:
             return BatchReply(batch=None, phase="finishing")
         samples, _ = random_samples(number)
-        batch = Batch(id=f"b{number}", attempt=attempt, policy="p", version=version, samples=samples, seconds=60)
+        groups = 3 if self.parts == 1 else have + 1
+        chosen = [sample for sample in samples if have <= int(sample.id[1]) < groups]
+        batch = Batch(
+            id=f"b{number}", attempt=attempt, policy="p", version=version, samples=chosen, seconds=60, groups=groups,
+            complete=groups == 3,
+        )  # fmt: skip
         return BatchReply(batch=batch, phase="training")
 
-    def read(self, batch: Batch) -> Rows:
-        return make_rows(*random_samples(int(batch.id[1:])))
+    def read(self, part: Batch) -> Rows:
+        if self.reading and (error := self.reading.pop(0)):
+            raise error
+        samples, payload = random_samples(int(part.id[1:]))
+        chosen = {sample.id for sample in part.samples}
+        return make_rows(part.samples, [row for row, of in zip(payload, samples, strict=True) if of.id in chosen])
 
-    def commit(self, batch: Batch, version: int, metrics: dict[str, float], step: float, wait: float) -> None:
+    def check(self) -> None:
+        if self.checking and (error := self.checking.pop(0)):
+            raise error
+
+    def abandon(self) -> None:
+        self.abandoned += 1
+
+    def commit(
+        self, batch: Batch, version: int, metrics: dict[str, float], *, step: float, wait: float, restorable: int
+    ) -> None:
         self.note(f"commit {batch.id} {version}")
         if batch.id in self.refuse:
             raise LeaseLost("the lease is gone")
         assert version not in self.used
         self.used.add(version)
         self.live.append((int(batch.id[1:]), version))
+        self.restorable.append(restorable)
+        self.metrics.append(metrics)
         self.before("committed")
 
 
@@ -100,7 +130,8 @@ class NotedCheckpoints(Checkpoints):
 
 def start(folder: Path, ledger: Ledger, **options: Any) -> Learner:
     """One life of a trainer process, from its files to its end."""
-    config = TrainerConfig(lr=1e-2, micro_tokens=60, checkpoint_every=2, batch_wait=options.pop("batch_wait", 5.0))
+    chosen = {name: options.pop(name) for name in ("batch_wait", "steps") if name in options}
+    config = TrainerConfig(**{"lr": 1e-2, "micro_tokens": 60, "checkpoint_every": 2, "batch_wait": 5.0, **chosen})
     trained = learner(in_order=True, lr=1e-2, micro_tokens=60)
     TrainerLoop(
         ledger, trained, NotedStore(folder / "w", ledger), NotedCheckpoints(folder / "c", ledger), config, **options
@@ -137,6 +168,17 @@ def test_order_of_a_whole_run(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert [(report.step, report.version) for report in reports] == [(1, 1), (2, 2), (3, 3)]
     assert all("loss" in report.metrics for report in reports)
+
+
+def test_a_policy_that_has_done_its_steps_asks_for_nothing_more(tmp_path: Path) -> None:
+    """Though other policies of the run go on; started again, it ends at once."""
+    ledger = Ledger(5)
+    start(tmp_path, ledger, steps=2)
+    assert ledger.events[-2:] == ["commit b1 2", "checkpoint 2"]
+    start(tmp_path, ledger, steps=2)
+    assert ledger.events[-1] == "join 2"
+    start(tmp_path, ledger, steps=3)
+    assert [version for _, version in ledger.live] == [1, 2, 3]
 
 
 def test_the_head_is_what_was_trained(tmp_path: Path) -> None:
@@ -256,7 +298,7 @@ def test_a_stop_in_the_middle_of_a_step_commits_nothing_of_it(tmp_path: Path) ->
 def test_waiting_for_a_batch_ends_with_what_was_waited_for(tmp_path: Path) -> None:
     ledger = Ledger(1)
 
-    def nothing(version: int, attempt: str, wait: float) -> BatchReply:
+    def nothing(version: int, attempt: str, wait: float, have: int) -> BatchReply:
         return BatchReply(batch=None, phase="training", waiting_for="2 more groups")
 
     ledger.lease = nothing  # type: ignore[method-assign]
@@ -268,11 +310,11 @@ def test_a_batch_is_asked_for_with_one_attempt_until_it_comes(tmp_path: Path) ->
     ledger = Ledger(2)
     lease, attempts = ledger.lease, []
 
-    def slow(version: int, attempt: str, wait: float) -> BatchReply:
+    def slow(version: int, attempt: str, wait: float, have: int) -> BatchReply:
         attempts.append(attempt)
         if len(attempts) % 3:
             return BatchReply(batch=None, phase="training", waiting_for="samples")
-        return lease(version, attempt, wait)
+        return lease(version, attempt, wait, have)
 
     ledger.lease = slow  # type: ignore[method-assign]
     start(tmp_path, ledger)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from trainer_helpers import random_rows, small_model
+from trainer_helpers import learner, random_rows, small_model
 
 from rillflow.config import TrainerConfig
 from rillflow.trainer.algorithms import ALGORITHMS
@@ -47,7 +47,8 @@ def ours(model: torch.nn.Module, rows: Rows, name: str, budget: int) -> torch.Te
     algorithm = ALGORITHMS[name](TrainerConfig())
     forward = PolicyForward(model)
     forward_logits = forward._logits
-    plan = Plan(rows, input_length(rows), algorithm.advantage(rows), algorithm.weigh(rows.trained_R))
+    aggregation = algorithm.aggregation
+    plan = Plan(rows, input_length(rows), algorithm.advantage(rows), aggregation.weigh(rows.trained_R))
     total = torch.zeros((), dtype=torch.float64)
     for index_B in pack(plan.input_R, budget):
         micro = collate(plan, index_B, torch.device("cpu"))
@@ -56,7 +57,7 @@ def ours(model: torch.nn.Module, rows: Rows, name: str, budget: int) -> torch.Te
         weight_T = torch.from_numpy(plan.weight_R[of_T])
         new_T = torch.log_softmax(forward_logits(micro), -1).gather(-1, micro.target_T[:, None]).squeeze(-1)
         total = total + (algorithm.loss(new_T, micro.old_T.double(), advantage_T) * weight_T).sum()
-    return total
+    return total / aggregation.count(rows.trained_R)
 
 
 @pytest.mark.parametrize("name", ["grpo", "dapo"])
@@ -71,6 +72,20 @@ def test_loss_and_gradient_follow_the_formula_whatever_the_split(name: str, seed
         torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
         for mine, wanted in zip(torch.autograd.grad(loss, list(model.parameters())), gradients, strict=True):
             torch.testing.assert_close(mine, wanted, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo"])
+def test_the_learners_gradient_is_that_of_the_formula(name: str) -> None:
+    """Scaled over the whole batch before it would be clipped, whatever the parts and micro-batches."""
+    model, rows = small_model(), random_rows(4)
+    expected = torch.autograd.grad(written_out(model, rows, name), list(model.parameters()))
+    trained = learner(model, algorithm=name, micro_tokens=30, max_grad_norm=1e9)
+    metrics = trained.step([rows])
+    for parameter, wanted in zip(model.parameters(), expected, strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, wanted, rtol=1e-3, atol=1e-5)
+    norm = torch.stack([gradient.norm() for gradient in expected]).norm()
+    assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
 
 
 def test_clipping_acts_on_these_batches() -> None:
@@ -121,9 +136,9 @@ def test_a_singleton_keeps_its_reward_and_equal_rewards_give_zero() -> None:
 
 def test_aggregation_weights() -> None:
     trained_R = np.array([2, 0, 6])
-    grpo, dapo = (ALGORITHMS[name](TrainerConfig()) for name in ("grpo", "dapo"))
-    np.testing.assert_allclose(dapo.weigh(trained_R)[[0, 2]], 1 / 8)
-    np.testing.assert_allclose(grpo.weigh(trained_R)[[0, 2]], [1 / 4, 1 / 12])
+    grpo, dapo = (ALGORITHMS[name](TrainerConfig()).aggregation for name in ("grpo", "dapo"))
+    np.testing.assert_allclose(dapo.weigh(trained_R)[[0, 2]] / dapo.count(trained_R), 1 / 8)
+    np.testing.assert_allclose(grpo.weigh(trained_R)[[0, 2]] / grpo.count(trained_R), [1 / 4, 1 / 12])
 
 
 def test_clip_settings_win_over_the_algorithms_own() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -10,12 +11,13 @@ import torch
 from trainer_helpers import learner, random_rows, small_model
 
 from rillflow.errors import CheckpointError
-from rillflow.trainer.step import Learner, Stopped
+from rillflow.trainer.batches import Rows
+from rillflow.trainer.step import Learner
 
 METRICS = {
     "loss", "clip_low", "clip_high", "approx_kl", "ratio_mean", "ratio_max", "ess", "entropy", "grad_norm",
     "reward_mean", "reward_std", "advantage_std", "response_length", "truncated", "staleness_mean", "staleness_max",
-    "tokens", "trained_tokens", "samples", "tokens_per_second", "lr", "skipped",
+    "tokens", "trained_tokens", "samples", "tokens_per_second", "lr", "skipped", "parts", "replayed_fraction",
 }  # fmt: skip
 
 
@@ -28,9 +30,9 @@ def same(one: Learner, other: Learner) -> bool:
 def test_steps_raise_the_probability_of_what_was_rewarded(algorithm: str) -> None:
     rows = random_rows(1)
     trained = learner(algorithm=algorithm)
-    first = trained.step(rows)
+    first = trained.step([rows])
     for _ in range(15):
-        last = trained.step(rows)
+        last = trained.step([rows])
     assert set(first) == METRICS
     assert last["loss"] < first["loss"] - 0.1
 
@@ -45,7 +47,7 @@ def test_metrics_of_an_on_policy_batch() -> None:
             ids = torch.from_numpy(rows.tokens_N[start : start + length].astype(np.int64))
             new = torch.log_softmax(own._model(input_ids=ids[None]).logits[0], -1)
             old_N[start + 1 : start + length] = new[:-1].gather(1, ids[1:, None])[:, 0].numpy()
-    metrics = own.step(replace(rows, old_N=old_N))
+    metrics = own.step([replace(rows, old_N=old_N)])
     assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-5)
     assert metrics["ratio_max"] == pytest.approx(1, abs=1e-4)
     assert metrics["ess"] == pytest.approx(1, abs=1e-6)
@@ -59,7 +61,7 @@ def test_metrics_of_an_on_policy_batch() -> None:
 def test_micro_batches_change_nothing_but_rounding() -> None:
     rows = random_rows(3)
     whole, split = learner(micro_tokens=10_000), learner(micro_tokens=20)
-    one, other = whole.step(rows), split.step(rows)
+    one, other = whole.step([rows]), split.step([rows])
     for name in METRICS - {"tokens_per_second"}:
         assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), name
 
@@ -68,7 +70,7 @@ def test_micro_batches_change_nothing_but_rounding() -> None:
 def test_bf16_runs_close_to_fp32_and_keeps_fp32_masters() -> None:
     rows = random_rows(3)
     full, half = learner(), learner(dtype="bf16")
-    one, other = full.step(rows), half.step(rows)
+    one, other = full.step([rows]), half.step([rows])
     assert other["loss"] == pytest.approx(one["loss"], rel=0.1, abs=0.05)
     assert one["loss"] != other["loss"]
     assert {tensor.dtype for tensor in (half.masters() | half.moments()).values()} == {torch.float32}
@@ -85,8 +87,8 @@ def test_the_overlong_filter_trains_nothing_of_truncated_rows() -> None:
     keep = ~rows.truncated_R
     assert 0 < keep.sum() < len(keep)
     filtered, by_hand = learner(algorithm="dapo", overlong_filter=True), learner(algorithm="dapo")
-    metrics = filtered.step(rows)
-    by_hand.step(rows.masked(keep))
+    metrics = filtered.step([rows])
+    by_hand.step([rows.masked(keep)])
     assert same(filtered, by_hand)
     assert metrics["trained_tokens"] < rows.mask_N.sum()
     assert metrics["response_length"] == rows.trained_R.mean()
@@ -95,7 +97,7 @@ def test_the_overlong_filter_trains_nothing_of_truncated_rows() -> None:
 def test_a_batch_that_trains_nothing_changes_nothing() -> None:
     rows = random_rows(5)
     idle, before = learner(overlong_filter=True), learner()
-    metrics = idle.step(replace(rows, truncated_R=np.ones_like(rows.truncated_R)))
+    metrics = idle.step([replace(rows, truncated_R=np.ones_like(rows.truncated_R))])
     assert metrics["skipped"] == 1
     assert idle.steps == 1
     assert same(idle, before)
@@ -106,44 +108,70 @@ def test_gradients_that_are_not_finite_are_not_applied() -> None:
     model = small_model()
     broken, before = learner(model), learner()
     hook = next(model.parameters()).register_hook(lambda gradient: gradient * float("nan"))
-    metrics = broken.step(rows)
+    metrics = broken.step([rows])
     assert metrics["skipped"] == 1
     assert same(broken, before)
     assert "grad_norm" not in metrics
     hook.remove()
-    assert broken.step(rows)["skipped"] == 0
+    assert broken.step([rows])["skipped"] == 0
 
 
-def test_a_stopped_step_changes_nothing() -> None:
+class Enough(Exception):
+    """What somebody raises who wants the step to end."""
+
+
+@pytest.mark.parametrize("checks", [0, 2, 5])
+def test_an_abandoned_step_changes_nothing(checks: int) -> None:
+    """Whether at once, between two micro-batches or just before the update."""
     rows = random_rows(6)
-    asked = iter([False, False, True])
-    stopped, before = learner(micro_tokens=15), learner()
-    with pytest.raises(Stopped):
-        stopped.step(rows, lambda: next(asked))
+    left = iter([None] * checks)
+
+    def check() -> None:
+        if next(left, Enough) is Enough:
+            raise Enough
+
+    stopped, before = learner(micro_tokens=40), learner(micro_tokens=40)
+    with pytest.raises(Enough):
+        stopped.step([rows], check)
     assert same(stopped, before)
-    stopped.step(rows)
-    before.step(rows)
+    stopped.step([rows])
+    before.step([rows])
+    assert same(stopped, before)
     assert stopped.steps == 1
+
+
+def test_a_part_that_does_not_come_abandons_the_step() -> None:
+    def parts() -> Iterator[Rows]:
+        yield random_rows(6)
+        raise Enough
+
+    broken, before = learner(), learner()
+    with pytest.raises(Enough):
+        broken.step(parts())
+    assert same(broken, before)
+    broken.step([random_rows(7)])
+    before.step([random_rows(7)])
+    assert same(broken, before)
 
 
 def test_warmup() -> None:
     rows = random_rows(7)
     warm = learner(lr=0.01, warmup_steps=4)
-    assert [warm.step(rows)["lr"] for _ in range(6)] == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01])
+    assert [warm.step([rows])["lr"] for _ in range(6)] == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01])
 
 
 def test_restore_continues_bit_for_bit() -> None:
     batches = [random_rows(seed) for seed in range(6)]
     straight = learner(in_order=True, warmup_steps=5)
     for rows in batches:
-        straight.step(rows)
+        straight.step([rows])
     first = learner(in_order=True, warmup_steps=5)
     for rows in batches[:3]:
-        first.step(rows)
+        first.step([rows])
     second = learner(small_model(seed=9), in_order=True, warmup_steps=5)
     second.restore(first.masters(), first.moments(), first.steps)
     for rows in batches[3:]:
-        second.step(rows)
+        second.step([rows])
     assert same(straight, second)
     assert second.steps == 6
 

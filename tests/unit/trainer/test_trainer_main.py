@@ -1,4 +1,4 @@
-"""A whole trainer process's work against a dataflow service imitated over real HTTP."""
+"""A whole trainer process's work against a dataflow service imitated over real HTTP, and a real storage unit."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from trainer_helpers import random_samples, small_model
 
+from rillflow.clients.dataflow import DataflowClient
+from rillflow.clients.payloads import PayloadReader
 from rillflow.config import Recipe
+from rillflow.dataflow.units import FileUnit
 from rillflow.errors import LeaseLost
 from rillflow.trainer.checkpoint import Checkpoints
 from rillflow.trainer.main import run_trainer
@@ -25,35 +29,52 @@ from rillflow.types import (
     Ack,
     Batch,
     BatchReply,
+    BatchSample,
     CommitBatch,
-    GetRows,
     JoinTrainer,
     LeaseBatch,
-    RowsGot,
+    LoseRows,
+    RenewBatch,
     TrainerJoined,
-    UnitInfo,
+    Units,
 )
 from rillflow.weights import FolderStore
-from rillflow.wire import LoopThread, Service
+from rillflow.wire import Client, LoopThread, Service
 
 TOKEN = "t" * 32
 
 
 class Peer(Service):
-    """Serves `total` batches, then says that the run is finishing."""
+    """Serves `total` batches of three groups, then says that the run is finishing. `lease` is that of a batch."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, folder: Path, total: int) -> None:
         super().__init__("dataflow", TOKEN)
         self.total = total
+        self.lease = 60.0
         self.commits: list[CommitBatch] = []
+        self.renewed: list[RenewBatch] = []
+        self.lost: list[LoseRows] = []
+        self.leases: list[LeaseBatch] = []
         self.accept = True
         self.on_commit: Callable[[CommitBatch], Awaitable[None]] | None = None
-        self.rows = [random_samples(number) for number in range(total)]
+        self.unit = FileUnit(folder / "units" / "unit-0")
+        self.samples = [self._stored(number) for number in range(total)]
         self.post("/trainers/join", self._join, JoinTrainer)
         self.post("/batches/lease", self._lease, LeaseBatch)
+        self.post("/batches/renew", self._renew, RenewBatch)
         self.post("/batches/commit", self._commit, CommitBatch)
-        self.post("/unit/get", self._get, GetRows)
-        self.get("/unit/info", self._info)
+        self.post("/rows/lost", self._lose, LoseRows)
+        self.get("/units", self._units)
+
+    def _stored(self, number: int) -> list[BatchSample]:
+        """Its samples, whose columns lie in two rows each, as those of stages do."""
+        samples, payload = random_samples(number)
+        rows = self.unit.put([{name: row[name] for name in ("tokens", "mask", "temperatures")} for row in payload])
+        extra = self.unit.put([{name: row[name] for name in ("logprobs", "raw_logprobs")} for row in payload])
+        return [
+            msgspec.structs.replace(sample, row=row, extra=[more])
+            for sample, row, more in zip(samples, rows, extra, strict=True)
+        ]
 
     async def _join(self, news: JoinTrainer) -> TrainerJoined:
         self.commits = [commit for commit in self.commits if commit.version <= news.checkpoint]
@@ -62,14 +83,21 @@ class Peer(Service):
         )
 
     async def _lease(self, ask: LeaseBatch) -> BatchReply:
+        self.leases.append(ask)
         number = len(self.commits)
         if number >= self.total:
             return BatchReply(batch=None, phase="finishing" if self.total else "training", waiting_for="samples")
-        samples = self.rows[number][0]
+        groups = min(ask.have + ask.least, 3) if ask.least else 3
         batch = Batch(
-            id=str(number), attempt=ask.attempt, policy=ask.policy, version=ask.version, samples=samples, seconds=60
-        )
+            id=str(number), attempt=ask.attempt, policy=ask.policy, version=ask.version, seconds=self.lease,
+            samples=[sample for sample in self.samples[number] if ask.have <= int(sample.group[1:]) < groups],
+            groups=groups, complete=groups == 3,
+        )  # fmt: skip
         return BatchReply(batch=batch, phase="training")
+
+    async def _renew(self, news: RenewBatch) -> Ack:
+        self.renewed.append(news)
+        return Ack(accepted=True)
 
     async def _commit(self, news: CommitBatch) -> Ack:
         if self.on_commit is not None:
@@ -78,12 +106,15 @@ class Peer(Service):
             self.commits.append(news)
         return Ack(accepted=self.accept, reason="too late")
 
-    async def _get(self, ask: GetRows) -> RowsGot:
-        payload = self.rows[len(self.commits)][1]
-        return RowsGot(rows=[{name: payload[row.offset][name].tobytes() for name in ask.columns} for row in ask.rows])
+    async def _lose(self, news: LoseRows) -> Ack:
+        """The episodes are played again, which gives other rows."""
+        self.lost.append(news)
+        number = len(self.commits)
+        self.samples[number] = self._stored(number)
+        return Ack(accepted=True)
 
-    async def _info(self) -> UnitInfo:
-        return UnitInfo(unit="u", path="/nowhere")
+    async def _units(self) -> Units:
+        return Units(units=[self.unit.info()])
 
 
 @pytest.fixture
@@ -99,7 +130,7 @@ def _settings_back() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def recipe_for(tmp_path: Path, **trainer: Any) -> Recipe:
+def recipe_for(tmp_path: Path, *, deterministic: bool = True, **trainer: Any) -> Recipe:
     small_model().save_pretrained(tmp_path / "model")
     return Recipe.model_validate(
         {
@@ -107,7 +138,7 @@ def recipe_for(tmp_path: Path, **trainer: Any) -> Recipe:
             "workflow": "x:y",
             "data": {"prompts": {"path": "x"}},
             "dataflow": {"staleness": 0},
-            "runtime": {"deterministic": True},
+            "runtime": {"deterministic": deterministic},
             "policies": {"p": {"model": str(tmp_path / "model"), "trainer": {"lr": 1e-2, **trainer}}},
         }
     )
@@ -119,10 +150,11 @@ def run(recipe: Recipe, folder: Path, peer: Peer, thread: LoopThread, **options:
         run_trainer(recipe, "p", folder, url, TOKEN, **options)
     finally:
         thread.run(peer.stop(), 10)
+        peer.unit.close()
 
 
 def test_a_run_from_start_to_end(tmp_path: Path, thread: LoopThread) -> None:
-    peer = Peer(3)
+    peer = Peer(tmp_path, 3)
     run(recipe_for(tmp_path), tmp_path, peer, thread)
     assert [commit.version for commit in peer.commits] == [1, 2, 3]
     assert peer.commits[0].metrics["trained_tokens"] > 0
@@ -138,7 +170,7 @@ def page(url: str) -> str:
 
 
 def test_metrics_of_the_last_step_are_served(tmp_path: Path, thread: LoopThread) -> None:
-    peer = Peer(2)
+    peer = Peer(tmp_path, 2)
     urls: list[str] = []
     pages: list[str] = []
 
@@ -153,7 +185,7 @@ def test_metrics_of_the_last_step_are_served(tmp_path: Path, thread: LoopThread)
 
 
 def test_a_commit_that_came_too_late_ends_the_trainer(tmp_path: Path, thread: LoopThread) -> None:
-    peer = Peer(1)
+    peer = Peer(tmp_path, 1)
     peer.accept = False
     with pytest.raises(LeaseLost, match="too late"):
         run(recipe_for(tmp_path), tmp_path, peer, thread)
@@ -161,7 +193,7 @@ def test_a_commit_that_came_too_late_ends_the_trainer(tmp_path: Path, thread: Lo
 
 
 def test_sigterm_while_waiting_ends_soon_with_a_checkpoint(tmp_path: Path, thread: LoopThread) -> None:
-    peer = Peer(0)
+    peer = Peer(tmp_path, 0)
     sent: list[float] = []
 
     def terminate() -> None:
@@ -177,10 +209,10 @@ def test_sigterm_while_waiting_ends_soon_with_a_checkpoint(tmp_path: Path, threa
 
 def test_the_dataflow_service_may_be_away_for_a_while(tmp_path: Path, thread: LoopThread) -> None:
     """Leasing goes on after the service has come back on the same port."""
-    peer = Peer(0)
+    peer = Peer(tmp_path, 0)
     url = thread.run(peer.start(), 10)
     port = int(url.rsplit(":", 1)[1])
-    again = Peer(2)
+    again = Peer(tmp_path / "again", 2)
 
     def swap() -> None:
         thread.run(peer.stop(), 10)
@@ -192,17 +224,77 @@ def test_the_dataflow_service_may_be_away_for_a_while(tmp_path: Path, thread: Lo
     run_trainer(recipe_for(tmp_path), "p", tmp_path, url, TOKEN)
     timer.join()
     thread.run(again.stop(), 10)
+    for one in (peer, again):
+        one.unit.close()
     assert [commit.version for commit in again.commits] == [1, 2]
 
 
-@pytest.mark.parametrize(("step", "hint"), [(1.0, "restarts by itself"), (61.0, "raise dataflow.batch_lease")])
-def test_a_lease_that_was_too_short_is_named(thread: LoopThread, step: float, hint: str) -> None:
-    class Late:
-        async def commit(self, news: object) -> object:
-            raise LeaseLost("batch b is expired", "join again")
+def test_batches_may_come_in_parts(tmp_path: Path, thread: LoopThread) -> None:
+    peer = Peer(tmp_path, 2)
+    run(recipe_for(tmp_path, deterministic=False, stream_groups=2, batch_groups=3), tmp_path, peer, thread)
+    assert [(ask.have, ask.least, ask.groups) for ask in peer.leases] == [(0, 2, 3), (2, 2, 3)] * 2 + [(0, 2, 3)]
+    assert [commit.metrics["parts"] for commit in peer.commits] == [2, 2]
+    assert [commit.metrics["samples"] for commit in peer.commits] == [12, 12]
 
-    stream = RemoteStream(thread, Late(), None, policy="p", incarnation="i", groups=1)  # type: ignore[arg-type]
-    batch = Batch(id="b", attempt="a", policy="p", version=0, samples=[], seconds=60.0)
-    with pytest.raises(LeaseLost, match="expired") as caught:
-        stream.commit(batch, 1, {}, step=step, wait=0.0)
-    assert hint in caught.value.hint
+
+def test_a_repeatable_run_takes_whole_batches(tmp_path: Path, thread: LoopThread) -> None:
+    """Parts come as they are ready: another run would add them up in another order."""
+    peer = Peer(tmp_path, 1)
+    run(recipe_for(tmp_path, stream_groups=2), tmp_path, peer, thread)
+    assert {ask.least for ask in peer.leases} == {0}
+
+
+def test_damaged_rows_are_reported_and_others_trained_on(tmp_path: Path, thread: LoopThread) -> None:
+    peer = Peer(tmp_path, 2)
+    rows = [sample.row for sample in peer.samples[1][4:6]]
+    path = next((tmp_path / "units" / "unit-0").glob(f"*{rows[0].segment}*"))
+    data = bytearray(path.read_bytes())
+    for row in rows:
+        data[row.offset + row.length // 2] ^= 1
+    path.write_bytes(data)
+    run(recipe_for(tmp_path), tmp_path, peer, thread)
+    assert [news.rows for news in peer.lost] == [rows]
+    assert [commit.version for commit in peer.commits] == [1, 2]
+
+
+def test_rows_that_do_not_fit_their_samples_are_reported_too(tmp_path: Path, thread: LoopThread) -> None:
+    peer = Peer(tmp_path, 1)
+    wrong = peer.samples[0][3]
+    peer.samples[0][3] = msgspec.structs.replace(wrong, tokens=wrong.tokens + 1)
+    run(recipe_for(tmp_path), tmp_path, peer, thread)
+    assert [news.rows for news in peer.lost] == [[wrong.row]]
+    assert "another length" in peer.lost[0].reason
+    assert len(peer.commits) == 1
+
+
+def test_the_batch_in_hand_is_renewed_and_no_other(tmp_path: Path, thread: LoopThread) -> None:
+    peer = Peer(tmp_path, 2)
+    peer.lease = 0.2
+    url = thread.run(peer.start(), 10)
+    own = LoopThread("trainer-wire")
+    dataflow = DataflowClient(Client(url, TOKEN))
+    stream = RemoteStream(own, dataflow, PayloadReader(dataflow.units, TOKEN), policy="p", incarnation="i", groups=3)
+    try:
+        batch = stream.lease(0, "a", 0.0, 0).batch
+        assert batch is not None
+        wait_until(lambda: len(peer.renewed) >= 6)
+        assert {(news.batch, news.attempt) for news in peer.renewed} == {("0", "a")}
+        stream.commit(batch, 1, {}, step=0.1, wait=0.1, restorable=0)
+        done = len(peer.renewed)
+        assert stream.lease(1, "b", 0.0, 0).batch is not None
+        wait_until(lambda: len(peer.renewed) >= done + 2)
+        assert {news.attempt for news in peer.renewed[done:]} == {"b"}
+        stream.abandon()
+        stream.check()
+    finally:
+        own.run(dataflow.close(), 10)
+        own.close()
+        thread.run(peer.stop(), 10)
+        peer.unit.close()
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not done():
+        assert time.monotonic() < deadline, "waited 30 s"
+        time.sleep(0.02)

@@ -1,7 +1,8 @@
 """What the algorithms share: group advantages, the importance ratio, the clipped loss, and aggregation.
 
-Aggregation is a weight for each token, fixed from the totals of the whole batch before the first micro-batch: the
-loss of a batch is the plain sum of weight times token loss, however the batch is split.
+Aggregation has two halves, because a batch may be trained on before all of it is there: a weight for each token that
+its own row fixes, and a count that adds up over the batch. The loss of a batch is the sum of weight times token loss,
+divided by the count, however the batch is split and in whatever parts it comes.
 """
 
 from __future__ import annotations
@@ -32,12 +33,21 @@ class Clip:
 
 
 @dataclass(frozen=True)
+class Aggregation:
+    """Both halves see the trained tokens of each row: `weigh` gives the weight of each token of a row, `count` what
+    these rows add to the number that the whole batch is divided by."""
+
+    weigh: Callable[[Ints], Floats]
+    count: Callable[[Ints], int]
+
+
+@dataclass(frozen=True)
 class Algorithm:
-    """`advantage` gives one number a row; `weigh` turns trained tokens a row into the weight of each token of it."""
+    """`advantage` gives one number a row, from the row and the statistics of its group alone."""
 
     clip: Clip
     advantage: Callable[[Rows], Floats]
-    weigh: Callable[[Ints], Floats]
+    aggregation: Aggregation
 
     def loss(self, new_T: torch.Tensor, old_T: torch.Tensor, advantage_T: torch.Tensor) -> torch.Tensor:
         """The loss of each token, not yet weighted. `old_T` are the log-probs the engine recorded."""
@@ -71,11 +81,23 @@ def clipped_surrogate(ratio_T: torch.Tensor, advantage_T: torch.Tensor, clip: Cl
     return torch.where(advantage_T < 0, torch.minimum(worst_T, -advantage_T * clip.dual), worst_T)
 
 
-def token_mean(trained_R: Ints) -> Floats:
-    """Every trained token of the batch counts the same."""
-    return np.full(len(trained_R), 1.0 / max(int(trained_R.sum()), 1))
+def _ones(trained_R: Ints) -> Floats:
+    return np.ones(len(trained_R))
 
 
-def seq_mean_token_mean(trained_R: Ints) -> Floats:
-    """Every row that trains counts the same, and every token within its row; rows that train nothing do not count."""
-    return 1.0 / (max(int((trained_R > 0).sum()), 1) * np.maximum(trained_R, 1))
+def _tokens(trained_R: Ints) -> int:
+    return int(trained_R.sum())
+
+
+def _one_a_row(trained_R: Ints) -> Floats:
+    return 1.0 / np.maximum(trained_R, 1)
+
+
+def _training_rows(trained_R: Ints) -> int:
+    return int((trained_R > 0).sum())
+
+
+# Every trained token of the batch counts the same.
+token_mean = Aggregation(weigh=_ones, count=_tokens)
+# Every row that trains counts the same, and every token within its row; rows that train nothing do not count.
+seq_mean_token_mean = Aggregation(weigh=_one_a_row, count=_training_rows)

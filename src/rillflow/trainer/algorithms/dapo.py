@@ -14,5 +14,5 @@ def dapo(config: TrainerConfig) -> Algorithm:
     return Algorithm(
         clip=Clip(low=config.clip_low or 0.2, high=config.clip_high or 0.28, dual=10.0),
         advantage=group_advantage,
-        weigh=token_mean,
+        aggregation=token_mean,
     )

@@ -10,5 +10,5 @@ def grpo(config: TrainerConfig) -> Algorithm:
     return Algorithm(
         clip=Clip(low=config.clip_low or 0.2, high=config.clip_high or 0.2, dual=3.0),
         advantage=group_advantage,
-        weigh=seq_mean_token_mean,
+        aggregation=seq_mean_token_mean,
     )

@@ -1,4 +1,4 @@
-"""Drop groups whose episodes all got the same reward: they carry no advantage and no gradient."""
+"""Drop groups whose episodes all got the same reward: they carry no advantage and no gradient (dynamic sampling)."""
 
 from __future__ import annotations
 

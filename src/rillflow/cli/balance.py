@@ -1,0 +1,49 @@
+"""`rillflow balance`: the report of a live run, or, where no service answers, as its ledger was left."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from rillflow.clients.dataflow import DataflowClient
+from rillflow.dataflow.balance import Balance
+from rillflow.dataflow.balance_ledger import read_balance
+from rillflow.errors import WireError
+from rillflow.observe.balance import balance_view
+from rillflow.runtime.folder import RunFolder
+from rillflow.wire import Client
+
+_PATIENCE = 2.0  # seconds; a service that is there answers in milliseconds
+
+
+def print_balance(folder: RunFolder, *, as_json: bool) -> None:
+    balance, live = find_balance(folder)
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(balance), indent=2).decode())
+        return
+    console = Console()
+    console.print(balance_view(balance))
+    if not live:
+        console.print("no dataflow service answers: this is what the ledger has", style="dim")
+
+
+def find_balance(folder: RunFolder) -> tuple[Balance, bool]:
+    """The balance, and whether a live service told it."""
+    url = folder.endpoint("dataflow")
+    if url is not None:
+        try:
+            return msgspec.convert(asyncio.run(_ask(url, folder.token)), Balance), True
+        except (WireError, msgspec.ValidationError):
+            pass  # the service has ended, and perhaps another program listens where it did
+    return read_balance(folder.ledger, folder.recipe.policy), False
+
+
+async def _ask(url: str, token: str) -> dict[str, Any]:
+    client = DataflowClient(Client(url, token, peer="dataflow"))
+    try:
+        return await client.balance(_PATIENCE)
+    finally:
+        await client.close()

@@ -1,0 +1,124 @@
+"""Who the storage units of a run are and how each is reached: its folder where it is on this host, else its URL."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from rillflow.contracts import Clock, SystemClock
+from rillflow.errors import DeadlineExceeded, RillflowError, Unavailable, WireError
+from rillflow.types import GetRows, Row, RowsGot, RowsPut, UnitInfo, Units
+from rillflow.wire import Client
+
+log = logging.getLogger(__name__)
+
+UNIT_ID_FILE = "unit"
+GET_LIMIT = 64 << 20  # bytes that a unit reads for one call
+FRESH_SECONDS = 2.0
+
+
+def is_here(info: UnitInfo) -> bool:
+    """The folder can be read on this host and is the same unit, not another one at the same path."""
+    try:
+        return bool(info.path) and (Path(info.path) / UNIT_ID_FILE).read_text() == info.unit
+    except OSError:
+        return False
+
+
+class UnitClient(Client):
+    """One storage unit over HTTP. Every call is one attempt: its caller knows other units, or asks where it is now."""
+
+    async def put_rows(self, rows: Sequence[dict[str, Any]], deadline: float) -> list[Row]:
+        """`rows` of anything that msgpack writes as bytes."""
+        body = msgspec.msgpack.encode({"rows": rows})  # as a PutRows, which names bytes alone
+        return (await self._once("POST", "/put", body, RowsPut, deadline)).rows
+
+    async def get_rows(self, rows: list[Row], columns: list[str], deadline: float) -> list[dict[str, bytes]]:
+        body = msgspec.msgpack.encode(GetRows(rows=rows, columns=columns))
+        return (await self._once("POST", "/get", body, RowsGot, deadline)).rows
+
+    async def get_range(self, segment: int, start: int, end: int, deadline: float) -> bytes:
+        """The bytes [start, end) of a segment; CorruptData when the unit does not have them."""
+        path = f"/segments/{segment}"
+        asked = {"range": f"bytes={start}-{end - 1}"}
+        timeout = aiohttp.ClientTimeout(total=deadline)
+        try:
+            async with self._open().get(self.url + path, headers=asked, timeout=timeout) as response:
+                body = await response.read()
+        except (aiohttp.ClientError, ConnectionError) as error:
+            raise Unavailable(f"cannot reach {self.peer}: {type(error).__name__}: {error}") from error
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"{self.peer} did not answer {path} in time", "look at its log") from error
+        if response.status != 206:
+            raise self._error(path, response.status, body)
+        if len(body) != end - start:
+            raise WireError(f"{self.peer} answered {path} with {len(body)} bytes instead of {end - start}")
+        return body
+
+
+class Directory:
+    """The units, asked for again after two seconds or when a caller says that something is wrong with one.
+
+    A unit that was heard of once is remembered: its folder can be read while its process is down.
+    """
+
+    def __init__(self, units: Callable[[], Awaitable[Units]], token: str, *, clock: Clock | None = None) -> None:
+        self._units = units
+        self._token = token
+        self._clock = clock or SystemClock()
+        self._listed: list[UnitInfo] = []
+        self._known: dict[str, UnitInfo] = {}
+        self._here: dict[tuple[str, str], bool] = {}
+        self._clients: dict[str, UnitClient] = {}
+        self._asked_at = float("-inf")
+        self._asking = asyncio.Lock()
+        self.asked = 0  # how often the list was renewed
+
+    async def units(self, *, since: int = 0) -> list[UnitInfo]:
+        """The units heard of lately, renewed at least once after the `since`th time."""
+        async with self._asking:
+            if self.asked <= since or self._clock.monotonic() - self._asked_at > FRESH_SECONDS:
+                await self._ask()
+        return self._listed
+
+    async def _ask(self) -> None:
+        try:
+            self._listed = (await self._units()).units
+        except RillflowError as error:
+            if not self._listed:
+                raise
+            log.warning("the list of storage units stays as it was: %s", error.message)
+        self._known.update((info.unit, info) for info in self._listed)
+        self._asked_at = self._clock.monotonic()
+        self.asked += 1
+
+    async def find(self, unit: str, *, since: int = 0) -> UnitInfo | None:
+        """A unit by its name; None when nobody has heard of it."""
+        if unit not in self._known or since:
+            await self.units(since=since or self.asked)
+        return self._known.get(unit)
+
+    def here(self, info: UnitInfo) -> bool:
+        key = (info.unit, info.path)
+        if key not in self._here:
+            self._here[key] = is_here(info)
+        return self._here[key]
+
+    def client(self, info: UnitInfo) -> UnitClient:
+        if not info.url:
+            raise Unavailable(f"unit {info.unit} listens nowhere", "is its process running?")
+        found = self._clients.get(info.url)
+        if found is None:
+            found = self._clients[info.url] = UnitClient(info.url, self._token, peer=f"unit {info.unit}")
+        return found
+
+    async def close(self) -> None:
+        for client in self._clients.values():
+            await client.close()
+        self._clients.clear()

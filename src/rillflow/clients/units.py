@@ -1,0 +1,210 @@
+"""Writes rows into storage units. A row is durable in one unit when `put` returns.
+
+A put goes to the unit with the least to do; when that one cannot take it, to the next. What a failed try may have
+left behind is never referred to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rillflow.clients.columns import check_columns, row_bytes
+from rillflow.clients.directory import UNIT_ID_FILE, Directory
+from rillflow.clients.grouping import GroupedPuts
+from rillflow.contracts import Clock, SystemClock
+from rillflow.errors import DeadlineExceeded, StorageError, Unavailable
+from rillflow.storage import SegmentWriter
+from rillflow.storage.records import view_of
+from rillflow.storage.segments import SEGMENT_BYTES
+from rillflow.types import Row, UnitInfo, Units
+from rillflow.wire.client import DEFAULT_DEADLINE
+from rillflow.wire.server import DEFAULT_BODY_LIMIT
+
+if TYPE_CHECKING:
+    from rillflow.contracts import Buffer
+
+    Rows = Sequence[Mapping[str, Buffer]]
+
+PUT_LIMIT = DEFAULT_BODY_LIMIT - (1 << 20)  # bytes of columns in one body; the rest is names and lengths
+_ROW_EXTRA = 1 << 10  # names and lengths of a row, at most, as far as a body's size is concerned
+_PAUSE = 0.1
+
+
+class LocalWriter:
+    """Writes straight into the folder of a unit on this host. Any thread may put; each put is one sync."""
+
+    def __init__(self, folder: Path, *, segment_bytes: int = SEGMENT_BYTES) -> None:
+        try:
+            self.unit = (folder / UNIT_ID_FILE).read_text()
+        except OSError as error:
+            raise StorageError(f"{folder} is not the folder of a storage unit: {error}", "start the unit") from error
+        self._writer = SegmentWriter(folder, segment_bytes)
+        self._lock = threading.Lock()
+
+    def put(self, rows: Rows) -> list[Row]:
+        for row in rows:
+            check_columns(row)
+        with self._lock:
+            places = self._writer.write(rows)
+            self._writer.sync()
+        return [Row(unit=self.unit, segment=s, offset=o, length=n) for s, o, n in places]
+
+    def close(self) -> None:
+        with self._lock:
+            self._writer.close()
+
+
+class _Local:
+    """A unit on this host: one writer, whose syncs concurrent puts share."""
+
+    def __init__(self, folder: Path, segment_bytes: int) -> None:
+        self._writer = LocalWriter(folder, segment_bytes=segment_bytes)
+        self._puts = GroupedPuts(self._writer.put)
+        self.put = self._puts.put
+
+    async def close(self) -> None:
+        await self._puts.close()
+        self._writer.close()
+
+
+class UnitWriter:
+    """Puts rows from one event loop. `units` tells who is there; see `Directory`."""
+
+    def __init__(
+        self,
+        units: Callable[[], Awaitable[Units]],
+        token: str,
+        *,
+        allow_local: bool = True,
+        segment_bytes: int = SEGMENT_BYTES,
+        clock: Clock | None = None,
+    ) -> None:
+        self._clock = clock or SystemClock()
+        self._directory = Directory(units, token, clock=self._clock)
+        self._allow_local = allow_local
+        self._segment_bytes = segment_bytes
+        self._local: dict[tuple[str, str], _Local] = {}
+        self._under_way: Counter[str] = Counter()  # own bytes by unit
+        self._mine: Counter[str] = Counter()  # those, and what went since the list of units was renewed
+        self._mine_since = 0
+
+    async def put(self, rows: Rows, deadline: float = DEFAULT_DEADLINE) -> list[Row]:
+        """Durable when this returns. All rows of one call go to one unit."""
+        for row in rows:
+            check_columns(row)
+        if not rows:
+            return []
+        end = self._clock.monotonic() + deadline
+        try:
+            async with asyncio.timeout(deadline):
+                return await self._try_all(rows, end)
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"no storage unit took {len(rows)} rows within {deadline:.0f} s", "look at the logs of the units"
+            ) from error
+
+    async def close(self) -> None:
+        for local in self._local.values():
+            await local.close()
+        self._local.clear()
+        await self._directory.close()
+
+    # ------------------------------------------------------------ choosing
+
+    async def _try_all(self, rows: Rows, end: float) -> list[Row]:
+        """Unit after unit, the least loaded first; then all over again, until one takes the rows."""
+        size = sum(map(row_bytes, rows))
+        failed: set[str] = set()
+        since = 0
+        last: Exception | None = None
+        while True:
+            units = [info for info in await self._directory.units(since=since) if info.unit not in failed]
+            if not units:
+                if last is not None and (isinstance(last, StorageError) or self._clock.monotonic() + _PAUSE >= end):
+                    raise last
+                since, failed = self._directory.asked, set()
+                await asyncio.sleep(_PAUSE)
+                continue
+            info = self._choose(units, size)
+            try:
+                return await self._put(info, rows, size, (end - self._clock.monotonic()) / len(units))
+            except (Unavailable, DeadlineExceeded, StorageError) as error:
+                last = error
+                failed.add(info.unit)
+                since = self._directory.asked
+
+    def _choose(self, units: list[UnitInfo], size: int) -> UnitInfo:
+        """The least loaded that has room; the one on this host where that makes no difference."""
+        if self._mine_since != self._directory.asked:
+            # What was finished before the list was renewed is part of the loads in it.
+            self._mine_since = self._directory.asked
+            self._mine = self._under_way.copy()
+        return min(
+            units,
+            key=lambda info: (
+                0 < info.free < 2 * size,
+                info.load + self._mine[info.unit],
+                not self._directory.here(info),
+            ),
+        )
+
+    @contextmanager
+    def _counted(self, unit: str, size: int) -> Iterator[None]:
+        self._mine[unit] += size
+        self._under_way[unit] += size
+        try:
+            yield
+        finally:
+            self._under_way[unit] -= size
+
+    # ------------------------------------------------------------ writing
+
+    async def _put(self, info: UnitInfo, rows: Rows, size: int, deadline: float) -> list[Row]:
+        with self._counted(info.unit, size):
+            if self._allow_local and self._directory.here(info):
+                return await self._put_here(info, rows, deadline)
+            client = self._directory.client(info)
+            end = self._clock.monotonic() + deadline
+            places: list[Row] = []
+            for part in _parts(rows):
+                left = max(end - self._clock.monotonic(), 0.001)
+                places += await client.put_rows(part, left)
+            return places
+
+    async def _put_here(self, info: UnitInfo, rows: Rows, deadline: float) -> list[Row]:
+        key = (info.unit, info.path)
+        if key not in self._local:
+            self._local[key] = _Local(Path(info.path), self._segment_bytes)
+        try:
+            async with asyncio.timeout(deadline):
+                return await self._local[key].put(rows)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"the disk of unit {info.unit} is too slow", "look at its load") from error
+
+
+def _parts(rows: Rows) -> Iterator[list[dict[str, Any]]]:
+    """The rows in the same order, in parts that fit into a body."""
+    part: list[dict[str, Any]] = []
+    size = 0
+    for row in rows:
+        length = row_bytes(row) + _ROW_EXTRA
+        if part and size + length > PUT_LIMIT:
+            yield part
+            part, size = [], 0
+        part.append({name: _packable(data) for name, data in row.items()})
+        size += length
+    if part:
+        yield part
+
+
+def _packable(data: Buffer) -> Any:
+    """msgpack writes bytes and views of bytes."""
+    return view_of(data.view(np.uint8)) if isinstance(data, np.ndarray) else data

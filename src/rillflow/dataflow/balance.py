@@ -1,0 +1,340 @@
+"""The balance report: whether the pool of rollout nodes fits what the trainer takes, and which size would.
+
+Made from plain rows (steps, evaluation rounds, nodes) between a mark and a look; nothing here reads a ledger or a
+clock. Counts are of samples. A step's time is all of it, the wait for its batch included. A step during which an
+evaluation was played says nothing about the balance of training: it is left out of the averages and of the wait
+fraction. Where nothing is left the wait fraction is unknown and the decision is to hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+import msgspec
+
+from rillflow.types import Wire
+
+Branch = Literal["grow", "shrink", "hold"]
+NodeState = Literal["healthy", "suspect", "gone"]
+
+STARVING = 0.10  # the trainer waits for more than this share of its time: grow
+SATED = 0.05  # it waits for less than this: shrink, if more is made than is taken
+MARGIN = 1.10  # kept above what is taken when the pool shrinks
+MOST_WAITING = 0.95  # so that one report asks for at most twenty times the pool
+
+
+class Counts(Wire, frozen=True):
+    """What a node has done since it was first heard of."""
+
+    completed: int = 0
+    failed: int = 0
+    produced: int = 0
+    accepted: int = 0
+    consumed: int = 0
+    stale: int = 0
+
+
+class Mark(Wire, frozen=True):
+    """Where a window begins: the counters as they stood.
+
+    `down` are the seconds since in which no service ran; `opened` is when one was last started.
+    """
+
+    time: float
+    version: int
+    entered: int = 0
+    nodes: dict[str, Counts] = msgspec.field(default_factory=dict)
+    opened: float = 0.0
+    down: float = 0.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """A committed step; `seconds` are its own, without the wait."""
+
+    version: int
+    time: float
+    seconds: float
+    wait: float
+
+
+@dataclass(frozen=True)
+class Span:
+    """From when to when an evaluation was played."""
+
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class NodeLook:
+    """A node as it is now; `seen` is when it was last heard of."""
+
+    name: str
+    seen: float
+    gone: bool
+    gpus: int
+    version: int | None
+    counts: Counts
+
+
+@dataclass(frozen=True)
+class Look:
+    """The run as it stands at `time`: steps since the mark, rounds that touch the window, every node ever heard of.
+
+    `settled` is the version before the newest: a node below it has not finished an earlier transfer of weights.
+    """
+
+    time: float
+    version: int
+    settled: int
+    entered: int
+    steps: Sequence[Step]
+    rounds: Sequence[Span]
+    nodes: Sequence[NodeLook]
+
+
+class Window(Wire, frozen=True):
+    """`counted` of its `steps` are in the averages. `wait_fraction` is at most 0.95."""
+
+    since: int
+    steps: int
+    counted: int
+    wall_seconds: float
+    eval_seconds: float
+    training_seconds: float
+    step_seconds: float | None
+    batch_wait_seconds: float | None
+    wait_fraction: float | None
+
+
+class Production(Wire, frozen=True):
+    """`entered` passed the filters; a sample counts once for every stream it enters. `stale_skipped` is advisory."""
+
+    gpus: int
+    produced: int
+    entered: int
+    accept_rate: float | None
+    consumed: int
+    stale_skipped: int
+    stale_rate: float | None
+    throughput_per_gpu: float
+    produce_consume_ratio: float | None
+
+
+class Decision(Wire, frozen=True):
+    """`target` is the pool size, in GPUs, that would fit; `delta` what to add or, below 0, to retire."""
+
+    branch: Branch
+    target: int
+    delta: int
+    weight_transfer: bool = False
+
+
+class NodeReport(Wire, frozen=True):
+    """`accepted` came in time and was taken, before the filters. Throughput is produced samples a second."""
+
+    id: str
+    gpus: int
+    produced: int
+    accepted: int
+    accept_rate: float | None
+    throughput_per_gpu: float
+    state: NodeState
+
+
+class Report(Wire, frozen=True):
+    policy: str
+    version: int
+    time: float
+    window: Window
+    production: Production
+    decision: Decision
+    nodes: list[NodeReport]
+
+
+class Balance(Wire, frozen=True):
+    """The last report, and the window since, which is not full yet."""
+
+    latest: Report | None
+    current: Report
+
+
+# ---------------------------------------------------------------- the rule
+
+
+def wait_fraction(steps: Iterable[Step]) -> float | None:
+    """The share of the steps' time that was spent waiting for a batch, at most 0.95; None where there was no time."""
+    waited = total = 0.0
+    for step in steps:
+        waited += max(step.wait, 0.0)
+        total += max(step.wait, 0.0) + max(step.seconds, 0.0)
+    return min(waited / total, MOST_WAITING) if total > 0 else None
+
+
+def decide(gpus: int, waiting: float | None, entered: int, consumed: int, *, weight_transfer: bool = False) -> Decision:
+    """The three-zone rule. A trainer that starves asks for more, one that is sated for what it takes and a tenth.
+
+    A zone that names the present size holds.
+    """
+    target = gpus
+    if waiting is not None and gpus > 0:
+        if waiting > STARVING:
+            target = _ceil(gpus / (1 - waiting))
+        elif waiting < SATED and entered > 0 and consumed > 0:
+            target = min(gpus, _ceil(gpus * consumed / entered * MARGIN))
+    delta = target - gpus
+    branch: Branch = "grow" if delta > 0 else "shrink" if delta < 0 else "hold"
+    return Decision(branch=branch, target=target, delta=delta, weight_transfer=weight_transfer)
+
+
+def _ceil(value: float) -> int:
+    """Rounded up, but not for the last bits of a quotient: 1 / (1 - 0.9) is 10, not 11."""
+    return math.ceil(round(value, 9))
+
+
+# ---------------------------------------------------------------- the report
+
+
+def make_report(policy: str, mark: Mark, look: Look) -> Report:
+    """What happened between the mark and the look, and what follows from it. Nodes long gone have no row."""
+    window = _window(mark, look)
+    made = {node.name: _since(node.counts, mark.nodes.get(node.name, Counts())) for node in look.nodes}
+    production = _production(mark, look, list(made.values()), window.wall_seconds)
+    decision = decide(
+        production.gpus,
+        window.wait_fraction,
+        production.entered,
+        production.consumed,
+        weight_transfer=any(_lags(node, look.settled) for node in look.nodes),
+    )
+    states = _states(mark, look.nodes, made)
+    return Report(
+        policy=policy,
+        version=look.version,
+        time=look.time,
+        window=window,
+        production=production,
+        decision=decision,
+        nodes=[
+            _node_report(node, made[node.name], window.wall_seconds, states[node.name])
+            for node in look.nodes
+            if not node.gone or node.seen >= mark.time
+        ],
+    )
+
+
+def mark_of(look: Look) -> Mark:
+    """The next window begins where this look was taken."""
+    return Mark(
+        time=look.time,
+        version=look.version,
+        entered=look.entered,
+        nodes={node.name: node.counts for node in look.nodes},
+    )
+
+
+def _window(mark: Mark, look: Look) -> Window:
+    counted = [step for step in look.steps if not _spans_evaluation(step, look.rounds)]
+    wall = max(look.time - mark.time - mark.down, 0.0)
+    evaluating = min(_covered(look.rounds, mark.time, look.time), wall)
+    return Window(
+        since=mark.version,
+        steps=len(look.steps),
+        counted=len(counted),
+        wall_seconds=wall,
+        eval_seconds=evaluating,
+        training_seconds=wall - evaluating,
+        step_seconds=_ratio(sum(step.seconds + step.wait for step in counted), len(counted)),
+        batch_wait_seconds=_ratio(sum(step.wait for step in counted), len(counted)),
+        wait_fraction=wait_fraction(counted),
+    )
+
+
+def _spans_evaluation(step: Step, rounds: Sequence[Span]) -> bool:
+    start = step.time - step.seconds - step.wait
+    return any(span.start < step.time and start < span.end for span in rounds)
+
+
+def _covered(spans: Iterable[Span], start: float, end: float) -> float:
+    """Seconds between `start` and `end` that lie in at least one span."""
+    covered, reached = 0.0, start
+    for span in sorted(spans, key=lambda span: span.start):
+        until = min(span.end, end)
+        covered += max(until - max(span.start, reached), 0.0)
+        reached = max(reached, until)
+    return covered
+
+
+def _production(mark: Mark, look: Look, made: Sequence[Counts], wall: float) -> Production:
+    gpus = sum(node.gpus for node in look.nodes if not node.gone)
+    produced = sum(counts.produced for counts in made)
+    entered = max(look.entered - mark.entered, 0)
+    consumed = sum(counts.consumed for counts in made)
+    stale = sum(counts.stale for counts in made)
+    return Production(
+        gpus=gpus,
+        produced=produced,
+        entered=entered,
+        accept_rate=_ratio(entered, produced),
+        consumed=consumed,
+        stale_skipped=stale,
+        stale_rate=_ratio(stale, produced),
+        throughput_per_gpu=_throughput(produced, gpus, wall),
+        produce_consume_ratio=_ratio(entered, consumed),
+    )
+
+
+# ---------------------------------------------------------------- nodes
+
+
+def _node_report(node: NodeLook, made: Counts, wall: float, state: NodeState) -> NodeReport:
+    return NodeReport(
+        id=node.name,
+        gpus=node.gpus,
+        produced=made.produced,
+        accepted=made.accepted,
+        accept_rate=_ratio(made.accepted, made.produced),
+        throughput_per_gpu=_throughput(made.produced, node.gpus, wall),
+        state=state,
+    )
+
+
+def _states(mark: Mark, nodes: Sequence[NodeLook], made: dict[str, Counts]) -> dict[str, NodeState]:
+    """A node is suspect when most of its episodes fail, or when it makes less than half the median a GPU.
+
+    One that came during the window has had less time than the others: its pace is not judged.
+    """
+    pace = {
+        node.name: made[node.name].produced / node.gpus for node in nodes if not node.gone and node.name in mark.nodes
+    }
+    slow = median(pace.values()) / 2 if pace else 0.0
+
+    def state(node: NodeLook) -> NodeState:
+        if node.gone:
+            return "gone"
+        counts = made[node.name]
+        failing = counts.failed > counts.completed
+        return "suspect" if failing or pace.get(node.name, slow) < slow else "healthy"
+
+    return {node.name: state(node) for node in nodes}
+
+
+def _lags(node: NodeLook, settled: int) -> bool:
+    return not node.gone and (node.version is None or node.version < settled)
+
+
+def _since(now: Counts, before: Counts) -> Counts:
+    return Counts(**{name: max(getattr(now, name) - getattr(before, name), 0) for name in Counts.__struct_fields__})
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 else None
+
+
+def _throughput(samples: int, gpus: int, seconds: float) -> float:
+    return samples / (gpus * seconds) if gpus > 0 and seconds > 0 else 0.0

@@ -1,0 +1,240 @@
+"""Balance reports of a ledger: made every so many versions of its first policy, in the transaction of the commit.
+
+The mark at which the present window began and the latest report lie in the ledger, so a restart changes neither; a
+time in which no service ran is not part of any window.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from rillflow.dataflow.balance import (
+    Balance,
+    Counts,
+    Look,
+    Mark,
+    NodeLook,
+    NodeReport,
+    Report,
+    Span,
+    Step,
+    make_report,
+    mark_of,
+)
+from rillflow.dataflow.database import Value, storage_error
+from rillflow.dataflow.part import Base, Part
+from rillflow.dataflow.tables import FORMAT
+from rillflow.errors import CorruptData, RunError
+
+Kept = TypeVar("Kept", Mark, Report)
+
+LATEST, MARK = "balance.latest", "balance.mark"
+ENTERED = "samples.entered"  # the counter of samples that passed the filters
+_MOST_GPUS = 4096
+
+
+class Reads(Protocol):
+    """What a report needs of a database."""
+
+    def all(self, query: str, values: Sequence[Value] = ()) -> list[sqlite3.Row]: ...
+
+    def value(self, query: str, values: Sequence[Value] = ()) -> Any: ...
+
+
+class Balances(Part):
+    """The reports of one ledger. `every` counts live versions of `policy`."""
+
+    def __init__(self, base: Base, policy: str, every: int) -> None:
+        super().__init__(base)
+        self._policy = policy
+        self._every = every
+
+    def open(self) -> None:
+        """Called before nodes get their grace: when they were last heard of tells how long no service ran."""
+        now, mark = self._clock.now(), _read(self._db, MARK, Mark)
+        if mark is None:
+            self._keep(MARK, mark_of(take_look(self._db, self._policy, Mark(time=now, version=0), now)))
+            return
+        down = max(now - _last_news(self._db, mark), 0.0)
+        self._keep(MARK, msgspec.structs.replace(mark, opened=now, down=mark.down + down))
+
+    def after_commit(self, policy: str) -> None:
+        """Make the report that is due, once its window is full."""
+        if policy != self._policy:
+            return
+        mark = self._mark()
+        if self._steps_since(mark.version) < self._every:
+            return
+        look = take_look(self._db, self._policy, mark, self._clock.now())
+        report = make_report(self._policy, mark, look)
+        self._keep(LATEST, report)
+        self._keep(MARK, mark_of(look))
+        self._db.event({"event": "balance", **msgspec.to_builtins(report)})
+
+    def latest(self) -> Report | None:
+        return _read(self._db, LATEST, Report)
+
+    def now(self) -> Balance:
+        mark = self._mark()
+        look = take_look(self._db, self._policy, mark, self._clock.now())
+        return Balance(latest=self.latest(), current=make_report(self._policy, mark, look))
+
+    def _mark(self) -> Mark:
+        mark = _read(self._db, MARK, Mark)
+        assert mark is not None, "opened before"
+        return mark
+
+    def _steps_since(self, version: int) -> int:
+        query = "SELECT count(*) FROM steps WHERE policy = ? AND version > ? AND state = 'live'"
+        return int(self._db.value(query, (self._policy, version)))
+
+    def _keep(self, key: str, value: Mark | Report) -> None:
+        self._db.set_meta(key, msgspec.to_builtins(value))
+
+
+def read_balance(path: Path, policy: str) -> Balance:
+    """The balance of a run that is not being served: as of the last that its ledger has heard."""
+    if not path.is_file():
+        raise RunError(f"there is no ledger {path}", "give the folder of a run that has been started")
+    try:
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as connection:
+            connection.execute("BEGIN")  # one snapshot for all queries
+            return _balance_of(_Snapshot(connection), path, policy)
+    except sqlite3.Error as error:
+        raise storage_error(path, error) from error
+    except msgspec.MsgspecError as error:
+        raise CorruptData(f"the ledger {path} is damaged: {error}", "restore the run folder from a copy") from error
+
+
+def _balance_of(reads: Reads, path: Path, policy: str) -> Balance:
+    if (found := reads.value("SELECT value FROM meta WHERE key = 'format'")) != str(FORMAT):
+        raise CorruptData(
+            f"{path} has ledger format {found}, this version reads {FORMAT}",
+            "use the version of rillflow that wrote the run",
+        )
+    mark = _read(reads, MARK, Mark)
+    if mark is None:
+        raise RunError(f"{path} has no balance yet", "start the run first")
+    look = take_look(reads, policy, mark, _last_news(reads, mark))
+    return Balance(latest=_read(reads, LATEST, Report), current=make_report(policy, mark, look))
+
+
+class _Snapshot:
+    """A read-only connection, read like a `Database`."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        connection.row_factory = sqlite3.Row
+        self._connection = connection
+
+    def all(self, query: str, values: Sequence[Value] = ()) -> list[sqlite3.Row]:
+        return self._connection.execute(query, values).fetchall()
+
+    def value(self, query: str, values: Sequence[Value] = ()) -> Any:
+        row = self._connection.execute(query, values).fetchone()
+        return None if row is None else row[0]
+
+
+# ---------------------------------------------------------------- reading
+
+
+def take_look(reads: Reads, policy: str, mark: Mark, now: float) -> Look:
+    """The rows that a report of the window since `mark` is made from."""
+    newest = reads.all(
+        "SELECT version FROM steps WHERE policy = ? AND state = 'live' ORDER BY version DESC LIMIT 2", (policy,)
+    )
+    steps = reads.all(
+        "SELECT version, at, step_seconds, wait_seconds FROM steps "
+        "WHERE policy = ? AND version > ? AND state = 'live' ORDER BY version",
+        (policy, mark.version),
+    )
+    rounds = reads.all(
+        "SELECT admitted_at, ifnull(ended_at, ?) AS ended_at FROM rounds "
+        "WHERE state = 'running' OR (state = 'ended' AND ended_at > ?)",
+        (now, mark.time),
+    )
+    return Look(
+        time=now,
+        version=newest[0]["version"] if newest else 0,
+        settled=newest[1]["version"] if len(newest) > 1 else 0,
+        entered=int(reads.value("SELECT value FROM counters WHERE name = ?", (ENTERED,)) or 0),
+        steps=[Step(row["version"], row["at"], row["step_seconds"], row["wait_seconds"]) for row in steps],
+        rounds=[Span(row["admitted_at"], row["ended_at"]) for row in rounds],
+        nodes=[_node(row) for row in reads.all("SELECT * FROM nodes ORDER BY name")],
+    )
+
+
+def _node(row: sqlite3.Row) -> NodeLook:
+    return NodeLook(
+        name=row["name"],
+        seen=row["seen"],
+        gone=row["state"] == "gone",
+        gpus=_gpus(json.loads(row["stats"]).get("gpus")),
+        version=row["version"],
+        counts=Counts(**{name: row[name] for name in Counts.__struct_fields__}),
+    )
+
+
+def _gpus(declared: Any) -> int:
+    """What a node says it has; one where it says nothing, or nothing that can be."""
+    if isinstance(declared, int | float) and math.isfinite(declared) and 0 < declared <= _MOST_GPUS:
+        return math.ceil(declared)
+    return 1
+
+
+def _last_news(reads: Reads, mark: Mark) -> float:
+    """When the service last wrote down that somebody worked."""
+    heard = reads.value("SELECT max(seen) FROM nodes")
+    stepped = reads.value("SELECT max(at) FROM steps WHERE version > ?", (mark.version,))
+    return max(mark.time, mark.opened, heard or 0.0, stepped or 0.0)
+
+
+def _read(reads: Reads, key: str, kind: type[Kept]) -> Kept | None:
+    text = reads.value("SELECT value FROM meta WHERE key = ?", (key,))
+    return None if text is None else msgspec.json.decode(text, type=kind)
+
+
+# ---------------------------------------------------------------- Prometheus
+
+
+class BalanceGauges(Collector):
+    """The numbers of the latest report; none before the first. What is unknown is left out."""
+
+    def __init__(self, balances: Balances) -> None:
+        self._balances = balances
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        report = self._balances.latest()
+        if report is None:
+            return
+        for block in (report.window, report.production, report.decision):
+            for name, value in msgspec.to_builtins(block).items():
+                if isinstance(value, int | float):
+                    yield GaugeMetricFamily(f"rillflow_balance_{name}", _help(name), value=value)
+        yield from _node_gauges(report.nodes)
+
+
+def _node_gauges(nodes: Sequence[NodeReport]) -> Iterator[GaugeMetricFamily]:
+    for name in ("gpus", "produced", "accepted", "accept_rate", "throughput_per_gpu"):
+        family = GaugeMetricFamily(f"rillflow_balance_node_{name}", _help(name), labels=["node"])
+        for node in nodes:
+            if (value := getattr(node, name)) is not None:
+                family.add_metric([node.id], value)
+        yield family
+    states = GaugeMetricFamily("rillflow_balance_node_state", _help("state"), labels=["node", "state"])
+    for node in nodes:
+        states.add_metric([node.id, node.state], 1)
+    yield states
+
+
+def _help(name: str) -> str:
+    return f"{name.replace('_', ' ').capitalize()} in the latest balance report"

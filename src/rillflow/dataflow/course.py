@@ -1,0 +1,170 @@
+"""The course of a run: what follows from the present state, until it ends.
+
+Phases: training -> finishing (enough steps of all policies, or no prompts left: the final evaluation) -> ended. A run
+that was stopped keeps what is outstanding, so that it can be resumed; a run that is done has nothing outstanding.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from rillflow.contracts import PromptSource
+from rillflow.dataflow.batches import Batches
+from rillflow.dataflow.evaluations import Evaluations
+from rillflow.dataflow.groups import Groups
+from rillflow.dataflow.hooks import Hooks
+from rillflow.dataflow.lineage import Lineage
+from rillflow.dataflow.nodes import Nodes
+from rillflow.dataflow.part import Base, Part
+from rillflow.dataflow.shares import Shares
+from rillflow.dataflow.streams import Streams
+from rillflow.dataflow.tasks import Tasks
+from rillflow.types import Phase
+
+DONE, OUT_OF_PROMPTS, TOO_MANY_FAILURES = "done", "out of prompts", "too many failures"
+_MOST_SKIPPED = 1000  # positions that one call of `admit` passes over, so that a strict curator blocks nobody
+_FLAT_AFTER = 5  # batches' worth of groups without a step before it is said that they tell nothing apart
+
+
+class Parts(Protocol):
+    """The parts of the ledger that a course moves."""
+
+    lineage: Lineage
+    nodes: Nodes
+    groups: Groups
+    shares: Shares
+    streams: Streams
+    tasks: Tasks
+    batches: Batches
+    evaluations: Evaluations
+
+
+class Course(Part):
+    def __init__(self, base: Base, hooks: Hooks, source: PromptSource, parts: Parts) -> None:
+        super().__init__(base)
+        self._hooks = hooks
+        self._source = source
+        self._parts = parts
+
+    @property
+    def phase(self) -> Phase:
+        phase: Phase = self._db.meta("phase", "training")
+        return phase
+
+    @property
+    def reason(self) -> str:
+        return str(self._db.meta("reason", ""))
+
+    def _enter(self, phase: Phase, reason: str) -> None:
+        self._db.set_meta("phase", phase)
+        self._db.set_meta("reason", reason)
+
+    def reopen(self, resume: bool) -> None:
+        """A run that was to do more steps goes on; one that was stopped only when it is resumed."""
+        if self.phase == "training":
+            return
+        more = self.reason == DONE and bool(self._parts.lineage.unfinished())
+        if more or (resume and self.reason not in (DONE, OUT_OF_PROMPTS)):
+            self._db.clear_counter("failures_in_a_row")
+            self._enter("training", "")
+
+    def go_on(self) -> None:
+        """A rollback took steps back: a run that had ended with them has not."""
+        if self.reason in (DONE, OUT_OF_PROMPTS):
+            self._enter("training", "")
+
+    def stop(self, reason: str) -> None:
+        if self.phase != "ended":
+            self._parts.tasks.give_all_back("stopped")
+            self._enter("ended", reason)
+
+    # ------------------------------------------------------------ what follows
+
+    def advance(self) -> None:
+        self._parts.evaluations.close()
+        phase = self.phase
+        if phase == "training":
+            phase = self._train_on()
+        if phase == "finishing" and not self._parts.evaluations.running:
+            self._enter("ended", self.reason)
+
+    def _train_on(self) -> Phase:
+        if self._db.counter("failures_in_a_row") >= self._rules.max_failures:
+            self.stop(f"{TOO_MANY_FAILURES}: {self._db.meta('last_failure', '')}")
+        elif not self._parts.lineage.unfinished():
+            self._finish(DONE)
+        elif self.exhausted and self._parts.groups.outstanding == 0:
+            self._finish(OUT_OF_PROMPTS)
+        else:
+            self._parts.streams.trim()
+            self._parts.evaluations.schedule(final=False)
+            self.admit()
+            return "training"
+        return self.phase
+
+    def _finish(self, reason: str) -> None:
+        groups = self._parts.groups
+        self._parts.batches.release_all("run_ended")
+        for row in self._db.all("SELECT id FROM groups WHERE lane = 'train' AND state = 'playing' ORDER BY ord"):
+            groups.end(row["id"], "expired", "run_ended")
+        for share in self._db.all("SELECT * FROM shares WHERE state = 'ready' ORDER BY ord"):
+            self._parts.shares.end(share, "expired", "run_ended")
+            groups.close(share["grp"])
+        self._enter("finishing", reason)
+        self._parts.evaluations.schedule(final=True)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether all epochs have been admitted."""
+        epochs = self._rules.epochs
+        return epochs is not None and self._db.counter("cursor") >= epochs * self._source.length
+
+    def admit(self) -> int:
+        room, admitted, skipped = self._parts.streams.room(), 0, 0
+        while admitted < room and skipped < _MOST_SKIPPED and not self.exhausted:
+            index = self._db.counter("cursor")
+            self._db.count("cursor")
+            if self._hooks.admits(self._source.at(index)):
+                self._parts.groups.create("train", index, size=self._rules.group_size)
+                admitted += 1
+            else:
+                self._db.count("skipped")
+                skipped += 1
+        return admitted
+
+    # ------------------------------------------------------------ serving
+
+    def serves(self, stream: str) -> bool:
+        """Whether the stream's trainer may get something now."""
+        waits = self._rules.policies[stream].on_policy and self._parts.evaluations.running
+        return self.phase == "training" and not waits and not self._parts.lineage.done(stream)
+
+    def last(self, stream: str) -> bool:
+        """Whether nothing more will become ready for the stream's trainer."""
+        return (
+            self.exhausted
+            and self._parts.groups.count("train", "playing") == 0
+            and self._parts.streams.in_stages(stream) == 0
+        )
+
+    def waiting_for(self, policy: str, groups: int) -> str:
+        if self.phase != "training":
+            return f"nothing: the run is {self.phase} ({self.reason})"
+        if self._parts.lineage.done(policy):
+            return f"nothing: {policy} has done its steps"
+        if self._rules.policies[policy].on_policy and (evaluation := self._parts.evaluations.waiting_for()):
+            return evaluation
+        ready, staged = self._parts.streams.servable(policy), self._parts.streams.in_stages(policy)
+        stages = f", {staged} in stages" if staged else ""
+        running, nodes = self._parts.tasks.running, self._parts.nodes.healthy
+        return (
+            f"{ready} of {groups} groups ready{stages}, {running} tasks running, {nodes} nodes"
+            f"{self._flat(policy, groups)}"
+        )
+
+    def _flat(self, policy: str, groups: int) -> str:
+        """Where group after group has nothing to tell apart, a batch may never fill: say so."""
+        row = self._db.one("SELECT count(*) AS complete, total(flat) AS flat FROM recent WHERE stream = ?", (policy,))
+        if row is None or row["complete"] < _FLAT_AFTER * groups or row["flat"] < 0.8 * row["complete"]:
+            return ""
+        return f"; {row['flat']:.0f} of the last {row['complete']} groups had equal rewards: solved, or out of reach?"

@@ -1,0 +1,1 @@
+"""Curators decide which prompts are played. One small class per file."""

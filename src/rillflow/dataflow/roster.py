@@ -1,0 +1,42 @@
+"""Storage units as the ledger knows them: where they are, how loaded, when they were heard of."""
+
+from __future__ import annotations
+
+import msgspec
+
+from rillflow.dataflow.part import Part
+from rillflow.errors import BadRequest
+from rillflow.types import UnitInfo
+
+
+class Roster(Part):
+    def hear(self, info: UnitInfo) -> None:
+        if not info.unit or len(info.unit) > 200:
+            raise BadRequest("a unit's name has 1 to 200 characters", "a unit draws its name once and keeps it")
+        self._db.run(
+            "INSERT OR REPLACE INTO units VALUES (?, ?, ?, ?, 'healthy')",
+            (info.unit, msgspec.json.encode(info).decode(), info.load, self._clock.now()),
+        )
+
+    def grace(self) -> None:
+        """Every unit that was healthy has its full time to be heard of again."""
+        self._db.run("UPDATE units SET seen = ? WHERE state = 'healthy'", (self._clock.now(),))
+
+    def healthy(self) -> list[UnitInfo]:
+        """The units that were heard of lately, the least loaded first."""
+        rows = self._db.all("SELECT info FROM units WHERE state = 'healthy' ORDER BY load, unit")
+        return [msgspec.json.decode(row["info"], type=UnitInfo) for row in rows]
+
+    @property
+    def count(self) -> int:
+        return int(self._db.value("SELECT count(*) FROM units WHERE state = 'healthy'"))
+
+    def silent(self) -> list[str]:
+        """Units that were not heard of for too long; they count as gone from now on."""
+        rows = self._db.all(
+            "SELECT unit FROM units WHERE state = 'healthy' AND seen < ?",
+            (self._clock.now() - self._rules.unit_timeout,),
+        )
+        for row in rows:
+            self._db.run("UPDATE units SET state = 'gone' WHERE unit = ?", (row["unit"],))
+        return [row["unit"] for row in rows]

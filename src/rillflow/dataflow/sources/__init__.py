@@ -1,0 +1,58 @@
+"""Where prompts come from. Every row of a source is checked when the run starts, so a bad one ends no run midway.
+
+`at(index)` is pure: the same index of the endless sequence of epochs gives the same prompt in every process, so a
+cursor is all that a resumed run needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rillflow.config import SourceConfig
+from rillflow.contracts import PromptSource
+from rillflow.dataflow.rules import derive_seed
+from rillflow.dataflow.sources.generator import open_generator
+from rillflow.dataflow.sources.huggingface import open_dataset
+from rillflow.dataflow.sources.jsonl import open_jsonl
+from rillflow.dataflow.sources.mixed import Mixed, Part
+from rillflow.dataflow.sources.naming import source_names
+from rillflow.dataflow.sources.order import InOrder, Shuffled
+from rillflow.dataflow.sources.parquet import SUFFIXES, open_parquet
+from rillflow.dataflow.sources.reasoning_gym import open_reasoning_gym
+from rillflow.dataflow.sources.rows import Rows
+from rillflow.errors import DataError
+
+__all__ = ["InOrder", "Mixed", "Shuffled", "open_source", "open_sources"]
+
+
+def _open_file(config: SourceConfig) -> Rows:
+    return open_parquet(config) if config.origin.endswith(SUFFIXES) else open_jsonl(config)
+
+
+KINDS: dict[str, Callable[[SourceConfig], Rows]] = {
+    "path": _open_file,
+    "dataset": open_dataset,
+    "reasoning_gym": open_reasoning_gym,
+    "generator": open_generator,
+}
+
+
+def open_sources(configs: Sequence[SourceConfig], *, seed: int, shuffle: bool) -> PromptSource:
+    """One source as it is; several mixed by their weights, ids and prompts then naming the one they are of."""
+    if len(configs) == 1:
+        return open_source(configs[0], seed=seed, shuffle=shuffle)
+    return Mixed(
+        [
+            Part(name, config.weight, open_source(config, seed=derive_seed(seed, "source", name), shuffle=shuffle))
+            for name, config in zip(source_names(configs), configs, strict=True)
+        ]
+    )
+
+
+def open_source(config: SourceConfig, *, seed: int, shuffle: bool) -> PromptSource:
+    """The source that a recipe describes; DataError when it cannot be used."""
+    kind = next(kind for kind in KINDS if getattr(config, kind) is not None)
+    rows = KINDS[kind](config)
+    if not len(rows):
+        raise DataError(f"{config.origin} has no prompts", "give at least one")
+    return Shuffled(rows, seed) if shuffle else InOrder(rows)

@@ -1,0 +1,176 @@
+"""Stages: consumers that handle every share of a stream before its trainer gets it, in any order and side by side.
+
+A stage's worker leases shares, adds columns to their samples and commits; a lease that is lost returns. A share goes
+to the trainer when all stages have handled it. What is played again, or expires, forgets what stages did.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+
+from rillflow.dataflow.lineage import Lineage
+from rillflow.dataflow.part import Base, Part
+from rillflow.dataflow.rows import Rows
+from rillflow.dataflow.serving import batch_samples, stage_rows
+from rillflow.dataflow.streams import Streams
+from rillflow.errors import BadRequest, LeaseLost
+from rillflow.types import Ack, Batch, CommitStage, LeaseStage, RenewBatch, SampleColumns
+
+_HINT = "ask under a new attempt id"
+
+
+class Stages(Part):
+    def __init__(self, base: Base, lineage: Lineage, streams: Streams, rows: Rows) -> None:
+        super().__init__(base)
+        self._lineage = lineage
+        self._streams = streams
+        self._rows = rows
+
+    def open(self) -> None:
+        """A resumed run may have other stages: what waits for a trainer waits for those."""
+        for stream, rules in self._rules.policies.items():
+            stages = list(dict.fromkeys(rules.stages))
+            marks = ",".join("?" * len(stages))
+            self._db.run(
+                "UPDATE shares SET todo = ? - (SELECT count(*) FROM stage_shares d WHERE d.grp = shares.grp AND "
+                f"d.producer = shares.producer AND d.stream = shares.stream AND d.state = 'done' AND stage IN ({marks})"
+                ") WHERE stream = ? AND state = 'ready'",
+                (len(stages), *stages, stream),
+            )
+
+    def grace(self) -> None:
+        self._db.run("UPDATE stage_batches SET deadline = ? WHERE state = 'leased'", (self._deadline(),))
+
+    def _deadline(self) -> float:
+        return self._clock.now() + self._rules.batch_lease
+
+    def check(self, policy: str, stage: str) -> None:
+        self._lineage.check_policy(policy)
+        known = self._rules.policies[policy].stages
+        if stage not in known:
+            raise BadRequest(f"policy {policy} has no stage {stage!r:.80}", f"its stages are {', '.join(known) or '-'}")
+
+    # ------------------------------------------------------------ leasing
+
+    def serve(self, ask: LeaseStage, *, may_open: bool) -> Batch | None:
+        """The shares that this attempt has leased, or some that the stage has not handled; None when there are none."""
+        if ask.groups < 1:
+            raise BadRequest("a stage asks for 1 group at least", "set groups")
+        row = self._db.one("SELECT * FROM stage_batches WHERE attempt = ?", (ask.attempt,))
+        if row is None:
+            row = self._open(ask) if may_open else None
+            return None if row is None else self._batch(row)
+        if row["state"] != "leased" or (row["stream"], row["stage"]) != (ask.policy, ask.stage):
+            raise LeaseLost(f"batch {row['id']} of stage {row['stage']} is {row['state']}", _HINT)
+        self.renew(RenewBatch(batch=row["id"], attempt=ask.attempt))
+        return self._batch(self._row(row["id"]))
+
+    def _open(self, ask: LeaseStage) -> sqlite3.Row | None:
+        self._streams.refuse_stale(ask.policy)
+        rows = self._db.all(
+            "SELECT grp, producer FROM shares s WHERE stream = ? AND state = 'ready' AND todo > 0 AND NOT EXISTS "
+            "(SELECT 1 FROM stage_shares d WHERE d.grp = s.grp AND d.producer = s.producer AND d.stream = s.stream "
+            "AND d.stage = ?) ORDER BY ord LIMIT ?",
+            (ask.policy, ask.stage, ask.groups),
+        )
+        if not rows:
+            return None
+        batch = f"s{self._db.counter('stage_batches'):06d}"
+        self._db.count("stage_batches")
+        self._db.run(
+            "INSERT INTO stage_batches (id, stream, stage, attempt, version, deadline) VALUES (?, ?, ?, ?, ?, ?)",
+            (batch, ask.policy, ask.stage, ask.attempt, self._lineage.head(ask.policy), self._deadline()),
+        )
+        self._db.many(
+            "INSERT INTO stage_shares VALUES (?, ?, ?, ?, 'leased', ?)",
+            [(row["grp"], row["producer"], ask.policy, ask.stage, batch) for row in rows],
+        )
+        return self._row(batch)
+
+    def _row(self, batch: str) -> sqlite3.Row:
+        row = self._db.one("SELECT * FROM stage_batches WHERE id = ?", (batch,))
+        assert row is not None, batch
+        return row
+
+    def _batch(self, row: sqlite3.Row) -> Batch:
+        rows = stage_rows(self._db, row["id"], row["stream"])
+        return Batch(
+            id=row["id"],
+            attempt=row["attempt"],
+            policy=row["stream"],
+            version=row["version"],
+            samples=batch_samples(self._db, rows, row["stream"], self._rules.policies[row["stream"]].stages),
+            seconds=row["deadline"] - self._clock.now(),
+            groups=len({(sample["grp"], sample["policy"]) for sample in rows}),
+        )
+
+    def renew(self, ask: RenewBatch) -> bool:
+        return bool(
+            self._db.run(
+                "UPDATE stage_batches SET deadline = ? WHERE id = ? AND attempt = ? AND state = 'leased'",
+                (self._deadline(), ask.batch, ask.attempt),
+            )
+        )
+
+    def expire(self) -> None:
+        """Return the leases whose deadline has passed."""
+        for row in self._db.all(
+            "SELECT id FROM stage_batches WHERE state = 'leased' AND deadline < ?", (self._clock.now(),)
+        ):
+            self._release(row["id"], "lease_expired")
+
+    def _release(self, batch: str, why: str) -> None:
+        self._db.run("UPDATE stage_batches SET state = 'released' WHERE id = ?", (batch,))
+        self._db.run("DELETE FROM stage_shares WHERE batch = ? AND state = 'leased'", (batch,))
+        self._db.count(f"stage_released.{why}")
+
+    # ------------------------------------------------------------ committing
+
+    def commit(self, news: CommitStage) -> Ack:
+        """The stage has handled the batch's shares; those that were played again since are passed over."""
+        row = self._db.one("SELECT * FROM stage_batches WHERE id = ? AND attempt = ?", (news.batch, news.attempt))
+        if row is None or (row["stream"], row["stage"]) != (news.policy, news.stage) or row["state"] == "released":
+            raise LeaseLost(f"batch {news.batch!r:.80} is no longer this worker's", _HINT)
+        if row["state"] == "done":
+            return Ack(accepted=True)
+        columns = self._columns(news)
+        if not self._rows.take(column.row for column in columns.values()):
+            self._release(row["id"], "payload_gone")
+            return Ack(accepted=False, reason="payload_gone: the stage handles these samples again")
+        for share in self._db.all("SELECT * FROM stage_shares WHERE batch = ? AND state = 'leased'", (row["id"],)):
+            self._db.run(
+                "UPDATE shares SET todo = todo - 1 WHERE grp = ? AND producer = ? AND stream = ?",
+                (share["grp"], share["producer"], share["stream"]),
+            )
+        self._write(row, columns)
+        self._db.run("UPDATE stage_shares SET state = 'done' WHERE batch = ?", (row["id"],))
+        self._db.run("UPDATE stage_batches SET state = 'done' WHERE id = ?", (row["id"],))
+        return Ack(accepted=True)
+
+    def _columns(self, news: CommitStage) -> dict[tuple[str, str, int, int], SampleColumns]:
+        """The columns by their sample, of the shares that the batch still has."""
+        if len({column.sample for column in news.columns}) != len(news.columns):
+            raise BadRequest("a sample stands twice in what a stage commits", "send every sample's columns once")
+        known = {
+            f"{row['grp']}.{row['place']}.{row['n']}": (row["grp"], row["policy"], row["place"], row["n"])
+            for row in stage_rows(self._db, news.batch, news.policy)
+        }
+        self._rows.note(column.row for column in news.columns if column.sample not in known)
+        return {known[column.sample]: column for column in news.columns if column.sample in known}
+
+    def _write(self, row: sqlite3.Row, columns: dict[tuple[str, str, int, int], SampleColumns]) -> None:
+        values: list[Sequence[str | int]] = []
+        for (group, producer, place, n), column in columns.items():
+            at = column.row
+            values.append(
+                (group, producer, row["stream"], row["stage"], place, n, at.unit, at.segment, at.offset, at.length)
+            )
+        self._db.many("INSERT INTO extras VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+
+    def redo(self, group: str, producer: str, stream: str, stage: str) -> None:
+        """What the stage has added to a share that is ready was lost."""
+        self._rows.forget_extras(group, producer, stream, stage)
+        self._db.run(
+            "UPDATE shares SET todo = todo + 1 WHERE grp = ? AND producer = ? AND stream = ?", (group, producer, stream)
+        )

@@ -1,0 +1,240 @@
+"""Streams: which shares a policy's trainer may get now, and how many groups may be on their way to it.
+
+Admission is open while any policy that has steps to do has room, so a slow trainer does not stop a fast one; what is
+too much for the slow one expires, the earliest deadline first. Nothing beyond a stream's staleness bound stays open.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rillflow.dataflow.groups import POLICY_DONE, Groups
+from rillflow.dataflow.lineage import Lineage
+from rillflow.dataflow.part import Base, Part
+from rillflow.dataflow.rules import PolicyRules
+from rillflow.dataflow.shares import Shares
+from rillflow.dataflow.tables import NEWEST
+
+_DEAD = "EXISTS (SELECT 1 FROM orphans o WHERE o.policy = s.producer AND o.low < s.newest AND s.oldest <= o.high)"
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A share that may be served, as samplers see it."""
+
+    id: str
+    order: int
+    oldest: int
+    staleness: int
+    tokens: int
+    spread: float
+    served: int
+    group: str
+    producer: str
+    head: int
+    samples: int
+
+
+class Streams(Part):
+    def __init__(self, base: Base, groups: Groups, shares: Shares, lineage: Lineage) -> None:
+        super().__init__(base)
+        self._groups = groups
+        self._shares = shares
+        self._lineage = lineage
+
+    # ------------------------------------------------------------ room
+
+    def outstanding(self, stream: str) -> int:
+        """Groups on their way to the stream's trainer."""
+        return self._groups.count("train", "playing") + self._shares.count(stream, "ready", "leased")
+
+    def room(self) -> int:
+        """How many groups may be admitted now: as many as the emptiest stream has room for."""
+        policies, unfinished = self._rules.policies, self._lineage.unfinished()
+        return max((policies[name].window - self.outstanding(name) for name in unfinished), default=0)
+
+    def window_end(self) -> int:
+        """The last position whose group may be played now.
+
+        After a rollback more groups are open than the window has room for: those beyond wait as if not yet admitted.
+        """
+        return max((self._window_end(name) for name in self._lineage.unfinished()), default=NEWEST)
+
+    def _window_end(self, stream: str) -> int:
+        last = self._db.value(
+            "SELECT ord FROM (SELECT ord FROM groups WHERE lane = 'train' AND state = 'playing' UNION ALL "
+            "SELECT ord FROM shares WHERE stream = ? AND state = 'ready' UNION ALL "
+            "SELECT ord FROM shares WHERE stream = ? AND state = 'leased') ORDER BY ord LIMIT 1 OFFSET ?",
+            (stream, stream, self._rules.policies[stream].window - 1),
+        )
+        return NEWEST if last is None else int(last)
+
+    def fullness(self) -> str:
+        """What a node that finds no pending task waits for."""
+        parts = [
+            f"{self.outstanding(name)} of at most {self._rules.policies[name].window} groups are outstanding"
+            + (f" for {name}" if len(self._rules.policies) > 1 else "")
+            for name in self._lineage.unfinished()
+        ]
+        return f"tasks: none is pending, {' and '.join(parts) or 'all steps are done'}"
+
+    # ------------------------------------------------------------ serving
+
+    def ready(self, stream: str, *, in_order: bool) -> list[Ready]:
+        """What may be served, in order of admission; `in_order` without leaving a group out that may come yet."""
+        rules = self._rules.policies[stream]
+        end = self._window_end(stream) if rules.on_policy else NEWEST
+        if in_order:
+            end = min(end, self._first_unready(stream))
+        heads = self._lineage.heads
+        rows = self._db.all(
+            "SELECT * FROM shares WHERE stream = ? AND state = 'ready' AND ord <= ? AND todo = 0 ORDER BY ord",
+            (stream, end),
+        )
+        # A version above its policy's is published, but not committed yet: it may still die.
+        return [as_ready(row, heads[row["producer"]]) for row in rows if row["newest"] <= heads[row["producer"]]]
+
+    def _first_unready(self, stream: str) -> int:
+        """The position before the first group that is playing or in a stage."""
+        first = self._db.value(
+            "SELECT min(ord) FROM (SELECT min(ord) AS ord FROM groups WHERE lane = 'train' AND state = 'playing' "
+            "UNION ALL SELECT min(ord) FROM shares WHERE stream = ? AND state = 'ready' AND todo > 0)",
+            (stream,),
+        )
+        return NEWEST if first is None else int(first) - 1
+
+    def servable(self, stream: str) -> int:
+        """Shares that wait for nothing but the trainer."""
+        query = "SELECT count(*) FROM shares WHERE stream = ? AND state = 'ready' AND todo = 0"
+        return int(self._db.value(query, (stream,)))
+
+    def in_stages(self, stream: str) -> int:
+        query = "SELECT count(*) FROM shares WHERE stream = ? AND state = 'ready' AND todo > 0"
+        return int(self._db.value(query, (stream,)))
+
+    def pool(self, stream: str, most: int, staleness: int) -> list[Ready]:
+        """The latest trained shares whose rows are there and whose tokens are live and young enough."""
+        heads = self._lineage.heads
+        rows = self._db.all(
+            "SELECT * FROM shares s WHERE stream = ? AND state = 'trained' AND held = 1 AND damaged = 0 "
+            f"AND NOT {_DEAD} ORDER BY trained_into DESC, ord DESC LIMIT ?",
+            (stream, most),
+        )
+        found = [as_ready(row, heads[row["producer"]]) for row in rows]
+        return [share for share in found if share.staleness <= staleness]
+
+    # ------------------------------------------------------------ refusing
+
+    def refuse_stale(self, stream: str) -> None:
+        """Nothing beyond the stream's bound stays open: it expires; on-policy, the tasks are played again."""
+        rules, heads = self._rules.policies[stream], self._lineage.heads
+        for row in self._db.all(
+            f"SELECT *, {_DEAD} AS dead FROM shares s WHERE stream = ? AND state = 'ready' ORDER BY ord", (stream,)
+        ):
+            head = heads[row["producer"]]
+            # The trainer asks after its commit: a version above its own was sampled by weights that died before theirs.
+            above = row["newest"] > head and row["producer"] == stream
+            if head - row["oldest"] > rules.staleness and self._still_ready(row):
+                self._refuse_old(rules, row, head)
+            if (row["dead"] or above) and self._still_ready(row):
+                self._refuse_dead(row, head)
+        self._refuse_playing()
+
+    def _still_ready(self, row: sqlite3.Row) -> bool:
+        """Not when its group is played again for another share's sake."""
+        query = "SELECT 1 FROM shares WHERE grp = ? AND producer = ? AND stream = ? AND state = 'ready'"
+        return bool(self._db.value(query, (row["grp"], row["producer"], row["stream"])))
+
+    def _refuse_old(self, rules: PolicyRules, row: sqlite3.Row, head: int) -> None:
+        if rules.on_policy and self._shares.untouched(row["grp"]):
+            self._groups.rerun_sampled(row["grp"], row["producer"], -1, head - 1, "stale")
+        else:
+            self._shares.end(row, "expired", "stale")
+            self._groups.close(row["grp"])
+
+    def _refuse_dead(self, row: sqlite3.Row, head: int) -> None:
+        if not self._shares.untouched(row["grp"]):
+            self._groups.expire_ready(row["grp"], row["producer"], "rolled_back")
+            return
+        places = [
+            sample["place"]
+            for sample in self._db.all(
+                "SELECT DISTINCT place FROM samples s WHERE grp = ? AND policy = ? AND trained > 0 AND (newest > ? OR "
+                + _DEAD.replace("s.producer", "s.policy")
+                + ") ORDER BY place",
+                (row["grp"], row["producer"], head),
+            )
+        ]
+        self._groups.rerun(row["grp"], places, "rolled_back")
+
+    def _refuse_playing(self) -> None:
+        """Tasks of playing groups are played again for an on-policy stream; groups that nobody can take expire."""
+        heads, unfinished = self._lineage.heads, self._lineage.unfinished()
+        wanted = {name: self._rules.policies[name] for name in unfinished}
+        for producer, head in heads.items():
+            takers = [rules for rules in wanted.values() if producer in rules.producers]
+            if not takers:
+                continue
+            again = any(rules.on_policy for rules in takers)
+            limit = head if again else head - max(rules.staleness for rules in takers)
+            for row in self._db.all(
+                "SELECT v.grp FROM group_versions v JOIN groups g ON g.id = v.grp WHERE v.producer = ? "
+                "AND v.oldest < ? ORDER BY g.ord",
+                (producer, limit),
+            ):
+                if again:
+                    self._groups.rerun_sampled(row["grp"], producer, -1, head - 1, "stale")
+                elif self._doomed(row["grp"], heads, list(wanted.values())):
+                    self._groups.end(row["grp"], "expired", "stale")
+
+    def _doomed(self, group: str, heads: dict[str, int], wanted: Sequence[PolicyRules]) -> bool:
+        """Whether every share that the group could give is too old already."""
+        oldest = {
+            row["producer"]: row["oldest"]
+            for row in self._db.all("SELECT producer, oldest FROM group_versions WHERE grp = ?", (group,))
+        }
+        return all(
+            producer in oldest and heads[producer] - oldest[producer] > rules.staleness
+            for rules in wanted
+            for producer in rules.producers
+        )
+
+    # ------------------------------------------------------------ too much
+
+    def trim(self) -> None:
+        """What is too much for a slow stream expires, and all that a policy which has done its steps has left."""
+        if len(self._rules.policies) == 1:
+            return  # admission alone bounds it, and what a rollback returned is kept
+        unfinished = self._lineage.unfinished()
+        for stream, rules in self._rules.policies.items():
+            if stream not in unfinished:
+                self._expire_first(stream, NEWEST, POLICY_DONE)
+            elif (surplus := self._shares.count(stream, "ready") - rules.most_ready) > 0:
+                self._expire_first(stream, surplus, "surplus")
+
+    def _expire_first(self, stream: str, most: int, cause: str) -> None:
+        for row in self._db.all(
+            "SELECT s.* FROM shares s JOIN policies p ON p.name = s.producer WHERE s.stream = ? AND s.state = 'ready' "
+            "ORDER BY s.oldest - p.version, s.ord LIMIT ?",
+            (stream, most),
+        ):
+            self._shares.end(row, "expired", cause)
+            self._groups.close(row["grp"])
+
+
+def as_ready(row: sqlite3.Row, head: int) -> Ready:
+    return Ready(
+        id=f"{row['grp']}/{row['producer']}",
+        order=row["ord"],
+        oldest=row["oldest"],
+        staleness=max(0, head - row["oldest"]),
+        tokens=row["tokens"],
+        spread=row["std"],
+        served=row["served"],
+        group=row["grp"],
+        producer=row["producer"],
+        head=head,
+        samples=row["samples"],
+    )

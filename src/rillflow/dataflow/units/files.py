@@ -1,0 +1,79 @@
+"""A storage unit in a folder: payload columns in append-only segments, durable when `put` returns.
+
+The unit's id is drawn once and lies in the folder, so a reader that finds the same path on another host, or the
+path of another run, does not take it for this unit. Whoever is on this host may write into the folder beside the
+unit (`clients.units.LocalWriter`).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rillflow.clients.columns import dtypes_of
+from rillflow.clients.directory import GET_LIMIT, UNIT_ID_FILE
+from rillflow.clients.units import LocalWriter
+from rillflow.dataflow.units.asked import check_asked
+from rillflow.dataflow.units.growth import Growth
+from rillflow.errors import BadRequest, CorruptData
+from rillflow.storage import SegmentReader, disk_errors, write_atomic
+from rillflow.storage.records import Place
+from rillflow.storage.segments import SEGMENT_BYTES, drop_segments, read_range, segment_path
+from rillflow.types import Row, UnitInfo
+
+if TYPE_CHECKING:
+    from rillflow.contracts import Buffer
+
+
+class FileUnit:
+    """Implements contracts.StorageUnit. Any thread may call; puts follow one another."""
+
+    def __init__(self, folder: Path, name: str = "0", *, segment_bytes: int = SEGMENT_BYTES) -> None:
+        self._folder = folder.resolve()
+        with disk_errors(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if not (self._folder / UNIT_ID_FILE).exists():
+                write_atomic(self._folder / UNIT_ID_FILE, f"{name}-{secrets.token_hex(4)}".encode())
+        self._writer = LocalWriter(self._folder, segment_bytes=segment_bytes)
+        self._reader = SegmentReader(self._folder)
+        self._growth = Growth(self._folder)
+
+    def put(self, rows: Sequence[Mapping[str, Buffer]]) -> list[Row]:
+        return self._writer.put(rows)
+
+    def get(self, rows: Sequence[Row], columns: Sequence[str]) -> list[dict[str, bytes]]:
+        dtypes = dtypes_of(columns)
+        check_asked(rows, self._writer.unit)
+        got: list[dict[str, bytes]] = []
+        for one in self._reader.read([Place(row.segment, row.offset, row.length) for row in rows], dtypes):
+            if isinstance(one, CorruptData):
+                raise one
+            got.append({name: array.tobytes() for name, array in one.items()})
+        return got
+
+    def read_range(self, segment: int, start: int, end: int) -> bytes:
+        """Raw bytes [start, end) of a segment, for readers on other hosts, which verify them."""
+        if not 0 <= start < end or end - start > GET_LIMIT:
+            raise BadRequest(f"there is no range {start}-{end}", f"ask for 1 to {GET_LIMIT} bytes")
+        return read_range(self._folder, segment, start, end)
+
+    def drop(self, segments: Sequence[int]) -> None:
+        """Segments that somebody still writes into stay: see `remaining`."""
+        drop_segments(self._folder, segments)
+
+    def remaining(self, segments: Sequence[int]) -> list[int]:
+        return [number for number in segments if segment_path(self._folder, number).exists()]
+
+    def written(self) -> int:
+        return self._growth.count()
+
+    def info(self) -> UnitInfo:
+        disk = os.statvfs(self._folder)
+        free = disk.f_bavail * disk.f_frsize
+        return UnitInfo(unit=self._writer.unit, path=str(self._folder), kind="files", free=free)
+
+    def close(self) -> None:
+        self._writer.close()

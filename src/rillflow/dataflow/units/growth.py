@@ -1,0 +1,49 @@
+"""How much was written into a folder of segments, by whomever."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+
+class Growth:
+    """Counts bytes in segment files. They are preallocated: what counts is where their data ends, not their size."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._ends: dict[str, tuple[int, int]] = {}  # by file name: when it was changed last, where its data ended
+        self._total = 0
+        self.count()
+        self._total = 0  # what was there already is no growth
+
+    def count(self) -> int:
+        """Bytes written since the start."""
+        seen: dict[str, tuple[int, int]] = {}
+        with os.scandir(self._folder) as entries:
+            for entry in entries:
+                if entry.name.endswith(".seg"):
+                    with suppress(FileNotFoundError):  # dropped in this moment
+                        seen[entry.name] = self._look(entry)
+        self._ends = seen
+        return self._total
+
+    def _look(self, entry: os.DirEntry[str]) -> tuple[int, int]:
+        changed, end = self._ends.get(entry.name, (-1, 0))
+        now = entry.stat().st_mtime_ns
+        if now == changed:
+            return changed, end
+        found = max(end, _data_end(entry.path, end))
+        self._total += found - end
+        return now, found
+
+
+def _data_end(path: str, start: int) -> int:
+    """Where the first hole from `start` on begins; a file system that knows no holes says: at the end of the file."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return os.lseek(descriptor, start, os.SEEK_HOLE)
+    except OSError:  # `start` lies behind the end: nothing was added
+        return start
+    finally:
+        os.close(descriptor)

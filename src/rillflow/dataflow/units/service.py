@@ -1,0 +1,163 @@
+"""A storage unit as a process of its own: puts, reads and byte ranges over HTTP, and a beat to the dataflow service.
+
+Puts that arrive while one is being synced share the next sync. Nothing blocks the event loop: the disk is touched in
+threads. A segment is dropped only when the beat's answer names it, and reported as dropped once it is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Protocol, TypeVar, runtime_checkable
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rillflow.clients.grouping import GroupedPuts
+from rillflow.contracts import Clock, StorageUnit, SystemClock
+from rillflow.errors import BadRequest, RillflowError
+from rillflow.types import GetRows, PutRows, RowsGot, RowsPut, UnitBeat, UnitBeatReply, UnitInfo
+from rillflow.wire import Service
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+BEAT_SECONDS = 1.0
+BEAT_DEADLINE = 10.0
+HALF_LIFE = 5.0  # seconds after which written bytes count half
+_READERS = 4
+_RANGE = re.compile(r"bytes=(\d{1,15})-(\d{1,15})")
+
+
+class ServedUnit(StorageUnit, Protocol):
+    """What the service asks of a unit besides the contract."""
+
+    def remaining(self, segments: Sequence[int]) -> list[int]:
+        """Those of the segments that are still there."""
+
+    def written(self) -> int:
+        """Bytes that were written since the unit was opened, by whomever."""
+
+
+@runtime_checkable
+class RangedUnit(Protocol):
+    """A unit whose segments readers on other hosts may read as they are."""
+
+    def read_range(self, segment: int, start: int, end: int) -> bytes: ...
+
+
+class UnitService(Service):
+    """Serves `unit`; `beat` carries news to the dataflow service and brings back what to drop."""
+
+    def __init__(
+        self,
+        unit: ServedUnit,
+        token: str,
+        beat: Callable[[UnitBeat], Awaitable[UnitBeatReply]],
+        *,
+        clock: Clock | None = None,
+        every: float = BEAT_SECONDS,
+    ) -> None:
+        super().__init__("unit", token)
+        self._unit = unit
+        self._beat = beat
+        self._clock = clock or SystemClock()
+        self._every = every
+        self._puts = GroupedPuts(unit.put)
+        self._readers = ThreadPoolExecutor(_READERS, "unit-reads")
+        self._beating: asyncio.Task[None] | None = None
+        self._url = ""
+        self._lately, self._written, self._looked_at = 0.0, 0, self._clock.monotonic()
+        self.post("/put", self._put, PutRows)
+        self.post("/get", self._get, GetRows)
+        self.get("/info", self.info)
+        if isinstance(unit, RangedUnit):
+            self.route("/segments/{number:int}", self._segment, ["GET"])
+
+    # ------------------------------------------------------------ life
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        self._url = await super().start(host, port)
+        self._beating = asyncio.create_task(self._beat_on(), name="unit-beat")
+        return self._url
+
+    async def stop(self) -> None:
+        """The unit stays open: it is closed by who opened it, after this."""
+        if self._beating is not None:
+            self._beating.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._beating
+        await super().stop()
+        await self._puts.close()
+        self._readers.shutdown()
+
+    # ------------------------------------------------------------ routes
+
+    async def _put(self, body: PutRows) -> RowsPut:
+        return RowsPut(rows=await self._puts.put(body.rows))
+
+    async def _get(self, body: GetRows) -> RowsGot:
+        return RowsGot(rows=await self._in_thread(lambda: self._unit.get(body.rows, body.columns)))
+
+    async def info(self) -> UnitInfo:
+        """The unit as others should see it now."""
+        info, written = await self._in_thread(lambda: (self._unit.info(), self._unit.written()))
+        now = self._clock.monotonic()
+        self._lately *= 0.5 ** ((now - self._looked_at) / HALF_LIFE)
+        self._lately += written - self._written
+        self._written, self._looked_at = written, now
+        return msgspec.structs.replace(info, url=self._url, load=self._lately + self._puts.bytes)
+
+    async def _segment(self, request: Request) -> Response:
+        """The bytes of a segment that the `Range` header names, which must be one range within the file."""
+        unit, number = self._unit, int(request.path_params["number"])
+        asked = _RANGE.fullmatch(request.headers.get("range", ""))
+        if asked is None or not isinstance(unit, RangedUnit):
+            raise BadRequest("a segment is read by one range", "send `Range: bytes=FIRST-LAST`")
+        start, end = int(asked[1]), int(asked[2]) + 1
+        data = await self._in_thread(lambda: unit.read_range(number, start, end))
+        headers = {"content-range": f"bytes {start}-{end - 1}/*", "accept-ranges": "bytes"}
+        return Response(data, 206, headers, "application/octet-stream")
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._readers, work)
+
+    # ------------------------------------------------------------ the beat
+
+    async def _beat_on(self) -> None:
+        dropped: list[int] = []
+        silent = False
+        while True:
+            try:
+                async with asyncio.timeout(BEAT_DEADLINE):
+                    reply = await self._beat(UnitBeat(info=await self.info(), dropped=dropped))
+                silent = False
+                dropped = await self._drop(reply.drop)
+            except (RillflowError, TimeoutError) as error:
+                if not silent:
+                    log.warning("the dataflow service did not hear this unit: %s", error)
+                silent = True
+            except Exception:
+                log.exception("a beat failed")
+            await asyncio.sleep(self._every)
+
+    async def _drop(self, segments: list[int]) -> list[int]:
+        """Those of the segments that are gone now; the others will be named again."""
+        if not segments:
+            return []
+
+        def work() -> list[int]:
+            self._unit.drop(segments)
+            left = set(self._unit.remaining(segments))
+            return [number for number in segments if number not in left]
+
+        try:
+            return await self._in_thread(work)
+        except RillflowError as error:
+            log.error("segments %s could not be dropped: %s", segments, error)
+            return []

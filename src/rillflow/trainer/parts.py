@@ -1,0 +1,100 @@
+"""A batch as it comes in: leased part by part under one attempt, until it is complete.
+
+Invariant: every group of the batch is read exactly once, in the order in which the parts were served. Time spent
+waiting for parts is kept apart from the time of the step; every wait for one is bounded by `patience`.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable, Iterator
+
+from rillflow.contracts import Clock
+from rillflow.errors import CorruptData, DeadlineExceeded
+from rillflow.trainer.batches import Rows
+from rillflow.trainer.stream import Stream
+from rillflow.types import Batch, BatchReply
+
+log = logging.getLogger(__name__)
+
+# How long one call waits for a part: short, so that a signal is seen soon.
+POLL = 1.0
+
+
+class Stopped(Exception):
+    """Somebody asked the trainer to end, or the run has: the step in progress is given up."""
+
+
+class NoBatch(DeadlineExceeded):
+    """There was nothing to train on for `batch_wait` seconds: a trainer started anew would wait as long again."""
+
+
+class Parts:
+    """Iterate it once, after `open` has said that there is a batch."""
+
+    def __init__(
+        self, stream: Stream, version: int, *, patience: float, stop: Callable[[], bool], clock: Clock
+    ) -> None:
+        self._stream = stream
+        self._version = version
+        self._patience = patience
+        self._stop = stop
+        self._clock = clock
+        self._attempt = uuid.uuid4().hex
+        self._batch: Batch | None = None
+        self.opening = 0.0  # seconds until the first part was there
+        self.waited = 0.0  # seconds for the parts after it
+
+    @property
+    def batch(self) -> Batch:
+        """The batch as last heard of."""
+        assert self._batch is not None, "nothing is leased yet"
+        return self._batch
+
+    def open(self) -> bool:
+        """Wait for the first part; False when none will come. LeaseLost: another trainer has taken over."""
+        asked = self._clock.monotonic()
+        self._batch = self._next(have=0)
+        self.opening = self._clock.monotonic() - asked
+        return self._batch is not None
+
+    def __iter__(self) -> Iterator[Rows]:
+        """Raises LeaseLost when the batch was taken away, DamagedRows when it cannot be read, Stopped."""
+        empty = True
+        while True:
+            part = self.batch
+            if part.samples:
+                empty = False
+                yield self._stream.read(part)
+            if part.complete and empty:
+                raise CorruptData(f"batch {part.id} has no samples", "check the ledger with `rillflow audit`")
+            if part.complete:
+                return
+            asked = self._clock.monotonic()
+            self._batch = self._next(have=part.groups)
+            self.waited += self._clock.monotonic() - asked
+            if self._batch is None:
+                raise Stopped
+
+    def _next(self, have: int) -> Batch | None:
+        """What follows after `have` groups; None when nothing will. NoBatch says what it has waited for."""
+        deadline = self._clock.monotonic() + self._patience
+        while not self._stop():
+            left = deadline - self._clock.monotonic()
+            reply = self._stream.lease(self._version, self._attempt, max(min(POLL, left), 0.0), have)
+            if reply.batch is not None and (reply.batch.groups > have or reply.batch.complete):
+                return reply.batch
+            if reply.phase != "training":
+                log.info("the run is %s", reply.phase)
+                return None
+            if left <= 0:
+                raise self._nothing(reply)
+        return None
+
+    def _nothing(self, reply: BatchReply) -> NoBatch:
+        return NoBatch(
+            f"no batch within {self._patience:.0f} s, waiting for {reply.waiting_for or 'samples'}",
+            "look at the rollout nodes' logs; if all groups have equal rewards, stop earlier (trainer.steps) "
+            "or train without dataflow.filters; trainer.batch_wait sets how long a trainer waits",
+        )

@@ -1,0 +1,97 @@
+"""Group commit: everybody gets their own rows or their own error, and too much at once is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from rillflow.clients.grouping import GroupedPuts
+from rillflow.errors import DiskFull, StorageError, Unavailable
+from rillflow.types import Row
+
+
+class Slow:
+    """A disk that writes when it is allowed to."""
+
+    def __init__(self):
+        self.go = threading.Event()
+        self.groups = []
+        self.error = None
+
+    def put(self, rows):
+        assert self.go.wait(30)
+        self.groups.append(len(rows))
+        if self.error:
+            raise self.error
+        return [Row(unit="u", segment=0, offset=len(row["mask"]), length=0) for row in rows]
+
+
+async def started(puts, sizes):
+    tasks = [asyncio.create_task(puts.put([{"mask": bytes(size)}] * 2)) for size in sizes]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    return tasks
+
+
+async def test_those_who_wait_share_one_put():
+    slow = Slow()
+    puts = GroupedPuts(slow.put)
+    tasks = await started(puts, range(10))
+    assert puts.bytes == 2 * sum(range(10))
+    slow.go.set()
+    for size, task in enumerate(tasks):
+        assert [row.offset for row in await task] == [size, size]
+    assert len(slow.groups) < 10
+    assert puts.bytes == 0
+    await puts.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"), [(DiskFull("full", "free some"), DiskFull), (ValueError("bug"), StorageError)]
+)
+async def test_a_failed_group_fails_everybody_in_it_and_nobody_after(error, kind):
+    slow = Slow()
+    slow.error = error
+    puts = GroupedPuts(slow.put)
+    tasks = await started(puts, range(5))
+    slow.go.set()
+    found = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(type(one) is kind for one in found)
+    assert len({id(one) for one in found}) == 5
+    slow.error = None
+    assert len(await puts.put([{"mask": b"1"}])) == 1
+    await puts.close()
+
+
+async def test_too_much_at_once_is_refused_and_one_large_put_is_not():
+    slow = Slow()
+    puts = GroupedPuts(slow.put, limit=1000)
+    (large,) = await started(puts, [5000])
+    with pytest.raises(Unavailable, match="wait to be written"):
+        await puts.put([{"mask": bytes(1)}])
+    slow.go.set()
+    assert len(await large) == 2
+    await puts.close()
+
+
+async def test_who_stops_waiting_disturbs_nobody():
+    slow = Slow()
+    puts = GroupedPuts(slow.put)
+    one, two, three = await started(puts, [1, 2, 3])
+    two.cancel()
+    slow.go.set()
+    assert [row.offset for row in await one + await three] == [1, 1, 3, 3]
+    await puts.close()
+
+
+async def test_closing_writes_what_waits_and_refuses_the_rest():
+    slow = Slow()
+    puts = GroupedPuts(slow.put)
+    tasks = await started(puts, [1, 2, 3])
+    slow.go.set()
+    await puts.close()
+    assert [len(await task) for task in tasks] == [2, 2, 2]
+    with pytest.raises(Unavailable, match="closing"):
+        await puts.put([{"mask": b"1"}])

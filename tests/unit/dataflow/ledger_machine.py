@@ -1,0 +1,432 @@
+"""A ledger, nodes, storage units, trainers and a stage that come, go, come late and come back.
+
+The machine keeps what it was told in plain sets, and compares after every step.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from dataflow_world import RULES, World, policies, prompts, sample
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from rillflow.dataflow.audit import examine
+from rillflow.dataflow.hooks import Hooks
+from rillflow.dataflow.hooks.filters.zero_variance import ZeroVariance
+from rillflow.dataflow.hooks.samplers.replay import Replay
+from rillflow.errors import LeaseLost
+from rillflow.types import Ack, Batch, BatchSample, Row, SampleMeta, TaskLease
+
+NODES = st.sampled_from(["n0", "n1"])
+WHO = st.integers(0, 1)  # a policy, by its number
+REPLAY_BOUND = 6
+_SHM = Path("/dev/shm")
+_AGAIN = ("rolled_back", "stale", "damaged", "unit_gone", "payload_gone")
+KINDS = {
+    "one": {"main": {}},
+    "two": {"main": {}, "other": {"staleness": 1, "batch_groups": 1}},
+    "mixed": {"main": {"trains_on": ("main", "other")}, "other": {"staleness": 2}},
+    "shared": {"main": {}, "other": {"trains_on": ("main",), "batch_groups": 1}},
+    "staged": {"main": {"stages": ("score",)}, "other": {"staleness": 1}},
+}
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    @initialize(
+        bound=st.integers(0, 2),
+        kind=st.sampled_from(sorted(KINDS)),
+        heldout=st.booleans(),
+        size=st.integers(1, 2),
+        replay=st.booleans(),
+    )
+    def start(self, bound: int, kind: str, heldout: bool, size: int, replay: bool) -> None:
+        self.folder = Path(tempfile.mkdtemp(dir=_SHM if _SHM.is_dir() else None))
+        found = {name: {"staleness": bound} | rules for name, rules in KINDS[kind].items()}
+        filters = [("zero_variance", ZeroVariance())]
+        sampler = {"sampler": Replay(ratio=0.5, pool=3, staleness=REPLAY_BOUND)} if replay else {}
+        self.world = World(
+            self.folder,
+            heldout=prompts(1, "h") if heldout else None,
+            hooks=Hooks(filters=filters, **sampler),
+            policies=policies(**found),
+            group_size=size,
+            attempts=2,
+            evaluate_every=2,
+            unit_timeout=60.0,
+            drop_after=20.0,
+            group_deadline=100.0,
+        )
+        self.names = list(found)
+        self.lives = {"n0": 0, "n1": 0}
+        self.leases: list[tuple[str, TaskLease, dict[str, int]]] = []
+        self.sent: dict[str, tuple[float, list[SampleMeta]]] = {}  # what was accepted of an attempt
+        self.batches: dict[str, Batch] = {}  # complete, in a trainer's hands
+        self.streams: dict[str, tuple[str, int, list[BatchSample]]] = {}  # incomplete: attempt, groups, samples
+        self.committed: list[tuple[Batch, int]] = []
+        # The live lines: versions, and the fresh shares trained into them.
+        self.lines: dict[str, list[tuple[int, frozenset[tuple[str, str]]]]] = {name: [] for name in self.names}
+        self.tokens: dict[str, tuple[str, int]] = {}  # the policy and version of every sample
+        self.stage: Batch | None = None
+        self.told: list[int] = []
+        self.segments = 0
+        self.unit_v = False
+        self.ack()
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.ack()
+            self.world.close()
+            shutil.rmtree(self.folder)
+
+    def name(self, who: int) -> str:
+        return self.names[who % len(self.names)]
+
+    # ------------------------------------------------------------ what is acknowledged
+
+    @rule()
+    def ack(self) -> None:
+        """The service has committed: from now on a crash loses none of it."""
+        self.world.ledger.commit()
+        self.kept: dict[str, Any] = {
+            "lines": {name: list(line) for name, line in self.lines.items()},
+            "sent": dict(self.sent),
+            "tokens": dict(self.tokens),
+            "lives": dict(self.lives),
+            "committed": list(self.committed),
+            "batches": dict(self.batches),
+            "streams": dict(self.streams),
+            "stage": self.stage,
+            "told": list(self.told),
+        }
+        self.kept_world = (self.world.incarnation, dict(self.world.lives))
+
+    @rule()
+    def crash(self) -> None:
+        """Killed: what was not committed has never been."""
+        self.world.crash()
+        for name, value in self.kept.items():
+            setattr(self, name, value)
+        self.world.incarnation, self.world.lives = self.kept_world[0], dict(self.kept_world[1])
+        self.ack()
+
+    @rule()
+    def restart(self) -> None:
+        """Ended in peace, and started again."""
+        self.world.ledger.close()
+        self.world.ledger = self.world.open()
+        self.ack()
+
+    @rule()
+    def submit(self) -> None:
+        self.world.ledger.advance()
+
+    # ------------------------------------------------------------ nodes
+
+    @rule(node=NODES, want=st.integers(1, 6), behind=st.integers(0, 3), who=WHO)
+    def lease(self, node: str, want: int, behind: int, who: int) -> None:
+        heads, policy = self.world.ledger.heads, self.name(who)
+        versions = heads | {policy: max(0, heads[policy] - behind)}
+        for lease in self.world.lease(want, node=node, life=f"{node}{self.lives[node]}", versions=versions):
+            for name, version in versions.items():
+                assert version in self.live(name)
+                takers = [self.world.rules.policies[stream] for stream in self.world.rules.streams_of(name)]
+                if lease.task.lane == "train":
+                    assert all(heads[name] - version <= rules.staleness for rules in takers)
+            self.leases.append((node, lease, versions))
+
+    def row(self, old: bool) -> Row:
+        """In a segment of its own, or in one that may be gone, of a unit that may be."""
+        if not old:
+            self.segments += 1
+        return self.world.row("v" if self.unit_v and not old else "u", 0 if old else self.segments)
+
+    def send(self, node: str, lease: TaskLease, reward: float, samples: list[SampleMeta]) -> Ack:
+        """Complete an attempt; what it has sent before stands."""
+        try:
+            ack = self.world.done(lease, reward, samples=samples, node=node)
+        except LeaseLost:
+            assert lease.attempt in self.sent
+            assert self.sent[lease.attempt] != (reward, samples)
+            raise
+        if ack.accepted and lease.attempt not in self.sent:
+            self.sent[lease.attempt] = (reward, samples)
+            for number, found in enumerate(samples):
+                self.tokens[f"{lease.task.id}.{number}"] = (found.policy, found.oldest)
+        return ack
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), reward=st.sampled_from([0.0, 1.0]), refreshed=st.booleans(), old=st.booleans(), who=WHO)
+    def complete(self, data: st.DataObject, reward: float, refreshed: bool, old: bool, who: int) -> None:
+        """Any lease that was ever given: held, lost, expired, or completed before, then with another payload."""
+        node, lease, versions = data.draw(st.sampled_from(self.leases[-12:]))
+        heads = self.world.ledger.heads
+        played = self.names if data.draw(st.booleans()) else [self.name(who)]
+        samples = [
+            sample(max(heads[name], versions[name]) if refreshed else versions[name], policy=name, row=self.row(old))
+            for name in played
+        ]
+        try:
+            self.send(node, lease, reward, samples)
+        except LeaseLost:
+            assert lease.attempt in self.sent
+
+    @precondition(lambda self: self.sent)
+    @rule(data=st.data())
+    def complete_again(self, data: st.DataObject) -> None:
+        """The same news: taken once, acknowledged as long as it counts."""
+        node, lease, _ = data.draw(st.sampled_from(self.leases[-12:] or [None])) or (None, None, None)
+        if lease is not None and lease.attempt in self.sent:
+            before = self.world.ledger.db.value("SELECT count(*) FROM samples")
+            reward, samples = self.sent[lease.attempt]
+            self.world.done(lease, reward, samples=samples, node=node)
+            assert self.world.ledger.db.value("SELECT count(*) FROM samples") == before
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        node, lease, _ = data.draw(st.sampled_from(self.leases[-12:]))
+        self.world.fail(lease, node=node)
+
+    @rule(seconds=st.sampled_from([3.0, 11.0, 40.0]))
+    def wait(self, seconds: float) -> None:
+        self.world.clock.time += seconds
+        self.world.unit("u")
+        self.world.ledger.expire()
+        units = {info.unit for info in self.world.ledger.units().units}
+        self.unit_v = self.unit_v and "v" in units
+
+    @rule(node=NODES)
+    def beat(self, node: str) -> None:
+        mine = [lease.attempt for name, lease, _ in self.leases[-12:] if name == node]
+        self.world.beat(mine, node, f"{node}{self.lives[node]}")
+
+    @rule(node=NODES)
+    def restart_node(self, node: str) -> None:
+        self.lives[node] += 1
+        self.world.beat((), node, f"{node}{self.lives[node]}")
+
+    @rule()
+    def play(self) -> None:
+        """A good stretch: everything that can be played is, in the order of leasing."""
+        while leases := self.world.lease(8, node="good"):
+            for lease in leases:
+                heads = self.world.ledger.heads
+                samples = [sample(heads[name], policy=name, row=self.row(False)) for name in self.names]
+                self.leases.append(("good", lease, heads))
+                self.send("good", lease, float(lease.task.place), samples)
+
+    # ------------------------------------------------------------ storage units
+
+    @rule()
+    def hear_of_the_other_unit(self) -> None:
+        self.world.unit("v")
+        self.unit_v = True
+
+    @rule()
+    def drop(self) -> None:
+        self.told = self.world.unit("u", dropped=self.told)
+
+    @precondition(lambda self: self.sent)
+    @rule(data=st.data())
+    def lose_rows(self, data: st.DataObject) -> None:
+        _, samples = self.sent[data.draw(st.sampled_from(sorted(self.sent)[-8:]))]
+        self.world.lose(*(found.row for found in samples))
+
+    # ------------------------------------------------------------ trainers
+
+    def live(self, name: str) -> set[int]:
+        return {0, *(version for version, _ in self.lines[name])}
+
+    def trained(self, name: str) -> set[tuple[str, str]]:
+        return {share for _, shares in self.lines[name] for share in shares}
+
+    def look(self, name: str, samples: list[BatchSample]) -> None:
+        """What is served is what was sent, within the bound, of live versions, and not trained before."""
+        bound = self.world.rules.policies[name].staleness
+        heads = self.world.ledger.heads
+        for entry in samples:
+            assert (entry.policy, heads[entry.policy] - entry.staleness) == self.tokens[entry.id]
+            assert 0 <= entry.staleness <= (REPLAY_BOUND if entry.replayed else bound)
+            assert self.tokens[entry.id][1] in self.live(entry.policy)
+            assert ((entry.group, entry.policy) in self.trained(name)) == entry.replayed
+        assert len({entry.id for entry in samples}) == len(samples)
+
+    @rule(who=WHO)
+    def serve(self, who: int) -> None:
+        """A whole batch, under a new attempt."""
+        name = self.name(who)
+        batch = self.world.ask(policy=name).batch
+        self.streams.pop(name, None)
+        self.batches.pop(name, None)
+        if batch is not None:
+            assert batch.complete
+            assert batch.version == self.world.ledger.lineage.head(name)
+            self.look(name, batch.samples)
+            self.batches[name] = batch
+
+    @rule(who=WHO, least=st.integers(1, 2))
+    def stream(self, who: int, least: int) -> None:
+        """The next part of a batch; the first under a new attempt."""
+        name = self.name(who)
+        if name not in self.streams:
+            self.world.attempts += 1
+            self.batches.pop(name, None)
+        attempt, have, before = self.streams.get(name, (f"s{self.world.attempts}", 0, []))
+        try:
+            batch = self.world.ask(attempt, policy=name, have=have, least=least).batch
+        except LeaseLost:
+            del self.streams[name]
+            return
+        if batch is None:
+            return
+        assert batch.groups > have or batch.complete
+        self.look(name, batch.samples)
+        samples = before + batch.samples
+        whole = self.world.ask(attempt, policy=name, least=least).batch
+        assert whole is not None
+        assert whole.samples == samples
+        self.streams[name] = (attempt, batch.groups, samples)
+        if batch.complete:
+            del self.streams[name]
+            self.batches[name] = msgspec.structs.replace(whole, samples=samples)
+
+    @precondition(lambda self: self.batches)
+    @rule(who=WHO, skip=st.integers(0, 2), keep=st.integers(1, 3))
+    def commit(self, who: int, skip: int, keep: int) -> None:
+        """`skip` numbers were published by trainers that died before their commit; `keep` checkpoints are left."""
+        batch = self.batches.pop(self.name(who), None)
+        if batch is None:
+            return
+        name = batch.policy
+        version = self.world.ledger.lineage.highest(name) + 1 + skip
+        restorable = sorted(self.live(name))[-keep:][0]
+        try:
+            self.world.commit(batch, version, restorable)
+        except LeaseLost:
+            return
+        fresh = frozenset((entry.group, entry.policy) for entry in batch.samples if not entry.replayed)
+        self.lines[name].append((version, fresh))
+        self.committed.append((batch, version))
+
+    @rule(who=WHO, steps=st.integers(1, 3), parts=st.booleans(), skip=st.integers(0, 1), keep=st.integers(1, 3))
+    def train(self, who: int, steps: int, parts: bool, skip: int, keep: int) -> None:
+        """A good stretch: some steps, as far as there is anything to train on."""
+        name = self.name(who)
+        for _ in range(steps):
+            self.play()
+            self.run_stage()
+            if parts:
+                for _ in range(4):
+                    if name not in self.batches or name in self.streams:
+                        self.stream(who, 1)
+            else:
+                self.serve(who)
+            self.commit(who, skip, keep)
+
+    def run_stage(self) -> None:
+        if self.world.rules.policies["main"].stages:
+            self.lease_stage(9)
+            if self.stage is not None:
+                self.commit_stage(False)
+
+    @precondition(lambda self: self.committed)
+    @rule(data=st.data())
+    def commit_again(self, data: st.DataObject) -> None:
+        batch, version = data.draw(st.sampled_from(self.committed[-3:]))
+        heads = self.world.ledger.heads
+        try:
+            self.world.commit(batch, version)
+        except LeaseLost:
+            assert version not in self.live(batch.policy) or self.joined_since(batch)
+        assert self.world.ledger.heads == heads
+
+    def joined_since(self, batch: Batch) -> bool:
+        held_by = self.world.ledger.db.value("SELECT incarnation FROM batches WHERE id = ?", (batch.id,))
+        return bool(held_by != self.world.lives[batch.policy])
+
+    @rule(who=WHO, back=st.integers(0, 3), published=st.integers(0, 1))
+    def rejoin(self, who: int, back: int, published: int) -> None:
+        name = self.name(who)
+        line = self.lines[name]
+        versions = [0, *(version for version, _ in line)]
+        checkpoint = versions[max(0, len(versions) - 1 - back)]
+        highest = self.world.ledger.lineage.highest(name)
+        joined = self.world.join(checkpoint, highest + published, name)
+        assert joined.orphaned == [version for version in versions if version > checkpoint]
+        assert joined.rolled_back == sum(len(shares) for version, shares in line if version > checkpoint)
+        assert joined.highest == highest + published
+        self.lines[name] = [(version, shares) for version, shares in line if version <= checkpoint]
+        assert joined.steps == len(self.lines[name])
+        self.batches.pop(name, None)
+        self.streams.pop(name, None)
+
+    # ------------------------------------------------------------ a stage
+
+    @precondition(lambda self: self.world.rules.policies["main"].stages)
+    @rule(groups=st.integers(1, 3))
+    def lease_stage(self, groups: int) -> None:
+        self.world.attempts += 1
+        self.stage = self.world.ask_stage("score", f"w{self.world.attempts}", groups)
+
+    @precondition(lambda self: self.stage is not None)
+    @rule(old=st.booleans())
+    def commit_stage(self, old: bool) -> None:
+        batch, self.stage = self.stage, None
+        assert batch is not None
+        try:
+            ack = self.world.commit_stage(batch, "score", self.row(old))
+        except LeaseLost:
+            return
+        if ack.accepted:
+            assert self.world.commit_stage(batch, "score").accepted  # the same attempt again
+
+    # ------------------------------------------------------------ what always holds
+
+    @invariant()
+    def the_audit_balances(self) -> None:
+        if hasattr(self, "world"):
+            report = examine(self.world.ledger.db._connection)
+            assert report.balanced, [identity for identity in report.identities if not identity.ok]
+
+    @invariant()
+    def trained_once_on_the_live_lines(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        for name, line in self.lines.items():
+            assert all(first < second for (first, _), (second, _) in pairwise(line))
+            assert sum(len(shares) for _, shares in line) == len(self.trained(name))
+            rows = self.world.ledger.db.all(
+                "SELECT grp, producer FROM shares WHERE stream = ? AND state = 'trained'", (name,)
+            )
+            assert {(row["grp"], row["producer"]) for row in rows} == self.trained(name)
+
+    @invariant()
+    def nothing_accepted_is_lost(self) -> None:
+        if hasattr(self, "world"):
+            rows = self.world.ledger.db.all("SELECT id, state, cause FROM attempts")
+            states = {row["id"]: (row["state"], row["cause"]) for row in rows}
+            for attempt in self.sent:
+                state, cause = states[attempt]
+                assert (state, cause) == ("done", "") or (state == "returned" and cause in _AGAIN)
+
+    @invariant()
+    def what_waits_is_bounded(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        ledger = self.world.ledger
+        counts = ledger.steps.counters()
+        again = sum(number for name, number in counts.items() if name.startswith(("rerun.", "rolled_back")))
+        rules = self.world.rules.policies
+        assert ledger.groups.count("train", "playing") <= max(found.window for found in rules.values()) + again
+        for name, found in rules.items():
+            assert ledger.shares.count(name, "ready") <= 3 * found.window + again
+            assert ledger.streams.outstanding(name) >= 0
+
+
+assert RULES.policy == "main"

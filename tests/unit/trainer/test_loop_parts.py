@@ -1,0 +1,103 @@
+"""The loop with batches that come in parts, are taken away, or cannot be read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_loop import Crash, Ledger, crash_at, same, start
+
+from rillflow.clients.payloads import DamagedRows
+from rillflow.errors import CorruptData, LeaseLost, RunError
+from rillflow.trainer.loop import MOST_ABANDONED
+from rillflow.types import BatchReply, Row
+
+
+def damaged() -> DamagedRows:
+    return DamagedRows([Row(unit="u", segment=0, offset=0, length=1)], CorruptData("a bit has flipped"))
+
+
+def lost() -> LeaseLost:
+    return LeaseLost("the batch was released")
+
+
+def test_a_run_in_parts_is_a_run_of_whole_batches(tmp_path: Path) -> None:
+    whole, split = Ledger(3), Ledger(3, parts=3)
+    one, other = start(tmp_path / "whole", whole), start(tmp_path / "split", split)
+    assert split.events == whole.events
+    assert [metrics["parts"] for metrics in split.metrics] == [3, 3, 3]
+    assert all(metrics["wait_seconds"] >= 0 for metrics in split.metrics)
+    assert len(split.attempts) == 10
+    assert len(set(split.attempts)) == 4
+    theirs = other.masters()
+    for name, tensor in one.masters().items():
+        torch.testing.assert_close(theirs[name], tensor, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("error", [damaged, lost])
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_a_batch_that_cannot_be_finished_is_abandoned_for_another(tmp_path: Path, error: object, part: int) -> None:
+    ledger = Ledger(2, parts=3, reading=[*[None] * part, error()])  # type: ignore[operator]
+    trained = start(tmp_path, ledger)
+    assert ledger.live == [(0, 1), (1, 2)]
+    assert ledger.events.count("lease") == 4
+    assert ledger.attempts[part] != ledger.attempts[part + 1]
+    assert same(trained, start(tmp_path / "straight", Ledger(2, parts=3)))
+
+
+def test_a_batch_known_to_be_lost_is_not_trained_to_its_end(tmp_path: Path) -> None:
+    """Also just before the update: a version of a batch that is gone would only die."""
+    for checks in range(4):
+        ledger = Ledger(1, checking=[*[None] * checks, lost()])
+        trained = start(tmp_path / f"{checks}", ledger)
+        assert ledger.live == [(0, 1)]
+        assert same(trained, start(tmp_path / f"straight {checks}", Ledger(1)))
+
+
+def test_damage_without_end_ends_the_trainer(tmp_path: Path) -> None:
+    ledger = Ledger(1, reading=[damaged()] * 100)
+    with pytest.raises(RunError, match="a bit has flipped"):
+        start(tmp_path, ledger)
+    assert ledger.events.count("lease") == MOST_ABANDONED + 1
+    assert ledger.abandoned == MOST_ABANDONED + 2
+
+
+def test_only_batches_in_a_row_count(tmp_path: Path) -> None:
+    each = [*[damaged()] * MOST_ABANDONED, None]
+    ledger = Ledger(3, reading=each * 3)
+    start(tmp_path, ledger)
+    assert len(ledger.live) == 3
+
+
+def test_a_trainer_that_was_replaced_ends(tmp_path: Path) -> None:
+    """The batch is lost, and so is the right to ask for another."""
+    ledger = Ledger(2, parts=3)
+    lease = ledger.lease
+
+    def replaced(version: int, attempt: str, wait: float, have: int) -> BatchReply:
+        if len(ledger.attempts) >= 2:
+            raise LeaseLost("another trainer has joined")
+        return lease(version, attempt, wait, have)
+
+    ledger.lease = replaced  # type: ignore[method-assign]
+    with pytest.raises(LeaseLost, match="another trainer"):
+        start(tmp_path, ledger)
+    assert ledger.live == []
+
+
+def test_a_crash_between_two_parts_trains_nothing_twice(tmp_path: Path) -> None:
+    ledger = Ledger(3, parts=3, reading=[None] * 4 + [Crash()])
+    with pytest.raises(Crash):
+        start(tmp_path, ledger)
+    trained = start(tmp_path, ledger)
+    assert [batch for batch, _ in ledger.live] == [0, 1, 2]
+    assert same(trained, start(tmp_path / "straight", Ledger(3, parts=3)))
+
+
+def test_commits_name_the_oldest_version_that_can_be_restored(tmp_path: Path) -> None:
+    """Checkpoints are written every second step, and two are kept."""
+    ledger = Ledger(8, before=crash_at("publish 8"))
+    with pytest.raises(Crash):
+        start(tmp_path, ledger)
+    assert ledger.restorable == [0, 0, 2, 2, 2, 2, 4]

@@ -1,0 +1,164 @@
+"""A batch that comes in parts trains as the whole does, and is asked for as it should be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trainer_helpers import learner, random_samples
+
+from rillflow.errors import CorruptData
+from rillflow.trainer.batches import Rows, make_rows
+from rillflow.trainer.parts import NoBatch, Parts, Stopped
+from rillflow.trainer.step import Learner
+from rillflow.types import Batch, BatchReply
+
+VAGUE = {"tokens_per_second", "parts"}
+
+
+def trained(algorithm: str, parts: list[Rows], *, overlong: bool) -> tuple[Learner, dict[str, float]]:
+    """Clipping is out of reach, so that gradients are compared as they are."""
+    one = learner(algorithm=algorithm, micro_tokens=40, max_grad_norm=1e9, overlong_filter=overlong)
+    return one, one.step(parts)
+
+
+def gradients(of: Learner) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in of._parameters.items()}
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    algorithm=st.sampled_from(["grpo", "dapo"]),
+    seed=st.integers(0, 1000),
+    cuts=st.lists(st.integers(1, 11), max_size=5, unique=True),
+    overlong=st.booleans(),
+    shuffled=st.booleans(),
+)
+def test_parts_give_the_gradients_of_the_whole(
+    algorithm: str, seed: int, cuts: list[int], overlong: bool, shuffled: bool
+) -> None:
+    samples, payload = random_samples(seed, groups=3, size=4)
+    samples = [msgspec.structs.replace(sample, replayed=n % 4 == 0) for n, sample in enumerate(samples)]
+    whole, expected = trained(algorithm, [make_rows(samples, payload)], overlong=overlong)
+    order = np.random.default_rng(seed).permutation(12) if shuffled else np.arange(12)
+    pieces = np.split(order, sorted(cuts))
+    parts = [make_rows([samples[i] for i in piece], [payload[i] for i in piece]) for piece in pieces]
+    split, metrics = trained(algorithm, parts, overlong=overlong)
+    mine = gradients(split)
+    for name, gradient in gradients(whole).items():
+        torch.testing.assert_close(mine[name], gradient, rtol=2e-4, atol=2e-6)
+    for name in expected.keys() - VAGUE:
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+    assert (expected["parts"], metrics["parts"]) == (1, len(cuts) + 1)
+    assert metrics["replayed_fraction"] == 0.25
+
+
+# ---------------------------------------------------------------- asking for them
+
+
+class Clock:
+    """Moves only when somebody waits."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+    def monotonic(self) -> float:
+        return self.time
+
+
+class Service:
+    """Answers as told, each answer after a while; remembers what it was asked."""
+
+    def __init__(self, clock: Clock, *answers: tuple[float, BatchReply]) -> None:
+        self._clock = clock
+        self._answers = iter(answers)
+        self.asked: list[tuple[str, int]] = []
+        self.longest = 0.0
+
+    def lease(self, version: int, attempt: str, wait: float, have: int) -> BatchReply:
+        self.asked.append((attempt, have))
+        self.longest = max(self.longest, wait)
+        seconds, reply = next(self._answers, (wait, BatchReply(batch=None, phase="training", waiting_for="more")))
+        self._clock.time += seconds
+        return reply
+
+    def read(self, part: Batch) -> Rows:
+        self._clock.time += 100.0
+        _, payload = random_samples(0)
+        return make_rows(part.samples, payload[: len(part.samples)])
+
+
+def part(groups: int, *, rows: int = 4, complete: bool = False, phase: str = "training") -> BatchReply:
+    samples, _ = random_samples(0)
+    batch = Batch(
+        id="b", attempt="a", policy="p", version=3, samples=samples[:rows], seconds=60, groups=groups, complete=complete
+    )
+    return BatchReply(batch=batch, phase=phase)  # type: ignore[arg-type]
+
+
+def opened(service: Service, clock: Clock, stops: Iterator[bool] = iter(())) -> Parts:
+    parts = Parts(service, 3, patience=10.0, stop=lambda: next(stops, False), clock=clock)  # type: ignore[arg-type]
+    assert parts.open()
+    return parts
+
+
+def test_every_part_is_asked_for_by_what_is_there_and_waits_are_kept_apart() -> None:
+    clock = Clock()
+    nothing = BatchReply(batch=None, phase="training")
+    service = Service(
+        clock, (1.0, nothing), (0.5, part(2)), (1.0, nothing), (1.0, part(2, rows=0)), (0.25, part(3)),
+        (0.125, part(4, rows=1, complete=True)),
+    )  # fmt: skip
+    parts = opened(service, clock)
+    assert [len(rows.length_R) for rows in parts] == [4, 4, 1]
+    assert [have for _, have in service.asked] == [0, 0, 2, 2, 2, 3]
+    assert len({attempt for attempt, _ in service.asked}) == 1
+    assert (parts.opening, parts.waited) == (1.5, 2.375)
+    assert parts.batch.complete
+    assert service.longest == 1.0
+
+
+def test_the_last_answer_may_bring_nothing_but_the_end() -> None:
+    clock = Clock()
+    parts = opened(Service(clock, (0.0, part(2)), (0.0, part(2, rows=0, complete=True))), clock)
+    assert [len(rows.length_R) for rows in parts] == [4]
+
+
+def test_a_batch_without_samples_is_refused() -> None:
+    clock = Clock()
+    with pytest.raises(CorruptData, match="no samples"):
+        list(opened(Service(clock, (0.0, part(2, rows=0, complete=True))), clock))
+
+
+def test_a_part_that_never_comes_is_named() -> None:
+    clock = Clock()
+    with pytest.raises(NoBatch, match="within 10 s, waiting for more"):
+        list(opened(Service(clock, (0.0, part(2))), clock))
+
+
+@pytest.mark.parametrize("phase", ["finishing", "ended"])
+def test_a_run_that_ends_meanwhile_ends_the_step(phase: str) -> None:
+    clock = Clock()
+    service = Service(clock, (0.0, part(2)), (0.0, BatchReply(batch=None, phase=phase)))  # type: ignore[arg-type]
+    with pytest.raises(Stopped):
+        list(opened(service, clock))
+
+
+def test_a_stop_between_parts_ends_the_step() -> None:
+    clock = Clock()
+    with pytest.raises(Stopped):
+        list(opened(Service(clock, (0.0, part(2))), clock, iter([False, True])))
+
+
+def test_no_batch_when_the_run_is_over() -> None:
+    clock = Clock()
+    service = Service(clock, (0.0, BatchReply(batch=None, phase="finishing")))
+    assert not Parts(service, 3, patience=10.0, stop=lambda: False, clock=clock).open()  # type: ignore[arg-type]

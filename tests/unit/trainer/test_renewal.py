@@ -1,0 +1,55 @@
+"""A batch's lease is kept while its holder works, and let go when the holder is lost or hangs."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from rillflow.errors import LeaseLost, RillflowError, Unavailable
+from rillflow.trainer.renewal import MOST_LEASES, RENEWALS_A_LEASE, Renewal
+from rillflow.types import Ack, Batch, RenewBatch
+
+BATCH = Batch(id="b", attempt="a", policy="p", version=0, samples=[], seconds=0.004)
+
+
+class Service:
+    """Answers as told, then accepts."""
+
+    def __init__(self, *answers: Ack | RillflowError) -> None:
+        self._answers = iter(answers)
+        self.asked: list[RenewBatch] = []
+
+    async def renew(self, news: RenewBatch) -> Ack:
+        self.asked.append(news)
+        answer = next(self._answers, Ack(accepted=True))
+        if isinstance(answer, RillflowError):
+            raise answer
+        return answer
+
+
+async def test_a_holder_that_hangs_loses_its_batch_in_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    service = Service()
+    renewal = Renewal(service.renew, BATCH)
+    with caplog.at_level(logging.ERROR):
+        await renewal.run()
+    assert len(service.asked) == RENEWALS_A_LEASE * MOST_LEASES
+    assert renewal.lost is None
+    assert "10 times its lease" in caplog.text
+
+
+@pytest.mark.parametrize("answer", [LeaseLost("batch b is released"), Ack(accepted=False, reason="released")])
+async def test_a_batch_that_is_lost_is_known_to_be(answer: Ack | RillflowError) -> None:
+    service = Service(Ack(accepted=True), answer)
+    renewal = Renewal(service.renew, BATCH)
+    await renewal.run()
+    assert len(service.asked) == 2
+    assert renewal.lost is not None
+    assert "released" in renewal.lost.message
+
+
+async def test_a_service_that_is_away_is_asked_again() -> None:
+    service = Service(Unavailable("restarting"), Unavailable("restarting"), LeaseLost("gone"))
+    renewal = Renewal(service.renew, BATCH)
+    await renewal.run()
+    assert len(service.asked) == 3
