@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-BENCHES := engine
+BENCHES := engine dataflow two_policies data_algorithms
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart test test-all lint format docs bench clean

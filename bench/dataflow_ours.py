@@ -26,7 +26,7 @@ from rillflow.clients.units import UnitWriter
 from rillflow.runtime.folder import RunFolder
 from rillflow.types import Batch, CommitBatch, CompleteTask, JoinTrainer, LeaseBatch, LeaseTasks, SampleMeta, TaskLease
 
-MAIN, STAGE = "main", "reference"
+MAIN, STAGE, GROUP = "main", "reference", 8
 LEASE = 600.0  # nobody is to be given up
 
 
@@ -151,9 +151,9 @@ class Rectangle:
 
 async def ragged(lengths: Sequence[int], single: int, batch: int) -> dict[str, float]:
     """The first `single` rows one after the other, the rest as 64 episodes at once; then all of them in batches."""
-    rows, group = [trajectory(length) for length in lengths], 8
-    groups = len(rows) // group
-    async with running(groups, group, groups) as (_, mine):
+    rows = [trajectory(length) for length in lengths]
+    groups = len(rows) // GROUP
+    async with running(groups, GROUP, groups) as (_, mine):
         leases = await _lease_all(mine.client, len(rows))
         todo = iter(rows)
         node = Producers("n", mine.client, mine.writer, [MAIN], lambda lease: {MAIN: next(todo)})
@@ -208,7 +208,7 @@ def _produce(root: str, name: str, lengths: Sequence[int], count: int, go: Any) 
     asyncio.run(work())
 
 
-async def _consume(folder: RunFolder, client: DataflowClient, count: int, total: int) -> int:
+async def _consume(folder: RunFolder, client: DataflowClient, count: int, groups: int, total: int) -> int:
     seen = 0
     reader = PayloadReader(client.units, folder.token)
 
@@ -218,7 +218,7 @@ async def _consume(folder: RunFolder, client: DataflowClient, count: int, total:
         return seen < total
 
     try:
-        await asyncio.gather(*(consume_stage(client, reader, (MAIN, STAGE), 1, note) for _ in range(count)))
+        await asyncio.gather(*(consume_stage(client, reader, (MAIN, STAGE), groups, note) for _ in range(count)))
     finally:
         await reader.close()
     return seen
@@ -227,11 +227,11 @@ async def _consume(folder: RunFolder, client: DataflowClient, count: int, total:
 async def streaming(
     lengths: Sequence[int], producers: int, producer_processes: int, consumers: int, micro: int
 ) -> dict[str, float]:
-    """A micro-batch is one group of `micro` rows; consumers are workers of a stage before the update."""
-    groups = len(lengths) // micro
+    """A micro-batch is up to `micro` rows, in whole groups; consumers are workers of a stage before the update."""
+    groups = len(lengths) // GROUP
     share = len(lengths) // producer_processes
     context = multiprocessing.get_context("spawn")
-    async with running(groups, micro, groups, units=2, stage=True) as (folder, mine):
+    async with running(groups, GROUP, groups, units=2, stage=True) as (folder, mine):
         go = context.Event()
         makers = [
             context.Process(
@@ -245,7 +245,7 @@ async def streaming(
         await asyncio.sleep(4.0)  # until they have made their rows
         began = time.perf_counter()
         go.set()
-        consumed = await _consume(folder, mine.client, consumers, len(lengths))
+        consumed = await _consume(folder, mine.client, consumers, micro // GROUP, len(lengths))
         seconds = time.perf_counter() - began
         for maker in makers:
             await asyncio.to_thread(maker.join, 30)

@@ -21,6 +21,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from bench.common import Report
 from rillflow.contracts import Sampler
 from rillflow.dataflow.hooks.samplers.earliest_deadline import EarliestDeadline
 from rillflow.dataflow.hooks.samplers.fifo import Fifo
@@ -164,6 +165,15 @@ def table(seeds: Sequence[int], worlds: Sequence[World]) -> Table:
             row = medians(name, seeds, world)
             found.add_row(f"{world.sigma}", name, f"{row['expired_share']:.1%}", f"{row['length_bias']:.2f}")
     return found
+
+
+def add_to(report: Report) -> None:
+    """The comparison as rows of another benchmark's report: less expired is better; the bias is told, not judged."""
+    fifo, edf = (medians(name, range(5)) for name in ("fifo", "earliest_deadline"))
+    share = "expired_share"
+    report.add("expired, EDF (peer: FIFO)", edf[share], fifo[share], unit="of produced", goal=1.5, less_is_better=True)
+    for name, found in (("EDF", edf), ("FIFO", fifo)):
+        report.add(f"length of expired / all, {name}", found["length_bias"], None, unit="ratio")
 
 
 def main() -> None:

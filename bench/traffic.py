@@ -147,10 +147,16 @@ class Processes:
 # ---------------------------------------------------------------- producers
 
 
-def describe(policy: str, row: Columns, place: Any) -> SampleMeta:
+def describe(policy: str, row: Columns, place: Any, version: int = 0) -> SampleMeta:
     tokens = len(row["tokens"])
     return SampleMeta(
-        policy=policy, row=place, tokens=tokens, trained=tokens - 1, oldest=0, newest=0, reward=float(tokens % 2)
+        policy=policy,
+        row=place,
+        tokens=tokens,
+        trained=tokens - 1,
+        oldest=version,
+        newest=version,
+        reward=float(tokens % 2),
     )
 
 
@@ -216,7 +222,10 @@ class Producers:
             attempt=lease.attempt,
             node=self.name,
             reward=float(lease.task.place % 2),
-            samples=[describe(p, row, place) for (p, row), place in zip(made.items(), places, strict=True)],
+            samples=[
+                describe(p, row, place, self.versions.get(p, 0))
+                for (p, row), place in zip(made.items(), places, strict=True)
+            ],
             calls=1,
             seconds=0.01,
         )

@@ -62,8 +62,13 @@ class Database:
         self._connection.execute("PRAGMA busy_timeout = 5000")
         self._connection.execute("PRAGMA journal_mode = WAL")
         self._connection.execute("PRAGMA synchronous = FULL")
+        self._check_format()  # before the tables: those of another format may have other columns
         self._connection.executescript(TABLES)
         self._clean = self._connection.total_changes
+
+    def _check_format(self) -> None:
+        if not self.value("SELECT 1 FROM sqlite_master WHERE name = 'meta'"):
+            return
         found = self.meta("format", FORMAT)
         if found != FORMAT:
             raise CorruptData(

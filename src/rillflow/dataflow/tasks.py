@@ -108,7 +108,8 @@ class Tasks(Part):
             return Ack(accepted=True, reason=cause)
         wanted = [self._wanted(row["lane"], sample) for sample in news.samples]
         if not self._rows.take(sample.row for sample, live in zip(news.samples, wanted, strict=True) if live):
-            return self._play_again(row, PAYLOAD_GONE, news)
+            self._lose(row, PAYLOAD_GONE)  # as with its node: a node that writes to nowhere must not do so for ever
+            return Ack(accepted=False, reason=f"{PAYLOAD_GONE}: the task is played again")
         if not all(wanted):
             self._rows.note(sample.row for sample in news.samples)
         self._done(row, news, wanted, digest)

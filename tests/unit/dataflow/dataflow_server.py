@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-from dataflow_world import POLICY, RULES, prompts
+from dataflow_world import POLICY, RULES, UNIT, changed, prompts
 
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.contracts import Clock, PromptSource
@@ -17,7 +15,6 @@ from rillflow.dataflow.hooks.filters.zero_variance import ZeroVariance
 from rillflow.dataflow.journal import Journal
 from rillflow.dataflow.ledger import Ledger
 from rillflow.dataflow.service import DataflowService
-from rillflow.dataflow.units import FileUnit
 from rillflow.types import (
     Batch,
     BatchReply,
@@ -26,9 +23,12 @@ from rillflow.types import (
     JoinTrainer,
     LeaseBatch,
     LeaseTasks,
+    Row,
     SampleMeta,
     TaskLease,
     TaskLeases,
+    UnitBeat,
+    UnitInfo,
 )
 from rillflow.wire import Client
 
@@ -38,27 +38,33 @@ TOKEN = "secret"
 class Served:
     """A running service and short words for calling it."""
 
-    def __init__(self, url: str, folder: Path, ledger: Ledger, unit: FileUnit) -> None:
+    def __init__(self, url: str, folder: Path, ledger: Ledger) -> None:
         self.url = url
         self.folder = folder
         self.ledger = ledger
-        self.unit = unit
+        self.rows = 0
         self.client = DataflowClient(Client(url, TOKEN, peer="dataflow"))
 
+    @property
+    def head(self) -> int:
+        return self.ledger.lineage.head(POLICY)
+
     async def lease(self, want: int = 100, version: int | None = None, wait: float = 0.0) -> TaskLeases:
-        version = self.ledger.lineage.head if version is None else version
+        version = self.head if version is None else version
         ask = LeaseTasks(node="n0", incarnation="a", want=want, versions={POLICY: version}, wait=wait)
         return await self.client.lease_tasks(ask)
 
     async def done(self, lease: TaskLease, version: int | None = None) -> bool:
-        version = self.ledger.lineage.head if version is None else version
-        (row,) = await self.client.put([columns(4, version)])
-        sample = SampleMeta(policy=POLICY, row=row, tokens=4, trained=4, oldest=version, newest=version, reward=1.0)
+        version = self.head if version is None else version
+        self.rows += 1
+        row = Row(unit=UNIT, segment=0, offset=8 * self.rows, length=8)
+        reward = float(lease.task.place)
+        sample = SampleMeta(policy=POLICY, row=row, tokens=4, trained=4, oldest=version, newest=version, reward=reward)
         news = CompleteTask(
             task=lease.task.id,
             attempt=lease.attempt,
             node="n0",
-            reward=float(lease.task.place),
+            reward=reward,
             samples=[sample],
             calls=1,
             seconds=0.1,
@@ -79,8 +85,8 @@ class Served:
                 policy=POLICY,
                 incarnation="i",
                 attempt=attempt,
-                groups=self.ledger.rules.batch_groups,
-                version=self.ledger.lineage.head,
+                groups=self.ledger.rules.policies[POLICY].batch_groups,
+                version=self.head,
                 wait=wait,
             )
         )
@@ -99,15 +105,6 @@ class Served:
         return (await self.client.commit(news)).accepted
 
 
-def columns(tokens: int, version: int) -> dict[str, bytes]:
-    return {
-        "tokens": np.arange(tokens, dtype="<i4").tobytes(),
-        "mask": np.ones(tokens, dtype="|u1").tobytes(),
-        "logprobs": np.full(tokens, -0.5, dtype="<f4").tobytes(),
-        "versions": np.full(tokens, version, dtype="<i4").tobytes(),
-    }
-
-
 @asynccontextmanager
 async def served(
     folder: Path,
@@ -118,15 +115,14 @@ async def served(
     **rules: object,
 ) -> AsyncIterator[Served]:
     hooks = Hooks(filters=[("zero_variance", ZeroVariance())])
-    ledger = Ledger(folder / "ledger.sqlite", replace(RULES, **rules), prompts(50), heldout, hooks=hooks, clock=clock)
-    unit = FileUnit(folder / "units" / "0")
+    ledger = Ledger(folder / "ledger.sqlite", changed(RULES, **rules), prompts(50), heldout, hooks=hooks, clock=clock)
     journal = Journal(folder / "metrics.jsonl")
-    service = DataflowService(ledger, unit, journal, TOKEN, body_limit=body_limit, clock=clock)
-    found = Served(await service.start(), folder, ledger, unit)
+    service = DataflowService(ledger, journal, TOKEN, body_limit=body_limit, clock=clock)
+    found = Served(await service.start(), folder, ledger)
+    await found.client.unit_beat(UnitBeat(info=UnitInfo(unit=UNIT, path="")))
     try:
         yield found
     finally:
         await found.client.close()
         await service.stop()
-        unit.close()
         ledger.close()

@@ -210,6 +210,7 @@ class World:
         reward: float | None = None,
         version: int | None = None,
         samples: list[SampleMeta] | None = None,
+        *,
         node: str = "n0",
         seconds: float = 0.5,
     ) -> Ack:

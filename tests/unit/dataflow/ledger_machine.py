@@ -103,6 +103,7 @@ class LedgerMachine(RuleBasedStateMachine):
             "streams": dict(self.streams),
             "stage": self.stage,
             "told": list(self.told),
+            "unit_v": self.unit_v,
         }
         self.kept_world = (self.world.incarnation, dict(self.world.lives))
 
@@ -214,12 +215,19 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule()
     def play(self) -> None:
         """A good stretch: everything that can be played is, in the order of leasing."""
-        while leases := self.world.lease(8, node="good"):
-            for lease in leases:
-                heads = self.world.ledger.heads
-                samples = [sample(heads[name], policy=name, row=self.row(False)) for name in self.names]
-                self.leases.append(("good", lease, heads))
-                self.send("good", lease, float(lease.task.place), samples)
+        rounds = 0
+        while self.play_some(8):
+            rounds += 1
+            assert rounds < 100, "the same tasks are leased for ever"
+
+    def play_some(self, want: int) -> int:
+        leases = self.world.lease(want, node="good")
+        for lease in leases:
+            heads = self.world.ledger.heads
+            samples = [sample(heads[name], policy=name, row=self.row(False)) for name in self.names]
+            self.leases.append(("good", lease, heads))
+            self.send("good", lease, float(lease.task.place), samples)
+        return len(leases)
 
     # ------------------------------------------------------------ storage units
 
@@ -319,13 +327,15 @@ class LedgerMachine(RuleBasedStateMachine):
         """A good stretch: some steps, as far as there is anything to train on."""
         name = self.name(who)
         for _ in range(steps):
-            self.play()
-            self.run_stage()
             if parts:
-                for _ in range(4):
+                for _ in range(6):
+                    self.play_some(self.world.rules.group_size)
+                    self.run_stage()
                     if name not in self.batches or name in self.streams:
                         self.stream(who, 1)
             else:
+                self.play()
+                self.run_stage()
                 self.serve(who)
             self.commit(who, skip, keep)
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from dataflow_world import prompts
+from dataflow_world import policies, prompts
 
 from rillflow.dataflow.audit import audit
-from rillflow.errors import RunError, StorageError
+from rillflow.dataflow.hooks import Hooks
+from rillflow.dataflow.hooks.filters.zero_variance import ZeroVariance
+from rillflow.dataflow.hooks.samplers.replay import Replay
+from rillflow.errors import CorruptData, RunError, StorageError
 
 
 @pytest.fixture
@@ -15,34 +18,68 @@ def busy(make_world):
 
 
 def make_busy(make_world):
-    world = make_world(staleness=1, heldout=prompts(2, "h"))
-    world.step()
-    world.step()
+    """Two policies, a replayer and a stage; something of every kind."""
+    rules = policies(main={"staleness": 1, "stages": ("score",)}, other={"staleness": 2})
+    hooks = Hooks(filters=[("zero_variance", ZeroVariance())], sampler=Replay(ratio=0.5, pool=9, staleness=3))
+    world = make_world(policies=rules, hooks=hooks, heldout=prompts(2, "h"))
+
+    def play():
+        world.play_all()
+        world.attempts += 1
+        if (batch := world.ask_stage("score", f"w{world.attempts}")) is not None:
+            world.commit_stage(batch, "score")
+
+    for _ in range(2):
+        play()
+        world.commit(world.batch())
+        world.commit(world.batch(policy="other"))
     world.join(1)
-    world.play_all()
+    for policy in ("main", "other", "other"):
+        play()
+        world.commit(world.batch(policy=policy))
+    play()
     world.batch()
-    world.lease(3)
+    world.commit(world.batch(policy="other"))
+    for lease in world.lease(2):
+        world.done(lease)
+    assert world.ask_stage("score", "y") is not None
+    world.batch(policy="other")
+    world.commit(world.batch(policy="other"))
+    world.batch(policy="other")
+    assert world.lease(1)
+    world.lose(world.row_of("t000000.0-1"))
+    world.clock.time += 1000
+    world.ledger.rows.sweep()
     return world
 
 
 HARMS = [
-    "DELETE FROM samples WHERE id = 't000000.0.0'",
+    "DELETE FROM samples WHERE grp = 't000000' AND place = 0 AND n = 0",
     "DELETE FROM groups WHERE id = 't000001'",
     "DELETE FROM tasks WHERE id = 't000001.0'",
     "DELETE FROM attempts WHERE task = 't000001.0'",
-    "UPDATE groups SET state = 'ready' WHERE id = 't000000'",
+    "UPDATE groups SET state = 'open' WHERE id = 't000000'",
     "UPDATE groups SET state = 'nowhere' WHERE id = 't000000'",
-    "UPDATE groups SET state = 'failed' WHERE state = 'ready'",
+    "UPDATE groups SET state = 'failed' WHERE state = 'trained'",
     "UPDATE tasks SET state = 'pending' WHERE id = 't000000.0'",
-    "UPDATE tasks SET samples = 2 WHERE id = 't000000.0'",
-    "UPDATE samples SET task = 't000001.0' WHERE id = 't000000.0.0'",
-    "UPDATE samples SET oldest = -5 WHERE id = 't000000.0.0'",
+    "UPDATE tasks SET samples = 3 WHERE id = 't000000.0'",
+    "UPDATE samples SET place = 7 WHERE grp = 't000000' AND place = 0",
+    "UPDATE samples SET oldest = -5 WHERE grp = 't000000' AND place = 0",
+    "UPDATE samples SET oldest = -5",
     "UPDATE batches SET state = 'committed' WHERE state = 'rolled_back'",
-    "INSERT INTO batch_groups SELECT b.id, 't000000', 0 FROM batches b WHERE b.state = 'leased'",
+    "UPDATE batches SET complete = 0",
+    "UPDATE batches SET samples = 9 WHERE state = 'committed'",
+    "INSERT INTO members SELECT b.id, 99, m.grp, m.producer, 0, 0, 0 FROM batches b JOIN members m WHERE b.state = "
+    "'leased' AND m.n = 0 LIMIT 1",
+    "UPDATE members SET replayed = 1",
+    "UPDATE members SET grp = 't000000'",
     "UPDATE steps SET state = 'live'",
     "UPDATE policies SET version = 2",
+    "UPDATE policies SET version = 9",
+    "UPDATE policies SET steps = steps + 1",
     "UPDATE counters SET value = value + 1 WHERE name = 'admitted.train'",
     "UPDATE tally SET n = n + 1 WHERE state = 'trained'",
+    "UPDATE share_tally SET n = n + 1 WHERE state = 'trained'",
     "UPDATE groups SET state = 'evaluated' WHERE id = 't000000'",
     "UPDATE groups SET state = 'trained' WHERE lane = 'eval'",
     "UPDATE groups SET state = 'nowhere' WHERE lane = 'eval'",
@@ -50,7 +87,20 @@ HARMS = [
     "UPDATE tasks SET state = 'cancelled' WHERE state IN ('pending', 'leased')",
     "UPDATE tasks SET failures = 1 WHERE id = 't000000.0'",
     "UPDATE attempts SET state = 'held' WHERE task = 't000000.0'",
+    "UPDATE nodes SET held = held + 1",
     "INSERT INTO orphans VALUES ('main', -1, 0)",
+    "INSERT INTO orphans VALUES ('other', -1, 0)",
+    "UPDATE shares SET state = 'expired' WHERE state = 'trained' AND grp = 't000000'",
+    "UPDATE shares SET state = 'nowhere'",
+    "UPDATE shares SET samples = 7 WHERE state = 'trained'",
+    "UPDATE shares SET todo = 1 WHERE state = 'leased'",
+    "UPDATE shares SET held = 0",
+    "UPDATE shares SET grp = 'e0.000000' WHERE grp = 't000000'",
+    "DELETE FROM stage_batches WHERE state = 'leased'",
+    "UPDATE samples SET live = 0 WHERE grp = 't000000'",
+    "UPDATE segments SET live = live + 1",
+    "UPDATE segments SET state = 'dropping'",
+    "DELETE FROM quarantine",
 ]
 
 
@@ -67,7 +117,7 @@ def harmed(world, harm):
 def test_harm_is_noticed(busy, harm):
     report = harmed(busy, harm)
     assert not report.balanced
-    wrong = report.to_dict()
+    wrong = report.as_json()
     assert wrong["balanced"] is False
     assert any(not identity["ok"] for identity in wrong["identities"])
     busy.check = lambda: None  # the fixture need not look again
@@ -99,3 +149,12 @@ def test_no_ledger_and_no_database(tmp_path):
     (tmp_path / "odd ?#%.sqlite").write_bytes(b"nonsense" * 1000)
     with pytest.raises(StorageError, match="damaged"):
         audit(tmp_path / "odd ?#%.sqlite")
+
+
+def test_a_ledger_of_another_format_is_named(make_world):
+    world = make_world()
+    world.ledger.db.set_meta("format", 1)
+    world.ledger.commit()
+    with pytest.raises(CorruptData, match="has ledger format 1, this version reads 2"):
+        audit(world.path)
+    world.ledger.db.set_meta("format", 2)

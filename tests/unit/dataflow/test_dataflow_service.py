@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 import sqlite3
 import time
@@ -11,22 +10,23 @@ import time
 import aiohttp
 import msgspec
 import pytest
-from dataflow_server import TOKEN, columns, served
-from dataflow_world import POLICY, prompts
+from dataflow_server import TOKEN, served
+from dataflow_world import POLICY, UNIT, prompts
 
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.config import load_recipe
 from rillflow.dataflow.audit import audit
 from rillflow.dataflow.main import serve
 from rillflow.errors import BadRequest, DiskFull, LeaseLost, Unauthorized
-from rillflow.types import FailTask, Heartbeat, Row
+from rillflow.types import CommitStage, FailTask, Heartbeat, LeaseStage, LoseRows, RenewBatch
 from rillflow.wire import Client
 
 ROUTES = [
     *(("POST", f"/tasks/{name}") for name in ("lease", "complete", "fail")),
-    *(("POST", path) for path in ("/nodes/heartbeat", "/batches/lease", "/batches/commit", "/trainers/join")),
-    *(("POST", path) for path in ("/unit/put", "/unit/get", "/stop")),
-    *(("GET", path) for path in ("/unit/info", "/status", "/balance", "/health", "/metrics")),
+    *(("POST", f"/batches/{name}") for name in ("lease", "renew", "commit")),
+    *(("POST", f"/stages/{name}") for name in ("lease", "commit")),
+    *(("POST", path) for path in ("/nodes/heartbeat", "/trainers/join", "/units/beat", "/rows/lost", "/stop")),
+    *(("GET", path) for path in ("/units", "/status", "/balance", "/health", "/metrics")),
 ]
 
 
@@ -77,9 +77,9 @@ async def test_a_whole_run(tmp_path):
         assert status.counts["trained"] == 4
         assert [evaluation.version for evaluation in status.evaluations] == [0, 2]
         assert (await run.lease()).phase == "ended"
-        balance = await run.client.balance()
-        assert balance["nodes"]["n0"]["consumed"] == balance["consumed"] == 8
-        assert (balance["healthy"], balance["gone"], balance["wait_fraction"]) == (1, 0, 0.5)
+        assert (status.policies[POLICY].steps, status.policies[POLICY].total_steps, status.units) == (2, 2, 1)
+        current = (await run.client.balance())["current"]
+        assert (current["production"]["consumed"], [node["id"] for node in current["nodes"]]) == (8, ["n0"])
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line.get("event", "step") for line in lines] == ["evaluation", "step", "step", "evaluation"]
     assert lines[2]["loss"] == 0.25
@@ -166,22 +166,7 @@ async def test_housekeeping_returns_what_was_lost(tmp_path):
         again = (await run.lease(wait=5)).leases
         assert {lease.task.id for lease in again} == {lease.task.id for lease in first}
         await asyncio.sleep(1)
-        assert (await run.client.balance())["gone"] == 1
-
-
-async def test_a_full_disk_on_put_is_said_and_nothing_is_acknowledged(tmp_path, monkeypatch):
-    async with served(tmp_path) as run:
-
-        def full(*_):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        with monkeypatch.context() as patched:
-            patched.setattr("rillflow.storage.segments.os.fsync", full)
-            with pytest.raises(DiskFull, match="no space left"):
-                await run.client.put([columns(3, 0)])
-            status, _ = await call(run.url, "POST", "/unit/put", msgspec.msgpack.encode({"rows": [columns(3, 0)]}))
-            assert status == 507
-        assert len(await run.client.put([columns(3, 0)])) == 1
+        assert [node["state"] for node in (await run.client.balance())["current"]["nodes"]] == ["gone"]
 
 
 async def test_a_full_disk_under_the_ledger_acknowledges_nothing(tmp_path):
@@ -202,15 +187,36 @@ async def test_a_full_disk_under_the_ledger_acknowledges_nothing(tmp_path):
         assert all([(await run.client.fail(item)).accepted for item in news])
 
 
-async def test_the_unit_refuses_what_it_does_not_know(tmp_path):
+async def test_units_are_told_and_rows_are_lost_and_batches_renewed_over_the_wire(tmp_path):
     async with served(tmp_path) as run:
-        with pytest.raises(BadRequest, match="unknown columns"):
-            await run.client.put([{"nonsense": b""}])
-        from rillflow.clients.payloads import PayloadReader
+        await run.join()
+        assert [info.unit for info in (await run.client.units()).units] == [UNIT]
+        await run.play_all()
+        batch = (await run.ask("a")).batch
+        assert (await run.client.renew_batch(RenewBatch(batch=batch.id, attempt="a"))).accepted
+        assert (await run.client.lose_rows(LoseRows(rows=[batch.samples[0].row], reason="checksum"))).accepted
+        with pytest.raises(LeaseLost):
+            await run.client.renew_batch(RenewBatch(batch=batch.id, attempt="a"))
+        with pytest.raises(LeaseLost):
+            await run.commit(batch, 1)
+        assert (await run.client.status()).counts["rerun.damaged"] == 1
+        assert "no storage unit is there" not in (await run.client.status()).waits
 
-        reader = PayloadReader(run.client.wire)
-        with pytest.raises(BadRequest, match="row of unit"):
-            await reader.read([Row(unit="x", segment=0, offset=0, length=8)], ["tokens"])
+
+async def test_stages_are_served_over_the_wire(tmp_path):
+    async with served(tmp_path, stages=("score",)) as run:
+        await run.join()
+        ask = LeaseStage(policy=POLICY, stage="score", attempt="w", groups=9, wait=5)
+        waiting = asyncio.create_task(run.client.lease_stage(ask))
+        await run.play_all()
+        batch = (await waiting).batch
+        assert batch.samples
+        while batch is not None:
+            news = CommitStage(policy=POLICY, stage="score", batch=batch.id, attempt=batch.attempt, columns=[])
+            assert (await run.client.commit_stage(news)).accepted
+            ask = msgspec.structs.replace(ask, attempt=ask.attempt + "w", wait=0)
+            batch = (await run.client.lease_stage(ask)).batch
+        assert (await run.ask("a")).batch.complete
 
 
 async def test_metrics_for_prometheus(tmp_path):
@@ -219,7 +225,7 @@ async def test_metrics_for_prometheus(tmp_path):
         text = (await call(run.url, "GET", "/metrics"))[1].decode()
         assert 'rillflow_count{name="playing"} 2.0' in text
         assert "rillflow_nodes 1.0" in text
-        assert "rillflow_version 0.0" in text
+        assert f'rillflow_version{{policy="{POLICY}"}} 0.0' in text
 
 
 async def test_rollbacks_are_told_and_lines_come_once_after_a_restart(tmp_path):
@@ -249,7 +255,7 @@ async def test_serve_builds_a_run_folder_and_resumes_it(tmp_path):
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-    assert {"ledger.sqlite", "units"} <= {path.name for path in (tmp_path / "run").iterdir()}
+    assert "ledger.sqlite" in {path.name for path in (tmp_path / "run").iterdir()}
 
 
 async def test_a_service_that_stood_still_takes_no_lease_away(tmp_path):

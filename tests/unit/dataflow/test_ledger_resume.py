@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sqlite3
+
 import pytest
-from dataflow_world import POLICY, changed, prompts, sample
+from dataflow_world import changed, prompts, sample
 
 from rillflow.dataflow.hooks import Hooks
+from rillflow.errors import CorruptData
 
 
 def test_what_is_acknowledged_has_been_synced(make_world):
@@ -134,3 +137,18 @@ def test_a_batch_leased_before_a_restart_is_committed_once_after_it(make_world, 
     for _ in range(2):
         assert world.commit(batch, version=1).accepted
     assert (world.head, world.check()["train.trained"]) == (1, 2)
+
+
+def test_a_ledger_of_another_format_is_refused_before_it_is_touched(make_world, tmp_path):
+    old = sqlite3.connect(tmp_path / "old.sqlite")
+    old.execute("CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)")
+    old.execute("CREATE TABLE tasks (id TEXT PRIMARY KEY)")
+    old.execute("INSERT INTO meta VALUES ('format', '1')")
+    old.commit()
+    world = make_world()
+    real, world.path = world.path, tmp_path / "old.sqlite"
+    with pytest.raises(CorruptData, match="has ledger format 1, this version reads 2"):
+        world.open()
+    world.path = real
+    assert old.execute("SELECT count(*) FROM sqlite_master WHERE type = 'table'").fetchone() == (2,)
+    old.close()

@@ -191,3 +191,11 @@ async def test_a_body_that_never_ends_is_given_up(echo: tuple[Echo, str], monkey
 async def test_a_reply_of_another_type_is_a_wire_error(client: Client) -> None:
     with pytest.raises(WireError, match="something else"):
         await client.get("/health", int)
+
+
+async def test_answers_are_not_held_back_for_an_acknowledgement(echo: tuple[Echo, str]) -> None:
+    """Accepted connections are known as TCP, so asyncio switches Nagle's algorithm off: an answer is one round trip."""
+    server = echo[0]._server
+    assert server is not None
+    (listener,) = server.servers[0].sockets
+    assert listener.proto == socket.IPPROTO_TCP

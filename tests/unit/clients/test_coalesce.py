@@ -1,0 +1,97 @@
+"""Calls made at the same time travel together; each is answered on its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from rillflow.clients.coalesce import MOST, Coalesced
+from rillflow.errors import BadRequest, RillflowError, Unavailable
+
+
+class Peer:
+    """Answers with the square of each number; refuses negative ones, and everything while it is down."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[int]] = []
+        self.deadlines: list[float] = []
+        self.open = asyncio.Event()
+        self.open.set()
+        self.down = False
+
+    async def __call__(self, items: Sequence[int], deadline: float) -> list[int | RillflowError]:
+        self.calls.append(list(items))
+        self.deadlines.append(deadline)
+        await self.open.wait()
+        if self.down:
+            raise Unavailable("it is down", "start it")
+        return [BadRequest(f"{n} is negative", "give another") if n < 0 else n * n for n in items]
+
+
+async def test_what_comes_while_a_call_is_under_way_travels_with_the_next() -> None:
+    peer = Peer()
+    peer.open.clear()
+    calls = Coalesced(peer)
+    first = asyncio.create_task(calls(1, 5.0))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    others = [asyncio.create_task(calls(n, 5.0)) for n in range(2, 6)]
+    await asyncio.sleep(0)
+    peer.open.set()
+    assert await asyncio.gather(first, *others) == [1, 4, 9, 16, 25]
+    assert peer.calls == [[1], [2, 3, 4, 5]]
+
+
+async def test_one_refusal_is_nobody_elses() -> None:
+    calls = Coalesced(Peer())
+    good, bad, other = await asyncio.gather(calls(2, 5.0), calls(-1, 5.0), calls(3, 5.0), return_exceptions=True)
+    assert (good, other) == (4, 9)
+    assert isinstance(bad, BadRequest)
+
+
+async def test_a_call_that_fails_as_a_whole_fails_for_everybody_with_errors_of_their_own() -> None:
+    peer = Peer()
+    peer.down = True
+    calls = Coalesced(peer)
+    errors = await asyncio.gather(calls(1, 5.0), calls(2, 5.0), return_exceptions=True)
+    assert [type(error) for error in errors] == [Unavailable, Unavailable]
+    assert errors[0] is not errors[1]
+    peer.down = False
+    assert await calls(3, 5.0) == 9
+
+
+async def test_a_group_has_a_bound_and_the_longest_deadline() -> None:
+    peer = Peer()
+    calls = Coalesced(peer)
+    answers = await asyncio.gather(*(calls(n, 1.0 + n) for n in range(MOST + 10)))
+    assert answers == [n * n for n in range(MOST + 10)]
+    assert max(map(len, peer.calls)) == MOST
+    assert peer.deadlines[0] == pytest.approx(MOST, abs=1.0)
+
+
+async def test_who_stopped_waiting_is_not_sent_and_close_gives_up_the_rest() -> None:
+    peer = Peer()
+    peer.open.clear()
+    calls = Coalesced(peer)
+    under_way = asyncio.create_task(calls(1, 5.0))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    gone, waiting = (asyncio.create_task(calls(n, 5.0)) for n in (2, 3))
+    await asyncio.sleep(0)
+    gone.cancel()
+    await asyncio.sleep(0)
+    await calls.close()
+    for task in (under_way, waiting):
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert peer.calls == [[1]]
+
+
+async def test_too_few_answers_are_an_error() -> None:
+    async def short(items: Sequence[int], deadline: float) -> list[int | RillflowError]:
+        return []
+
+    with pytest.raises(RillflowError, match="0 answers to 1 calls"):
+        await Coalesced(short)(1, 5.0)
