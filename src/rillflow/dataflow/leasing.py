@@ -138,11 +138,24 @@ class Leasing(Part):
     def _lease_rows(self, rows: Sequence[sqlite3.Row], node: str) -> list[TaskLease]:
         if not rows:
             return []
-        leases = [self._lease_row(row, node) for row in rows]
+        now, seconds = self._clock.now(), self._rules.task_lease
+        attempts = [f"{row['id']}-{row['leases'] + 1}" for row in rows]  # part of URLs: nothing that needs quoting
+        self._db.many(
+            "UPDATE tasks SET state = 'leased', attempt = ?, node = ?, home = ifnull(home, ?), deadline = ?, "
+            "leases = leases + 1 WHERE id = ?",
+            [(attempt, node, node, now + seconds, row["id"]) for attempt, row in zip(attempts, rows, strict=True)],
+        )
+        self._db.many(
+            "INSERT INTO attempts (id, task, node, leased_at) VALUES (?, ?, ?, ?)",
+            [(attempt, row["id"], node, now) for attempt, row in zip(attempts, rows, strict=True)],
+        )
         self._settle_in({row["grp"]: row["home"] for row in rows}, node)
         evaluations = sum(row["lane"] == "eval" for row in rows)
         self._nodes.leased(node, len(rows) - evaluations, evaluations)
-        return leases
+        return [
+            TaskLease(task=self._task(row), attempt=attempt, seconds=seconds)
+            for attempt, row in zip(attempts, rows, strict=True)
+        ]
 
     def _settle_in(self, homes: Mapping[str, str | None], node: str) -> None:
         """These groups are being played; those that nobody played before have their home here."""
@@ -152,19 +165,8 @@ class Leasing(Part):
             if home is None:
                 self._db.run("UPDATE tasks SET home = ? WHERE grp = ? AND state = 'pending'", (node, group))
 
-    def _lease_row(self, row: sqlite3.Row, node: str) -> TaskLease:
-        attempt = f"{row['id']}-{row['leases'] + 1}"  # part of URLs: no character that would need quoting
-        now, seconds = self._clock.now(), self._rules.task_lease
-        self._db.run(
-            "UPDATE tasks SET state = 'leased', attempt = ?, node = ?, home = ifnull(home, ?), deadline = ?, "
-            "leases = leases + 1 WHERE id = ?",
-            (attempt, node, node, now + seconds, row["id"]),
-        )
-        self._db.run(
-            "INSERT INTO attempts (id, task, node, leased_at) VALUES (?, ?, ?, ?)", (attempt, row["id"], node, now)
-        )
+    def _task(self, row: sqlite3.Row) -> Task:
         prompt = self._groups.prompt(row["lane"], row["ord"], row["prompt"])
-        task = Task(
+        return Task(
             id=row["id"], prompt=prompt, group=row["grp"], place=row["place"], lane=row["lane"], seed=row["seed"]
         )
-        return TaskLease(task=task, attempt=attempt, seconds=seconds)

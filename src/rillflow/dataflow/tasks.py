@@ -7,7 +7,6 @@ under an attempt that was completed is refused.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import sqlite3
 
@@ -155,10 +154,11 @@ class Tasks(Part):
 
     def _done(self, row: sqlite3.Row, news: CompleteTask, live: list[bool], digest: str) -> None:
         self._end_attempt(row["attempt"], "done", "", digest)
+        metrics = msgspec.json.encode(news.metrics).decode()
         self._db.run(
             "UPDATE tasks SET state = 'done', cause = '', error = '', reward = ?, samples = ?, calls = ?, "
             "seconds = ?, metrics = ? WHERE id = ?",
-            (news.reward, len(news.samples), news.calls, news.seconds, json.dumps(news.metrics), news.task),
+            (news.reward, len(news.samples), news.calls, news.seconds, metrics, news.task),
         )
         self._db.many(
             "INSERT INTO samples VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
