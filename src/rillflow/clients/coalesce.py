@@ -1,4 +1,7 @@
-"""Calls that are made at the same time travel together: whoever comes while one is under way goes with the next."""
+"""Calls that are made at the same time travel together: whoever comes while two are under way goes with the next.
+
+Two, so that the peer has work while the answer to the other is on its way.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
 MOST = 256  # items that travel together
+UNDER_WAY = 2
 
 
 @dataclass(frozen=True)
@@ -38,37 +42,35 @@ class Coalesced(Generic[Item, Answer]):
         self._call = call
         self._clock = clock or SystemClock()
         self._waiting: list[_Waiting[Item, Answer]] = []
-        self._sending: asyncio.Task[None] | None = None
+        self._sending: set[asyncio.Task[None]] = set()
 
     async def __call__(self, item: Item, deadline: float) -> Answer:
         mine = _Waiting[Item, Answer](
             item, self._clock.monotonic() + deadline, asyncio.get_running_loop().create_future()
         )
         self._waiting.append(mine)
-        if self._sending is None:
-            self._sending = asyncio.create_task(self._send(), name="coalesced")
+        if len(self._sending) < UNDER_WAY:
+            sending = asyncio.create_task(self._send(), name="coalesced")
+            self._sending.add(sending)
+            sending.add_done_callback(self._sending.discard)
         return await mine.answer
 
     async def close(self) -> None:
         """Give up what has not been answered."""
-        if self._sending is not None:
-            self._sending.cancel()
-            await asyncio.gather(self._sending, return_exceptions=True)
+        for sending in tuple(self._sending):
+            sending.cancel()
+        await asyncio.gather(*self._sending, return_exceptions=True)
+        _give_up(self._waiting)
 
     async def _send(self) -> None:
-        group: list[_Waiting[Item, Answer]] = []
-        try:
-            while self._waiting:
-                group, self._waiting = self._waiting[:MOST], self._waiting[MOST:]
-                group = [one for one in group if not one.answer.done()]  # those who still wait for it
+        while self._waiting:
+            group, self._waiting = self._waiting[:MOST], self._waiting[MOST:]
+            group = [one for one in group if not one.answer.done()]  # those who still wait for it
+            try:
                 if group:
                     await self._send_group(group)
-        finally:
-            self._sending = None
-            for one in (*group, *self._waiting):
-                if not one.answer.done():
-                    one.answer.cancel()
-            self._waiting = []
+            finally:
+                _give_up(group)
 
     async def _send_group(self, group: list[_Waiting[Item, Answer]]) -> None:
         left = max(one.end for one in group) - self._clock.monotonic()
@@ -85,3 +87,8 @@ class Coalesced(Generic[Item, Answer]):
                 one.answer.set_exception(answer)
             else:
                 one.answer.set_result(answer)
+
+
+def _give_up(waiting: Sequence[_Waiting[Item, Answer]]) -> None:
+    for one in waiting:
+        one.answer.cancel()  # changes nothing where there is an answer

@@ -1,13 +1,15 @@
 """SQLite as the ledger uses it: transitions are applied at once, many of them share one durable commit.
 
-A transition runs inside `change()`: all of it is applied or nothing. What it changed is durable only after the
-next `commit()`; whoever answers a caller waits for that. When the disk refuses, the whole open transaction is taken
-back, and `on_abandon` tells those who wait for it: nothing of it may be acknowledged.
+A transition runs inside `change()`: all of it is applied or nothing. What it changed is in the log after the next
+`write()`, and durable after the `sync()` that follows; whoever answers a caller waits for that. `sync()` may run in
+another thread, so that transitions go on while the disk works. When the disk refuses a write, the whole open
+transaction is taken back, and `on_abandon` tells those who wait for it: nothing of it may be acknowledged.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ import msgspec
 
 from rillflow.dataflow.tables import FORMAT, TABLES
 from rillflow.errors import BadRequest, CorruptData, DiskFull, RillflowError, StorageError
+from rillflow.storage import fsync_folder
 
 Value = str | int | float | None
 _STATEMENTS = 512  # prepared and kept: more than the ledger has
@@ -44,6 +47,7 @@ class Database:
         self.on_abandon: Callable[[RillflowError], None] = lambda error: None
         self._inside = False
         self._clean = 0
+        self._log: int | None = None  # of the write-ahead log, to sync it by
         try:
             self._connection = sqlite3.connect(path, isolation_level=None, cached_statements=_STATEMENTS)
         except sqlite3.Error as error:
@@ -61,7 +65,9 @@ class Database:
     def _prepare(self) -> None:
         self._connection.execute("PRAGMA busy_timeout = 5000")
         self._connection.execute("PRAGMA journal_mode = WAL")
-        self._connection.execute("PRAGMA synchronous = FULL")
+        # SQLite keeps the log whole across checkpoints; that its end is on the disk is what `sync` sees to.
+        self._connection.execute("PRAGMA synchronous = NORMAL")
+        self._connection.execute("PRAGMA wal_autocheckpoint = 4000")
         self._check_format()  # before the tables: those of another format may have other columns
         self._connection.executescript(TABLES)
         self._clean = self._connection.total_changes
@@ -107,15 +113,30 @@ class Database:
         finally:
             self._inside = False
         if not self.dirty:
-            self.commit()  # nothing was changed: do not keep the snapshot open
+            self.write()  # nothing was changed: do not keep the snapshot open
 
     @property
     def dirty(self) -> bool:
-        """Whether something waits for `commit`."""
+        """Whether something waits for `write`."""
         return self._connection.total_changes != self._clean
 
     def commit(self) -> None:
-        """Make every change so far durable (one fsync)."""
+        """Make every change so far durable."""
+        self.write()
+        self.sync()
+
+    def sync(self) -> None:
+        """What was written before is durable when this returns. Any thread may call it, one at a time."""
+        try:
+            if self._log is None:
+                self._log = os.open(f"{self.path}-wal", os.O_RDONLY | os.O_CLOEXEC)
+                fsync_folder(self.path.parent)
+            os.fdatasync(self._log)
+        except OSError as error:
+            raise StorageError(f"the log of {self.path} was not synced: {error}", "check the disk") from error
+
+    def write(self) -> None:
+        """Every change so far is in the log."""
         try:
             if self._connection.in_transaction:
                 self.run("COMMIT")
@@ -133,6 +154,9 @@ class Database:
         return told
 
     def close(self) -> None:
+        if self._log is not None:
+            os.close(self._log)
+            self._log = None
         self._connection.close()
 
     # ------------------------------------------------------------ statements

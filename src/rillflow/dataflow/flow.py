@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import cast
 
 from rillflow.contracts import Clock
 from rillflow.dataflow.ledger import Ledger
@@ -15,28 +17,56 @@ log = logging.getLogger(__name__)
 
 
 class GroupCommit:
-    """Many callers, one fsync: a reply goes out only after the commit that contains its change."""
+    """Many callers, one fsync: a reply goes out only after the sync that contains its change.
 
-    def __init__(self, ledger: Ledger, interval: float, after: Callable[[], None]) -> None:
+    Changes are written to the log together, every `interval` seconds at most; a thread syncs it while the next ones are
+    made, and what was written meanwhile shares the next sync. A failed sync is the end: what the disk has then is not
+    known, so nothing is acknowledged any more and `broken` is told.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        interval: float,
+        after: Callable[[int], None],
+        broken: Callable[[RillflowError], None] = lambda error: None,
+    ) -> None:
         self._ledger = ledger
         self._interval = interval
-        self._after = after  # called when everything is on disk and nothing new has been changed yet
-        self._next: asyncio.Future[None] | None = None
+        self._after = after  # told the number of the last event that is on the disk
+        self._broken = broken
+        self._thread = ThreadPoolExecutor(1, "ledger-sync")
+        self._changed: asyncio.Future[None] | None = None  # of changes that are not in the log yet
+        self._written: asyncio.Future[None] | None = None  # of those in the log that no sync has begun for
+        self._syncing: asyncio.Future[None] | None = None
+        self._last_event = 0
         ledger.on_abandon = self._failed
 
     async def durable(self) -> None:
         """Returns when every transition made so far is on disk; raises what the disk said when it is not."""
+        waiting = self._newest()
+        if waiting is not None:
+            await asyncio.shield(waiting)  # a caller that goes away must not cancel the others' wait
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    def _newest(self) -> asyncio.Future[None] | None:
+        """What contains every change so far; None when all is on disk."""
+        if self._syncing is not None and self._syncing.done():
+            return self._syncing  # it has failed for good
         if not self._ledger.dirty:
-            return
-        if self._next is None:
+            return self._written or self._syncing
+        if self._changed is None:
             loop = asyncio.get_running_loop()
-            self._next = loop.create_future()
+            self._changed = loop.create_future()
             loop.call_later(self._interval, self._flush)
-        await asyncio.shield(self._next)  # a caller that goes away must not cancel the others' wait
+        return self._changed
 
     def _flush(self) -> None:
         try:
-            self._ledger.commit()
+            self._ledger.write()
+            self._last_event = self._ledger.last_event
         except RillflowError as error:
             self._failed(error)
             return
@@ -44,20 +74,62 @@ class GroupCommit:
             log.exception("a commit failed")
             self._failed(StorageError(f"the ledger was not committed: {type(error).__name__}: {error}", "see the log"))
             return
+        changed, self._changed = self._changed, None
+        if changed is None:
+            return
+        if self._written is None:
+            self._written = changed
+        else:
+            follow(self._written, changed)
+        if self._syncing is None:
+            self._sync_next()
+
+    def _sync_next(self) -> None:
+        """Sync what has been written, if there is any."""
+        self._syncing, self._written = self._written, None
+        if self._syncing is not None:
+            event = self._last_event
+            running = asyncio.get_running_loop().run_in_executor(self._thread, self._ledger.sync)
+            running.add_done_callback(lambda done: self._synced(done, event))
+
+    def _synced(self, done: asyncio.Future[None], event: int) -> None:
+        waiting = self._syncing
+        assert waiting is not None
+        if done.cancelled() or (error := done.exception()) is not None:
+            self._break(StorageError(f"the ledger was not synced: {error}", "check the disk, then resume the run"))
+            return
         try:
-            self._after()
+            self._after(event)
         except Exception:
             log.exception("what follows a commit failed")  # the commit did not: those who wait for it must be told
-        if self._next is not None:
-            self._next.set_result(None)
-            self._next = None
+        settle(waiting)
+        self._sync_next()
+
+    def _break(self, error: RillflowError) -> None:
+        for waiting in (self._syncing, self._written, self._changed):
+            settle(waiting, error)
+        self._changed = self._written = None  # `_syncing` stays: whoever asks is told the same
+        self._broken(error)
 
     def _failed(self, error: RillflowError) -> None:
         """The open transaction was taken back: nobody who waits for it may be told that it was done."""
-        waiting, self._next = self._next, None
-        if waiting is not None:
-            waiting.set_exception(error)
-            waiting.exception()  # seen, also when all who waited have gone away
+        waiting, self._changed = self._changed, None
+        settle(waiting, error)
+
+
+def settle(waiting: asyncio.Future[None] | None, error: RillflowError | None = None) -> None:
+    if waiting is None or waiting.done():
+        return
+    if error is None:
+        waiting.set_result(None)
+    else:
+        waiting.set_exception(error)
+        waiting.exception()  # seen, also when all who waited have gone away
+
+
+def follow(first: asyncio.Future[None], other: asyncio.Future[None]) -> None:
+    """`other` ends as `first` does."""
+    first.add_done_callback(lambda done: settle(other, cast("RillflowError | None", done.exception())))
 
 
 class Watch:

@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 
 from rillflow.dataflow.ledger import Ledger
+from rillflow.dataflow.tables import NEWEST
 
 log = logging.getLogger(__name__)
 
@@ -32,12 +33,12 @@ class Journal:
         os.truncate(self._path, sum(len(line) for line in lines))
         return _number(lines[-1]) if lines else 0
 
-    def catch_up(self, ledger: Ledger) -> None:
-        """Append what the ledger has committed since. A disk that refuses is reported and tried again later."""
+    def catch_up(self, ledger: Ledger, until: int = NEWEST) -> None:
+        """Append the lines to number `until`, which are durable. A disk that refuses is reported and tried again."""
         try:
             if self._torn:
                 self._last, self._torn = self._mend(), False
-            news = ledger.events_after(self._last)
+            news = ledger.events_after(self._last, until)
             if not news:
                 return
             self._torn = True

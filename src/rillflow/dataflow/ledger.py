@@ -173,15 +173,24 @@ class Ledger:
 
     @property
     def dirty(self) -> bool:
-        """Whether something was changed that is not durable yet."""
+        """Whether something was changed that is not in the log yet."""
         return self.db.dirty
 
     def commit(self) -> None:
-        """Make every transition so far durable; DiskFull when it cannot, and then none of them has happened."""
+        """Make every transition so far durable."""
+        self.write()
+        self.sync()
+
+    def sync(self) -> None:
+        """What was written is durable when this returns. May run in a thread of its own, one at a time."""
+        self.db.sync()
+
+    def write(self) -> None:
+        """Every transition so far is in the log; DiskFull when it cannot, and then none of them has happened."""
         if self.dirty and (changes := self._hooks.changes()):
             with self.db.change():
                 self.db.many("INSERT OR REPLACE INTO hook_state VALUES (?, ?, ?)", changes)
-        self.db.commit()
+        self.db.write()
 
     def _abandoned(self, error: RillflowError) -> None:
         """The open transaction was taken back; the hooks go back to what was saved with the last one."""
@@ -399,8 +408,12 @@ class Ledger:
             }
         )
 
-    def events_after(self, seq: int) -> list[tuple[int, dict[str, Any]]]:
+    @property
+    def last_event(self) -> int:
+        return int(self.db.value("SELECT ifnull(max(seq), 0) FROM events"))
+
+    def events_after(self, seq: int, until: int = NEWEST) -> list[tuple[int, dict[str, Any]]]:
         """The lines of `metrics.jsonl` after number `seq`."""
-        rows = self.db.all("SELECT seq, line FROM events WHERE seq > ? ORDER BY seq", (seq,))
+        rows = self.db.all("SELECT seq, line FROM events WHERE seq > ? AND seq <= ? ORDER BY seq", (seq, until))
         numbers = [{"seq": row["seq"]} for row in rows]  # first in the line, and no metric of that name instead
         return [(row["seq"], n | json.loads(row["line"]) | n) for row, n in zip(rows, numbers, strict=True)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,7 +47,7 @@ async def serve(
         )
         try:
             on_ready(await service.start(host, port))
-            await asyncio.Event().wait()
+            await service.serve()
         finally:
             await service.stop()
     finally:

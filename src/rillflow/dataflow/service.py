@@ -71,7 +71,8 @@ class DataflowService(Service):
         self._ledger = ledger
         self._journal = journal
         self._clock = clock or SystemClock()
-        self._disk = GroupCommit(ledger, commit_interval, lambda: journal.catch_up(ledger))
+        self._disk = GroupCommit(ledger, commit_interval, lambda until: journal.catch_up(ledger, until), self._break)
+        self._broken: asyncio.Future[None] | None = None
         self._tasks_news, self._batch_news = News(), News()
         self._told: tuple[int, dict[str, int], str] = (0, {}, "")
         self._waits: dict[int, Callable[[], str]] = {}
@@ -114,6 +115,17 @@ class DataflowService(Service):
             with suppress(asyncio.CancelledError):
                 await self._housekeeper
         await super().stop()
+        self._disk.close()
+
+    async def serve(self) -> None:
+        """Until the caller cancels; raises when the disk has failed in a way that only a new start can mend."""
+        self._broken = asyncio.get_running_loop().create_future()
+        await self._broken
+
+    def _break(self, error: RillflowError) -> None:
+        log.critical("%s", error)
+        if self._broken is not None and not self._broken.done():
+            self._broken.set_exception(error)
 
     async def _keep_house(self) -> None:
         watch = Watch(self._clock, self._ledger.rules.node_timeout / 2)
@@ -171,9 +183,10 @@ class DataflowService(Service):
     # ------------------------------------------------------------ nodes
 
     async def _lease_tasks(self, ask: LeaseTasks) -> TaskLeases:
+        heads = self._ledger.heads  # once they have moved, the versions that the node asked with may be too old
         return await self._poll(
             lambda: self._ledger.lease_tasks(ask),
-            lambda reply: bool(reply.leases) or reply.phase == "ended" or ask.want < 1,
+            lambda reply: bool(reply.leases) or reply.phase == "ended" or ask.want < 1 or reply.heads != heads,
             ask.wait,
             self._tasks_news,
             lambda: f"node {ask.node} waits for {self._ledger.why_no_tasks(ask.node, ask.versions)}",

@@ -67,12 +67,13 @@ class Stages(Part):
         return self._batch(self._row(row["id"]))
 
     def _open(self, ask: LeaseStage) -> sqlite3.Row | None:
-        self._streams.refuse_stale(ask.policy)
+        # What has become too old is passed over here: it expires when the trainer asks or commits.
         rows = self._db.all(
-            "SELECT grp, producer FROM shares s WHERE stream = ? AND state = 'ready' AND todo > 0 AND NOT EXISTS "
+            "SELECT grp, producer FROM shares s JOIN policies p ON p.name = s.producer WHERE stream = ? "
+            "AND state = 'ready' AND todo > 0 AND p.version - s.oldest <= ? AND NOT EXISTS "
             "(SELECT 1 FROM stage_shares d WHERE d.grp = s.grp AND d.producer = s.producer AND d.stream = s.stream "
             "AND d.stage = ?) ORDER BY ord LIMIT ?",
-            (ask.policy, ask.stage, ask.groups),
+            (ask.policy, self._rules.policies[ask.policy].staleness, ask.stage, ask.groups),
         )
         if not rows:
             return None

@@ -130,17 +130,25 @@ class Streams(Part):
     def refuse_stale(self, stream: str) -> None:
         """Nothing beyond the stream's bound stays open: it expires; on-policy, the tasks are played again."""
         rules, heads = self._rules.policies[stream], self._lineage.heads
-        for row in self._db.all(
-            f"SELECT *, {_DEAD} AS dead FROM shares s WHERE stream = ? AND state = 'ready' ORDER BY ord", (stream,)
-        ):
+        for row in self._refusable(stream, rules):
             head = heads[row["producer"]]
-            # The trainer asks after its commit: a version above its own was sampled by weights that died before theirs.
-            above = row["newest"] > head and row["producer"] == stream
             if head - row["oldest"] > rules.staleness and self._still_ready(row):
                 self._refuse_old(rules, row, head)
-            if (row["dead"] or above) and self._still_ready(row):
+            if row["dead"] and self._still_ready(row):
                 self._refuse_dead(row, head)
         self._refuse_playing()
+
+    def _refusable(self, stream: str, rules: PolicyRules) -> list[sqlite3.Row]:
+        """Ready shares that are too old or of versions that died.
+
+        The trainer asks after its commit: a version above its own was sampled by weights that died before theirs.
+        """
+        dead = f"{_DEAD} OR (s.newest > p.version AND s.producer = s.stream)"
+        return self._db.all(
+            f"SELECT s.*, {dead} AS dead FROM shares s JOIN policies p ON p.name = s.producer WHERE s.stream = ? "
+            f"AND s.state = 'ready' AND (p.version - s.oldest > ? OR {dead}) ORDER BY s.ord",
+            (stream, rules.staleness),
+        )
 
     def _still_ready(self, row: sqlite3.Row) -> bool:
         """Not when its group is played again for another share's sake."""

@@ -80,6 +80,7 @@ CREATE TABLE IF NOT EXISTS shares (
     PRIMARY KEY (grp, producer, stream)
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS shares_ready ON shares (stream, ord) WHERE state = 'ready';
+CREATE INDEX IF NOT EXISTS shares_todo ON shares (stream, ord) WHERE state = 'ready' AND todo > 0;
 CREATE INDEX IF NOT EXISTS shares_leased ON shares (stream, ord) WHERE state = 'leased';
 CREATE INDEX IF NOT EXISTS shares_kept ON shares (stream, trained_into, ord) WHERE state = 'trained' AND held = 1;
 

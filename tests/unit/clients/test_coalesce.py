@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from rillflow.clients.coalesce import MOST, Coalesced
+from rillflow.clients.coalesce import MOST, UNDER_WAY, Coalesced
 from rillflow.errors import BadRequest, RillflowError, Unavailable
 
 
@@ -30,18 +30,25 @@ class Peer:
         return [BadRequest(f"{n} is negative", "give another") if n < 0 else n * n for n in items]
 
 
+async def turns() -> None:
+    """Let the tasks that were made run until they wait."""
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
 async def test_what_comes_while_a_call_is_under_way_travels_with_the_next() -> None:
     peer = Peer()
     peer.open.clear()
     calls = Coalesced(peer)
-    first = asyncio.create_task(calls(1, 5.0))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    others = [asyncio.create_task(calls(n, 5.0)) for n in range(2, 6)]
-    await asyncio.sleep(0)
+    first = []
+    for n in range(1, UNDER_WAY + 1):
+        first.append(asyncio.create_task(calls(n, 5.0)))
+        await turns()
+    others = [asyncio.create_task(calls(n, 5.0)) for n in range(3, 7)]
+    await turns()
     peer.open.set()
-    assert await asyncio.gather(first, *others) == [1, 4, 9, 16, 25]
-    assert peer.calls == [[1], [2, 3, 4, 5]]
+    assert await asyncio.gather(*first, *others) == [1, 4, 9, 16, 25, 36]
+    assert peer.calls == [[1], [2], [3, 4, 5, 6]]
 
 
 async def test_one_refusal_is_nobody_elses() -> None:
@@ -75,18 +82,19 @@ async def test_who_stopped_waiting_is_not_sent_and_close_gives_up_the_rest() -> 
     peer = Peer()
     peer.open.clear()
     calls = Coalesced(peer)
-    under_way = asyncio.create_task(calls(1, 5.0))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    gone, waiting = (asyncio.create_task(calls(n, 5.0)) for n in (2, 3))
-    await asyncio.sleep(0)
+    under_way = []
+    for n in range(1, UNDER_WAY + 1):
+        under_way.append(asyncio.create_task(calls(n, 5.0)))
+        await turns()
+    gone, waiting = (asyncio.create_task(calls(n, 5.0)) for n in (7, 8))
+    await turns()
     gone.cancel()
-    await asyncio.sleep(0)
+    await turns()
     await calls.close()
-    for task in (under_way, waiting):
+    for task in (*under_way, waiting):
         with pytest.raises(asyncio.CancelledError):
             await task
-    assert peer.calls == [[1]]
+    assert peer.calls == [[1], [2]]
 
 
 async def test_too_few_answers_are_an_error() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import threading
 from contextlib import suppress
 
 import pytest
@@ -27,12 +28,20 @@ def ledger(tmp_path):
     ledger.db.close()
 
 
+async def until(condition):
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("it never came")
+
+
 async def soon(waiting):
     return await asyncio.wait_for(waiting, 1)
 
 
 async def test_a_journal_that_fails_keeps_nobody_waiting(ledger):
-    def broken():
+    def broken(until):
         raise ValueError("the copy is damaged")
 
     disk = GroupCommit(ledger, 0.001, broken)
@@ -47,14 +56,81 @@ async def test_a_commit_that_fails_in_an_unknown_way_is_told_to_all(ledger, monk
     def broken():
         raise RuntimeError("never seen before")
 
-    disk = GroupCommit(ledger, 0.001, lambda: None)
+    disk = GroupCommit(ledger, 0.001, lambda until: None)
     ledger.db.count("anything")
     with monkeypatch.context() as patched:
-        patched.setattr(ledger, "commit", broken)
+        patched.setattr(ledger, "write", broken)
         results = await soon(asyncio.gather(disk.durable(), disk.durable(), return_exceptions=True))
     assert [type(result) for result in results] == [StorageError, StorageError]
     await soon(disk.durable())
     assert not ledger.dirty
+
+
+class Disk:
+    """Stands before the real sync: each one waits until it is let through, or fails."""
+
+    def __init__(self, ledger, monkeypatch):
+        self.begun = 0
+        self.error = None
+        self._through = threading.Semaphore(0)
+        self._real = ledger.sync
+        monkeypatch.setattr(ledger, "sync", self._sync)
+
+    def let_through(self, count=1):
+        self._through.release(count)
+
+    def _sync(self):
+        self.begun += 1
+        assert self._through.acquire(timeout=5)
+        if self.error is not None:
+            raise self.error
+        self._real()
+
+
+async def test_nobody_is_answered_before_the_sync_that_contains_the_change(ledger, monkeypatch):
+    slow = Disk(ledger, monkeypatch)
+    events_told = []
+    disk = GroupCommit(ledger, 0.0, events_told.append)
+    ledger.db.count("first")
+    first = asyncio.create_task(disk.durable())
+    await until(lambda: slow.begun)
+    ledger.db.event({"event": "second"})  # transitions go on while the disk works
+    second = asyncio.create_task(disk.durable())
+    await until(lambda: not ledger.dirty)
+    idle = asyncio.create_task(disk.durable())  # changes nothing, but must not tell of what may yet be lost
+    await asyncio.sleep(0.02)
+    assert not any(task.done() for task in (first, second, idle))
+    slow.let_through()
+    await soon(first)
+    await asyncio.sleep(0.02)
+    assert (second.done(), idle.done(), slow.begun) == (False, False, 2)
+    assert events_told == [0]
+    slow.let_through()
+    await soon(asyncio.gather(second, idle))
+    assert events_told == [0, 1]
+    disk.close()
+
+
+async def test_a_sync_that_fails_is_the_end_of_all_acknowledgements(ledger, monkeypatch):
+    slow = Disk(ledger, monkeypatch)
+    slow.error = OSError("input/output error")
+    ends = []
+    disk = GroupCommit(ledger, 0.0, lambda until: None, ends.append)
+    ledger.db.count("first")
+    first = asyncio.create_task(disk.durable())
+    await until(lambda: slow.begun)
+    ledger.db.count("second")
+    second = asyncio.create_task(disk.durable())
+    await asyncio.sleep(0.01)
+    slow.let_through()
+    for waiting in (first, second):
+        with pytest.raises(StorageError, match="not synced"):
+            await soon(waiting)
+    assert len(ends) == 1
+    ledger.db.count("third")
+    with pytest.raises(StorageError, match="not synced"):
+        await soon(disk.durable())
+    disk.close()
 
 
 class Forgetful:
@@ -81,7 +157,7 @@ async def test_a_curator_that_cannot_be_restored_keeps_nobody_waiting(tmp_path):
     curator.restore = lambda state: None
     ledger = Ledger(tmp_path / "ledger.sqlite", RULES, prompts(5), hooks=Hooks(curators=[("forgetful", curator)]))
     del curator.restore
-    disk = GroupCommit(ledger, 0.05, lambda: None)
+    disk = GroupCommit(ledger, 0.05, lambda until: None)
     ledger.db.count("anything")
     waiting = asyncio.create_task(disk.durable())
     await asyncio.sleep(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 
 import pytest
@@ -11,9 +12,22 @@ from rillflow.dataflow.hooks import Hooks
 from rillflow.errors import CorruptData
 
 
-def test_what_is_acknowledged_has_been_synced(make_world):
-    db = make_world().ledger.db
-    assert (db.value("PRAGMA journal_mode"), db.value("PRAGMA synchronous")) == ("wal", 2)
+def test_a_commit_syncs_the_log_that_it_was_written_to(make_world, monkeypatch):
+    ledger = make_world().ledger
+    db = ledger.db
+    assert (db.value("PRAGMA journal_mode"), db.value("PRAGMA synchronous")) == ("wal", 1)
+    synced = []
+
+    def fdatasync(descriptor):
+        synced.append((os.path.realpath(f"/proc/self/fd/{descriptor}"), db.dirty))
+        real(descriptor)
+
+    real = os.fdatasync
+    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    with db.change():
+        db.count("anything")
+    ledger.commit()
+    assert synced == [(os.path.realpath(f"{db.path}-wal"), False)]
 
 
 def test_groups_played_by_weights_that_the_line_passed_over_are_played_again(make_world):
