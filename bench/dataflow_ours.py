@@ -208,20 +208,23 @@ def _produce(root: str, name: str, lengths: Sequence[int], count: int, go: Any) 
     asyncio.run(work())
 
 
-async def _consume(folder: RunFolder, client: DataflowClient, count: int, groups: int, total: int) -> int:
-    seen = 0
+async def _consume(folder: RunFolder, client: DataflowClient, count: int, groups: int, total: int) -> float:
+    """When the last row had been read; the consumers then end with their polls."""
+    seen, ended = 0, 0.0
     reader = PayloadReader(client.units, folder.token)
 
     def note(samples: Sequence[Any], arrays: Sequence[Mapping[str, Any]]) -> bool:
-        nonlocal seen
+        nonlocal seen, ended
         seen += len(arrays)
+        if seen == total and not ended:
+            ended = time.perf_counter()
         return seen < total
 
     try:
         await asyncio.gather(*(consume_stage(client, reader, (MAIN, STAGE), groups, note) for _ in range(count)))
     finally:
         await reader.close()
-    return seen
+    return ended
 
 
 async def streaming(
@@ -245,8 +248,7 @@ async def streaming(
         await asyncio.sleep(4.0)  # until they have made their rows
         began = time.perf_counter()
         go.set()
-        consumed = await _consume(folder, mine.client, consumers, micro // GROUP, len(lengths))
-        seconds = time.perf_counter() - began
+        seconds = await _consume(folder, mine.client, consumers, micro // GROUP, len(lengths)) - began
         for maker in makers:
             await asyncio.to_thread(maker.join, 30)
-        return {"stream": seconds / consumed, "rows": consumed}
+        return {"stream": seconds / len(lengths), "rows": len(lengths)}

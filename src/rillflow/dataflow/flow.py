@@ -149,13 +149,21 @@ class Watch:
 
 
 class News:
-    """Wakes those who wait for something to change; waking too often is harmless."""
+    """Wakes those who wait for something to change, at most every `pause` seconds: each of them asks the ledger."""
 
-    def __init__(self) -> None:
+    def __init__(self, pause: float) -> None:
+        self._pause = pause
         self._event = asyncio.Event()
+        self._told = False
         self.waiting = 0
 
     def tell(self) -> None:
+        if self.waiting and not self._told:
+            self._told = True
+            asyncio.get_running_loop().call_later(self._pause, self._wake)
+
+    def _wake(self) -> None:
+        self._told = False
         self._event.set()
         self._event = asyncio.Event()
 

@@ -73,7 +73,7 @@ class DataflowService(Service):
         self._clock = clock or SystemClock()
         self._disk = GroupCommit(ledger, commit_interval, lambda until: journal.catch_up(ledger, until), self._break)
         self._broken: asyncio.Future[None] | None = None
-        self._tasks_news, self._batch_news = News(), News()
+        self._tasks_news, self._batch_news = News(commit_interval), News(commit_interval)
         self._told: tuple[int, dict[str, int], str] = (0, {}, "")
         self._waits: dict[int, Callable[[], str]] = {}
         self._housekeeper: asyncio.Task[None] | None = None
