@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
 import tempfile
 import time
 import uuid
@@ -144,6 +145,18 @@ class Rectangle:
             restorable=self._version,
         )
         await self._mine.client.commit(news)
+
+
+def raw_disk(size: int) -> float:
+    """Seconds in which the disk takes so many bytes, written to a preallocated file and synced: the bound of any put."""
+    data = memoryview(np.random.default_rng(1).bytes(size))
+    with tempfile.NamedTemporaryFile() as file:
+        os.posix_fallocate(file.fileno(), 0, size)
+        began = time.perf_counter()
+        for at in range(0, size, 4 << 20):
+            os.write(file.fileno(), data[at : at + (4 << 20)])
+        os.fdatasync(file.fileno())
+        return time.perf_counter() - began
 
 
 # ---------------------------------------------------------------- (b) ragged rows, from one producer

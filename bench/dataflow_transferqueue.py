@@ -80,18 +80,22 @@ def ragged(lengths: list[int], single: int, batch: int) -> dict[str, float]:
     for key, row in zip(keys[:single], rows, strict=False):
         tq.kv_put(key=key, partition_id=where, fields=row)
     one = (time.perf_counter() - began) / single
-    parts = [slice(at, at + batch) for at in range(single, len(rows), batch)]
+    at_once = single + len(rows) // 4
+    began = time.perf_counter()
+    asyncio.run(produce(rows[single:at_once], single, where, 64))
+    concurrent = (time.perf_counter() - began) / (at_once - single)
+    parts = [slice(at, at + batch) for at in range(at_once, len(rows), batch)]
     made = [stacked(rows[part]) for part in parts]
     began = time.perf_counter()
     for part, data in zip(parts, made, strict=True):
         tq.kv_batch_put(keys=keys[part], partition_id=where, fields=data)
-    many = (time.perf_counter() - began) / (len(rows) - single)
+    many = (time.perf_counter() - began) / (len(rows) - at_once)
     began = time.perf_counter()
     for at in range(0, len(rows), batch):
         tq.kv_batch_get(keys=keys[at : at + batch], partition_id=where)
     get = (time.perf_counter() - began) / len(rows)
     tq.kv_clear(keys=keys, partition_id=where)
-    return {"put": one, "put_many": many, "get": get}
+    return {"put": one, "put_many": concurrent, "put_batched": many, "get": get}
 
 
 # ---------------------------------------------------------------- (c) many producers, many consumers

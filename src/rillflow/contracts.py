@@ -89,6 +89,9 @@ class StorageUnit(Protocol):
     def drop(self, segments: Sequence[int]) -> None:
         """Forget these segments; those that are gone already are passed over. Their numbers are never used again."""
 
+    def closed(self, segments: Sequence[int]) -> list[int]:
+        """Those of the segments that nobody will ever write into again, or that are gone."""
+
     def info(self) -> UnitInfo: ...
 
     def close(self) -> None: ...

@@ -357,16 +357,19 @@ class UnitInfo(Wire, frozen=True):
 
 
 class UnitBeat(Wire, frozen=True):
-    """A unit lives. `dropped` are the segments it was told to drop and has."""
+    """A unit lives. `dropped` are the segments it was told to drop and has; `closed` those of the idle ones it was
+    asked about that nobody will ever write into again."""
 
     info: UnitInfo
     dropped: list[int] = []
+    closed: list[int] = []
 
 
 class UnitBeatReply(Wire, frozen=True):
-    """`drop`: segments that nobody will ever ask for again."""
+    """`drop`: segments that nobody will ever ask for again; `idle`: those that could go if nobody writes into them."""
 
     drop: list[int]
+    idle: list[int] = []
 
 
 class Units(Wire, frozen=True):

@@ -161,6 +161,9 @@ class UnitsConfig(Section):
     redis: str = Field("redis://127.0.0.1:6379/0", description="URL of the server, for kind redis")
     segment_bytes: Positive = Field(64 << 20, description="size at which a segment is closed")
     timeout: Seconds = Field(60.0, description="rows of a unit not heard of for so long are played again")
+    drop_after: Seconds = Field(
+        600.0, description="a segment of which nobody needs a row is dropped so long after it was last referred to"
+    )
 
 
 class DataflowConfig(Section):
@@ -184,7 +187,9 @@ class DataflowConfig(Section):
     task_lease: Seconds = Field(30.0, description="a lease not renewed for so long returns")
     batch_lease: Seconds = Field(300.0, description="a batch not committed for so long returns")
     node_timeout: Seconds = Field(10.0, description="a node not heard of for so long is gone")
-    commit_interval: Annotated[float, Field(ge=0, le=1)] = Field(0.005, description="group commit, seconds")
+    commit_interval: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.0, description="least seconds between two writes of the ledger; those who come meanwhile share a sync"
+    )
     max_failures: Positive = Field(
         64, description="the run stops when so many tasks in a row have failed and none has succeeded"
     )

@@ -297,7 +297,6 @@ class Ledger:
             self.batches.expire()
             self.stages.expire()
             self.groups.close_late()
-            self.rows.sweep()
             self.advance()
 
     # ------------------------------------------------------------ storage units
@@ -305,8 +304,10 @@ class Ledger:
     def unit_beat(self, beat: UnitBeat) -> UnitBeatReply:
         with self.db.change():
             self.roster.hear(beat.info)
-            self.rows.dropped(beat.info.unit, beat.dropped)
-            return UnitBeatReply(drop=self.rows.dropping(beat.info.unit))
+            unit = beat.info.unit
+            self.rows.dropped(unit, beat.dropped)
+            self.rows.closed(unit, beat.closed)
+            return UnitBeatReply(drop=self.rows.dropping(unit), idle=self.rows.idle(unit))
 
     def units(self) -> Units:
         return Units(units=self.roster.healthy())

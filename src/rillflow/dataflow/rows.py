@@ -17,6 +17,8 @@ _TAKE = (
     "AND EXISTS (SELECT 1 FROM units WHERE units.unit = segments.unit AND units.state = 'healthy')"
 )
 
+_MOST_IDLE = 1000  # that a unit is asked about at once
+
 
 class Rows(Part):
     def take(self, rows: Iterable[Row]) -> bool:
@@ -90,11 +92,23 @@ class Rows(Part):
 
     # ------------------------------------------------------------ dropping
 
-    def sweep(self) -> None:
-        """Segments that nobody has needed for a while are on their way out."""
-        self._db.run(
-            "UPDATE segments SET state = 'dropping' WHERE state = 'live' AND live = 0 AND touched < ?",
-            (self._clock.now() - self._rules.drop_after,),
+    def idle(self, unit: str) -> list[int]:
+        """Segments that nobody has needed for a while: they can go, unless somebody still writes into them."""
+        return [
+            row["segment"]
+            for row in self._db.all(
+                "SELECT segment FROM segments WHERE unit = ? AND state = 'live' AND live = 0 AND touched < ? "
+                "ORDER BY segment LIMIT ?",
+                (unit, self._clock.now() - self._rules.drop_after, _MOST_IDLE),
+            )
+        ]
+
+    def closed(self, unit: str, segments: Sequence[int]) -> None:
+        """Nobody writes into these any more: those that are still idle are on their way out."""
+        idle = set(self.idle(unit))
+        self._db.many(
+            "UPDATE segments SET state = 'dropping' WHERE unit = ? AND segment = ?",
+            [(unit, segment) for segment in segments if segment in idle],
         )
 
     def grace(self) -> None:

@@ -114,6 +114,7 @@ class Rules:
             batch_lease=flow.batch_lease,
             node_timeout=flow.node_timeout,
             unit_timeout=flow.units.timeout,
+            drop_after=flow.units.drop_after,
             group_deadline=flow.group_deadline,
             max_failures=flow.max_failures,
             epochs=recipe.data.epochs,

@@ -54,6 +54,7 @@ log = logging.getLogger(__name__)
 
 LONGEST_POLL = 60.0
 HOUSEKEEPING = 0.2
+NEWS_PAUSE = 0.002
 
 
 class DataflowService(Service):
@@ -73,7 +74,7 @@ class DataflowService(Service):
         self._clock = clock or SystemClock()
         self._disk = GroupCommit(ledger, commit_interval, lambda until: journal.catch_up(ledger, until), self._break)
         self._broken: asyncio.Future[None] | None = None
-        self._tasks_news, self._batch_news = News(commit_interval), News(commit_interval)
+        self._tasks_news, self._batch_news = News(NEWS_PAUSE), News(NEWS_PAUSE)
         self._told: tuple[int, dict[str, int], str] = (0, {}, "")
         self._waits: dict[int, Callable[[], str]] = {}
         self._housekeeper: asyncio.Task[None] | None = None

@@ -16,9 +16,9 @@ import mmap
 import os
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,15 +67,40 @@ def drop_segments(folder: Path, numbers: Sequence[int]) -> None:
         write_atomic(folder / DROPPED_FILE, str(max(there)).encode())
     with disk_errors(folder):
         for number in there:
-            descriptor = os.open(segment_path(folder, number), os.O_RDONLY)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                segment_path(folder, number).unlink()
-            except BlockingIOError:
-                continue
-            finally:
-                os.close(descriptor)
+            with _unwritten(folder, number) as free:
+                if free:
+                    segment_path(folder, number).unlink()
         fsync_folder(folder)
+
+
+def closed_segments(folder: Path, numbers: Sequence[int]) -> list[int]:
+    """Those that no process writes into, or that are gone: nothing will ever be added to them."""
+    found = []
+    with disk_errors(folder):
+        for number in numbers:
+            with _unwritten(folder, number) as free:
+                if free:
+                    found.append(number)
+    return found
+
+
+@contextmanager
+def _unwritten(folder: Path, number: int) -> Iterator[bool]:
+    """Whether nobody writes into the segment; a writer holds its lock until it has left the file for good."""
+    try:
+        descriptor = os.open(segment_path(folder, number), os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield True
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        free = True
+    except BlockingIOError:
+        free = False
+    try:
+        yield free
+    finally:
+        os.close(descriptor)
 
 
 class _SegmentFile:

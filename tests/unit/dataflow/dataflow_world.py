@@ -251,9 +251,15 @@ class World:
 
     # ------------------------------------------------------------ units
 
-    def unit(self, unit: str = UNIT, dropped: Sequence[int] = (), load: float = 0.0) -> list[int]:
+    def unit(
+        self, unit: str = UNIT, dropped: Sequence[int] = (), *, load: float = 0.0, writing: bool = False
+    ) -> list[int]:
+        """A unit beats, and says that nobody writes into what it is asked about, unless somebody is `writing`."""
         info = UnitInfo(unit=unit, path=f"/units/{unit}", load=load)
-        return self.ledger.unit_beat(UnitBeat(info=info, dropped=list(dropped))).drop
+        reply = self.ledger.unit_beat(UnitBeat(info=info, dropped=list(dropped)))
+        if reply.idle and not writing:
+            reply = self.ledger.unit_beat(UnitBeat(info=info, closed=reply.idle))
+        return reply.drop
 
     def row(self, unit: str = UNIT, segment: int = 0) -> Row:
         """A row that nobody has put anything in before."""

@@ -49,7 +49,7 @@ def make_busy(make_world):
     assert world.lease(1)
     world.lose(world.row_of("t000000.0-1"))
     world.clock.time += 1000
-    world.ledger.rows.sweep()
+    world.unit()
     return world
 
 

@@ -248,6 +248,32 @@ def test_a_segment_that_nobody_needs_is_dropped_after_a_while(make_world):
     assert world.done(lease, samples=[sample(2, row=world.row(segment=1))]).accepted
 
 
+def test_a_segment_that_is_still_written_stays_however_idle(make_world):
+    world = make_world(staleness=1, drop_after=600.0, batch_lease=1e9)
+    world.play_all()
+    world.commit(world.batch())
+    world.commit(world.batch(), restorable=2)
+    world.clock.time += 601
+    assert world.unit(writing=True) == []
+    lease = world.lease(1, version=2)[0]
+    assert world.done(lease).accepted
+    assert world.unit() == []
+    assert world.segment() == (1, "live")
+
+
+def test_a_segment_that_was_idle_when_its_unit_was_asked_may_be_needed_when_it_answers(make_world):
+    world = make_world(staleness=1, drop_after=600.0, batch_lease=1e9)
+    world.play_all()
+    world.commit(world.batch())
+    world.commit(world.batch(), restorable=2)
+    world.clock.time += 601
+    info = UnitInfo(unit="u", path="/units/u")
+    idle = world.ledger.unit_beat(UnitBeat(info=info)).idle
+    assert idle == [0]
+    assert world.done(world.lease(1, version=2)[0]).accepted
+    assert world.ledger.unit_beat(UnitBeat(info=info, closed=idle)).drop == []
+
+
 def test_segments_of_news_that_came_too_late_are_dropped_too(make_world):
     world = make_world(drop_after=600.0)
     lease = world.lease(1)[0]

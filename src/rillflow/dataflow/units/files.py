@@ -21,7 +21,7 @@ from rillflow.dataflow.units.growth import Growth
 from rillflow.errors import BadRequest, CorruptData
 from rillflow.storage import SegmentReader, disk_errors, write_atomic
 from rillflow.storage.records import Place
-from rillflow.storage.segments import SEGMENT_BYTES, drop_segments, read_range, segment_path
+from rillflow.storage.segments import SEGMENT_BYTES, closed_segments, drop_segments, read_range, segment_path
 from rillflow.types import Row, UnitInfo
 
 if TYPE_CHECKING:
@@ -63,6 +63,9 @@ class FileUnit:
     def drop(self, segments: Sequence[int]) -> None:
         """Segments that somebody still writes into stay: see `remaining`."""
         drop_segments(self._folder, segments)
+
+    def closed(self, segments: Sequence[int]) -> list[int]:
+        return closed_segments(self._folder, segments)
 
     def remaining(self, segments: Sequence[int]) -> list[int]:
         return [number for number in segments if segment_path(self._folder, number).exists()]

@@ -98,6 +98,9 @@ class RedisUnit:
                 if bucket != self._bucket:
                     self._redis.unlink(*(f"rillflow:{self._unit}:{bucket}:{n}" for n in range(BUCKET_ROWS)))
 
+    def closed(self, segments: Sequence[int]) -> list[int]:
+        return [bucket for bucket in segments if bucket != self._bucket]
+
     def remaining(self, segments: Sequence[int]) -> list[int]:
         return [bucket for bucket in segments if bucket == self._bucket]
 

@@ -12,6 +12,7 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Protocol, TypeVar, runtime_checkable
 
 import msgspec
@@ -131,13 +132,15 @@ class UnitService(Service):
 
     async def _beat_on(self) -> None:
         dropped: list[int] = []
+        closed: list[int] = []
         silent = False
         while True:
             try:
                 async with asyncio.timeout(BEAT_DEADLINE):
-                    reply = await self._beat(UnitBeat(info=await self.info(), dropped=dropped))
+                    reply = await self._beat(UnitBeat(info=await self.info(), dropped=dropped, closed=closed))
                 silent = False
                 dropped = await self._drop(reply.drop)
+                closed = await self._in_thread(partial(self._unit.closed, reply.idle))
             except (RillflowError, TimeoutError) as error:
                 if not silent:
                     log.warning("the dataflow service did not hear this unit: %s", error)

@@ -26,6 +26,7 @@ class Ledger:
     def __init__(self):
         self.beats = []
         self.drop = []
+        self.idle = []
         self.error = None
         self._news = asyncio.Event()
 
@@ -34,7 +35,7 @@ class Ledger:
         if self.error:
             raise self.error
         self.beats.append(beat)
-        return UnitBeatReply(drop=self.drop)
+        return UnitBeatReply(drop=self.drop, idle=self.idle)
 
     async def beaten(self, times=1):
         for _ in range(times):
@@ -178,6 +179,14 @@ async def test_what_the_beat_says_is_dropped_and_told(service, client, ledger, u
     assert unit.remaining(segments) == segments[-1:]
     assert ledger.beats[-1].info.unit == places[0].unit
     assert ledger.beats[-1].dropped == []
+
+
+async def test_a_unit_says_which_idle_segments_nobody_writes_into(service, client, ledger):
+    places = await client.put_rows([row(300) for _ in range(5)], 10)
+    segments = sorted({place.segment for place in places})
+    ledger.idle = [*segments, 77]
+    await ledger.beaten(2)
+    assert ledger.beats[-1].closed == [*segments[:-1], 77]  # the last one is still written into
 
 
 async def test_a_beat_that_fails_is_made_again_with_its_news(service, client, ledger):
