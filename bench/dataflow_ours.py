@@ -148,7 +148,7 @@ class Rectangle:
 
 
 def raw_disk(size: int) -> float:
-    """Seconds in which the disk takes so many bytes, written to a preallocated file and synced: the bound of any put."""
+    """Seconds in which the disk takes so many bytes, preallocated, written and synced: the bound of any put."""
     data = memoryview(np.random.default_rng(1).bytes(size))
     with tempfile.NamedTemporaryFile() as file:
         os.posix_fallocate(file.fileno(), 0, size)
@@ -204,7 +204,7 @@ async def _lease_all(client: DataflowClient, count: int) -> list[TaskLease]:
 # ---------------------------------------------------------------- (c) many producers, many consumers
 
 
-def _produce(root: str, name: str, lengths: Sequence[int], count: int, go: Any) -> None:
+def _produce(root: str, name: str, lengths: Sequence[int], count: int, together: Any) -> None:
     async def work() -> None:
         folder = RunFolder.open(root)
         client = Processes(folder).client()
@@ -212,7 +212,8 @@ def _produce(root: str, name: str, lengths: Sequence[int], count: int, go: Any) 
         mine = peers(folder, client)
         rows = iter([trajectory(length) for length in lengths])
         node = Producers(name, mine.client, mine.writer, [MAIN], lambda lease: {MAIN: next(rows)})
-        go.wait(60)
+        await mine.client.units()  # the connection is there
+        together.wait(60)
         try:
             await node.run(count, len(lengths))
         finally:
@@ -248,19 +249,24 @@ async def streaming(
     share = len(lengths) // producer_processes
     context = multiprocessing.get_context("spawn")
     async with running(groups, GROUP, groups, units=2, stage=True) as (folder, mine):
-        go = context.Event()
+        together = context.Barrier(producer_processes + 1)
         makers = [
             context.Process(
                 target=_produce,
-                args=(str(folder.root), f"n{n}", lengths[n * share :][:share], producers // producer_processes, go),
+                args=(
+                    str(folder.root),
+                    f"n{n}",
+                    lengths[n * share :][:share],
+                    producers // producer_processes,
+                    together,
+                ),
             )
             for n in range(producer_processes)
         ]
         for maker in makers:
             maker.start()
-        await asyncio.sleep(4.0)  # until they have made their rows
+        await asyncio.to_thread(together.wait, 60)  # they have made their rows
         began = time.perf_counter()
-        go.set()
         seconds = await _consume(folder, mine.client, consumers, micro // GROUP, len(lengths)) - began
         for maker in makers:
             await asyncio.to_thread(maker.join, 30)

@@ -68,6 +68,7 @@ class Database:
         # SQLite keeps the log whole across checkpoints; that its end is on the disk is what `sync` sees to.
         self._connection.execute("PRAGMA synchronous = NORMAL")
         self._connection.execute("PRAGMA wal_autocheckpoint = 4000")
+        self._connection.execute("PRAGMA cache_size = -16384")  # kibibytes
         self._check_format()  # before the tables: those of another format may have other columns
         self._connection.executescript(TABLES)
         self._clean = self._connection.total_changes

@@ -8,7 +8,7 @@ kill -9 too, gives exactly the committed state; live leases get a fresh grace pe
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from rillflow.dataflow.steps import Steps
 from rillflow.dataflow.streams import Streams
 from rillflow.dataflow.tables import FORMAT, NEWEST
 from rillflow.dataflow.tasks import Tasks
-from rillflow.errors import DataError, LeaseLost, RillflowError
+from rillflow.errors import BadRequest, DataError, LeaseLost, RillflowError
 from rillflow.types import (
     Ack,
     BatchReply,
@@ -273,12 +273,25 @@ class Ledger:
         return self.leasing.why_none(node, versions, self.tasks.pending)
 
     def complete(self, news: CompleteTask) -> Ack:
+        (taken,) = self.complete_many([news])
+        if isinstance(taken, RillflowError):
+            raise taken
+        return taken
+
+    def complete_many(self, news: Sequence[CompleteTask]) -> list[Ack | RillflowError]:
+        """Each is taken or refused on its own: what is refused has changed nothing."""
         with self.db.change():
             moves = self.moves
-            ack = self.tasks.complete(news)
+            taken = [self._complete(one) for one in news]
             if self.moves != moves:  # most completions end no group: nothing follows from them
                 self.advance()
-            return ack
+            return taken
+
+    def _complete(self, news: CompleteTask) -> Ack | RillflowError:
+        try:
+            return self.tasks.complete(news)
+        except (BadRequest, LeaseLost) as error:  # raised before anything is changed
+            return error
 
     def fail(self, news: FailTask) -> Ack:
         with self.db.change():

@@ -20,13 +20,12 @@ from rillflow.dataflow.flow import GroupCommit, News, Watch
 from rillflow.dataflow.gauges import LedgerGauges
 from rillflow.dataflow.journal import Journal
 from rillflow.dataflow.ledger import Ledger
-from rillflow.errors import RillflowError, StorageError, to_body
+from rillflow.errors import RillflowError, to_body
 from rillflow.types import (
     Ack,
     BatchReply,
     CommitBatch,
     CommitStage,
-    CompleteTask,
     CompleteTasks,
     FailTask,
     Heartbeat,
@@ -194,15 +193,11 @@ class DataflowService(Service):
         )
 
     async def _complete(self, news: CompleteTasks) -> TasksTaken:
-        return await self._changed(TasksTaken(taken=[self._take(one) for one in news.tasks]))
-
-    def _take(self, news: CompleteTask) -> Taken:
-        try:
-            return Taken(ack=self._ledger.complete(news))
-        except StorageError:
-            raise  # the disk took all of them back
-        except RillflowError as error:
-            return Taken(error=to_body(error))
+        taken = [
+            Taken(error=to_body(one)) if isinstance(one, RillflowError) else Taken(ack=one)
+            for one in self._ledger.complete_many(news.tasks)
+        ]
+        return await self._changed(TasksTaken(taken=taken))
 
     async def _fail(self, news: FailTask) -> Ack:
         return await self._changed(self._ledger.fail(news))
