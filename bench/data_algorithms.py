@@ -1,6 +1,6 @@
 """Data algorithms at work: rollouts generated against reward reached, and which sampler lets less expire.
 
-    python -m bench.data_algorithms [--quick] [--json FILE] [--plot FILE]
+    python -m bench.data_algorithms [--quick] [--seeds N …] [--steps N] [--json FILE] [--plot FILE]
 
 Trains the quickstart's tiny policy for the same number of optimizer steps and from the same seeds with each of five
 settings (vanilla, dynamic sampling, + replay 0.3, + replay 0.5, + GRESO), in the manner of AstraFlow's Figure 9
@@ -132,8 +132,11 @@ def main() -> None:
     arguments = parser(__doc__ or "")
     arguments.add_argument("--plot", metavar="FILE", help="write the curves as a picture")
     arguments.add_argument("--target", type=float, default=0.8, help="held-out reward whose cost is compared")
+    arguments.add_argument("--seeds", type=int, nargs="+", help="one training run of each setting for every seed")
+    arguments.add_argument("--steps", type=int, help="optimizer steps of every run")
     given = arguments.parse_args()
-    seeds, steps = ((7,), 12) if given.quick else ((7, 11, 3), 30)
+    seeds, steps = ([7], 12) if given.quick else ([7, 11, 3], 30)
+    seeds, steps = given.seeds or seeds, given.steps or steps
     report = Report("data_algorithms")
     curves: dict[str, list[Curve]] = {variant: [] for variant in VARIANTS}
     with tempfile.TemporaryDirectory() as folder:

@@ -41,14 +41,17 @@ class Started:
         self.process.send_signal(signal.SIGINT)
 
 
-def processes_of(folder: Path) -> dict[str, psutil.Process]:
-    """The role processes that work on a run folder, by role."""
-    found = {}
+def all_processes_of(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
+    """The processes that work on a run folder, each with its role."""
     for process in psutil.process_iter(["cmdline", "status"]):
         words = process.info["cmdline"] or []
         if str(folder) in words and process.info["status"] != psutil.STATUS_ZOMBIE:
-            found[words[words.index(str(folder)) - 1]] = process
-    return found
+            yield words[words.index(str(folder)) - 1], process
+
+
+def processes_of(folder: Path) -> dict[str, psutil.Process]:
+    """By role, of which a run of one policy, unit and node has one each."""
+    return dict(all_processes_of(folder))
 
 
 def wait_until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
@@ -102,5 +105,5 @@ def cli(tmp_path: Path) -> Iterator[Cli]:
             started.process.kill()
             started.process.wait(10)
         if any(p.is_dir() for p in started.runs.iterdir()):
-            for process in processes_of(started.folder).values():
+            for _, process in all_processes_of(started.folder):
                 process.kill()

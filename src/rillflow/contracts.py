@@ -201,7 +201,7 @@ class Sampler(Protocol):
     """Picks which ready groups a batch gets next."""
 
     def pick(self, ready: Sequence[ReadyGroup], want: int) -> list[str]:
-        """Exactly `want` different ids of `ready`, which has at least as many; the first are served first."""
+        """Exactly `want` different ids of `ready`, which has at least as many; served in order of admission."""
 
 
 @runtime_checkable

@@ -1,8 +1,9 @@
-"""kill -9 of each process once during a run: the run finishes and the audit balances."""
+"""The end of each process once during a run, by kill -9 or by SIGTERM: the run finishes and the audit balances."""
 
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -18,20 +19,21 @@ RUN = [
 ]
 
 
-def kill_and_wait_for_another(folder: Path, role: str) -> None:
+def end_and_wait_for_another(folder: Path, role: str, number: signal.Signals) -> None:
     victim = processes_of(folder)[role]
-    victim.kill()
+    victim.send_signal(number)
     wait_until(lambda: processes_of(folder).get(role, victim) != victim, f"a new {role}", 30)
 
 
 @pytest.mark.chaos
-def test_each_process_is_killed_once(cli: Cli) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_each_process_is_ended_once(cli: Cli, number: signal.Signals) -> None:
     run = cli.start("run", "quickstart", *RUN)
     wait_until(lambda: any(run.runs.iterdir()), "the run folder")
     folder = run.folder
-    for kills, role in enumerate(("rollout", "trainer", "dataflow"), 1):
+    for kills, role in enumerate(("rollout", "trainer", "unit", "dataflow"), 1):
         wait_until(lambda kills=kills: steps_of(folder) >= 3 * kills, f"step {3 * kills}", 120)
-        kill_and_wait_for_another(folder, role)
+        end_and_wait_for_another(folder, role, number)
     assert run.wait(240) == 0, run.output()[-4000:]
     assert json.loads((folder / "summary.json").read_text())["steps"] == 14
     audited = json.loads(cli.run("audit", str(folder), "--json").output())

@@ -150,7 +150,7 @@ def dataflow(
     from rillflow.runtime.roles import dataflow_role
 
     with clear_errors(role=True):
-        dataflow_role(RunFolder.open(folder), resume=resume)
+        raise typer.Exit(dataflow_role(RunFolder.open(folder), resume=resume))
 
 
 @app.command(rich_help_panel="One part of a run, started by hand")
@@ -160,7 +160,7 @@ def unit(folder: RunArgument, name: Annotated[str, typer.Option(help="The unit's
     from rillflow.runtime.roles import unit_role
 
     with clear_errors(role=True):
-        unit_role(RunFolder.open(folder), name)
+        raise typer.Exit(unit_role(RunFolder.open(folder), name))
 
 
 @app.command(rich_help_panel="One part of a run, started by hand")
@@ -170,7 +170,7 @@ def rollout(folder: RunArgument, name: Annotated[str, typer.Option(help="The nod
     from rillflow.runtime.roles import rollout_role
 
     with clear_errors(role=True):
-        rollout_role(RunFolder.open(folder), name)
+        raise typer.Exit(rollout_role(RunFolder.open(folder), name))
 
 
 @app.command(rich_help_panel="One part of a run, started by hand")
@@ -184,4 +184,4 @@ def trainer(
 
     with clear_errors(role=True):
         opened = RunFolder.open(folder)
-        trainer_role(opened, policy or opened.recipe.policy)
+        raise typer.Exit(trainer_role(opened, policy or opened.recipe.policy))

@@ -6,12 +6,15 @@ Two, so that the peer has work while the answer to the other is on its way.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from rillflow.contracts import Clock, SystemClock
-from rillflow.errors import RillflowError, WireError
+from rillflow.errors import DeadlineExceeded, RillflowError, Unavailable, WireError
+
+log = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
@@ -31,7 +34,7 @@ class Coalesced(Generic[Item, Answer]):
     """`call(items, deadline)` answers each item with its result or with an error of its own, in the same order.
 
     Belongs to one event loop. A call that fails as a whole fails for everybody in it; the longest of their deadlines
-    is its own, so nobody's news is given up before its time.
+    is its own, so nobody's news is given up before its time, and nobody waits longer than they said.
     """
 
     def __init__(
@@ -43,8 +46,11 @@ class Coalesced(Generic[Item, Answer]):
         self._clock = clock or SystemClock()
         self._waiting: list[_Waiting[Item, Answer]] = []
         self._sending: set[asyncio.Task[None]] = set()
+        self._closed = False
 
     async def __call__(self, item: Item, deadline: float) -> Answer:
+        if self._closed:
+            raise _closed()
         mine = _Waiting[Item, Answer](
             item, self._clock.monotonic() + deadline, asyncio.get_running_loop().create_future()
         )
@@ -53,14 +59,19 @@ class Coalesced(Generic[Item, Answer]):
             sending = asyncio.create_task(self._send(), name="coalesced")
             self._sending.add(sending)
             sending.add_done_callback(self._sending.discard)
-        return await mine.answer
+        try:
+            async with asyncio.timeout(deadline):
+                return await mine.answer
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"no answer within {deadline:.0f} s", "look at the log of the peer") from error
 
     async def close(self) -> None:
-        """Give up what has not been answered."""
+        """What has not been answered fails."""
+        self._closed = True
         for sending in tuple(self._sending):
             sending.cancel()
         await asyncio.gather(*self._sending, return_exceptions=True)
-        _give_up(self._waiting)
+        _fail(self._waiting, _closed())
 
     async def _send(self) -> None:
         while self._waiting:
@@ -69,17 +80,20 @@ class Coalesced(Generic[Item, Answer]):
             try:
                 if group:
                     await self._send_group(group)
-            finally:
-                _give_up(group)
+            except RillflowError as error:
+                _fail(group, error)
+            except Exception as error:
+                log.exception("a call of %d failed", len(group))
+                _fail(group, WireError(f"a call failed: {type(error).__name__}: {error}", "see the log"))
+            except BaseException:
+                _fail(group, _closed())
+                raise
 
     async def _send_group(self, group: list[_Waiting[Item, Answer]]) -> None:
         left = max(one.end for one in group) - self._clock.monotonic()
-        try:
-            answers = await self._call([one.item for one in group], max(left, 0.001))
-            if len(answers) != len(group):
-                raise WireError(f"{len(answers)} answers to {len(group)} calls", "the peer is of another version")
-        except RillflowError as error:
-            answers = [type(error)(error.message, error.hint) for _ in group]
+        answers = await self._call([one.item for one in group], max(left, 0.001))
+        if len(answers) != len(group):
+            raise WireError(f"{len(answers)} answers to {len(group)} calls", "the peer is of another version")
         for one, answer in zip(group, answers, strict=True):
             if one.answer.done():
                 continue
@@ -89,6 +103,12 @@ class Coalesced(Generic[Item, Answer]):
                 one.answer.set_result(answer)
 
 
-def _give_up(waiting: Sequence[_Waiting[Item, Answer]]) -> None:
+def _closed() -> Unavailable:
+    return Unavailable("the client was closed before there was an answer", "make a new one")
+
+
+def _fail(waiting: Sequence[_Waiting[Item, Answer]], error: RillflowError) -> None:
+    """Everybody who still waits gets an error of their own."""
     for one in waiting:
-        one.answer.cancel()  # changes nothing where there is an answer
+        if not one.answer.done():
+            one.answer.set_exception(type(error)(error.message, error.hint))

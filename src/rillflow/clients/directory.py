@@ -78,6 +78,7 @@ class Directory:
         self._clients: dict[str, UnitClient] = {}
         self._asked_at = float("-inf")
         self._asking = asyncio.Lock()
+        self._closed = False
         self.asked = 0  # how often the list was renewed
 
     async def units(self, *, since: int = 0) -> list[UnitInfo]:
@@ -89,11 +90,13 @@ class Directory:
 
     async def _ask(self) -> None:
         try:
-            self._listed = (await self._units()).units
-        except RillflowError as error:
+            # Who knows units does not wait long for news of them: they may be well while nobody tells of them.
+            async with asyncio.timeout(FRESH_SECONDS if self._listed else None):
+                self._listed = (await self._units()).units
+        except (RillflowError, TimeoutError) as error:
             if not self._listed:
                 raise
-            log.warning("the list of storage units stays as it was: %s", error.message)
+            log.warning("the list of storage units stays as it was: %s", error or "no answer")
         self._known.update((info.unit, info) for info in self._listed)
         self._asked_at = self._clock.monotonic()
         self.asked += 1
@@ -111,6 +114,8 @@ class Directory:
         return self._here[key]
 
     def client(self, info: UnitInfo) -> UnitClient:
+        if self._closed:
+            raise WireError("the client of the storage units was closed", "make a new one")
         if not info.url:
             raise Unavailable(f"unit {info.unit} listens nowhere", "is its process running?")
         found = self._clients.get(info.url)
@@ -119,6 +124,7 @@ class Directory:
         return found
 
     async def close(self) -> None:
-        for client in self._clients.values():
-            await client.close()
-        self._clients.clear()
+        """Calls that are under way fail."""
+        self._closed = True
+        while self._clients:
+            await self._clients.popitem()[1].close()

@@ -63,7 +63,7 @@ class GroupedPuts:
         """What waits is still written; what comes later is refused."""
         self._closed = True
         if self._draining is not None:
-            await self._draining
+            await asyncio.wait([self._draining])  # which goes on should the caller be cancelled
         await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
 
     async def _drain(self) -> None:

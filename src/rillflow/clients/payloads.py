@@ -1,8 +1,9 @@
 """Reads payload columns of rows in any number of units: mapped where a unit's folder lies on this host, else over HTTP.
 
 Mapped columns are views into the file (zero copy, read-only) and stay valid as long as they are referred to. Every
-column that is handed out was verified by this process, on either way. Rows that cannot be read as they were written
-are named all at once, in one `DamagedRows`; a unit that cannot be reached is another matter, and an error of its own.
+column that is handed out was verified by this process, or by the unit where that has no segments. Rows that cannot be
+read as they were written are named all at once, in one `DamagedRows`; a unit that cannot be reached is another matter,
+and an error of its own.
 """
 
 from __future__ import annotations
@@ -103,8 +104,8 @@ class PayloadReader:
                 f"rows of the units {', '.join(rows)} could not be read within {self._deadline:.0f} s",
                 "look at the logs of the units",
             ) from error
-        except BaseExceptionGroup as group_error:
-            raise group_error.exceptions[0] from None
+        except ExceptionGroup as errors:
+            raise _first(errors) from None
         return [task.result() for task in tasks]
 
     async def _read_unit(self, unit: str, rows: list[Row], dtypes: Dtypes) -> Found:
@@ -125,6 +126,11 @@ class PayloadReader:
             if info is not None or self._clock.monotonic() >= end:
                 return info
             await asyncio.sleep(_PAUSE)
+
+
+def _first(error: Exception) -> Exception:
+    """Groups lie in groups: a unit's requests run side by side, and so do the units."""
+    return _first(error.exceptions[0]) if isinstance(error, ExceptionGroup) else error
 
 
 def _whole(rows: Sequence[Row], found: Found) -> list[Arrays]:

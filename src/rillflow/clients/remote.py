@@ -1,7 +1,7 @@
 """Rows of units on other hosts: byte ranges of segments, or whole calls where a unit has no segments.
 
-Records that lie beside each other are fetched together, several requests run at a time, and whatever arrives is
-verified here, as if it had been read from a disk.
+Records that lie beside each other are fetched together, several requests run at a time, and the bytes of a segment
+are verified here, as if they had been read from a disk; what a call answers was verified by the unit.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from rillflow.clients.directory import GET_LIMIT, Directory, UnitClient
-from rillflow.errors import CorruptData, Unavailable
+from rillflow.errors import BadRequest, CorruptData, Unavailable
 from rillflow.storage.records import Arrays, Place, read_record
 from rillflow.types import Row, UnitInfo
 
@@ -69,10 +69,10 @@ class RemoteReader:
                     return await fetch(self._directory.client(info), rows)
             except Unavailable:
                 await asyncio.sleep(_PAUSE)
-            except CorruptData as error:
+            except (CorruptData, BadRequest) as error:  # a place that no unit can have is as bad as a lost one
                 middle = len(rows) // 2
                 if not middle:
-                    return [error]
+                    return [CorruptData(error.message, error.hint)]
                 # One bad row spoils a request: halve it, until the bad ones stand alone.
                 first = await self._fetch(unit, rows[:middle], fetch)
                 return first + await self._fetch(unit, rows[middle:], fetch)
@@ -91,7 +91,14 @@ class RemoteReader:
         got = await client.get_rows(rows, list(dtypes), self._deadline)
         if len(got) != len(rows):
             raise CorruptData(f"{client.peer} answered {len(got)} rows instead of {len(rows)}")
-        return [{name: np.frombuffer(data, dtypes[name]) for name, data in row.items()} for row in got]
+        return [_arrays(client.peer, row, dtypes) for row in got]
+
+
+def _arrays(peer: str, row: Mapping[str, bytes], dtypes: Dtypes) -> Arrays:
+    try:
+        return {name: np.frombuffer(data, dtypes[name]) for name, data in row.items()}
+    except (KeyError, ValueError) as error:
+        raise CorruptData(f"{peer} answered something else than the columns asked for: {error}") from error
 
 
 def _try_record(data: bytes, start: int, row: Row, dtypes: Dtypes) -> Arrays | CorruptData:

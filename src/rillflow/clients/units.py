@@ -20,7 +20,7 @@ from rillflow.clients.columns import check_columns, row_bytes
 from rillflow.clients.directory import UNIT_ID_FILE, Directory
 from rillflow.clients.grouping import GroupedPuts
 from rillflow.contracts import Clock, SystemClock
-from rillflow.errors import DeadlineExceeded, StorageError, Unavailable
+from rillflow.errors import BadRequest, DeadlineExceeded, RillflowError, StorageError, WireError
 from rillflow.storage import SegmentWriter
 from rillflow.storage.records import view_of
 from rillflow.storage.segments import SEGMENT_BYTES
@@ -95,6 +95,7 @@ class UnitWriter:
         self._under_way: Counter[str] = Counter()  # own bytes by unit
         self._mine: Counter[str] = Counter()  # those, and what went since the list of units was renewed
         self._mine_since = 0
+        self._closed = False
 
     async def put(self, rows: Rows, deadline: float = DEFAULT_DEADLINE) -> list[Row]:
         """Durable when this returns. All rows of one call go to one unit."""
@@ -112,9 +113,10 @@ class UnitWriter:
             ) from error
 
     async def close(self) -> None:
-        for local in self._local.values():
-            await local.close()
-        self._local.clear()
+        """Puts that have reached a folder on this host are still written; all others fail."""
+        self._closed = True
+        while self._local:
+            await self._local.popitem()[1].close()
         await self._directory.close()
 
     # ------------------------------------------------------------ choosing
@@ -122,24 +124,31 @@ class UnitWriter:
     async def _try_all(self, rows: Rows, end: float) -> list[Row]:
         """Unit after unit, the least loaded first; then all over again, until one takes the rows."""
         size = sum(map(row_bytes, rows))
-        failed: set[str] = set()
+        failed: dict[str, RillflowError] = {}
         since = 0
-        last: Exception | None = None
         while True:
             units = [info for info in await self._directory.units(since=since) if info.unit not in failed]
+            if self._closed:
+                raise WireError("the writer was closed", "make a new one")
             if not units:
-                if last is not None and (isinstance(last, StorageError) or self._clock.monotonic() + _PAUSE >= end):
-                    raise last
-                since, failed = self._directory.asked, set()
+                self._raise_hopeless(list(failed.values()), end)
+                since, failed = self._directory.asked, {}
                 await asyncio.sleep(_PAUSE)
                 continue
             info = self._choose(units, size)
             try:
                 return await self._put(info, rows, size, (end - self._clock.monotonic()) / len(units))
-            except (Unavailable, DeadlineExceeded, StorageError) as error:
-                last = error
-                failed.add(info.unit)
+            except BadRequest:  # no unit would take it
+                raise
+            except RillflowError as error:
+                failed[info.unit] = error
                 since = self._directory.asked
+
+    def _raise_hopeless(self, errors: list[RillflowError], end: float) -> None:
+        """Trying again helps where one unit might come back: not where all disks refuse, nor when time is over."""
+        refused = all(isinstance(error, StorageError) for error in errors)
+        if errors and (refused or self._clock.monotonic() + _PAUSE >= end):
+            raise errors[-1]
 
     def _choose(self, units: list[UnitInfo], size: int) -> UnitInfo:
         """The least loaded that has room; the one on this host where that makes no difference."""
@@ -150,7 +159,7 @@ class UnitWriter:
         return min(
             units,
             key=lambda info: (
-                0 < info.free < 2 * size,
+                info.free < 2 * size,
                 info.load + self._mine[info.unit],
                 not self._directory.here(info),
             ),

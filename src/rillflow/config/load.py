@@ -176,19 +176,39 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"{override!r} is not of the form key=value", "for example trainer.lr=1e-4 seed=3")
-    where = raw
+    where: Any = raw
     *parents, last = key.split(".")
-    for parent in parents:
-        if where.get(parent) is None:  # absent, or there without a value
-            where[parent] = {}
-        where = where[parent]
-        if not isinstance(where, dict):
-            raise ConfigError(f"{key}: {parent} is a value, not a section", "check the key")
-    # On the command line a relative path starts where the user is.
-    change = {last: _scalar(text)}
+    for depth, parent in enumerate(parents):
+        where = _entered(where, parent, key)
+        if not isinstance(where, dict | list):
+            raise ConfigError(f"{key}: {'.'.join(parents[: depth + 1])} is a value, not a section", "check the key")
+    # On the command line a relative path starts where the user is. An item of a list is what the list says it is.
+    listed = isinstance(where, list)
+    change = {parents[-1]: [_scalar(text)]} if listed else {last: _scalar(text)}
     if "arguments" not in parents:
         _anchor(change, Path.cwd())
-    where |= change
+    if listed:
+        (where[_index(where, last, key)],) = change[parents[-1]]
+    else:
+        where |= change
+
+
+def _entered(where: dict[str, Any] | list[Any], part: str, key: str) -> Any:
+    """What `part` names within `where`; a section that is absent, or there without a value, is made."""
+    if isinstance(where, list):
+        return where[_index(where, part, key)]
+    if where.get(part) is None:
+        where[part] = {}
+    return where[part]
+
+
+def _index(where: list[Any], part: str, key: str) -> int:
+    if not part.isdecimal() or int(part) >= len(where):
+        raise ConfigError(
+            f"{key}: {part} is no item of a list of {len(where)}",
+            "name one by its number from 0, as in data.prompts.0.limit=100, or give the whole list",
+        )
+    return int(part)
 
 
 def _scalar(text: str) -> Any:

@@ -29,7 +29,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
 _HEAD = """# Recipes
 
 A recipe is a YAML file. `rillflow run RECIPE key=value …` overrides keys by their dotted path
-(`trainer.lr=1e-4`, `policies.agent.engine.slots=32`), and `rillflow run RECIPE --dry-run` prints the resolved recipe.
+(`trainer.lr=1e-4`, `data.prompts.0.limit=100`), and `rillflow run RECIPE --dry-run` prints the resolved recipe.
 `extends: other` starts from another recipe and changes what the file says. A top-level `trainer:` is shared by all
 policies. Paths are relative to the recipe, in overrides to where you are. Unknown keys are refused with the nearest
 valid name.

@@ -127,13 +127,23 @@ class TrainerConfig(Section):
 class PolicyConfig(Section):
     model: str = Field(description="folder of a Hugging Face model, or `tiny` for the shipped policy")
     staleness: NonNegative | None = Field(None, description="default: dataflow.staleness")
-    trains_on: list[Name] | None = Field(None, description="policies whose samples its trainer gets; default: its own")
+    trains_on: list[Name] | None = Field(
+        None, min_length=1, description="policies whose samples its trainer gets; default: its own"
+    )
     stages: list[Name] = Field(
         default_factory=list, description="consumers that handle every sample before the trainer gets it"
     )
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()
     trainer: TrainerConfig = TrainerConfig()
+
+    @field_validator("trains_on", "stages")
+    @classmethod
+    def _once(cls, names: list[str] | None) -> list[str] | None:
+        """A sample is handled once by each: named twice, it would wait for ever for the second time."""
+        if names is not None and len(set(names)) < len(names):
+            raise ValueError("it names one twice")
+        return names
 
 
 class HookConfig(Section):

@@ -48,6 +48,12 @@ class Batches(Part):
         self._steps = steps
         self._hooks = hooks
 
+    def open(self) -> None:
+        """What a stage that the recipe got meanwhile has not handled is taken back from the trainer."""
+        for row in self._db.all("SELECT id, policy FROM batches WHERE state = 'leased'"):
+            if self._shares.unhandled(row["policy"], row["id"]):
+                self.release(row["id"], "stages_changed")
+
     def grace(self) -> None:
         """A live lease has its full time again."""
         self._db.run("UPDATE batches SET deadline = ? WHERE state = 'leased'", (self._deadline(),))
@@ -104,7 +110,7 @@ class Batches(Part):
     def _open(self, ask: LeaseBatch, last: bool) -> sqlite3.Row | None:
         """A new batch, with what can be served now; None when that is not enough."""
         self.release_all("replaced", ask.policy)
-        self._streams.refuse_stale(ask.policy)
+        self._streams.refuse_stale(ask.policy, between_steps=True)
         ready = self._ready(ask.policy, ask.least)
         replayed = self._replayed(ask) if ready or not last else []
         take = _how_many(len(ready), ask.groups - len(replayed), ask.least, last)
@@ -125,7 +131,7 @@ class Batches(Part):
 
     def _grow(self, row: sqlite3.Row, last: bool) -> sqlite3.Row:
         """Add what is ready, as one part, when that is enough."""
-        self._streams.refuse_stale(row["policy"])
+        self._streams.refuse_stale(row["policy"], between_steps=True)
         ready = self._ready(row["policy"], row["least"])
         take = _how_many(len(ready), row["wanted"] - row["members"], row["least"], last) or 0
         return self._add(row, [], self._pick(row, ready, take), last)
@@ -311,8 +317,7 @@ class Batches(Part):
         if share["held"] and not share["damaged"]:
             self._groups.close(group)
         elif self._shares.untouched(group):
-            places = self._db.all("SELECT DISTINCT place FROM samples WHERE grp = ? AND policy = ?", (group, producer))
-            self._groups.rerun(group, [row["place"] for row in places], "payload_gone")
+            self._groups.rerun(group, self._shares.gone(group), "payload_gone")
         else:
             self._shares.end(self._shares.one(group, producer, share["stream"]), "expired", "payload_gone")
             self._groups.close(group)

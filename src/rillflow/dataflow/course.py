@@ -17,7 +17,8 @@ from rillflow.dataflow.lineage import Lineage
 from rillflow.dataflow.nodes import Nodes
 from rillflow.dataflow.part import Base, Part
 from rillflow.dataflow.shares import Shares
-from rillflow.dataflow.streams import Streams
+from rillflow.dataflow.streams import SKIPPED_IN_A_ROW, Streams
+from rillflow.dataflow.tables import NEWEST
 from rillflow.dataflow.tasks import Tasks
 from rillflow.types import Phase
 
@@ -60,11 +61,11 @@ class Course(Part):
         self._db.set_meta("reason", reason)
 
     def reopen(self, resume: bool) -> None:
-        """A run that was to do more steps goes on; one that was stopped only when it is resumed."""
+        """A run that was given more steps or prompts goes on; one that was stopped only when it is resumed."""
         if self.phase == "training":
             return
-        more = self.reason == DONE and bool(self._parts.lineage.unfinished())
-        if more or (resume and self.reason not in (DONE, OUT_OF_PROMPTS)):
+        more = {DONE: bool(self._parts.lineage.unfinished()), OUT_OF_PROMPTS: not self.exhausted}
+        if more.get(self.reason) or (resume and self.reason not in (DONE, OUT_OF_PROMPTS)):
             self._db.clear_counter("failures_in_a_row")
             self._enter("training", "")
 
@@ -116,20 +117,30 @@ class Course(Part):
     @property
     def exhausted(self) -> bool:
         """Whether all epochs have been admitted."""
-        epochs = self._rules.epochs
-        return epochs is not None and self._db.counter("cursor") >= epochs * self._source.length
+        return self._db.counter("cursor") >= self._end
+
+    @property
+    def _end(self) -> int:
+        """The position after the last epoch's last prompt."""
+        return NEWEST if self._rules.epochs is None else self._rules.epochs * self._source.length
 
     def admit(self) -> int:
         room, admitted, skipped = self._parts.streams.room(), 0, 0
-        while admitted < room and skipped < _MOST_SKIPPED and not self.exhausted:
-            index = self._db.counter("cursor")
-            self._db.count("cursor")
+        first = self._db.counter("cursor")
+        while admitted < room and skipped < _MOST_SKIPPED and first + admitted + skipped < self._end:
+            index = first + admitted + skipped
             if self._hooks.admits(self._source.at(index)):
                 self._parts.groups.create("train", index, size=self._rules.group_size)
                 admitted += 1
             else:
-                self._db.count("skipped")
                 skipped += 1
+        if admitted or skipped:
+            self._db.count("cursor", admitted + skipped)
+        if skipped:
+            self._db.count("skipped", skipped)
+            self._db.count(SKIPPED_IN_A_ROW, skipped)
+        if admitted:
+            self._db.clear_counter(SKIPPED_IN_A_ROW)
         return admitted
 
     # ------------------------------------------------------------ serving
@@ -159,7 +170,7 @@ class Course(Part):
         running, nodes = self._parts.tasks.running, self._parts.nodes.healthy
         return (
             f"{ready} of {groups} groups ready{stages}, {running} tasks running, {nodes} nodes"
-            f"{self._flat(policy, groups)}"
+            f"{self._flat(policy, groups)}{self._parts.streams.skipping()}"
         )
 
     def _flat(self, policy: str, groups: int) -> str:

@@ -32,10 +32,10 @@ class Evaluations(Part):
         """Admit the round that is due at the present step, once."""
         step, every = self._lineage.steps(self._rules.policy), self._rules.evaluate_every
         due = final or step == 0 or (every > 0 and step % every == 0)
-        if not due or not self._prompts or self._asked(step):
+        heads, planned = self._lineage.heads, self._prompts * self._rules.repeats
+        if not due or not planned or self._asked(step, heads if final else None):
             return
         number = int(self._db.value("SELECT ifnull(max(id), -1) + 1 FROM rounds"))
-        heads, planned = self._lineage.heads, self._prompts * self._rules.repeats
         self._db.run(
             "INSERT INTO rounds (id, step, version, versions, state, planned, admitted_at) "
             "VALUES (?, ?, ?, ?, 'running', ?, ?)",
@@ -44,8 +44,10 @@ class Evaluations(Part):
         for index in range(self._prompts):
             self._groups.create("eval", index, size=self._rules.repeats, number=number, step=step)
 
-    def _asked(self, step: int) -> bool:
-        return bool(self._db.value("SELECT 1 FROM rounds WHERE step = ? AND state != 'orphaned'", (step,)))
+    def _asked(self, step: int, heads: dict[str, int] | None) -> bool:
+        """Whether there is a round of this step; with `heads`, of these very versions: others may have gone on."""
+        rows = self._db.all("SELECT versions FROM rounds WHERE step = ? AND state != 'orphaned'", (step,))
+        return any(heads is None or json.loads(row["versions"]) == heads for row in rows)
 
     @property
     def running(self) -> bool:

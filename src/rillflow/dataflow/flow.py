@@ -36,6 +36,7 @@ class GroupCommit:
         self._after = after  # told the number of the last event that is on the disk
         self._broken = broken
         self._thread = ThreadPoolExecutor(1, "ledger-sync")
+        self._timer: asyncio.TimerHandle | None = None  # of the next write
         self._changed: asyncio.Future[None] | None = None  # of changes that are not in the log yet
         self._written: asyncio.Future[None] | None = None  # of those in the log that no sync has begun for
         self._syncing: asyncio.Future[None] | None = None
@@ -48,8 +49,20 @@ class GroupCommit:
         if waiting is not None:
             await asyncio.shield(waiting)  # a caller that goes away must not cancel the others' wait
 
-    def close(self) -> None:
-        self._thread.shutdown()
+    async def close(self) -> None:
+        """What was changed so far is durable and told, or refused; nothing is under way any more."""
+        try:
+            with suppress(RillflowError):  # told to those who wait for it
+                await self.durable()
+        finally:
+            self._forget_timer()
+            self._thread.shutdown()
+
+    def _forget_timer(self) -> None:
+        """Whoever needs the next write asks for one of its own: no change is written that nobody syncs."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _newest(self) -> asyncio.Future[None] | None:
         """What contains every change so far; None when all is on disk."""
@@ -60,13 +73,14 @@ class GroupCommit:
         if self._changed is None:
             loop = asyncio.get_running_loop()
             self._changed = loop.create_future()
-            loop.call_later(self._interval, self._flush)
+            self._timer = loop.call_later(self._interval, self._flush)
         return self._changed
 
     def _flush(self) -> None:
+        self._timer = None
         try:
-            self._ledger.write()
-            self._last_event = self._ledger.last_event
+            last_event = self._ledger.last_event
+            self._ledger.write()  # nothing comes after it that might fail: what is written must be synced
         except RillflowError as error:
             self._failed(error)
             return
@@ -74,9 +88,9 @@ class GroupCommit:
             log.exception("a commit failed")
             self._failed(StorageError(f"the ledger was not committed: {type(error).__name__}: {error}", "see the log"))
             return
+        self._last_event = last_event
         changed, self._changed = self._changed, None
-        if changed is None:
-            return
+        assert changed is not None  # a write that fails takes its timer with it
         if self._written is None:
             self._written = changed
         else:
@@ -95,7 +109,8 @@ class GroupCommit:
     def _synced(self, done: asyncio.Future[None], event: int) -> None:
         waiting = self._syncing
         assert waiting is not None
-        if done.cancelled() or (error := done.exception()) is not None:
+        error = asyncio.CancelledError() if done.cancelled() else done.exception()
+        if error is not None:
             self._break(StorageError(f"the ledger was not synced: {error}", "check the disk, then resume the run"))
             return
         try:
@@ -109,11 +124,13 @@ class GroupCommit:
         for waiting in (self._syncing, self._written, self._changed):
             settle(waiting, error)
         self._changed = self._written = None  # `_syncing` stays: whoever asks is told the same
+        self._forget_timer()
         self._broken(error)
 
     def _failed(self, error: RillflowError) -> None:
         """The open transaction was taken back: nobody who waits for it may be told that it was done."""
         waiting, self._changed = self._changed, None
+        self._forget_timer()
         settle(waiting, error)
 
 

@@ -188,11 +188,14 @@ class Groups(Part):
         episodes: dict[str, list[sqlite3.Row]] = {}
         for episode in self._db.all(
             "SELECT policy, sum(trained) AS trained, max(truncated) AS truncated, avg(reward) AS reward, "
-            "min(oldest) AS oldest, max(newest) AS newest, count(*) AS samples, sum(tokens) AS tokens "
-            "FROM samples WHERE grp = ? AND trained > 0 AND live = 1 GROUP BY policy, place ORDER BY place",
+            "min(oldest) AS oldest, max(newest) AS newest, count(*) AS samples, sum(tokens) AS tokens, "
+            "min(live) AS live FROM samples WHERE grp = ? AND trained > 0 GROUP BY policy, place ORDER BY place",
             (row["id"],),
         ):
             episodes.setdefault(episode["policy"], []).append(episode)
+        for producer in [name for name, found in episodes.items() if not all(episode["live"] for episode in found)]:
+            del episodes[producer]  # some of its rows were released, when no stream wanted them
+            self._rows.release(row["id"], producer)
         prompt = self.prompt(row["lane"], row["ord"], row["prompt"])
         known = {(share["producer"], share["stream"]) for share in self._shares.of(row["id"])}
         for producer in self._rules.policies:
@@ -236,8 +239,8 @@ class Groups(Part):
 
     def _remember(self, group: str, episodes: dict[str, list[sqlite3.Row]]) -> None:
         """What a stream's next step says of what was played: of its own policy's part in it, if it has one."""
-        for stream, rules in self._rules.policies.items():
-            for producer in (stream, *rules.producers):
+        for stream in self._lineage.unfinished():
+            for producer in (stream, *self._rules.policies[stream].producers):
                 if producer in episodes:
                     rewards = [episode["reward"] for episode in episodes[producer]]
                     flat = len(rewards) > 1 and min(rewards) == max(rewards)

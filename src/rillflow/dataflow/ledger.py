@@ -120,7 +120,7 @@ class Ledger:
             steps=self.steps,
             hooks=self._hooks,
         )
-        self.stages = Stages(base, self.lineage, self.streams, self.rows)
+        self.stages = Stages(base, self.lineage, self.shares, self.rows)
         self.losses = Losses(base, self.groups, self.shares, self.batches, self.stages)
         prompts = self._heldout.length if self._heldout else 0
         self.evaluations = Evaluations(base, self.groups, self.lineage, self.rows, prompts)
@@ -134,6 +134,7 @@ class Ledger:
             self._widen_bounds()
             self.lineage.open()
             self.stages.open()
+            self.batches.open()
             self.balances.open()
             self.grace()
             self.course.reopen(resume)
@@ -309,7 +310,8 @@ class Ledger:
             self.tasks.expire()
             self.batches.expire()
             self.stages.expire()
-            self.groups.close_late()
+            if self.phase != "ended":  # a run that was stopped keeps what is outstanding
+                self.groups.close_late()
             self.advance()
 
     # ------------------------------------------------------------ storage units
@@ -373,7 +375,7 @@ class Ledger:
                 if news.policy == self.rules.policy:
                     self._hooks.on_version(news.version)
                 for stream in self.rules.streams_of(news.policy):
-                    self.streams.refuse_stale(stream)
+                    self.streams.refuse_stale(stream, between_steps=stream == news.policy)
                 self.balances.after_commit(news.policy)
                 self.advance()
             return Ack(accepted=True)

@@ -52,9 +52,6 @@ class Lineage(Part):
         steps = {row["name"]: row["steps"] for row in self._db.all("SELECT name, steps FROM policies")}
         return [name for name, rules in self._rules.policies.items() if steps[name] < rules.total_steps]
 
-    def restorable(self, policy: str) -> int:
-        return int(self._db.value("SELECT restorable FROM policies WHERE name = ?", (policy,)))
-
     def died(self, policy: str, oldest: int, newest: int) -> bool:
         """Whether a version from `oldest` to `newest` is dead; a sample with tokens of both sides is, too."""
         return bool(

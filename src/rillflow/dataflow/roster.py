@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from rillflow.dataflow.part import Part
@@ -13,6 +15,8 @@ class Roster(Part):
     def hear(self, info: UnitInfo) -> None:
         if not info.unit or len(info.unit) > 200:
             raise BadRequest("a unit's name has 1 to 200 characters", "a unit draws its name once and keeps it")
+        if not math.isfinite(info.load):
+            raise BadRequest(f"the load of unit {info.unit!r:.80} is {info.load}", "a unit's load is its waiting bytes")
         self._db.run(
             "INSERT OR REPLACE INTO units VALUES (?, ?, ?, ?, 'healthy')",
             (info.unit, msgspec.json.encode(info).decode(), info.load, self._clock.now()),

@@ -1,7 +1,8 @@
 """The dataflow service: the ledger behind HTTP. Payloads never pass through it.
 
-Every answer that tells of a change goes out after the change is durable. Long polls are bounded, and what they wait
-for is part of the status. A housekeeping task returns lost leases, admits prompts and detects the end of the run.
+Every answer to a call that changes something goes out after the change is durable. Long polls are bounded, and what
+they wait for is part of the status. A housekeeping task returns lost leases, admits prompts and detects the end of the
+run.
 """
 
 from __future__ import annotations
@@ -102,6 +103,7 @@ class DataflowService(Service):
     # ------------------------------------------------------------ life
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        self._broken = asyncio.get_running_loop().create_future()
         self._ledger.advance()
         self._ledger.commit()
         self._journal.catch_up(self._ledger)
@@ -115,17 +117,18 @@ class DataflowService(Service):
             with suppress(asyncio.CancelledError):
                 await self._housekeeper
         await super().stop()
-        self._disk.close()
+        await self._disk.close()
 
     async def serve(self) -> None:
         """Until the caller cancels; raises when the disk has failed in a way that only a new start can mend."""
-        self._broken = asyncio.get_running_loop().create_future()
+        assert self._broken is not None, "started before"
         await self._broken
 
     def _break(self, error: RillflowError) -> None:
         log.critical("%s", error)
         if self._broken is not None and not self._broken.done():
             self._broken.set_exception(error)
+            self._broken.exception()  # seen, also when nobody serves any more
 
     async def _keep_house(self) -> None:
         watch = Watch(self._clock, self._ledger.rules.node_timeout / 2)

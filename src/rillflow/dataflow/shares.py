@@ -65,6 +65,16 @@ class Shares(Part):
         """Whether no stream has, or had, a share of the group: its tasks may be played again."""
         return not any(row["state"] in ("leased", "trained") for row in self.of(group))
 
+    def gone(self, group: str) -> list[int]:
+        """The places of the tasks that open shares of the group need, and whose rows are lost or released."""
+        rows = self._db.all(
+            "SELECT DISTINCT s.place FROM shares h JOIN samples s ON s.grp = h.grp AND s.policy = h.producer "
+            "AND s.trained > 0 WHERE h.grp = ? AND h.state = 'ready' AND (h.held = 0 OR h.damaged = 1) "
+            "ORDER BY s.place",
+            (group,),
+        )
+        return [row["place"] for row in rows]
+
     # ------------------------------------------------------------ moves
 
     def create(self, key: tuple[str, str, str], order: int, state: str, cause: str, of: Statistics) -> None:
@@ -125,13 +135,37 @@ class Shares(Part):
         return [row["grp"] for row in members]
 
     def back(self, row: sqlite3.Row) -> None:
-        """A share whose batch was released, or whose version died, is ready again."""
+        """A share whose batch was released, or whose version died, is ready again: for stages that came since, too."""
+        todo, stages = self._todo(row["stream"])
         self._db.run(
-            f"UPDATE shares SET state = 'ready', batch = NULL, trained_into = NULL, ended_at = NULL WHERE {_KEY}",
-            (row["grp"], row["producer"], row["stream"]),
+            f"UPDATE shares SET state = 'ready', batch = NULL, trained_into = NULL, ended_at = NULL, todo = {todo} "
+            f"WHERE {_KEY}",
+            (*stages, row["grp"], row["producer"], row["stream"]),
         )
         self._tally(row["stream"], row["state"], "", -1)
         self._tally(row["stream"], "ready", "", 1)
+
+    def count_stages(self, stream: str) -> None:
+        """A resumed run may have other stages: what waits for the stream's trainer waits for those."""
+        todo, stages = self._todo(stream)
+        self._db.run(f"UPDATE shares SET todo = {todo} WHERE stream = ? AND state = 'ready'", (*stages, stream))
+
+    def unhandled(self, stream: str, batch: str) -> bool:
+        """Whether a stage has not handled all that the stream's trainer holds."""
+        todo, stages = self._todo(stream)
+        query = f"SELECT max({todo}) FROM shares WHERE stream = ? AND state = 'leased' AND batch = ?"
+        return bool(self._db.value(query, (*stages, stream, batch)))
+
+    def _todo(self, stream: str) -> tuple[str, list[str]]:
+        """How many of the stream's stages have not handled a share: an expression, and the values in it."""
+        stages = sorted(set(self._rules.policies[stream].stages))
+        if not stages:
+            return "0", []
+        done = (
+            "SELECT count(*) FROM stage_shares d WHERE d.grp = shares.grp AND d.producer = shares.producer "
+            f"AND d.stream = shares.stream AND d.state = 'done' AND d.stage IN ({','.join('?' * len(stages))})"
+        )
+        return f"{len(stages)} - ({done})", stages
 
     def remove(self, row: sqlite3.Row) -> None:
         """The share has never been: its group is played again."""

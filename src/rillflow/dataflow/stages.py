@@ -13,7 +13,7 @@ from rillflow.dataflow.lineage import Lineage
 from rillflow.dataflow.part import Base, Part
 from rillflow.dataflow.rows import Rows
 from rillflow.dataflow.serving import batch_samples, stage_rows
-from rillflow.dataflow.streams import Streams
+from rillflow.dataflow.shares import Shares
 from rillflow.errors import BadRequest, LeaseLost
 from rillflow.types import Ack, Batch, CommitStage, LeaseStage, RenewBatch, SampleColumns
 
@@ -21,23 +21,21 @@ _HINT = "ask under a new attempt id"
 
 
 class Stages(Part):
-    def __init__(self, base: Base, lineage: Lineage, streams: Streams, rows: Rows) -> None:
+    def __init__(self, base: Base, lineage: Lineage, shares: Shares, rows: Rows) -> None:
         super().__init__(base)
         self._lineage = lineage
-        self._streams = streams
+        self._shares = shares
         self._rows = rows
 
     def open(self) -> None:
-        """A resumed run may have other stages: what waits for a trainer waits for those."""
+        """A resumed run may have other stages: nobody asks for what those that it no longer has have done."""
         for stream, rules in self._rules.policies.items():
-            stages = list(dict.fromkeys(rules.stages))
-            marks = ",".join("?" * len(stages))
-            self._db.run(
-                "UPDATE shares SET todo = ? - (SELECT count(*) FROM stage_shares d WHERE d.grp = shares.grp AND "
-                f"d.producer = shares.producer AND d.stream = shares.stream AND d.state = 'done' AND stage IN ({marks})"
-                ") WHERE stream = ? AND state = 'ready'",
-                (len(stages), *stages, stream),
-            )
+            for row in self._db.all(
+                "SELECT DISTINCT grp, producer, stage FROM stage_shares WHERE stream = ?", (stream,)
+            ):
+                if row["stage"] not in rules.stages:
+                    self._rows.forget_extras(row["grp"], row["producer"], stream, row["stage"])
+            self._shares.count_stages(stream)
 
     def grace(self) -> None:
         self._db.run("UPDATE stage_batches SET deadline = ? WHERE state = 'leased'", (self._deadline(),))
@@ -125,6 +123,7 @@ class Stages(Part):
         self._db.run("UPDATE stage_batches SET state = 'released' WHERE id = ?", (batch,))
         self._db.run("DELETE FROM stage_shares WHERE batch = ? AND state = 'leased'", (batch,))
         self._db.count(f"stage_released.{why}")
+        self._shares.moves += 1  # other workers of the stage may get them now
 
     # ------------------------------------------------------------ committing
 

@@ -8,9 +8,10 @@ import sqlite3
 from rillflow.dataflow.lineage import Lineage
 from rillflow.dataflow.nodes import Nodes
 from rillflow.dataflow.part import Base, Part
+from rillflow.dataflow.streams import SKIPPED_IN_A_ROW
 from rillflow.types import CommitBatch
 
-_INTERNAL = ("cursor", "batches", "stage_batches", "samples.entered")
+_INTERNAL = ("cursor", "batches", "stage_batches", "samples.entered", SKIPPED_IN_A_ROW)
 _MEMBERS = (
     "FROM members m JOIN samples s ON s.grp = m.grp AND s.policy = m.producer AND s.trained > 0 WHERE m.batch = ?"
 )

@@ -17,6 +17,8 @@ from rillflow.dataflow.rules import PolicyRules
 from rillflow.dataflow.shares import Shares
 from rillflow.dataflow.tables import NEWEST
 
+SKIPPED_IN_A_ROW = "skipped_in_a_row"  # the counter of prompts that curators passed over since the last admitted one
+_MANY_SKIPPED = 1000
 _DEAD = "EXISTS (SELECT 1 FROM orphans o WHERE o.policy = s.producer AND o.low < s.newest AND s.oldest <= o.high)"
 
 
@@ -78,7 +80,12 @@ class Streams(Part):
             + (f" for {name}" if len(self._rules.policies) > 1 else "")
             for name in self._lineage.unfinished()
         ]
-        return f"tasks: none is pending, {' and '.join(parts) or 'all steps are done'}"
+        return f"tasks: none is pending, {' and '.join(parts) or 'all steps are done'}{self.skipping()}"
+
+    def skipping(self) -> str:
+        """Where curators admit nothing any more, nobody ever gets anything: say so."""
+        skipped = self._db.counter(SKIPPED_IN_A_ROW)
+        return f"; the last {skipped} prompts were skipped by the curators" if skipped >= _MANY_SKIPPED else ""
 
     # ------------------------------------------------------------ serving
 
@@ -127,26 +134,27 @@ class Streams(Part):
 
     # ------------------------------------------------------------ refusing
 
-    def refuse_stale(self, stream: str) -> None:
-        """Nothing beyond the stream's bound stays open: it expires; on-policy, the tasks are played again."""
+    def refuse_stale(self, stream: str, *, between_steps: bool) -> None:
+        """Nothing beyond the stream's bound stays open: it expires; on-policy, the tasks are played again.
+
+        While the stream's own trainer is `between_steps`, it has published nothing that it has not committed: what a
+        later version of its policy sampled, died. At any other time such a version may be committed in a moment.
+        """
         rules, heads = self._rules.policies[stream], self._lineage.heads
         for row in self._refusable(stream, rules):
             head = heads[row["producer"]]
             if head - row["oldest"] > rules.staleness and self._still_ready(row):
                 self._refuse_old(rules, row, head)
-            if row["dead"] and self._still_ready(row):
-                self._refuse_dead(row, head)
+            if self._still_ready(row):
+                own = between_steps and row["producer"] == stream
+                self._refuse_dead(row, head if own else NEWEST)
         self._refuse_playing()
 
     def _refusable(self, stream: str, rules: PolicyRules) -> list[sqlite3.Row]:
-        """Ready shares that are too old or of versions that died.
-
-        The trainer asks after its commit: a version above its own was sampled by weights that died before theirs.
-        """
-        dead = f"{_DEAD} OR (s.newest > p.version AND s.producer = s.stream)"
+        """Ready shares that are too old, or that may have tokens of versions that died."""
         return self._db.all(
-            f"SELECT s.*, {dead} AS dead FROM shares s JOIN policies p ON p.name = s.producer WHERE s.stream = ? "
-            f"AND s.state = 'ready' AND (p.version - s.oldest > ? OR {dead}) ORDER BY s.ord",
+            "SELECT s.* FROM shares s JOIN policies p ON p.name = s.producer WHERE s.stream = ? AND s.state = 'ready' "
+            f"AND (p.version - s.oldest > ? OR s.newest > p.version OR {_DEAD}) ORDER BY s.ord",
             (stream, rules.staleness),
         )
 
@@ -162,20 +170,21 @@ class Streams(Part):
             self._shares.end(row, "expired", "stale")
             self._groups.close(row["grp"])
 
-    def _refuse_dead(self, row: sqlite3.Row, head: int) -> None:
-        if not self._shares.untouched(row["grp"]):
-            self._groups.expire_ready(row["grp"], row["producer"], "rolled_back")
-            return
+    def _refuse_dead(self, row: sqlite3.Row, newest: int) -> None:
+        """Only for tokens of versions that died, or above `newest`: a share whose episodes span them may have none."""
         places = [
             sample["place"]
             for sample in self._db.all(
                 "SELECT DISTINCT place FROM samples s WHERE grp = ? AND policy = ? AND trained > 0 AND (newest > ? OR "
                 + _DEAD.replace("s.producer", "s.policy")
                 + ") ORDER BY place",
-                (row["grp"], row["producer"], head),
+                (row["grp"], row["producer"], newest),
             )
         ]
-        self._groups.rerun(row["grp"], places, "rolled_back")
+        if self._shares.untouched(row["grp"]):
+            self._groups.rerun(row["grp"], places, "rolled_back")
+        elif places:
+            self._groups.expire_ready(row["grp"], row["producer"], "rolled_back")
 
     def _refuse_playing(self) -> None:
         """Tasks of playing groups are played again for an on-policy stream; groups that nobody can take expire."""

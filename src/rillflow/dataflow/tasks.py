@@ -17,12 +17,14 @@ from rillflow.dataflow.lineage import Lineage
 from rillflow.dataflow.nodes import Nodes
 from rillflow.dataflow.part import Base, Part
 from rillflow.dataflow.rows import Rows
+from rillflow.dataflow.tables import NEWEST
 from rillflow.errors import BadRequest, LeaseLost
 from rillflow.types import Ack, CompleteTask, FailTask, SampleMeta
 
 # A completion that counts as a failure of the episode: there is nothing in it to train on, or no reward.
 NO_MODEL_CALL, BAD_REWARD = "no_model_call", "bad_reward"
 PAYLOAD_GONE = "payload_gone"
+_MOST_TOKENS = 1 << 31  # of one sample: sums over a group stay within 64 bits
 _LARGEST_REWARD = 3.4e38  # a trainer's numbers have 32 bits; statistics of larger ones are no numbers
 # What most completions need to know, in one statement: the attempt and its task, and what may follow from its end.
 _ATTEMPT = (
@@ -127,8 +129,8 @@ class Tasks(Part):
     def _check(self, news: CompleteTask) -> None:
         for sample in news.samples:
             self._lineage.check_policy(sample.policy)
-            whole = 0 <= sample.trained <= sample.tokens and (
-                sample.trained == 0 or 0 <= sample.oldest <= sample.newest
+            whole = 0 <= sample.trained <= sample.tokens <= _MOST_TOKENS and (
+                sample.trained == 0 or 0 <= sample.oldest <= sample.newest <= NEWEST
             )
             if not whole or not math.isfinite(sample.reward):
                 raise BadRequest(f"a sample of {news.task!r:.80} contradicts itself: {sample}", "check the node")

@@ -1,8 +1,8 @@
 """How many tasks a node may hold: fewer when it fails more than others, is slower, or has older weights.
 
 Pure arithmetic over what the ledger has seen of the nodes. A healthy node always gets one task, as a probe: nothing
-else shows that it has recovered. A node is only held against the others: where all fail, or it is alone, there is
-nobody to give its tasks to.
+else shows that it has recovered. Failures and pace are only held against the others': where all fail, or a node is
+alone, there is nobody to give its tasks to.
 """
 
 from __future__ import annotations

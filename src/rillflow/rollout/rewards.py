@@ -10,6 +10,8 @@ from collections.abc import Collection, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
+import numpy as np
+
 from rillflow.errors import RewardError, RillflowError, WorkflowError
 
 _NONE_NAMED = "the workflow must return the reward, because the recipe names none"
@@ -40,7 +42,7 @@ def require_all(rewards: Mapping[str, float], sampled: Collection[str], *, answe
 
 
 def _finite(value: Any, kind: type[RillflowError], what: str) -> float:
-    if not isinstance(value, Real):  # numpy's scalars are
+    if not isinstance(value, Real | np.bool_):  # numpy's other scalars are real numbers to Python, too
         raise kind(f"{what}: got {value!r:.80}, not a number")
     if not math.isfinite(value):
         raise RewardError(f"{what} is {value}")

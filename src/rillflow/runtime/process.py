@@ -20,6 +20,8 @@ from rillflow.errors import RunError
 
 # The exit code of a process that would end the same way again: the supervisor does not start it another time.
 GIVE_UP = 3
+# That of a process which a signal has ended: it has not finished, and is started again if it is still wanted.
+STOPPED = 128 + signal.SIGTERM
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _held: list[int] = []
 _PR_SET_PDEATHSIG = 1
@@ -101,10 +103,10 @@ def _watch(parent: int) -> None:
     os._exit(1)
 
 
-def run_until_signal(main: Coroutine[Any, Any, None]) -> None:
-    """Run `main`; SIGTERM or SIGINT cancels it, and the process ends when it has cleaned up."""
+def run_until_signal(main: Coroutine[Any, Any, None]) -> int:
+    """Run `main`; SIGTERM or SIGINT cancels it. Returns the code that the process ends with."""
 
-    async def guarded() -> None:
+    async def guarded() -> int:
         task = asyncio.ensure_future(main)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -113,8 +115,10 @@ def run_until_signal(main: Coroutine[Any, Any, None]) -> None:
             await task
         except asyncio.CancelledError:
             log.info("stopped by signal")
+            return STOPPED
+        return 0
 
-    asyncio.run(guarded())
+    return asyncio.run(guarded())
 
 
 class LoopWatchdog:

@@ -1,4 +1,7 @@
-"""What each role's process does: read the run folder, run its part, say where it listens."""
+"""What each role's process does: read the run folder, run its part, say where it listens.
+
+A role returns the code that its process ends with: 0 when it has finished, `STOPPED` when a signal came before.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import re
 
 from rillflow.errors import RunError
 from rillflow.runtime.folder import RunFolder
-from rillflow.runtime.process import GiveUp, LoopWatchdog, prepare, run_until_signal
+from rillflow.runtime.process import STOPPED, GiveUp, LoopWatchdog, prepare, run_until_signal
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +22,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 PREDECESSOR_WAIT = 15.0
 
 
-def dataflow_role(folder: RunFolder, *, resume: bool = False) -> None:
+def dataflow_role(folder: RunFolder, *, resume: bool = False) -> int:
     """`resume` lets a run go on that had ended without having finished."""
     from rillflow.dataflow.main import serve
 
@@ -39,10 +42,10 @@ def dataflow_role(folder: RunFolder, *, resume: bool = False) -> None:
 
     prepare()
     with folder.locked("dataflow", PREDECESSOR_WAIT):
-        run_until_signal(main())
+        return run_until_signal(main())
 
 
-def unit_role(folder: RunFolder, name: str) -> None:
+def unit_role(folder: RunFolder, name: str) -> int:
     from rillflow.dataflow.units.main import serve_unit
 
     recipe = folder.recipe
@@ -62,10 +65,10 @@ def unit_role(folder: RunFolder, name: str) -> None:
 
     prepare()
     with folder.locked(name, PREDECESSOR_WAIT):
-        run_until_signal(main())
+        return run_until_signal(main())
 
 
-def rollout_role(folder: RunFolder, name: str) -> None:
+def rollout_role(folder: RunFolder, name: str) -> int:
     from rillflow.rollout.main import run_node
 
     recipe = folder.recipe
@@ -88,13 +91,13 @@ def rollout_role(folder: RunFolder, name: str) -> None:
             watchdog.cancel()
 
     prepare()
-    run_until_signal(main())
+    code = run_until_signal(main())
     logging.shutdown()
     # A reward function that never returned still has its thread: nothing is left to wait for.
-    os._exit(0)
+    os._exit(code)
 
 
-def trainer_role(folder: RunFolder, policy: str) -> None:
+def trainer_role(folder: RunFolder, policy: str) -> int:
     from rillflow.trainer.main import run_trainer
     from rillflow.trainer.parts import NoBatch
 
@@ -107,7 +110,7 @@ def trainer_role(folder: RunFolder, policy: str) -> None:
     name = f"trainer-{policy}"
     with folder.locked(name, PREDECESSOR_WAIT):
         try:
-            run_trainer(
+            finished = run_trainer(
                 recipe,
                 policy,
                 folder.root,
@@ -117,6 +120,7 @@ def trainer_role(folder: RunFolder, policy: str) -> None:
             )
         except NoBatch as error:
             raise GiveUp(error.message, error.hint) from error
+    return 0 if finished else STOPPED
 
 
 def _check_name(name: str) -> None:

@@ -11,6 +11,7 @@ sync; they are cut to what they hold when they are closed. Old bytes in them are
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rillflow.errors import CorruptData, StorageError
+from rillflow.errors import CorruptData, DiskFull, StorageError
 from rillflow.storage.files import disk_errors, fsync_folder, write_atomic
 from rillflow.storage.records import Arrays, Place, Sealed, read_record, seal, view_of
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 SEGMENT_BYTES = 64 << 20
 DROPPED_FILE = "dropped"  # the highest number that was dropped
 _MOST_MAPPED = 32
+_MOST_VIEWED = 256  # segments that the views of one read keep mapped; each holds a file open
 _MOST_BEHIND = 6  # jobs that may wait in the background: a full file and a new one are a job each
 _WRITE_BYTES = 4 << 20  # handed over at once: measured fastest; what was just checksummed is still in the cache
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
@@ -45,31 +47,44 @@ def segment_path(folder: Path, number: int) -> Path:
 
 
 def segment_numbers(folder: Path) -> list[int]:
-    return [int(path.stem) for path in folder.glob("*.seg")]
+    return [int(path.stem) for path in folder.glob("*.seg") if path.stem.isdecimal()]
 
 
 def _highest_dropped(folder: Path) -> int:
+    path = folder / DROPPED_FILE
     try:
-        return int((folder / DROPPED_FILE).read_text())
+        return int(path.read_bytes())
     except FileNotFoundError:
         return -1
+    except ValueError as error:
+        raise CorruptData(f"{path} holds no number", "write the highest segment number ever used into it") from error
 
 
 def drop_segments(folder: Path, numbers: Sequence[int]) -> None:
     """Remove these files, except those that a writer still has open; numbers without a file are passed over.
 
-    Called by one process at a time. The highest number is on disk before any file is gone: see `_SegmentFile.create`.
+    Called by one process at a time. The highest number is on disk before any file is gone (see `_SegmentFile.create`),
+    unless the disk is so full that others must go first; the file of the highest still holds its number until then.
     """
-    there = [number for number in numbers if segment_path(folder, number).exists()]
+    there = sorted(number for number in numbers if segment_path(folder, number).exists())
     if not there:
         return
-    if max(there) > _highest_dropped(folder):
-        write_atomic(folder / DROPPED_FILE, str(max(there)).encode())
+    if there[-1] > _highest_dropped(folder):
+        marker = str(there[-1]).encode()
+        try:
+            write_atomic(folder / DROPPED_FILE, marker)
+        except DiskFull:
+            _remove(folder, there[:-1])
+            write_atomic(folder / DROPPED_FILE, marker)
+    _remove(folder, there)
+
+
+def _remove(folder: Path, numbers: Sequence[int]) -> None:
     with disk_errors(folder):
-        for number in there:
+        for number in numbers:
             with _unwritten(folder, number) as free:
                 if free:
-                    segment_path(folder, number).unlink()
+                    segment_path(folder, number).unlink(missing_ok=True)
         fsync_folder(folder)
 
 
@@ -284,8 +299,9 @@ class SegmentReader:
     """Maps segment files and hands out views into them. Any thread may read.
 
     Only the files used last stay mapped: a run has more segments than a process may open files. A view keeps its own
-    file mapped for as long as it is referred to. What this does not protect against: a file that is cut, or a disk
-    that fails, in the very moment of a read ends the process (SIGBUS).
+    file mapped for as long as it is referred to, so a read of very many segments gets copies of the last ones. What
+    this does not protect against: a file that is cut, or a disk that fails, in the very moment of a read ends the
+    process (SIGBUS).
     """
 
     def __init__(self, folder: Path) -> None:
@@ -299,9 +315,9 @@ class SegmentReader:
         for n, place in enumerate(places):
             segments.setdefault(place.segment, []).append(n)
         found: list[Arrays | CorruptData] = [{} for _ in places]
-        for segment, members in segments.items():
+        for order, (segment, members) in enumerate(segments.items()):
             for n, one in zip(members, self._read(segment, [places[n] for n in members], columns), strict=True):
-                found[n] = one
+                found[n] = _copied(one) if order >= _MOST_VIEWED else one
         return found
 
     def _read(self, segment: int, places: list[Place], columns: Dtypes) -> list[Arrays | CorruptData]:
@@ -335,6 +351,15 @@ class SegmentReader:
                 del self._maps[number]
 
 
+def _copied(one: Arrays | CorruptData) -> Arrays | CorruptData:
+    if isinstance(one, CorruptData):
+        return one
+    copies = {name: array.copy() for name, array in one.items()}
+    for array in copies.values():
+        array.flags.writeable = False
+    return copies
+
+
 def _try_record(mapped: mmap.mmap, end: int, place: Place, columns: Dtypes) -> Arrays | CorruptData:
     if not 0 <= place.offset <= place.offset + place.length <= min(end, len(mapped)):
         return CorruptData(f"segment {place.segment} ends before {place}", "the unit lost data")
@@ -351,6 +376,10 @@ def read_range(folder: Path, number: int, start: int, end: int) -> bytes:
             data = os.pread(file.fileno(), end - start, start)
     except FileNotFoundError as error:
         raise CorruptData(f"segment {number} is missing", "the unit lost data") from error
+    except OSError as error:
+        if error.errno == errno.EIO:
+            raise CorruptData(f"the disk cannot read {start}-{end} of segment {number}", "replace the disk") from error
+        raise StorageError(f"cannot read segment {number} of {folder}: {error}", "look at the disk") from error
     if len(data) < end - start:
         raise CorruptData(f"segment {number} ends before {end}", "the unit lost data")
     return data

@@ -44,10 +44,11 @@ def run_trainer(
     token: str,
     *,
     on_ready: Callable[[str], None] | None = None,
-) -> None:
-    """Train `policy` until the run has no more batches or SIGTERM comes. `on_ready` gets the URL of the metrics.
+) -> bool:
+    """Train `policy` until the run has no more batches, or False when SIGTERM came first.
 
-    Any error ends the trainer; started again, it goes on from its last checkpoint.
+    `on_ready` gets the URL of the metrics. Any error ends the trainer; started again, it goes on from its last
+    checkpoint.
     """
     stop = threading.Event()
     thread = LoopThread("trainer-wire")
@@ -73,6 +74,7 @@ def run_trainer(
         with _stops_on_signal(stop):
             report = Gauges(service.registry, policy)
             build_loop(recipe, policy, folder, stream, stop=stop.is_set, report=report).run()
+        return not stop.is_set()
     finally:
         thread.run(service.stop(), _CALL)
         thread.run(reader.close(), _CALL)

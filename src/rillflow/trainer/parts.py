@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator
 
 from rillflow.contracts import Clock
-from rillflow.errors import CorruptData, DeadlineExceeded
+from rillflow.errors import CorruptData, DeadlineExceeded, LeaseLost
 from rillflow.trainer.batches import Rows
 from rillflow.trainer.stream import Stream
 from rillflow.types import Batch, BatchReply
@@ -55,7 +55,13 @@ class Parts:
     def open(self) -> bool:
         """Wait for the first part; False when none will come. LeaseLost: another trainer has taken over."""
         asked = self._clock.monotonic()
-        self._batch = self._next(have=0)
+        try:
+            self._batch = self._next(have=0)
+        except LeaseLost as error:
+            # Perhaps only of this attempt: it may have leased a batch in an answer that was lost, and lost it since.
+            log.warning("no batch yet, asking under a new attempt: %s", error)
+            self._attempt = uuid.uuid4().hex
+            self._batch = self._next(have=0)
         self.opening = self._clock.monotonic() - asked
         return self._batch is not None
 

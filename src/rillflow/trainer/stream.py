@@ -50,7 +50,7 @@ class Stream(Protocol):
         """The rows of a part, verified. Rows that are damaged have been reported when this raises DamagedRows."""
 
     def check(self) -> None:
-        """LeaseLost when the batch in hand is known to be lost."""
+        """Tell that the step goes on; LeaseLost when the batch in hand is known to be lost."""
 
     def abandon(self) -> None:
         """The batch in hand is not worked on any more."""
@@ -135,8 +135,11 @@ class RemoteStream:
         return reply
 
     def check(self) -> None:
-        if self._renewal is not None and self._renewal.lost is not None:
+        if self._renewal is None:
+            return
+        if self._renewal.lost is not None:
             raise self._renewal.lost
+        self._renewal.heard()
 
     def abandon(self) -> None:
         self._thread.run(self._let_go(), CALL_DEADLINE)

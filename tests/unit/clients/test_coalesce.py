@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from rillflow.clients.coalesce import MOST, UNDER_WAY, Coalesced
-from rillflow.errors import BadRequest, RillflowError, Unavailable
+from rillflow.errors import BadRequest, DeadlineExceeded, RillflowError, Unavailable, WireError
 
 
 class Peer:
@@ -92,9 +92,49 @@ async def test_who_stopped_waiting_is_not_sent_and_close_gives_up_the_rest() -> 
     await turns()
     await calls.close()
     for task in (*under_way, waiting):
-        with pytest.raises(asyncio.CancelledError):
+        with pytest.raises(Unavailable, match="closed"):  # no cancellation: nobody has cancelled these tasks
             await task
     assert peer.calls == [[1], [2]]
+    with pytest.raises(Unavailable, match="closed"):
+        await calls(9, 5.0)
+
+
+async def test_nobody_waits_longer_than_they_said() -> None:
+    peer = Peer()
+    peer.open.clear()
+    calls = Coalesced(peer)
+    patient = []
+    for n in range(1, UNDER_WAY + 1):
+        patient.append(asyncio.create_task(calls(n, 60.0)))
+        await turns()
+    with pytest.raises(DeadlineExceeded):
+        await calls(7, 0.05)
+    peer.open.set()
+    assert await asyncio.gather(*patient) == [1, 4]
+    assert await calls(8, 5.0) == 64
+    assert [7] not in peer.calls
+
+
+async def test_a_bug_in_a_call_is_an_error_for_its_own_and_stops_nobody_else() -> None:
+    peer = Peer()
+    peer.open.clear()
+
+    async def buggy(items: Sequence[int], deadline: float) -> list[int | RillflowError]:
+        await peer.open.wait()
+        if 1 in items:
+            raise TypeError("cannot encode")
+        return await peer(items, deadline)
+
+    calls = Coalesced(buggy)
+    tasks = []
+    for n in range(1, UNDER_WAY + 2):
+        tasks.append(asyncio.create_task(calls(n, 5.0)))
+        await turns()
+    peer.open.set()
+    first, *others = await asyncio.gather(*tasks, return_exceptions=True)
+    assert isinstance(first, WireError)
+    assert "TypeError: cannot encode" in str(first)
+    assert others == [n * n for n in range(2, UNDER_WAY + 2)]
 
 
 async def test_too_few_answers_are_an_error() -> None:

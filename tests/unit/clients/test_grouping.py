@@ -95,3 +95,20 @@ async def test_closing_writes_what_waits_and_refuses_the_rest():
     assert [len(await task) for task in tasks] == [2, 2, 2]
     with pytest.raises(Unavailable, match="closing"):
         await puts.put([{"mask": b"1"}])
+
+
+async def test_a_close_that_is_given_up_takes_no_put_with_it():
+    go = threading.Event()
+
+    def slow(rows):
+        go.wait(10)
+        return [Row(unit="u", segment=0, offset=n, length=1) for n, _ in enumerate(rows)]
+
+    puts = GroupedPuts(slow)
+    putting = asyncio.create_task(puts.put([{"tokens": b"1234"}]))
+    await asyncio.sleep(0)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(puts.close(), 0.05)
+    go.set()
+    assert len(await asyncio.wait_for(putting, 10)) == 1
+    await puts.close()

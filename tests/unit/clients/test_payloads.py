@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from units_support import TOKEN, few_units, row
 
 from rillflow.clients.payloads import DamagedRows, PayloadReader
 from rillflow.clients.remote import split_calls, split_ranges
-from rillflow.errors import BadRequest, CorruptData, DeadlineExceeded
+from rillflow.errors import BadRequest, CorruptData, DeadlineExceeded, StorageError, Unauthorized, WireError
 from rillflow.storage.segments import segment_path
 from rillflow.types import COLUMNS, Row, UnitInfo, Units
 
@@ -234,3 +235,52 @@ def test_clients_do_not_load_the_loops():
     code = "import rillflow.clients.units, rillflow.clients.payloads, sys; print('rillflow.dataflow' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+async def test_an_error_of_a_unit_is_raised_as_it_is(few, reader, monkeypatch):
+    places = put_all(few, 6)
+    if reader._allow_map:
+        monkeypatch.setattr("rillflow.storage.segments.mmap.mmap", _refuse)
+    else:
+        for service in few.services:
+            monkeypatch.setattr(service, "_token", "another")
+    with pytest.raises((StorageError, Unauthorized)):
+        await reader.read(places, NAMES)
+
+
+def _refuse(*arguments, **options):
+    raise OSError("too many open files")
+
+
+async def test_places_that_cannot_be_are_damage(few, reader):
+    good, *_ = put_all(few, 3)
+    bad = [
+        Row(unit=good.unit, segment=segment, offset=offset, length=length)
+        for segment, offset, length in [
+            *[(0, 1 << 60, 80), (0, (1 << 63) - 8, 1 << 62), (1 << 63, 0, 80), (0, 0, 1 << 40), (0, 0, 0)],
+            *[(-1, 0, 80), (0, -8, 80), (0, 0, -80), (0, 8, good.length), (0, 0, good.length + 8)],
+        ]
+    ]
+    with pytest.raises(DamagedRows) as caught:
+        await reader.read([*bad, good], NAMES)
+    assert caught.value.rows == bad
+    assert len(await reader.read([good], NAMES)) == 1
+
+
+async def test_closing_ends_reads_that_are_under_way(few, monkeypatch):
+    places = put_all(few, 3)
+    asked = asyncio.Event()
+
+    async def never(path):
+        asked.set()
+        await asyncio.sleep(60)
+
+    for service in few.services:
+        monkeypatch.setattr(service, "_in_thread", never)
+    reader = few.reader(allow_map=False)
+    reading = asyncio.create_task(reader.read(places, NAMES))
+    await asked.wait()
+    await reader.close()
+    with pytest.raises(WireError, match="closed"):
+        await asyncio.wait_for(reading, 10)
+    assert reader._directory._clients == {}

@@ -13,7 +13,7 @@ from units_support import TOKEN, few_units, row
 
 from rillflow.clients.units import LocalWriter, UnitWriter
 from rillflow.dataflow.units import FileUnit
-from rillflow.errors import BadRequest, DeadlineExceeded, DiskFull, StorageError, Unavailable
+from rillflow.errors import BadRequest, DeadlineExceeded, DiskFull, StorageError, Unavailable, WireError
 from rillflow.types import Units
 
 
@@ -108,8 +108,8 @@ async def test_the_least_loaded_unit_is_chosen(few, writer):
 
 
 async def test_a_unit_without_room_is_the_last_choice(few, writer):
-    for n, free in enumerate((1000, 0, 1000)):
-        few.change(n, free=free, load=float(n))
+    for n, free in enumerate((1000, 1 << 40, 0)):  # a full disk has 0 bytes left
+        few.change(n, free=free, load=float(-n))
     assert (await writer.put([{"values.f4": bytes(4000)}]))[0].unit[0] == "1"
 
 
@@ -220,3 +220,74 @@ def test_a_local_writer_needs_no_event_loop_and_takes_many_threads(tmp_path):
 def test_a_local_writer_needs_a_unit(tmp_path):
     with pytest.raises(StorageError, match="not the folder"):
         LocalWriter(tmp_path)
+
+
+async def test_units_that_are_known_take_rows_while_nobody_tells_of_them(few, monkeypatch):
+    monkeypatch.setattr("rillflow.clients.directory.FRESH_SECONDS", 0.05)
+    asked = 0
+
+    async def tell():
+        nonlocal asked
+        asked += 1
+        if asked > 1:
+            await asyncio.Event().wait()
+        return Units(units=few.listed)
+
+    writer = UnitWriter(tell, TOKEN)
+    for _ in range(3):
+        assert await writer.put([row(2)], deadline=10.0)
+        await asyncio.sleep(0.06)
+    assert asked > 1
+    await writer.close()
+
+
+async def test_a_unit_that_answers_nonsense_is_passed_over(few, tmp_path, monkeypatch):
+    few.elsewhere(tmp_path / "nowhere")
+    few.change(0, load=-1e9)
+    monkeypatch.setattr(few.services[0], "_token", "of another run")  # which has taken its port
+    writer = few.writer()
+    assert (await writer.put([row(2)]))[0].unit[0] != "0"
+    with pytest.raises(BadRequest):
+        await writer.put([{"tokens": b"123"}])
+    await writer.close()
+
+
+async def test_a_full_unit_does_not_end_the_wait_for_one_that_comes_back(few, writer, monkeypatch):
+    few.listed = few.listed[:2]
+    few.change(0, load=-1e9)
+    tries = []
+    real = LocalWriter.put
+
+    def put(self, rows):
+        tries.append(self.unit[0])
+        if self.unit.startswith("1"):
+            raise DiskFull("no space left")
+        if len(tries) < 3:
+            raise Unavailable("it starts")
+        return real(self, rows)
+
+    monkeypatch.setattr(LocalWriter, "put", put)
+    assert (await writer.put([row(2)]))[0].unit[0] == "0"
+
+
+async def test_closing_while_puts_are_under_way(few, monkeypatch):
+    writer = few.writer()
+    few.listed = few.listed[:1]
+    came, go, real = threading.Event(), threading.Event(), LocalWriter.put
+
+    def put(self, rows):
+        came.set()
+        go.wait(10)
+        return real(self, rows)
+
+    monkeypatch.setattr(LocalWriter, "put", put)
+    putting = asyncio.create_task(writer.put([row(3)]))
+    assert await asyncio.to_thread(came.wait, 10)
+    closing = asyncio.create_task(writer.close())
+    await asyncio.sleep(0.05)
+    with pytest.raises(WireError, match="closed"):
+        await writer.put([row(2)])
+    go.set()
+    await closing
+    assert [len(tokens) for tokens in await read(few, await putting)] == [3]
+    assert writer._local == {}

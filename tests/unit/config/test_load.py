@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from rillflow.config import Recipe, load_recipe, recipes, resolve_object, write_resolved
-from rillflow.config.load import validate
+from rillflow.config.load import read_resolved, validate
 from rillflow.errors import ConfigError
 
 MINIMAL = """
@@ -58,6 +58,12 @@ def test_files_are_relative_to_the_recipe(recipe_file: Path) -> None:
         ("trainer: {algorithm: gpro}", "'grpo'"),
         ("runtime: {deterministic: true}", "needs dataflow.staleness=0"),
         ("data: {prompts: {}}", "exactly one of `path`"),
+        ("data: {prompts: [{path: a}, {pth: b}]}", "unknown key data.prompts.1.pth; did you mean 'path'"),
+        ("dataflow: {filters: [{name: x, optons: {}}]}", "dataflow.filters.0.optons; did you mean 'options'"),
+        ("dataflow: {filters: [{overlong: 3}]}", "dataflow.filters.0.options"),
+        ("policies: {a: {model: tiny, trains_on: [b]}}", "policies.a.trains_on names 'b'"),
+        ("policies: {a: {model: tiny, trains_on: []}}", "policies.a.trains_on: List should have at least 1 item"),
+        ("policies: {a: {model: tiny, stages: [x, x]}}", "policies.a.stages: it names one twice"),
     ],
 )
 def test_mistakes_are_named(recipe_file: Path, line: str, message: str) -> None:
@@ -100,6 +106,48 @@ def test_overrides_win(recipe_file: Path) -> None:
 def test_bad_overrides(recipe_file: Path, override: str) -> None:
     with pytest.raises(ConfigError):
         load_recipe(with_lines(recipe_file, "seed: 1"), [override])
+
+
+LISTS = (
+    "data: {prompts: [{path: a.jsonl}, {path: b.jsonl}]}",
+    "dataflow: {filters: [zero_variance, {play.py:play: {least: 2}}, {name: 'play.py:play'}, {overlong: }]}",
+)
+
+
+def test_hooks_in_every_written_form(recipe_file: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(with_lines(recipe_file, *LISTS))
+    own = f"{tmp_path / 'play.py'}:play"
+    hooks = [(hook.name, hook.options) for hook in recipe.dataflow.filters]
+    assert hooks == [("zero_variance", {}), (own, {"least": 2}), (own, {}), ("overlong", {})]
+    write_resolved(recipe, tmp_path / "resolved.yaml")
+    assert read_resolved(tmp_path / "resolved.yaml") == recipe
+
+
+def test_an_override_names_an_item_of_a_list_by_its_number(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As errors name it."""
+    monkeypatch.chdir(tmp_path)
+    changes = ["data.prompts.1.limit=3", "dataflow.filters.3.overlong.share=0.2", "dataflow.filters.0=play.py:play"]
+    recipe = load_recipe(with_lines(recipe_file, *LISTS), changes)
+    assert [source.limit for source in recipe.data.prompts] == [None, 3]
+    assert recipe.dataflow.filters[3].options == {"share": 0.2}
+    assert recipe.dataflow.filters[0].name == f"{tmp_path / 'play.py'}:play"
+
+
+@pytest.mark.parametrize("override", ["data.prompts.2.limit=3", "data.prompts.limit=3", "data.prompts.-1={path: x}"])
+def test_items_that_a_list_does_not_have(recipe_file: Path, override: str) -> None:
+    with pytest.raises(ConfigError, match=r"is no item of a list of 2") as caught:
+        load_recipe(with_lines(recipe_file, *LISTS), [override])
+    assert "data.prompts.0" in caught.value.hint
+
+
+@pytest.mark.parametrize("prompts", ["{path: c.jsonl}", "[{path: c.jsonl}]"])
+def test_a_recipe_replaces_the_sources_of_one_that_it_extends(recipe_file: Path, tmp_path: Path, prompts: str) -> None:
+    with_lines(recipe_file, *LISTS)
+    (tmp_path / "child.yaml").write_text(f"extends: mine.yaml\ndata: {{prompts: {prompts}}}\n")
+    (source,) = load_recipe(str(tmp_path / "child.yaml")).data.prompts
+    assert source.path == str(tmp_path / "c.jsonl")
 
 
 def test_policy_trainer_wins_over_the_shared_one(recipe_file: Path) -> None:

@@ -12,13 +12,16 @@ import pytest
 from dataflow_server import served
 from dataflow_world import POLICY, RULES, prompts
 
+from rillflow.clients.dataflow import DataflowClient
 from rillflow.contracts import SystemClock
 from rillflow.dataflow.flow import GroupCommit
 from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.journal import Journal
 from rillflow.dataflow.ledger import Ledger
+from rillflow.dataflow.service import DataflowService
 from rillflow.errors import RillflowError, StorageError
-from rillflow.types import LeaseTasks
+from rillflow.types import LeaseTasks, UnitBeat, UnitInfo
+from rillflow.wire import Client
 
 
 @pytest.fixture
@@ -108,7 +111,7 @@ async def test_nobody_is_answered_before_the_sync_that_contains_the_change(ledge
     slow.let_through()
     await soon(asyncio.gather(second, idle))
     assert events_told == [0, 1]
-    disk.close()
+    await disk.close()
 
 
 async def test_a_sync_that_fails_is_the_end_of_all_acknowledgements(ledger, monkeypatch):
@@ -130,7 +133,76 @@ async def test_a_sync_that_fails_is_the_end_of_all_acknowledgements(ledger, monk
     ledger.db.count("third")
     with pytest.raises(StorageError, match="not synced"):
         await soon(disk.durable())
-    disk.close()
+    await disk.close()
+
+
+async def test_a_write_that_was_taken_back_leaves_no_change_behind_that_nobody_syncs(ledger, monkeypatch):
+    syncs = []
+    real = ledger.sync
+    monkeypatch.setattr(ledger, "sync", lambda: (syncs.append(1), real()))
+    disk = GroupCommit(ledger, 0.02, lambda until: None)
+    ledger.db.count("first")
+    first = asyncio.create_task(disk.durable())
+    await asyncio.sleep(0)
+    with suppress(StorageError), ledger.db.change():
+        ledger.db.run("INSERT INTO nonsense VALUES (1)")
+    with pytest.raises(StorageError):
+        await soon(first)
+    with ledger.db.change():
+        ledger.db.count("second")  # of somebody who is not answered yet
+    await asyncio.sleep(0.05)
+    await soon(disk.durable())
+    assert syncs == [1]
+    await disk.close()
+
+
+async def test_a_write_after_which_nothing_could_be_read_is_not_taken_for_synced(ledger, monkeypatch):
+    syncs = []
+    real = ledger.sync
+    monkeypatch.setattr(ledger, "sync", lambda: (syncs.append(1), real()))
+
+    def unreadable(self):
+        raise RuntimeError("never seen before")
+
+    disk = GroupCommit(ledger, 0.0, lambda until: None)
+    with ledger.db.change():
+        ledger.db.count("first")
+    with monkeypatch.context() as patched:
+        patched.setattr(Ledger, "last_event", property(unreadable))
+        with pytest.raises(StorageError):
+            await soon(disk.durable())
+    await soon(disk.durable())
+    assert syncs == [1]
+    await disk.close()
+
+
+async def test_what_was_changed_when_the_service_stops_is_durable_and_told(tmp_path, caplog):
+    async with served(tmp_path) as run:
+        await asyncio.sleep(0.01)
+        with run.ledger.db.change():
+            run.ledger.db.event({"event": "last"})
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["event"] == "last"
+    await asyncio.sleep(0.02)  # nothing is left that would touch the closed ledger
+    assert [record.message for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")] == []
+
+
+async def test_a_service_that_broke_before_it_served_says_so(ledger, tmp_path, monkeypatch):
+    service = DataflowService(ledger, Journal(tmp_path / "metrics.jsonl"), "secret")
+    url = await service.start()
+
+    def fail():
+        raise OSError("input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ledger, "sync", fail)
+        client = DataflowClient(Client(url, "secret", peer="dataflow"))
+        with pytest.raises(StorageError, match="not synced"):
+            await client.unit_beat(UnitBeat(info=UnitInfo(unit="u", path="")))
+        await client.close()
+    with pytest.raises(StorageError, match="not synced"):
+        await soon(service.serve())
+    await service.stop()
 
 
 class Forgetful:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 
-from dataflow_world import POLICY, changed, prompts
+from dataflow_world import POLICY, changed, policies, prompts
 
 
 def test_evaluations_never_enter_a_batch(make_world):
@@ -97,6 +98,18 @@ def test_an_evaluation_of_a_dead_version_is_void_and_asked_for_again(make_world)
     assert world.check()["eval.expired.rolled_back"] == 1
 
 
+def test_the_final_evaluation_is_of_the_versions_that_all_policies_ended_with(make_world):
+    rules = policies(main={"staleness": 1, "total_steps": 1}, other={"staleness": 1, "total_steps": 3})
+    world = make_world(policies=rules, heldout=prompts(1, "h"), evaluate_every=1)
+    world.step()
+    for _ in range(3):
+        world.step("other")
+    world.play_all()
+    assert world.ledger.phase == "ended"
+    rounds = [json.loads(row["versions"]) for row in world.ledger.db.all("SELECT versions FROM rounds ORDER BY id")]
+    assert rounds == [{"main": 0, "other": 0}, {"main": 1, "other": 0}, {"main": 1, "other": 3}]
+
+
 def test_the_run_ends_when_its_steps_are_done(make_world):
     world = make_world(total_steps=1, staleness=1)
     *leases, hanging = world.lease()
@@ -165,3 +178,25 @@ def test_more_steps_reopen_a_run_that_was_done(make_world):
     assert world.ledger.phase == "training"
     world.step()
     assert world.ledger.lineage.steps(POLICY) == 2
+
+
+def test_a_stopped_run_ends_no_group_for_its_deadline(make_world):
+    world = make_world(group_deadline=100.0)
+    world.done(world.lease(1)[0])
+    world.ledger.stop("stopped")
+    world.clock.time += 200
+    world.ledger.expire()
+    assert world.group("t000000") == ("playing", "")
+
+
+def test_more_epochs_reopen_a_run_that_was_out_of_prompts(make_world):
+    world = make_world(staleness=1, source=prompts(2), epochs=1)
+    world.step()
+    world.ledger.commit()
+    world.crash(resume=True)
+    assert (world.ledger.phase, world.ledger.reason) == ("ended", "out of prompts")
+    world.rules = changed(world.rules, epochs=2)
+    world.crash(resume=True)
+    assert world.ledger.phase == "training"
+    world.step()
+    assert world.ledger.reason == "out of prompts"

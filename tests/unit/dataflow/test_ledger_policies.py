@@ -158,6 +158,15 @@ def test_a_policy_that_has_done_its_steps_takes_nothing_more(make_world):
     assert (counts["main.steps"], counts["other.steps"], counts["train.outstanding"]) == (3, 1, 0)
 
 
+def test_what_was_played_since_the_last_step_is_not_kept_for_a_policy_that_is_done(make_world):
+    rules = policies(main={"staleness": 1, "total_steps": 30}, other={"staleness": 1, "total_steps": 1})
+    world = make_world(policies=rules)
+    world.step("other")
+    for _ in range(4):
+        world.step()
+    assert world.ledger.db.value("SELECT count(*) FROM recent WHERE stream = 'other'") == 0
+
+
 def test_out_of_prompts_every_stream_serves_what_it_has(make_world):
     rules = policies(main={"staleness": 1}, other={"staleness": 1})
     world = make_world(policies=rules, source=prompts(3), epochs=1)
@@ -256,6 +265,38 @@ def test_what_dead_weights_sampled_expires_where_another_stream_has_trained_on_i
     world.check()
 
 
+def test_a_share_whose_episodes_span_versions_that_died_is_served(make_world):
+    world = make_world(policies=policies(main={"staleness": 4}, other={"staleness": 4}))
+    world.step()
+    first, second = world.lease(2)  # by version 1
+    world.done(first)
+    world.step()
+    world.join(1)  # version 2 died
+    world.commit(world.batch())
+    world.done(second)
+    group = first.task.group
+    row = world.ledger.db.one("SELECT oldest, newest FROM shares WHERE grp = ? AND producer = 'main'", (group,))
+    assert tuple(row) == (1, 3)
+    for groups in (10, 1):
+        world.commit(world.batch(groups, policy="other"))
+    assert world.share(group, "other") == ("trained", "")
+    while world.share(group, "main") == ("ready", ""):
+        world.play_all()
+        world.commit(world.batch())
+    assert world.share(group, "main") == ("trained", "")
+
+
+def test_another_trainers_commit_takes_no_version_for_dead_that_is_committed_in_a_moment(make_world):
+    rules = policies(main={"staleness": 4, "trains_on": ("main", "other")}, other={"staleness": 4})
+    world = make_world(policies=rules)
+    for lease in world.lease(8):
+        world.done(lease, version=1)  # main has published 1
+    world.play_all()
+    world.commit(world.batch(policy="other"))
+    assert "rerun.rolled_back" not in world.ledger.steps.counters()
+    assert world.share("t000000", "main") == ("ready", "")
+
+
 def test_a_node_on_a_dead_version_of_any_policy_gets_nothing(make_world):
     world = make_world(policies=OWN)
     world.step("other")
@@ -292,6 +333,21 @@ def test_evaluations_name_the_versions_of_all_policies(make_world):
     again = next(lease for lease in world.lease(9) if lease.task.lane == "eval")
     world.done(again)
     assert [found.version for found in world.ledger.evaluations.results()] == [0, 1]
+
+
+def test_other_routes_after_a_restart_serve_nothing_that_was_released(make_world):
+    rules = policies(main={"staleness": 1}, other={"staleness": 1, "trains_on": ("main",)})
+    world = make_world(policies=rules, group_size=4, hooks=Hooks())
+    first, *others = world.lease(4)
+    world.done(first)  # no stream wants what `other` has sampled
+    world.ledger.commit()
+    world.rules = changed(world.rules, policies=OWN)
+    world.crash()
+    for lease in others:
+        world.done(lease)
+    assert world.share("t000000", "other") == ("none", "")
+    assert world.share("t000000", "main") == ("ready", "")
+    world.check()
 
 
 def test_rules_that_contradict_themselves(make_world):

@@ -140,6 +140,19 @@ def test_a_strict_curator_blocks_nobody_and_is_asked_on(make_world):
     assert len(world.lease()) == 4
 
 
+def test_a_curator_that_admits_nothing_is_named_to_those_who_wait(make_world):
+    class Nothing(Strict):
+        def admit(self, prompt):
+            return False
+
+    world = make_world(hooks=Hooks(curators=[("nothing", Nothing())]))
+    skipped = world.ledger.db.counter("skipped")
+    told = f"; the last {skipped} prompts were skipped by the curators"
+    assert world.ask().waiting_for.endswith(told)
+    assert world.ledger.why_no_tasks("n0", world.ledger.heads).endswith(told)
+    assert world.ledger.db.counter("cursor") == skipped > 0
+
+
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_batch_leased_before_a_restart_is_committed_once_after_it(make_world, times):
     world = make_world()

@@ -139,3 +139,44 @@ def test_other_stages_after_a_restart(make_world):
     world.rules = changed(world.rules, stages=())
     world.crash()
     world.commit(world.batch())
+
+
+def test_a_stage_that_came_with_a_restart_handles_what_was_leased_or_comes_back_trained(make_world):
+    world = make_world(staleness=1)
+    world.play_all()
+    world.commit(world.batch())
+    leased = world.batch()
+    world.ledger.commit()
+    world.rules = changed(world.rules, stages=("score",))
+    world.crash()
+    with pytest.raises(LeaseLost):
+        world.commit(leased)
+    world.join(0)
+    assert world.ask().batch is None
+    world.commit_stage(world.ask_stage("score", "w"), "score")
+    batch = world.batch(groups=4)
+    assert [len(entry.extra) for entry in batch.samples] == [1] * 8
+    world.commit(batch)
+
+
+def test_rows_of_a_stage_that_went_with_a_restart_are_released_and_nobody_waits_for_it(make_world):
+    world = make_world(staleness=1, stages=("score",))
+    world.play_all()
+    row = world.row()
+    world.commit_stage(world.ask_stage("score", "w"), "score", row)
+    world.ledger.commit()
+    world.rules = changed(world.rules, stages=())
+    world.crash()
+    assert world.segment()[0] == 8
+    world.lose(row)
+    for step in (1, 2):
+        world.commit(world.batch(), restorable=step)
+    assert world.segment()[0] == 0
+
+
+def test_a_lease_that_a_stage_lost_is_news_to_its_other_workers(world):
+    world.ask_stage("score", "w1")
+    before = world.ledger.moves
+    world.clock.time += 301
+    world.ledger.expire()
+    assert world.ledger.moves > before

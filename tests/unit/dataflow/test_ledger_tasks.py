@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import numpy as np
 import pytest
 from dataflow_world import POLICY, RULES, prompts, sample
@@ -389,3 +390,14 @@ def test_numbers_that_do_not_fit_are_refused_whole(make_world):
         world.done(lease, samples=[sample(0, newest=1 << 63)])
     assert world.task(lease.task.id) == "leased"
     assert world.done(lease).accepted
+
+
+def test_numbers_that_no_sample_has_are_refused_and_harm_nobody(make_world):
+    world = make_world()
+    first, second = world.lease(2)
+    assert world.done(first).accepted
+    for wrong in ({"tokens": 1 << 62, "trained": 1 << 62}, {"newest": 1 << 63}):
+        with pytest.raises(BadRequest, match="contradicts itself"):
+            world.done(second, samples=[msgspec.structs.replace(sample(0), **wrong)])
+    assert world.done(second).accepted
+    world.check()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from dataflow_world import policies, prompts, sample
 
+from rillflow.dataflow.hooks import Hooks
 from rillflow.errors import BadRequest, LeaseLost
 from rillflow.types import Row, UnitBeat, UnitInfo
 
@@ -28,6 +31,14 @@ def test_units_are_told_the_least_loaded_first_and_forgotten_when_silent(make_wo
     assert [info.unit for info in world.ledger.units().units] == ["a"]
     with pytest.raises(BadRequest):
         world.ledger.unit_beat(UnitBeat(info=UnitInfo(unit="", path="")))
+
+
+def test_a_load_that_is_no_number_is_refused_and_takes_nothing_else_back(make_world):
+    world = make_world()
+    world.lease(1)
+    with pytest.raises(BadRequest, match="load"):
+        world.ledger.unit_beat(UnitBeat(info=UnitInfo(unit="v", path="", load=math.nan)))
+    assert world.task("t000000.0") == "leased"
 
 
 def test_a_completion_in_an_unknown_unit_is_played_again(make_world):
@@ -179,6 +190,25 @@ def test_a_rollback_behind_what_was_kept_plays_again(make_world):
     assert {world.group(f"t{n:06d}")[0] for n in range(4)} == {"playing"}
     world.step()
     world.check()
+
+
+def test_a_rollback_behind_what_was_kept_plays_again_what_any_policy_has_sampled(make_world):
+    rules = policies(main={"staleness": 1, "trains_on": ("main", "other")}, other={"total_steps": 0})
+    world = make_world(policies=rules, group_size=6, hooks=Hooks())
+
+    def play():
+        while leases := world.lease(6):
+            for lease in leases:
+                mine = [sample(0, row=world.row())] if lease.task.place < 4 else []
+                others = [sample(0, policy="other", row=world.row())] if lease.task.place >= 2 else []
+                world.done(lease, samples=mine + others)
+
+    play()
+    world.commit(world.batch(), restorable=1)
+    world.join(0)
+    assert {world.task(f"t000000.{place}") for place in range(6)} == {"pending"}
+    play()
+    assert len(world.batch().samples) == 8
 
 
 def test_rows_are_released_with_the_last_share_that_holds_them(make_world):

@@ -3,9 +3,11 @@ from __future__ import annotations
 import errno
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 from tensorboardX.event_file_writer import EventsWriter
@@ -15,7 +17,7 @@ from rillflow.observe.plot import plot_reward, running_mean
 from rillflow.observe.progress import Progress, sparkline
 from rillflow.observe.summary import summarise, summary_table
 from rillflow.observe.tensorboard import TensorBoard
-from rillflow.types import Evaluation, Status
+from rillflow.types import Evaluation, PolicyStatus, Status
 
 
 def step(version: int, reward: float) -> dict[str, Any]:
@@ -109,6 +111,33 @@ def test_tensorboard_files(tmp_path: Path) -> None:
     content = events.read_bytes()
     assert b"heldout/reward" in content
     assert b"loss" in content
+
+
+def test_each_of_several_policies_has_its_own_curves(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, [step(1, 0.1), step(1, 0.2) | {"policy": "checker"}, {"event": "balance", "time": 1.0}])
+    board = TensorBoard(path, tmp_path / "tb", several=True)
+    board.update()
+    board.close()
+    (events,) = (tmp_path / "tb").iterdir()
+    tags = set(re.findall(rb"[a-z]+/[a-z_]+", events.read_bytes()))
+    assert {b"agent/reward", b"checker/reward", b"agent/loss", b"checker/loss"} <= tags
+    assert not any(tag.endswith(b"/step") for tag in tags)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_several_policies_are_shown_at_their_own_steps(terminal: bool) -> None:
+    one = PolicyStatus(
+        version=3, steps=3, total_steps=10, reward=None, staleness=0.0, wait_fraction=0.0, samples_per_second=0.0,
+        ready=1,
+    )  # fmt: skip
+    policies = {"solver": one, "checker": msgspec.structs.replace(one, steps=7, reward=0.25)}
+    output = io.StringIO()
+    console = Console(file=output, width=160, force_terminal=terminal)
+    with Progress("title", console) as progress:
+        progress.show(status(policies=policies))
+    assert "checker" in output.getvalue()
+    assert "7/10" in output.getvalue()
 
 
 def test_curves_that_cannot_be_written_fail_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

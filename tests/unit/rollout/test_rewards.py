@@ -20,6 +20,7 @@ TWO = ["solver", "checker"]
         (np.float32(0.5), {"solver": 0.5, "checker": 0.5}),
         ({"checker": np.int64(2), "solver": False}, {"solver": 0.0, "checker": 2.0}),
         ({"checker": 0.25}, {"checker": 0.25}),
+        (np.float64(3) > 2, {"solver": 1.0, "checker": 1.0}),
     ],
 )
 def test_numbers_and_mappings(value: Any, expected: dict[str, float]) -> None:

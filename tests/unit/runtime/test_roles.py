@@ -16,6 +16,7 @@ from rillflow.clients.units import UnitWriter
 from rillflow.config import load_recipe
 from rillflow.errors import RunError
 from rillflow.runtime.folder import RunFolder
+from rillflow.runtime.process import STOPPED
 from rillflow.runtime.roles import rollout_role, unit_role
 from rillflow.types import UnitBeat, UnitBeatReply, Units
 from rillflow.wire import Service
@@ -58,7 +59,7 @@ async def running(folder: RunFolder) -> AsyncIterator[asyncio.subprocess.Process
     try:
         yield process
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.wait(), 20) == 0
+        assert await asyncio.wait_for(process.wait(), 20) == STOPPED
     finally:
         if process.returncode is None:
             process.kill()

@@ -268,3 +268,49 @@ def test_a_folder_that_cannot_be_written_is_a_clear_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="cannot write"):
         SegmentWriter(tmp_path / "file" / "unit")
+
+
+def test_views_of_very_many_segments_hold_a_bounded_number_of_files_open(tmp_path, open_writer, monkeypatch):
+    monkeypatch.setattr(segments, "_MOST_VIEWED", 20)
+    places = put(open_writer(tmp_path, limit=64), *(b"%d" % n for n in range(200)))
+    reader = SegmentReader(tmp_path)
+    before = len(os.listdir("/proc/self/fd"))
+    held = reader.read([*places, Place(9999, 0, 80)], NAMES)
+    assert len(os.listdir("/proc/self/fd")) - before < 20 + 40
+    assert [one["tokens"].tobytes() for one in held[:-1]] == [b"%d" % n for n in range(200)]
+    assert not any(one["tokens"].flags.writeable for one in held[:-1])
+    assert isinstance(held[-1], CorruptData)
+
+
+def test_a_disk_too_full_for_the_highest_number_is_freed_all_the_same(tmp_path, open_writer, monkeypatch):
+    put(open_writer(tmp_path, limit=64), *(b"%d" % n for n in range(5)))
+    real = segments.write_atomic
+
+    def write(path, data):
+        if len(segment_numbers(tmp_path)) == 5:
+            raise DiskFull("no space left")
+        real(path, data)
+
+    monkeypatch.setattr(segments, "write_atomic", write)
+    drop_segments(tmp_path, [0, 1, 2, 3])
+    assert segment_numbers(tmp_path) == [4]
+    assert put(open_writer(tmp_path), b"next")[0].segment == 5
+
+
+def test_odd_files_in_the_folder(tmp_path, open_writer):
+    (tmp_path / "notes.seg").write_text("mine")
+    assert put(open_writer(tmp_path), b"value")[0].segment == 0
+    (tmp_path / segments.DROPPED_FILE).write_bytes(b"")
+    with pytest.raises(CorruptData, match="dropped holds no number"):
+        put(open_writer(tmp_path), b"value")
+
+
+def test_a_range_that_the_disk_cannot_read_is_damage(tmp_path, open_writer, monkeypatch):
+    (place,) = put(open_writer(tmp_path), b"value")
+
+    def broken(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(segments.os, "pread", broken)
+    with pytest.raises(CorruptData, match="the disk cannot read"):
+        read_range(tmp_path, 0, 0, place.length)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainer_helpers import learner, random_samples
 
-from rillflow.errors import CorruptData
+from rillflow.errors import CorruptData, LeaseLost
 from rillflow.trainer.batches import Rows, make_rows
 from rillflow.trainer.parts import NoBatch, Parts, Stopped
 from rillflow.trainer.step import Learner
@@ -77,7 +77,7 @@ class Clock:
 class Service:
     """Answers as told, each answer after a while; remembers what it was asked."""
 
-    def __init__(self, clock: Clock, *answers: tuple[float, BatchReply]) -> None:
+    def __init__(self, clock: Clock, *answers: tuple[float, BatchReply | LeaseLost]) -> None:
         self._clock = clock
         self._answers = iter(answers)
         self.asked: list[tuple[str, int]] = []
@@ -88,6 +88,8 @@ class Service:
         self.longest = max(self.longest, wait)
         seconds, reply = next(self._answers, (wait, BatchReply(batch=None, phase="training", waiting_for="more")))
         self._clock.time += seconds
+        if isinstance(reply, LeaseLost):
+            raise reply
         return reply
 
     def read(self, part: Batch) -> Rows:
@@ -136,6 +138,28 @@ def test_a_batch_without_samples_is_refused() -> None:
     clock = Clock()
     with pytest.raises(CorruptData, match="no samples"):
         list(opened(Service(clock, (0.0, part(2, rows=0, complete=True))), clock))
+
+
+def test_an_attempt_whose_batch_was_lost_unseen_is_given_up_for_a_new_one() -> None:
+    """The first answer was lost; before the same attempt asked again, the ledger had released its batch."""
+    clock = Clock()
+    lost = BatchReply(batch=None, phase="training", waiting_for="the dataflow service to answer")
+    service = Service(
+        clock, (1.0, lost), (1.0, LeaseLost("batch b is released")), (0.5, part(2)), (0.0, part(3, complete=True))
+    )
+    parts = opened(service, clock)
+    assert [len(rows.length_R) for rows in parts] == [4, 4]
+    first, again, *rest = [attempt for attempt, _ in service.asked]
+    assert first == again
+    assert set(rest) == {rest[0]} != {first}
+    assert parts.opening == 2.5
+
+
+def test_a_trainer_that_may_ask_for_nothing_learns_it() -> None:
+    clock = Clock()
+    gone = [(0.0, LeaseLost("another trainer has joined"))] * 2
+    with pytest.raises(LeaseLost, match="another trainer"):
+        opened(Service(clock, *gone), clock)
 
 
 def test_a_part_that_never_comes_is_named() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 import pytest
@@ -31,11 +32,36 @@ class Service:
 async def test_a_holder_that_hangs_loses_its_batch_in_the_end(caplog: pytest.LogCaptureFixture) -> None:
     service = Service()
     renewal = Renewal(service.renew, BATCH)
-    with caplog.at_level(logging.ERROR):
-        await renewal.run()
+    with caplog.at_level(logging.ERROR), pytest.raises(TimeoutError):
+        await asyncio.wait_for(renewal.run(), 1.0)
     assert len(service.asked) == RENEWALS_A_LEASE * MOST_LEASES
     assert renewal.lost is None
-    assert "10 times its lease" in caplog.text
+    assert caplog.text.count("10 times its lease") == 1
+
+
+async def test_a_long_step_that_goes_on_keeps_its_batch(caplog: pytest.LogCaptureFixture) -> None:
+    """Each micro-batch is a sign of life, however many leases the whole step takes."""
+    most = 3 * RENEWALS_A_LEASE * MOST_LEASES
+    service = Service(*[Ack(accepted=True)] * most, LeaseLost("gone at last"))
+    renewal = Renewal(service.renew, BATCH)
+    running = asyncio.create_task(renewal.run())
+    while not running.done():
+        renewal.heard()
+        await asyncio.sleep(BATCH.seconds)
+    await running
+    assert len(service.asked) == most + 1
+    assert "times its lease" not in caplog.text
+
+
+async def test_who_comes_back_after_a_long_silence_learns_that_the_batch_is_gone() -> None:
+    service = Service(*[Ack(accepted=True)] * RENEWALS_A_LEASE * MOST_LEASES, LeaseLost("batch b is released"))
+    renewal = Renewal(service.renew, BATCH)
+    running = asyncio.create_task(renewal.run())
+    await asyncio.sleep(0.5)
+    assert renewal.lost is None
+    renewal.heard()
+    await asyncio.wait_for(running, 5.0)
+    assert renewal.lost is not None
 
 
 @pytest.mark.parametrize("answer", [LeaseLost("batch b is released"), Ack(accepted=False, reason="released")])

@@ -144,10 +144,10 @@ def recipe_for(tmp_path: Path, *, deterministic: bool = True, **trainer: Any) ->
     )
 
 
-def run(recipe: Recipe, folder: Path, peer: Peer, thread: LoopThread, **options: Any) -> None:
+def run(recipe: Recipe, folder: Path, peer: Peer, thread: LoopThread, **options: Any) -> bool:
     url = thread.run(peer.start(), 10)
     try:
-        run_trainer(recipe, "p", folder, url, TOKEN, **options)
+        return run_trainer(recipe, "p", folder, url, TOKEN, **options)
     finally:
         thread.run(peer.stop(), 10)
         peer.unit.close()
@@ -155,7 +155,7 @@ def run(recipe: Recipe, folder: Path, peer: Peer, thread: LoopThread, **options:
 
 def test_a_run_from_start_to_end(tmp_path: Path, thread: LoopThread) -> None:
     peer = Peer(tmp_path, 3)
-    run(recipe_for(tmp_path), tmp_path, peer, thread)
+    assert run(recipe_for(tmp_path), tmp_path, peer, thread)
     assert [commit.version for commit in peer.commits] == [1, 2, 3]
     assert peer.commits[0].metrics["trained_tokens"] > 0
     assert peer.commits[0].step_seconds > 0
@@ -202,7 +202,8 @@ def test_sigterm_while_waiting_ends_soon_with_a_checkpoint(tmp_path: Path, threa
 
     before = signal.getsignal(signal.SIGTERM)
     timer = threading.Timer(1.0, terminate)
-    run(recipe_for(tmp_path), tmp_path, peer, thread, on_ready=lambda url: timer.start())
+    finished = run(recipe_for(tmp_path), tmp_path, peer, thread, on_ready=lambda url: timer.start())
+    assert not finished
     assert time.monotonic() - sent[0] < 3.0
     assert signal.getsignal(signal.SIGTERM) == before
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, cast, runtime_checkable
 
 from rillflow.contracts import Stateful
@@ -43,21 +43,32 @@ class SavedStates:
         for name, hook in self._hooks.items():
             try:
                 found += self._changes_of(name, hook)
-                self._unsaved.discard(name)
             except Exception:
-                if name not in self._unsaved:
-                    log.exception("the state of %s could not be told: the one saved before stays", name)
-                self._unsaved.add(name)
+                self._complain(name)
         return found
+
+    def _complain(self, name: str) -> None:
+        if name not in self._unsaved:
+            log.exception("the state of %s could not be told: the one saved before stays", name)
+        self._unsaved.add(name)
 
     def _changes_of(self, name: str, hook: Stateful) -> list[tuple[str, str, str]]:
         if isinstance(hook, Incremental):
-            return [(name, key, _encode(value)) for key, value in hook.changes().items()]
+            return list(self._keyed(name, hook.changes()))
         text = _encode(hook.state())
+        self._unsaved.discard(name)
         if text == self._saved[name]:
             return []
         self._saved[name] = text
         return [(name, WHOLE, text)]
+
+    def _keyed(self, name: str, changes: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+        """A value that is no JSON takes none of the others with it: they are told of only once."""
+        for key, value in changes.items():
+            try:
+                yield name, key, _encode(value)
+            except Exception:
+                self._complain(name)
 
     def restore(self, rows: Iterable[tuple[str, str, str]]) -> None:
         """Replaces all state; a hook without rows is again what it was when it was made."""

@@ -35,7 +35,7 @@ def index_lines(path: Path, name: str, id_key: str, limit: int | None) -> Stored
             if line.strip():
                 prompt = _decode(name, id_key, line, number)
                 encode(prompt.payload, f"{name}: line {number}", encoder)
-                stored.add(start, len(line), number, prompt.id)
+                stored.add(start, line, number, prompt.id)
             start += len(line)
         return stored.checked()
 

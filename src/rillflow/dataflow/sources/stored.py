@@ -1,4 +1,4 @@
-"""Prompts that lie in a file. In memory are 32 bytes a prompt; a record is read and decoded when it is asked for.
+"""Prompts that lie in a file. In memory are 40 bytes a prompt; a record is read and decoded when it is asked for.
 
 So a million rows cost megabytes, not gigabytes, and a prompt is the same for as long as the run lives: the file is
 held open (one put in its place changes nothing) and a record that was overwritten is noticed.
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import msgspec
+from xxhash import xxh3_64_intdigest
 
 from rillflow.dataflow.sources.plain import cannot_send, plain
 from rillflow.dataflow.sources.rows import CACHED, refuse_duplicates
@@ -35,12 +36,13 @@ class Stored:
         self._descriptor = os.dup(file.fileno())
         weakref.finalize(self, os.close, self._descriptor)
         self._starts, self._lengths = array("q"), array("q")
-        self._numbers, self._hashes = array("q"), array("q")
+        self._numbers, self._hashes, self._sums = array("q"), array("q"), array("Q")
         self._cached = lru_cache(CACHED)(self._read)
 
-    def add(self, start: int, length: int, number: int, prompt: str) -> None:
+    def add(self, start: int, record: bytes, number: int, prompt: str) -> None:
         self._starts.append(start)
-        self._lengths.append(length)
+        self._lengths.append(len(record))
+        self._sums.append(xxh3_64_intdigest(record))
         self._numbers.append(number)
         self._hashes.append(hash(prompt))
 
@@ -60,19 +62,12 @@ class Stored:
 
     def _read(self, index: int) -> Prompt:
         record = os.pread(self._descriptor, self._lengths[index], self._starts[index])
-        try:
-            prompt = self._decode(record, self._numbers[index])
-        except DataError as error:
-            raise self._changed(index) from error
-        if hash(prompt.id) != self._hashes[index]:
-            raise self._changed(index)
-        return prompt
-
-    def _changed(self, index: int) -> DataError:
-        return DataError(
-            f"{self._name}: {self.where(index)} was overwritten while the run used it",
-            "restore the prompts that the run was started with, then `rillflow resume RUN`",
-        )
+        if xxh3_64_intdigest(record) != self._sums[index]:
+            raise DataError(
+                f"{self._name}: {self.where(index)} was overwritten while the run used it",
+                "restore the prompts that the run was started with, then `rillflow resume RUN`",
+            )
+        return self._decode(record, self._numbers[index])
 
 
 def spooled(name: str, unit: str, rows: Iterable[tuple[str, dict[Any, Any]]]) -> Stored:
@@ -91,7 +86,7 @@ def spooled(name: str, unit: str, rows: Iterable[tuple[str, dict[Any, Any]]]) ->
             where = f"{name}: {unit} {number}"
             record = encode((prompt, plain(payload, where)), where, encoder)
             file.write(record)
-            stored.add(start, len(record), number, prompt)
+            stored.add(start, record, number, prompt)
             start += len(record)
         file.flush()
         return stored.checked()

@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import os
+import threading
 from contextlib import suppress
 from pathlib import Path
 
 
 class Growth:
-    """Counts bytes in segment files. They are preallocated: what counts is where their data ends, not their size."""
+    """Counts bytes in segment files. They are preallocated: what counts is where their data ends, not their size.
+
+    Any thread may count.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._ends: dict[str, tuple[int, int]] = {}  # by file name: when it was changed last, where its data ended
         self._total = 0
+        self._lock = threading.Lock()
         self.count()
         self._total = 0  # what was there already is no growth
 
     def count(self) -> int:
         """Bytes written since the start."""
         seen: dict[str, tuple[int, int]] = {}
-        with os.scandir(self._folder) as entries:
+        with self._lock, os.scandir(self._folder) as entries:
             for entry in entries:
                 if entry.name.endswith(".seg"):
                     with suppress(FileNotFoundError):  # dropped in this moment
                         seen[entry.name] = self._look(entry)
-        self._ends = seen
-        return self._total
+            self._ends = seen
+            return self._total
 
     def _look(self, entry: os.DirEntry[str]) -> tuple[int, int]:
         changed, end = self._ends.get(entry.name, (-1, 0))

@@ -3,7 +3,8 @@
 The server must write its log before it answers (`appendonly yes`, `appendfsync always`) and must never evict; it is
 asked when the unit opens, and refused otherwise. Rows lie in buckets of at most 1,024, which are this unit's
 segments; a row's offset is its number in the bucket. Every process that opens the unit starts a bucket of its own,
-whose number was never used.
+whose number was never used. A server that comes back without its data has lost the numbers too: then the unit is
+another one, with a new id, so that nothing which refers to the old one can be taken for a new row.
 
 Besides its columns a row has a field of its own name ``""``: the checksum of an index, and the index, which holds
 every column's length and checksum.
@@ -59,10 +60,8 @@ class RedisUnit:
         self._written = 0
         with self._errors():
             _check_server(self._redis)
-            key = f"rillflow:{run}:unit:{name}"
-            self._redis.set(key, f"{name}-{secrets.token_hex(4)}", nx=True)
-            self._unit = self._redis.get(key).decode()
-            self._bucket, self._count = self._next_bucket(), 0
+            self._name, self._id_key = name, f"rillflow:{run}:unit:{name}"
+            (self._unit, self._bucket), self._count = self._next_bucket(), 0
 
     def put(self, rows: Sequence[Mapping[str, Buffer]]) -> list[Row]:
         for row in rows:
@@ -116,12 +115,15 @@ class RedisUnit:
     def close(self) -> None:
         self._redis.close()
 
-    def _next_bucket(self) -> int:
-        return int(self._redis.incr(f"rillflow:{self._unit}:buckets")) - 1
+    def _next_bucket(self) -> tuple[str, int]:
+        """The unit's id, which the server keeps, and a number that was never used under it."""
+        self._redis.set(self._id_key, f"{self._name}-{secrets.token_hex(4)}", nx=True)
+        unit = self._redis.get(self._id_key).decode()
+        return unit, int(self._redis.incr(f"rillflow:{unit}:buckets")) - 1
 
     def _place(self, length: int) -> Row:
         if self._count == BUCKET_ROWS:
-            self._bucket, self._count = self._next_bucket(), 0
+            (self._unit, self._bucket), self._count = self._next_bucket(), 0
         self._count += 1
         return Row(unit=self._unit, segment=self._bucket, offset=self._count - 1, length=length)
 
@@ -194,6 +196,8 @@ def _verified(row: Row, columns: Sequence[str], values: list[bytes | None]) -> d
     if sealed is None or xxh3_64_intdigest(sealed[8:]) != int.from_bytes(sealed[:8], "little"):
         raise CorruptData(f"{row} is missing or damaged", "the unit lost data")
     index = _decode_index(sealed[8:])
+    if sum(length for length, _ in index.values()) != row.length:
+        raise CorruptData(f"there is another row at {row}", "use a row that a put has returned")
     found: dict[str, bytes] = {}
     for name, value in zip(columns, values[1:], strict=True):
         if name in index:

@@ -110,8 +110,8 @@ class UnitService(Service):
         info, written = await self._in_thread(lambda: (self._unit.info(), self._unit.written()))
         now = self._clock.monotonic()
         self._lately *= 0.5 ** ((now - self._looked_at) / HALF_LIFE)
-        self._lately += written - self._written
-        self._written, self._looked_at = written, now
+        self._lately += max(0, written - self._written)  # two may have looked at once, the later one first
+        self._written, self._looked_at = max(written, self._written), now
         return msgspec.structs.replace(info, url=self._url, load=self._lately + self._puts.bytes)
 
     async def _segment(self, request: Request) -> Response:

@@ -14,7 +14,7 @@ from rillflow.dataflow.hooks.filters.zero_variance import ZeroVariance
 from rillflow.errors import ConfigError
 
 GROUP = Played(
-    prompt("p", level=3, tags=["algebra"], text="what is 2 + 2?"),
+    prompt("p", level=3, tags=["algebra"], text="what is 2 + 2?", many=list(range(5000))),
     rewards=[0.0, 1.0, 1.0, 0.5],
     lengths=[10, 20, 30, 40],
     truncated=[False, False, True, False],
@@ -82,6 +82,8 @@ def test_a_length_band_without_an_upper_end():
         "max(1, 2, staleness) == 2 and staleness in [1, 2] and staleness in (2, 3)",
         "(0 or 3) == 3 and (1 and 2) == 2",
         "  True  ",
+        "round(5, 0 - 999999999) == 0",  # which Python takes minutes for
+        "len(prompt['many']) == 5000 and mean(prompt['many']) == 2499.5",
     ],
 )
 def test_expressions_that_are_true(text):
@@ -141,9 +143,20 @@ for name in "abcdefghi":  # 4 ** 9 times the innermost
     NESTED = f"sum({NESTED} for {name} in lengths)"
 
 
+SHARED, POWERS = "1", "9999"
+for name in "abcdefgh":  # each level holds eight times what the one before held, or its fourth power
+    SHARED = f"[[{','.join(name * 7)}] for {name} in [{SHARED}]]"
+    POWERS = f"max({'*'.join(name * 4)} for {name} in [{POWERS}])"
+
+
 @pytest.mark.parametrize(
     ("text", "error"),
     [
+        ("sum([lengths, lengths], [])", TypeError),
+        (f"{SHARED} == 1", ValueError),
+        (f"{POWERS} > 1", ValueError),
+        ("any(sum(prompt['many']) < 0 for a in prompt['many'])", ValueError),
+        ("any(prompt['many'] != prompt['many'] for a in prompt['many'])", ValueError),
         ("prompt['missing'] > 1", KeyError),
         ("1 / (staleness - 2)", ZeroDivisionError),
         ("'a' * staleness == 'aa'", TypeError),

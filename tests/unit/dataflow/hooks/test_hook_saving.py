@@ -245,3 +245,14 @@ def test_a_transaction_taken_back_leaves_no_trace(before, lost, after):
     one, other = Table(table), Table(table)
     assert play(hooks, [*after, ("save",)], one) == play(fresh, [*after, ("save",)], other)
     assert one == other
+
+
+def test_a_value_that_is_no_json_takes_no_other_with_it(caplog):
+    state = KeyedState()
+    hooks = Hooks(filters=[("keyed", state)])
+    state.put("good", 1)
+    state.put("bad", {1})
+    state.put("better", 2)
+    with caplog.at_level(logging.ERROR):
+        assert hooks.changes() == [("keyed", "good", "1"), ("keyed", "better", "2")]
+    assert "the state of keyed could not be told" in caplog.text

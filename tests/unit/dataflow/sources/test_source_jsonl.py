@@ -67,7 +67,7 @@ def test_a_file_put_in_its_place_changes_nothing(tmp_path):
     assert source.at(0).payload["q"] == 1
 
 
-@pytest.mark.parametrize("line", [b'{"id": "b", "q": 2}\n', b"{}", b""])
+@pytest.mark.parametrize("line", [b'{"id": "b", "q": 2}\n', b'{"id": "a", "q": 2}\n', b"{}", b""])
 def test_an_overwritten_row_is_noticed(tmp_path, line):
     source = opened(jsonl(tmp_path, {"id": "a", "q": 1}))
     (tmp_path / "prompts.jsonl").write_bytes(line)

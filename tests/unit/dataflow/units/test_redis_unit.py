@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 
+import msgspec
 import numpy as np
 import pytest
 import redis
 
 from redis_server import DURABLE, redis_server
 from rillflow.dataflow.units.redis import BUCKET_ROWS, RedisUnit
-from rillflow.errors import ConfigError, CorruptData, DiskFull, Unavailable
+from rillflow.errors import BadRequest, ConfigError, CorruptData, DiskFull, Unavailable
 
 
 @pytest.fixture(scope="module")
@@ -126,3 +127,26 @@ def test_two_runs_and_two_units_of_one_server_do_not_meet(server, tmp_path):
         assert unit.get([place], ["tokens"]) == [{"tokens": row(n)["tokens"].tobytes()}]
     for unit in units:
         unit.close()
+
+
+def test_a_server_that_lost_its_data_makes_it_another_unit(server, tmp_path, monkeypatch):
+    """Its numbers begin again: what refers to a row of before must never get one of now."""
+    monkeypatch.setattr("rillflow.dataflow.units.redis.BUCKET_ROWS", 2)
+    unit = RedisUnit(server.url, tmp_path.name)
+    before = unit.put([row() for _ in range(4)])
+    with redis.Redis.from_url(server.url) as client:
+        client.flushall()
+    after = unit.put([{"tokens": np.full(3, 7, "<i4"), "values.f4": np.ones(2, "<f4")} for _ in range(6)])
+    assert not set(before) & set(after)
+    assert {place.unit for place in after} == {unit.info().unit}
+    assert unit.get(after[-1:], ["tokens"]) == [{"tokens": np.full(3, 7, "<i4").tobytes()}]
+    for place in before:
+        with pytest.raises((CorruptData, BadRequest)):
+            unit.get([place], ["tokens"])
+    unit.close()
+
+
+def test_a_row_of_another_length_is_not_this_one(unit):
+    (place,) = unit.put([row()])
+    with pytest.raises(CorruptData, match="another row"):
+        unit.get([msgspec.structs.replace(place, length=place.length + 4)], ["tokens"])

@@ -222,3 +222,27 @@ async def test_the_process_serves_what_the_recipe_asks_for(tmp_path):
     with pytest.raises(asyncio.CancelledError):
         await task
     await dataflow.stop()
+
+
+async def test_the_load_is_never_negative_when_two_look_at_once(tmp_path):
+    unit = FileUnit(tmp_path)
+    service = UnitService(unit, "secret", None)
+    first = asyncio.Event()
+    real = service._in_thread
+
+    async def slow(work):
+        found = await real(work)
+        if not first.is_set():
+            first.set()
+            await asyncio.sleep(0.1)
+        return found
+
+    service._in_thread = slow
+    early = asyncio.create_task(service.info())
+    await first.wait()
+    unit.put([{"values.f4": bytes(400_000)}])
+    late = await service.info()
+    assert late.load >= 400_000
+    assert (await early).load > 200_000
+    await service.stop()
+    unit.close()

@@ -2,8 +2,8 @@
 
 Only what is named here can be written: there are no attributes, no calls but of `FUNCTIONS`, no assignment and no
 text arithmetic, so an expression can neither leave its values nor grow without bound. What it costs is bounded twice:
-its size when it is read, its steps when it is evaluated. Powers are taken in floats, so they overflow and do not grow.
-It does not protect against a payload that is large itself.
+its size when it is read, its steps when it is evaluated; whatever goes through a list or a text counts as more
+steps the longer it is. Powers are taken in floats, so they overflow, and whole numbers have a bound.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ LONGEST_TEXT = 1000
 MOST_NODES = 200
 MOST_STEPS = 100_000
 HIGHEST_EXPONENT = 64
+MOST_BITS = 1024  # of a whole number
+_VALUES_A_STEP, _CHARACTERS_A_STEP = 16, 1024  # that Python goes through in about the time of a step
 
 
 def _std(values: Iterable[float]) -> float:
@@ -31,17 +33,25 @@ def _std(values: Iterable[float]) -> float:
     return math.sqrt(fmean([(value - mean) ** 2 for value in known]))
 
 
+def _sum(values: Iterable[float]) -> float:
+    return sum(map(_number, values))
+
+
+def _round(value: float, digits: int = 0) -> float:
+    return round(float(value), digits) if digits else round(value)
+
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "mean": fmean,
     "std": _std,
     "min": min,
     "max": max,
-    "sum": sum,
+    "sum": _sum,
     "len": len,
     "any": any,
     "all": all,
     "abs": abs,
-    "round": round,
+    "round": _round,
 }
 
 
@@ -171,19 +181,22 @@ class _Evaluation:
         self._values = dict(values)
         self._steps = 0
 
-    def value(self, node: ast.expr) -> Any:
-        self._steps += 1
+    def _spend(self, steps: int) -> None:
+        self._steps += steps
         if self._steps > MOST_STEPS:
             raise ValueError(f"the expression takes more than {MOST_STEPS} steps")
+
+    def value(self, node: ast.expr) -> Any:
+        self._spend(1)
         match node:
             case ast.Constant():
                 return node.value
             case ast.Name():
                 return self._values[node.id]
             case ast.List() | ast.Tuple():
-                return [self.value(each) for each in node.elts]
+                return self._sized([self.value(each) for each in node.elts])
             case ast.Call(func=ast.Name(id=name)):
-                return FUNCTIONS[name](*(self.value(each) for each in node.args))
+                return FUNCTIONS[name](*(self._sized(self.value(each)) for each in node.args))
             case ast.GeneratorExp() | ast.ListComp():
                 return self._each(node.elt, node.generators[0])
             case _:
@@ -213,10 +226,21 @@ class _Evaluation:
                 return self._compare(node)
         raise AssertionError(ast.dump(node))
 
+    def _sized(self, value: Any) -> Any:
+        """The value, all that lies in it counted: lists may share parts, so they can hold far more than was made."""
+        if isinstance(value, str):
+            self._spend(len(value) // _CHARACTERS_A_STEP)
+        elif isinstance(value, Sequence | Mapping):
+            self._spend(1 + len(value) // _VALUES_A_STEP)
+            for each in value.values() if isinstance(value, Mapping) else value:
+                if not isinstance(each, int | float):
+                    self._sized(each)
+        return value
+
     def _compare(self, node: ast.Compare) -> bool:
-        left = self.value(node.left)
+        left = self._sized(self.value(node.left))
         for comparison, each in zip(node.ops, node.comparators, strict=True):
-            right = self.value(each)
+            right = self._sized(self.value(each))
             if not _COMPARISONS[type(comparison)](left, right):
                 return False
             left = right
@@ -225,14 +249,16 @@ class _Evaluation:
     def _each(self, element: ast.expr, loop: ast.comprehension) -> list[Any]:
         assert isinstance(loop.target, ast.Name)
         found = []
-        for item in self.value(loop.iter):
+        for item in self._sized(self.value(loop.iter)):
             self._values[loop.target.id] = item
             if all(self.value(condition) for condition in loop.ifs):
-                found.append(self.value(element))
+                found.append(self._sized(self.value(element)))
         return found
 
 
 def _number(value: Any) -> float:
+    if isinstance(value, int) and value.bit_length() > MOST_BITS:
+        raise ValueError(f"a whole number of more than {MOST_BITS} bits")
     if isinstance(value, int | float):
         return value
     raise TypeError(f"arithmetic needs numbers, not {type(value).__name__}")
