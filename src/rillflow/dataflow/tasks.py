@@ -127,6 +127,10 @@ class Tasks(Part):
         return lane == "eval" or (sample.trained > 0 and bool(self._rules.streams_of(sample.policy)))
 
     def _check(self, news: CompleteTask) -> None:
+        """Refuse what cannot be written down before anything is: others' completions share the transition."""
+        places = [number for s in news.samples for number in (s.row.segment, s.row.offset, s.row.length)]
+        if not all(0 <= number <= NEWEST for number in (news.calls, *places)):
+            raise BadRequest(f"a number of {news.task!r:.80} is out of range", "64 bits, signed, are the limit")
         for sample in news.samples:
             self._lineage.check_policy(sample.policy)
             whole = 0 <= sample.trained <= sample.tokens <= _MOST_TOKENS and (

@@ -214,6 +214,18 @@ class World:
         node: str = "n0",
         seconds: float = 0.5,
     ) -> Ack:
+        return self.ledger.complete(self.news(lease, reward, version, samples, node=node, seconds=seconds))
+
+    def news(
+        self,
+        lease: TaskLease,
+        reward: float | None = None,
+        version: int | None = None,
+        samples: list[SampleMeta] | None = None,
+        *,
+        node: str = "n0",
+        seconds: float = 0.5,
+    ) -> CompleteTask:
         """Without `samples`, one of every policy, each in a row of its own; their reward is the episode's."""
         reward = float(lease.task.place) if reward is None else reward
         if samples is None:
@@ -223,16 +235,14 @@ class World:
             ]
         if math.isfinite(reward):
             samples = [msgspec.structs.replace(found, reward=found.reward or reward) for found in samples]
-        return self.ledger.complete(
-            CompleteTask(
-                task=lease.task.id,
-                attempt=lease.attempt,
-                node=node,
-                reward=reward,
-                samples=samples,
-                calls=1,
-                seconds=seconds,
-            )
+        return CompleteTask(
+            task=lease.task.id,
+            attempt=lease.attempt,
+            node=node,
+            reward=reward,
+            samples=samples,
+            calls=1,
+            seconds=seconds,
         )
 
     def fail(self, lease: TaskLease, cause: str = "timeout", node: str = "n0") -> Ack:

@@ -11,6 +11,7 @@ from dataflow_world import POLICY, RULES, prompts, sample
 
 from rillflow.dataflow.hooks import Hooks
 from rillflow.errors import BadRequest, LeaseLost
+from rillflow.types import Ack, Row
 
 
 def test_admission_is_one_batch_on_policy(make_world):
@@ -387,9 +388,20 @@ def test_numbers_that_do_not_fit_are_refused_whole(make_world):
     world = make_world()
     lease = world.lease()[0]
     with pytest.raises(BadRequest, match="out of range"):
-        world.done(lease, samples=[sample(0, newest=1 << 63)])
+        world.done(lease, samples=[sample(0, row=Row(unit="u", segment=0, offset=1 << 63, length=8))])
     assert world.task(lease.task.id) == "leased"
     assert world.done(lease).accepted
+
+
+def test_one_bad_completion_among_many_is_refused_alone(make_world):
+    world = make_world()
+    first, second, third = world.lease(3)
+    news = [world.news(first), world.news(second), world.news(third)]
+    news[1] = msgspec.structs.replace(news[1], calls=1 << 63)
+    taken = world.ledger.complete_many(news)
+    assert [type(one) for one in taken] == [Ack, BadRequest, Ack]
+    assert [world.task(lease.task.id) for lease in (first, second, third)] == ["done", "leased", "done"]
+    world.check()
 
 
 def test_numbers_that_no_sample_has_are_refused_and_harm_nobody(make_world):
