@@ -24,7 +24,7 @@ def test_a_short_run_leaves_what_it_promises(cli: Cli) -> None:
     for name in ("recipe.yaml", "metrics.jsonl", "reward.png", "summary.json", "state.json", "ledger.sqlite"):
         assert (folder / name).stat().st_size > 0, name
     assert list((folder / "tensorboard").iterdir())
-    assert {p.stem for p in (folder / "logs").iterdir()} == {"dataflow", "rollout-0", "trainer-agent"}
+    assert {p.stem for p in (folder / "logs").iterdir()} == {"dataflow", "unit-0", "rollout-0", "trainer-agent"}
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["steps"] == 3
     assert [e["version"] for e in summary["heldout"]] == [0, 3]
@@ -63,7 +63,7 @@ def test_a_running_run_is_closed_measured_and_alone(cli: Cli) -> None:
     wait_until(lambda: any(run.runs.iterdir()) and steps_of(run.folder) >= 1, "the first step", 120)
     token = json.loads((run.folder / "run.json").read_text())["token"]
     services = {path.stem: json.loads(path.read_text())["url"] for path in (run.folder / "endpoints").iterdir()}
-    assert set(services) == {"dataflow", "rollout-0", "trainer-agent"}
+    assert set(services) == {"dataflow", "unit-0", "rollout-0", "trainer-agent"}
     for url in services.values():
         assert url.startswith("http://127.0.0.1:")
         assert fetch(f"{url}/metrics", "") == (401, "")
