@@ -110,7 +110,7 @@ class Comparison:
             mine, theirs = [], []
             async with ours.running(self._rounds + 2, 1, 1) as (_, peers):
                 work = ours.Rectangle(peers, ROWS, COLUMNS, WIDTH)
-                await work.join()
+                await work.seat.join()
                 for _ in range(self._rounds + 1):
                     mine.append(await work.round())
                     if self._peer is not None:

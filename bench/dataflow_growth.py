@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from dataclasses import dataclass
 
 import psutil
 
 from bench.dataflow_ours import MAIN, Peers, running
-from bench.traffic import Columns, describe, trajectory
-from rillflow.types import CommitBatch, CompleteTask, JoinTrainer, LeaseBatch, LeaseTasks, TaskLease
+from bench.traffic import Columns, Seat, describe, trajectory
+from rillflow.types import CompleteTask, LeaseTasks, TaskLease
 
 GROUP, BATCH, CHUNK = 8, 64, 256
 
@@ -37,12 +36,11 @@ class Run:
         self._mine = mine
         self._process = process
         self._folder = folder
-        self._incarnation = uuid.uuid4().hex
-        self._version = 0
+        self._seat = Seat(MAIN, mine.client)
         self._rows = [trajectory(32 + n % 64) for n in range(CHUNK)]
 
     async def go(self, sizes: list[int]) -> list[Point]:
-        await self._mine.client.join(JoinTrainer(policy=MAIN, incarnation=self._incarnation, checkpoint=0))
+        await self._seat.join()
         points = []
         for size in sizes:
             await self._until(size // 2)
@@ -66,7 +64,7 @@ class Run:
         left = GROUP * BATCH
         while left:
             ask = LeaseTasks(
-                node="n", incarnation="1", want=min(left, CHUNK), versions={MAIN: self._version}, wait=10.0
+                node="n", incarnation="1", want=min(left, CHUNK), versions={MAIN: self._seat.version}, wait=10.0
             )
             leases = (await self._mine.client.lease_tasks(ask)).leases
             rows = self._rows[: len(leases)]
@@ -81,36 +79,16 @@ class Run:
             attempt=lease.attempt,
             node="n",
             reward=float(lease.task.place % 2),
-            samples=[describe(MAIN, row, place, self._version)],
+            samples=[describe(MAIN, row, place, self._seat.version)],
             calls=1,
             seconds=0.1,
         )
         await self._mine.client.complete(news)
 
     async def _train(self) -> None:
-        ask = LeaseBatch(
-            policy=MAIN,
-            incarnation=self._incarnation,
-            attempt=uuid.uuid4().hex,
-            groups=BATCH,
-            version=self._version,
-            wait=10.0,
-        )
-        batch = (await self._mine.client.lease_batch(ask)).batch
+        batch = (await self._seat.lease(BATCH)).batch
         assert batch is not None
-        self._version += 1
-        news = CommitBatch(
-            policy=MAIN,
-            incarnation=self._incarnation,
-            batch=batch.id,
-            attempt=batch.attempt,
-            version=self._version,
-            metrics={},
-            step_seconds=0.1,
-            wait_seconds=0.0,
-            restorable=self._version,
-        )
-        await self._mine.client.commit(news)
+        await self._seat.commit(batch, restorable=self._seat.version + 1)
 
 
 async def grow(sizes: list[int]) -> list[Point]:

@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import tempfile
 import time
-import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -20,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from bench.traffic import COLUMNS, Processes, Producers, consume_stage, make_run, trajectory
+from bench.traffic import COLUMNS, Processes, Producers, Seat, consume_stage, make_run, trajectory
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.clients.payloads import PayloadReader
 from rillflow.clients.units import UnitWriter
 from rillflow.runtime.folder import RunFolder
-from rillflow.types import Batch, CommitBatch, CompleteTask, JoinTrainer, LeaseBatch, LeaseTasks, SampleMeta, TaskLease
+from rillflow.types import CompleteTask, LeaseTasks, SampleMeta, TaskLease
 
 MAIN, STAGE, GROUP = "main", "reference", 8
 LEASE = 600.0  # nobody is to be given up
@@ -82,14 +81,10 @@ class Rectangle:
         generator = np.random.default_rng(0)
         self._data = [{name: generator.random(width, np.float32) for name in self._names} for _ in range(rows)]
         self._width = width
-        self._incarnation = uuid.uuid4().hex
-        self._version = 0
-
-    async def join(self) -> None:
-        await self._mine.client.join(JoinTrainer(policy=MAIN, incarnation=self._incarnation, checkpoint=0))
+        self.seat = Seat(MAIN, mine.client)
 
     async def round(self) -> dict[str, float]:
-        ask = LeaseTasks(node="n", incarnation=self._incarnation, want=1, versions={MAIN: self._version}, wait=10.0)
+        ask = LeaseTasks(node="n", incarnation="1", want=1, versions={MAIN: self.seat.version}, wait=10.0)
         (lease,) = (await self._mine.client.lease_tasks(ask)).leases
         began = time.perf_counter()
         places = await self._mine.writer.put(self._data, 120.0)
@@ -99,8 +94,8 @@ class Rectangle:
                 row=place,
                 tokens=self._width,
                 trained=1,
-                oldest=self._version,
-                newest=self._version,
+                oldest=self.seat.version,
+                newest=self.seat.version,
                 reward=1.0,
             )
             for place in places
@@ -111,40 +106,13 @@ class Rectangle:
         await self._mine.client.complete(news)
         put = time.perf_counter() - began
         began = time.perf_counter()
-        batch = await self.lease(1)
+        batch = (await self.seat.lease(1)).batch
+        assert batch is not None
         arrays = await self._mine.reader.read([sample.row for sample in batch.samples], self._names)
         get = time.perf_counter() - began
         assert all(np.array_equal(a[n], d[n]) for a, d in zip(arrays, self._data, strict=True) for n in self._names)
-        await self._commit(batch)
+        await self.seat.commit(batch, restorable=self.seat.version + 1)
         return {"put": put, "get": get}
-
-    async def lease(self, groups: int) -> Batch:
-        ask = LeaseBatch(
-            policy=MAIN,
-            incarnation=self._incarnation,
-            attempt=uuid.uuid4().hex,
-            groups=groups,
-            version=self._version,
-            wait=10.0,
-        )
-        batch = (await self._mine.client.lease_batch(ask)).batch
-        assert batch is not None
-        return batch
-
-    async def _commit(self, batch: Batch) -> None:
-        self._version += 1
-        news = CommitBatch(
-            policy=MAIN,
-            incarnation=self._incarnation,
-            batch=batch.id,
-            attempt=batch.attempt,
-            version=self._version,
-            metrics={},
-            step_seconds=0.1,
-            wait_seconds=0.0,
-            restorable=self._version,
-        )
-        await self._mine.client.commit(news)
 
 
 def raw_disk(size: int) -> float:
@@ -183,10 +151,12 @@ async def ragged(lengths: Sequence[int], single: int, batch: int) -> dict[str, f
         began = time.perf_counter()
         await asyncio.gather(*map(finish, leases[single:]))
         many = (time.perf_counter() - began) / (len(rows) - single)
-        trainer = Rectangle(mine, 0, 0, 0)
-        await trainer.join()
+        seat = Seat(MAIN, mine.client)
+        await seat.join()
         began = time.perf_counter()
-        places = [sample.row for sample in (await trainer.lease(groups)).samples]
+        batch_of_all = (await seat.lease(groups)).batch
+        assert batch_of_all is not None
+        places = [sample.row for sample in batch_of_all.samples]
         for at in range(0, len(places), batch):
             await mine.reader.read(places[at : at + batch], list(COLUMNS))
         get = (time.perf_counter() - began) / len(places)

@@ -28,10 +28,15 @@ from rillflow.errors import RillflowError, RunError
 from rillflow.runtime.folder import RunFolder
 from rillflow.types import (
     Ack,
+    Batch,
+    BatchReply,
     BatchSample,
+    CommitBatch,
     CommitStage,
     CompleteTask,
     Heartbeat,
+    JoinTrainer,
+    LeaseBatch,
     LeaseStage,
     LeaseTasks,
     SampleMeta,
@@ -250,6 +255,50 @@ class Producers:
 
 
 # ---------------------------------------------------------------- consumers
+
+
+class Seat:
+    """A trainer's side of the wire: joins, leases, commits and counts its versions; the training is its owner's."""
+
+    def __init__(self, policy: str, client: DataflowClient) -> None:
+        self.policy = policy
+        self.version = 0
+        self._client = client
+        self._incarnation = uuid.uuid4().hex
+
+    async def join(self) -> None:
+        await self._client.join(JoinTrainer(policy=self.policy, incarnation=self._incarnation, checkpoint=0))
+
+    async def lease(
+        self, groups: int, *, wait: float = 10.0, attempt: str = "", have: int = 0, least: int = 0
+    ) -> BatchReply:
+        """Under an attempt of its own unless one is given."""
+        ask = LeaseBatch(
+            policy=self.policy,
+            incarnation=self._incarnation,
+            attempt=attempt or uuid.uuid4().hex,
+            groups=groups,
+            version=self.version,
+            wait=wait,
+            have=have,
+            least=least,
+        )
+        return await self._client.lease_batch(ask)
+
+    async def commit(self, batch: Batch, *, step: float = 0.1, restorable: int = 0, deadline: float = 30.0) -> None:
+        news = CommitBatch(
+            policy=self.policy,
+            incarnation=self._incarnation,
+            batch=batch.id,
+            attempt=batch.attempt,
+            version=self.version + 1,
+            metrics={},
+            step_seconds=step,
+            wait_seconds=0.0,
+            restorable=restorable,
+        )
+        await self._client.commit(news, deadline)
+        self.version += 1
 
 
 async def consume_stage(

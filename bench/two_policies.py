@@ -15,16 +15,14 @@ import itertools
 import statistics
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from bench.common import Report, parser
-from bench.traffic import COLUMNS, Processes, Producers, make_run, trajectory
+from bench.traffic import COLUMNS, Processes, Producers, Seat, make_run, trajectory
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.clients.payloads import PayloadReader
 from rillflow.clients.units import UnitWriter
-from rillflow.types import CommitBatch, JoinTrainer, LeaseBatch
 
 STEP = 0.25  # seconds of the fast trainer's step
 SLOWER = 4
@@ -33,20 +31,17 @@ FAST, OTHER = "fast", "other"
 SETTINGS = {"alone": None, "beside an equal": 1, f"beside one {SLOWER} times slower": SLOWER}
 
 
-class Trainer:
+class Trainer(Seat):
     """Trains by sleeping; `times` are the seconds from one commit to the next."""
 
     def __init__(self, policy: str, client: DataflowClient, reader: PayloadReader, step: float) -> None:
-        self.policy = policy
-        self.version = 0
+        super().__init__(policy, client)
         self.times: list[float] = []
-        self._client = client
         self._reader = reader
         self._step = step
-        self._incarnation = uuid.uuid4().hex
 
     async def run(self, going: Callable[[], bool]) -> None:
-        await self._client.join(JoinTrainer(policy=self.policy, incarnation=self._incarnation, checkpoint=0))
+        await self.join()
         before = time.perf_counter()
         while going():
             if not await self._train():
@@ -56,32 +51,12 @@ class Trainer:
             before = now
 
     async def _train(self) -> bool:
-        ask = LeaseBatch(
-            policy=self.policy,
-            incarnation=self._incarnation,
-            attempt=uuid.uuid4().hex,
-            groups=GROUPS,
-            version=self.version,
-            wait=1.0,
-        )
-        batch = (await self._client.lease_batch(ask)).batch
+        batch = (await self.lease(GROUPS, wait=1.0)).batch
         if batch is None:
             return False
         await self._reader.read([sample.row for sample in batch.samples], list(COLUMNS))
         await asyncio.sleep(self._step)
-        news = CommitBatch(
-            policy=self.policy,
-            incarnation=self._incarnation,
-            batch=batch.id,
-            attempt=batch.attempt,
-            version=self.version + 1,
-            metrics={},
-            step_seconds=self._step,
-            wait_seconds=0.0,
-            restorable=self.version,
-        )
-        await self._client.commit(news)
-        self.version += 1
+        await self.commit(batch, step=self._step, restorable=self.version)
         return True
 
 

@@ -18,13 +18,13 @@ from typing import Any
 
 import pytest
 
-from bench.traffic import COLUMNS, Columns, Processes, Producers, consume_stage, last_lines, make_run, trajectory
+from bench.traffic import COLUMNS, Columns, Processes, Producers, Seat, consume_stage, last_lines, make_run, trajectory
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.clients.payloads import PayloadReader
 from rillflow.clients.units import UnitWriter
 from rillflow.dataflow.audit import audit
 from rillflow.errors import LeaseLost, RillflowError
-from rillflow.types import Ack, Batch, BatchSample, CommitBatch, JoinTrainer, LeaseBatch, TaskLease
+from rillflow.types import Ack, Batch, BatchSample, TaskLease
 
 POLICIES = ("solver", "checker")
 PROMPTS, GROUP, BATCH = 400, 4, 4
@@ -47,20 +47,17 @@ def check_rows(samples: Sequence[BatchSample], arrays: Sequence[Mapping[str, Any
         assert (row["tokens"] == token_of(sample.task, sample.policy)).all()
 
 
-class Trainer:
+class Trainer(Seat):
     """Leases batches of one policy, whole or streamed, reads them and commits; it is never restarted."""
 
     def __init__(self, policy: str, client: DataflowClient, reader: PayloadReader, least: int) -> None:
-        self.policy = policy
+        super().__init__(policy, client)
         self.trained: Counter[tuple[str, str]] = Counter()  # (task, policy) of committed samples
-        self._client = client
         self._reader = reader
         self._least = least
-        self._incarnation = uuid.uuid4().hex
-        self._version = 0
 
     async def run(self) -> None:
-        await self._client.join(JoinTrainer(policy=self.policy, incarnation=self._incarnation, checkpoint=0))
+        await self.join()
         going = True
         while going:
             try:
@@ -72,17 +69,8 @@ class Trainer:
         attempt, samples = uuid.uuid4().hex, list[BatchSample]()
         batch: Batch | None = None
         while batch is None or not batch.complete:
-            ask = LeaseBatch(
-                policy=self.policy,
-                incarnation=self._incarnation,
-                attempt=attempt,
-                groups=BATCH,
-                version=self._version,
-                wait=1.0,
-                have=0 if batch is None else batch.groups,
-                least=self._least,
-            )
-            reply = await self._client.lease_batch(ask)
+            have = 0 if batch is None else batch.groups
+            reply = await self.lease(BATCH, wait=1.0, attempt=attempt, have=have, least=self._least)
             if reply.batch is None:
                 if reply.phase != "training":
                     return False
@@ -90,23 +78,9 @@ class Trainer:
             batch = reply.batch
             check_rows(batch.samples, await self._reader.read([s.row for s in batch.samples], list(COLUMNS)))
             samples += batch.samples
-        await self._commit(batch)
+        await self.commit(batch, deadline=60.0)
         self.trained.update((sample.task, sample.policy) for sample in samples)
         return True
-
-    async def _commit(self, batch: Batch) -> None:
-        news = CommitBatch(
-            policy=self.policy,
-            incarnation=self._incarnation,
-            batch=batch.id,
-            attempt=batch.attempt,
-            version=self._version + 1,
-            metrics={},
-            step_seconds=0.01,
-            wait_seconds=0.0,
-        )
-        await self._client.commit(news, 60.0)
-        self._version += 1
 
 
 class Killer:
