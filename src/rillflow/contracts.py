@@ -43,6 +43,15 @@ class SystemClock:
         return time.monotonic()
 
 
+class TokenSource(Protocol):
+    """What a gateway asks for tokens: an engine, or a pool of them. Closing the iterator aborts the request."""
+
+    @property
+    def context(self) -> int: ...
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]: ...
+
+
 class Engine(Protocol):
     """Token ids in; chunks of ids, log-probs and version out.
 
@@ -235,7 +244,8 @@ class Episode(Protocol):
     """What a workflow gets: a prompt, clients for its policies, a seed and a deadline.
 
     `client` is a plain OpenAI client whose base URL is this episode's session at the gateway; any other client
-    can be pointed at `base_url` with `api_key`. `model` is the name of the first policy.
+    can be pointed at `base_url` (OpenAI) or `anthropic_url` (Anthropic) with `api_key`. `model` is the name of the
+    first policy.
     """
 
     @property
@@ -257,12 +267,27 @@ class Episode(Protocol):
     def base_url(self) -> str: ...
 
     @property
+    def anthropic_url(self) -> str: ...
+
+    @property
     def api_key(self) -> str: ...
 
     @property
     def seed(self) -> int: ...
 
     def seconds_left(self) -> float: ...
+
+    def reward(
+        self,
+        value: float,
+        *,
+        call: str | None = None,
+        turn: int | None = None,
+        leaf: int | None = None,
+        policy: str | None = None,
+    ) -> None:
+        """Give a reward: to one answer by the `id` that the agent saw, to all answers of the n-th call (`turn`, from
+        0), to one leaf of the policy's tree by its number, or, with none of these, to the whole session."""
 
 
 class PromptGenerator(Protocol):

@@ -24,6 +24,7 @@ COLUMNS: dict[str, str] = {
     "raw_logprobs": "<f4",  # of the untempered distribution; 0 where mask is 0
     "temperatures": "<f4",  # that `logprobs` can be recomputed with; 0 where they cannot (greedy, top-p, top-k)
     "versions": "<i4",  # policy version that sampled the token; -1 where mask is 0
+    "rewards": "<f4",  # given to the answer that ends with the token, NaN elsewhere; absent where no answer has its own
     "transcript": "|u1",  # UTF-8 JSON of the episode's messages, on the first sample of a trajectory only
 }
 _OWN_COLUMN = re.compile(r"[a-z][a-z0-9_]{0,63}\.(i4|i8|u1|f2|f4|f8)")
@@ -96,7 +97,11 @@ class Row(Wire, frozen=True):
 
 
 class SampleMeta(Wire, frozen=True):
-    """What the ledger knows of a sample: everything but its tokens."""
+    """What the ledger is told of a sample: everything but its tokens.
+
+    `fork` says why its path left another one ("history": the agent's messages did; "template": the chat template wrote
+    them anew), `seams` how often its sampling was cut and continued.
+    """
 
     policy: str
     row: Row
@@ -106,6 +111,8 @@ class SampleMeta(Wire, frozen=True):
     newest: int
     reward: float
     truncated: bool = False
+    fork: str = ""
+    seams: int = 0
 
 
 class CompleteTask(Wire, frozen=True):
@@ -415,7 +422,8 @@ class GenerateRequest(Wire, frozen=True):
 class Chunk(Wire, frozen=True):
     """Tokens out, all sampled by one `version`. The stop token, when sampled, is part of `tokens`.
 
-    `logprobs` are of the distribution that was sampled from, `raw_logprobs` of the untempered one.
+    `logprobs` are of the distribution that was sampled from, `raw_logprobs` of the untempered one. `seam` says why
+    sampling was cut before the first of these tokens and went on from the ids produced so far; empty where it was not.
     """
 
     tokens: list[int]
@@ -423,6 +431,7 @@ class Chunk(Wire, frozen=True):
     raw_logprobs: list[float]
     version: int
     finish: FinishReason | None = None
+    seam: str = ""
 
 
 class EngineStats(Wire, frozen=True):
@@ -435,6 +444,28 @@ class EngineStats(Wire, frozen=True):
     reused_tokens: int
     steps: int
     loads: int
+
+
+class EngineInfo(Wire, frozen=True):
+    """A process that samples for others: where it listens and which version of each policy it serves now.
+
+    `paused` names why it does not sample at present; empty where it does.
+    """
+
+    name: str
+    url: str
+    versions: dict[str, int]
+    context: int
+    slots: int
+    running: int = 0
+    waiting: int = 0
+    paused: str = ""
+
+
+class Engines(Wire, frozen=True):
+    """The engine processes of a run that were heard of lately."""
+
+    engines: list[EngineInfo]
 
 
 # ---------------------------------------------------------------- status, for people and supervisors

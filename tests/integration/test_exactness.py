@@ -16,7 +16,7 @@ from rillflow.agents.workflows.stockroom import play
 from rillflow.config import SamplingConfig
 from rillflow.contracts import SystemClock
 from rillflow.engine.embedded import EmbeddedEngine
-from rillflow.gateway import Gateway, Renderer, session_url
+from rillflow.gateway import Gateway, Policy, Renderer, session_url
 from rillflow.gateway.record import Sample
 from rillflow.rollout.episode import RunningEpisode
 from rillflow.trainer.batches import make_rows
@@ -47,7 +47,7 @@ class Logged(EmbeddedEngine):
 
 
 async def play_episodes(engine: Logged, sampling: SamplingConfig, count: int) -> list[Sample]:
-    gateway = Gateway("token", {"agent": engine}, {"agent": Renderer.load("tiny")}, {"agent": sampling})
+    gateway = Gateway("token", {"agent": Policy(engine, Renderer.load("tiny"))}, {"agent": sampling})
     url = await gateway.start()
     client = openai.AsyncOpenAI(api_key="unset", base_url=url, http_client=openai.DefaultAioHttpClient())
 

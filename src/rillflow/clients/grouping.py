@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     Rows = Sequence[Mapping[str, Buffer]]
 
 WAITING_BYTES = 256 << 20
-_GROUP_BYTES = 64 << 20
+_GROUP_BYTES = 1 << 21
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,15 @@
 
 from rillflow.config.load import load_recipe, recipes, resolve_object, write_resolved
 from rillflow.config.schema import (
+    CommandConfig,
     DataConfig,
     DataflowConfig,
     EngineConfig,
     EvaluationConfig,
+    GatewayConfig,
     HookConfig,
     ObserveConfig,
+    PauseConfig,
     PolicyConfig,
     Recipe,
     RolloutConfig,
@@ -19,12 +22,15 @@ from rillflow.config.schema import (
 )
 
 __all__ = [
+    "CommandConfig",
     "DataConfig",
     "DataflowConfig",
     "EngineConfig",
     "EvaluationConfig",
+    "GatewayConfig",
     "HookConfig",
     "ObserveConfig",
+    "PauseConfig",
     "PolicyConfig",
     "Recipe",
     "RolloutConfig",

@@ -90,6 +90,11 @@ class EngineConfig(Section):
     slots: Positive = Field(64, description="sequences decoded at once")
     context: Positive = Field(512, description="most tokens of one sequence, prompt and answer together")
     queue: Positive = Field(1024, description="most requests that wait for a slot")
+    on_update: Literal["refill", "keep"] = Field(
+        "refill",
+        description="what becomes of the attention cache of running answers when new weights come: computed again "
+        "under them, or kept as it is",
+    )
     device: str = Field("auto", description="auto, cpu, cuda, cuda:0 …")
     dtype: Literal["fp32", "bf16"] = "fp32"
 
@@ -132,6 +137,12 @@ class PolicyConfig(Section):
     )
     stages: list[Name] = Field(
         default_factory=list, description="consumers that handle every sample before the trainer gets it"
+    )
+    tools: Literal["auto", "hermes", "llama3", "json"] = Field(
+        "auto", description="how the model writes tool calls; auto looks at its chat template"
+    )
+    reasoning: Literal["auto", "think", "none"] = Field(
+        "auto", description="whether text between <think> and </think> is reasoning; auto looks at the chat template"
     )
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()
@@ -205,8 +216,53 @@ class DataflowConfig(Section):
     )
 
 
+class GatewayConfig(Section):
+    """The bounds on what agents may ask for. Each is checked before the work that it bounds."""
+
+    body: Positive = Field(8 << 20, description="bytes of one request")
+    messages: Positive = Field(2048, description="of one request")
+    tools: Positive = Field(128, description="of one request")
+    choices: Positive = Field(64, description="answers to one request (`n`)")
+    stops: Positive = Field(16, description="stop strings of one request")
+    tokens: Positive = Field(1 << 20, description="tokens that one request may ask for, over all its answers")
+    calls: Positive = Field(16384, description="calls of one session over its life")
+    session_bytes: Positive = Field(256 << 20, description="bytes kept of one session")
+    concurrent: Positive = Field(64, description="calls of one session at work at once; more get a 429")
+    total: Positive = Field(4096, description="calls of all sessions at work at once; more get a 429")
+    sessions: Positive = Field(4096, description="sessions open at once")
+
+
+class PauseConfig(Section):
+    """When a node stops sampling until newer weights come, as a synchronous run wants it. Requests stay open."""
+
+    episodes: Positive | None = Field(None, description="after so many finished episodes since the last weights")
+    seconds: Seconds | None = Field(None, description="so long after the last weights")
+    at_most: Seconds = Field(60.0, description="no pause is longer, even if no new weights come")
+
+
+class CommandConfig(Section):
+    """An agent that is a program of its own, started once for each episode."""
+
+    run: str = Field(min_length=1, description="the command line; it finds the task and the gateway in its environment")
+    folder: str | None = Field(None, description="where it runs; default: an empty folder of its own for each episode")
+    environment: dict[str, str] = Field(default_factory=dict, description="variables added to its environment")
+    output: Positive = Field(1 << 20, description="most bytes kept of what it writes")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        return {"run": value} if isinstance(value, str) else value
+
+
 class RolloutConfig(Section):
     nodes: Positive = Field(1, description="rollout nodes that `rillflow run` starts")
+    engines: NonNegative = Field(
+        0, description="engine processes that `rillflow run` starts for all nodes; 0: each node samples by itself"
+    )
+    pause_after: PauseConfig | None = Field(None, description="stop sampling until newer weights come")
+    late_rewards: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="seconds after an episode's end in which its reward may still come over HTTP"
+    )
     episodes: Positive = Field(64, description="episodes that one node plays at once")
     episode_timeout: Seconds = Field(60.0, description="an episode that takes longer is cut and retried")
     reward_timeout: Seconds = Field(20.0, description="a reward function that takes longer is retried")
@@ -245,19 +301,24 @@ class Recipe(Section):
     description: str = ""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     policies: dict[Name, PolicyConfig] = Field(min_length=1)
-    workflow: str = Field(description="module:function or file.py:function, `async def play(episode)`")
+    workflow: str | None = Field(None, description="module:function or file.py:function, `async def play(episode)`")
+    command: CommandConfig | None = Field(None, description="an agent as a command line, in place of a workflow")
+    outside: bool = Field(False, description="agents from outside take the tasks, in place of a workflow")
     reward: str | None = Field(
         None, description="module:function, `reward(payload, answer) -> float`; without it the workflow returns it"
     )
     data: DataConfig
     dataflow: DataflowConfig = DataflowConfig()
     rollout: RolloutConfig = RolloutConfig()
+    gateway: GatewayConfig = GatewayConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     observe: ObserveConfig = ObserveConfig()
     runtime: RuntimeConfig = RuntimeConfig()
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
+        if sum((self.workflow is not None, self.command is not None, self.outside)) != 1:
+            raise ValueError("give exactly one of `workflow`, `command` and `outside: true`: who plays the episodes")
         bounds = {name: self.staleness(name) for name in self.policies}
         if self.runtime.deterministic and any(bounds.values()):
             raise ValueError("runtime.deterministic needs dataflow.staleness=0: only on-policy runs are repeatable")

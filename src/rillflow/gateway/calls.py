@@ -8,12 +8,12 @@ of its nodes, except what the engine itself had to cut off (`abort`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rillflow.contracts import Engine
+from rillflow.contracts import TokenSource
 from rillflow.errors import ContextOverflow, Unavailable
 from rillflow.gateway.detokenise import Detokeniser
 from rillflow.gateway.messages import Message, ToolCall, message
@@ -51,16 +51,27 @@ class Piece(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """What samples a policy and what speaks its tokens."""
+    """What samples a policy, what speaks its tokens, and how its model writes tool calls and reasoning."""
 
-    engine: Engine
+    engine: TokenSource
     renderer: Renderer
+    tools: str = "auto"
+    reasoning: str = "auto"
 
 
 class Choice:
     """One answer being sampled. After its last piece, `text`, `calls` and `finish` are the whole answer."""
 
-    def __init__(self, index: int, node: Node, policy: Policy, request: GenerateRequest, call: Call) -> None:
+    def __init__(
+        self,
+        index: int,
+        node: Node,
+        policy: Policy,
+        request: GenerateRequest,
+        call: Call,
+        *,
+        keep: Callable[[Node], Awaitable[None]],
+    ) -> None:
         self.index = index
         self.node = node
         self.text = ""
@@ -68,6 +79,7 @@ class Choice:
         self.finish: FinishReason = "stop"
         self.stop_tokens = frozenset(policy.renderer.stop_tokens)
         self._engine = policy.engine
+        self._keep = keep
         self._request = request
         self._stops = StopStrings(call.stops) if call.stops else None
         self._parser = ToolParser() if call.parse_tools else None
@@ -87,7 +99,10 @@ class Choice:
                     break
             else:
                 self.finish = "abort"
-            for piece in self._end():
+            pieces = self._end()
+            # On disk before the agent can know that the answer has ended.
+            await self._keep(self.node)
+            for piece in pieces:
                 yield piece
         finally:
             if self.node.finish is None:
@@ -249,6 +264,10 @@ def begin(session: Session, policy: Policy, call: Call, id: str, created: int) -
             f"this model's context is {policy.engine.context} tokens, the messages have {len(prompt)}"
         )
     draw = session.draw(call.policy, prompt)
+
+    async def keep(node: Node) -> None:
+        await session.log.ended(session, call.policy, node)
+
     choices = []
     for index, seed in enumerate(session.seeds(draw, call.choices, call.sampling.seed)):
         sampling = Sampling(
@@ -260,5 +279,7 @@ def begin(session: Session, policy: Policy, call: Call, id: str, created: int) -
             seed=seed,
         )
         request = GenerateRequest(id=f"{id}_{index}", tokens=prompt, sampling=sampling, group=session.group)
-        choices.append(Choice(index, tree.sample(given, plain_temperature(sampling)), policy, request, call))
+        node = tree.sample(given, plain_temperature(sampling), request.id)
+        session.log.begun(session, call.policy, node, live=call.live)
+        choices.append(Choice(index, node, policy, request, call, keep=keep))
     return Answer(id, created, len(prompt), choices, lambda: session.give_back(draw))

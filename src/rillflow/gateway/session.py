@@ -20,10 +20,11 @@ from hashlib import blake2b, sha256
 from itertools import count
 from typing import NamedTuple
 
+from rillflow.config import GatewayConfig
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import QueueFull, RunError
 from rillflow.gateway.failures import CallRefused, session_gone, session_late
-from rillflow.gateway.limits import GatewayLimits
+from rillflow.gateway.keeping import SessionLog, Unkept
 from rillflow.gateway.record import SessionRecord
 from rillflow.gateway.tree import TokenTree
 
@@ -44,6 +45,7 @@ class Session:
     seed: int
     group: str
     deadline: float
+    log: SessionLog = field(default_factory=Unkept)
     calls: int = 0
     closed: bool = False
     trees: dict[str, TokenTree] = field(default_factory=dict)
@@ -53,7 +55,7 @@ class Session:
     def tree(self, policy: str) -> TokenTree:
         return self.trees.setdefault(policy, TokenTree())
 
-    def admit(self, limits: GatewayLimits, now: float) -> int:
+    def admit(self, limits: GatewayConfig, now: float) -> int:
         """Count a call in, or refuse it; returns its number."""
         if self.closed:
             raise session_gone(self.id)
@@ -94,8 +96,15 @@ def _seed(head: blake2b, index: int) -> int:
 class Sessions:
     """The open sessions of one gateway."""
 
-    def __init__(self, secret: str, limits: GatewayLimits | None = None, clock: Clock | None = None) -> None:
-        self.limits = limits or GatewayLimits()
+    def __init__(
+        self,
+        secret: str,
+        limits: GatewayConfig | None = None,
+        clock: Clock | None = None,
+        log: SessionLog | None = None,
+    ) -> None:
+        self.limits = limits or GatewayConfig()
+        self.log = log or Unkept()
         self.clock = clock or SystemClock()
         self._secret = secret.encode()
         self._open: dict[str, Session] = {}
@@ -113,7 +122,9 @@ class Sessions:
             raise QueueFull(f"{self.limits.sessions} sessions are open", "close some first")
         name = f"{id}.{secrets.token_hex(8)}"
         key = f"{name}.{self._sign(name)}"
-        self._open[id] = Session(id, key, seed, group, self.clock.monotonic() + deadline_seconds)
+        session = Session(id, key, seed, group, self.clock.monotonic() + deadline_seconds, self.log)
+        self._open[id] = session
+        self.log.opened(session)
         return key
 
     def close(self, id: str) -> SessionRecord:

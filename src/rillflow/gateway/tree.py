@@ -33,6 +33,7 @@ class Node:
 
     __slots__ = (
         "abandoned",
+        "call",
         "canonical",
         "children",
         "finish",
@@ -61,6 +62,7 @@ class Node:
         self.temperature = 0.0
         self.finish: FinishReason | None = None
         self.abandoned = False
+        self.call = ""
         self.fork: Fork = ""
         self.canonical: Canonical | None = None
 
@@ -168,9 +170,10 @@ class TokenTree:
         parent.children.append(node)
         return node
 
-    def sample(self, given: Node, temperature: float) -> Node:
-        """Begin an answer below `given`, drawn at a `temperature` (0: not by temperature alone)."""
+    def sample(self, given: Node, temperature: float, call: str = "") -> Node:
+        """Begin an answer below `given`, drawn at a `temperature` (0: not by temperature alone), for a `call`."""
         node = self._make("sampled", given)
+        node.call = call
         node.temperature = temperature
         given.children.append(node)
         return node

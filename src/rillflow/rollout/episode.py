@@ -32,6 +32,8 @@ Reward = Callable[[dict[str, Any], Any], Any]
 
 def load_workflow(recipe: Recipe) -> tuple[Workflow, Reward | None]:
     """The user's functions, checked before anything is started."""
+    if recipe.workflow is None:
+        raise ConfigError("the recipe names no workflow")
     workflow = resolve_object(recipe.workflow)
     if not inspect.iscoroutinefunction(workflow):
         raise ConfigError(f"workflow {recipe.workflow} is not an async function", "write `async def play(episode):`")

@@ -14,6 +14,7 @@ from rillflow.clients.units import UnitWriter
 from rillflow.config import PolicyConfig, Recipe
 from rillflow.contracts import Engine
 from rillflow.engine.embedded import EmbeddedEngine
+from rillflow.gateway.calls import Policy
 from rillflow.gateway.render import Renderer
 from rillflow.gateway.server import Gateway
 from rillflow.rollout.episode import load_workflow
@@ -55,9 +56,9 @@ async def run_node(
     refreshers = {n: Refresher(n, engine, FolderStore(weights / n)) for n, engine in engines.items()}
     gateway = Gateway(
         token,
-        engines,
-        {n: Renderer.load(p.model) for n, p in recipe.policies.items()},
+        {n: Policy(engines[n], Renderer.load(p.model), p.tools, p.reasoning) for n, p in recipe.policies.items()},
         {n: p.sampling for n, p in recipe.policies.items()},
+        limits=recipe.gateway,
     )
     dataflow = DataflowClient(Client(dataflow_url, token, peer="dataflow"))
     writer = UnitWriter(dataflow.units, token, segment_bytes=recipe.dataflow.units.segment_bytes)

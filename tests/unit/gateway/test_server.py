@@ -13,9 +13,9 @@ import pytest
 from gateway_support import CHATML, FORGETFUL, ScriptedEngine, chunk, make_renderer, says
 from openai import AsyncOpenAI
 
-from rillflow.config import SamplingConfig
+from rillflow.config import GatewayConfig, SamplingConfig
 from rillflow.errors import ConfigError, ContextOverflow, QueueFull
-from rillflow.gateway import Gateway, GatewayLimits, session_url
+from rillflow.gateway import Gateway, Policy, session_url
 
 TOKEN = "the-run-token"
 RENDERERS = {template: make_renderer(template) for template in (CHATML, FORGETFUL)}
@@ -63,8 +63,7 @@ async def running(template: str = CHATML, **arguments: Any) -> AsyncIterator[Ben
     engine = ScriptedEngine()
     gateway = Gateway(
         TOKEN,
-        {"policy": engine},
-        {"policy": RENDERERS[template]},
+        {"policy": Policy(engine, RENDERERS[template])},
         {"policy": SamplingConfig(temperature=0.7, top_k=5, max_tokens=50)},
         **arguments,
     )
@@ -372,7 +371,7 @@ async def test_a_body_that_is_not_json(bench: Bench) -> None:
                 assert (await response.json())["error"]["type"] == "invalid_request_error"
 
 
-LIMITS = GatewayLimits(body=4000, messages=3, tools=2, choices=2, stops=2, calls=20)
+LIMITS = GatewayConfig(body=4000, messages=3, tools=2, choices=2, stops=2, calls=20)
 
 
 @pytest.mark.parametrize(
@@ -436,7 +435,7 @@ async def test_a_full_queue_says_when_to_come_back(bench: Bench, stream: bool) -
 
 
 async def test_concurrent_calls_are_bounded() -> None:
-    async with running(limits=GatewayLimits(concurrent=2)) as bench:
+    async with running(limits=GatewayConfig(concurrent=2)) as bench:
         bench.engine.scripts += [[None, *says(RENDERER, "a")] for _ in range(2)]
         calls = [asyncio.create_task(bench.ask()) for _ in range(2)]
         await until(lambda: len(bench.engine.requests) == 2)
@@ -474,7 +473,7 @@ async def test_a_template_that_refuses_is_the_agents_error(bench: Bench, monkeyp
 
 def test_policies_must_be_named_alike() -> None:
     with pytest.raises(ConfigError):
-        Gateway(TOKEN, {"a": ScriptedEngine()}, {"b": RENDERER}, {"a": SamplingConfig()})
+        Gateway(TOKEN, {"a": Policy(ScriptedEngine(), RENDERER)}, {"b": SamplingConfig()})
 
 
 # ---------------------------------------------------------------- going, closing, deadlines

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from rillflow.config import GatewayConfig
 from rillflow.errors import QueueFull, RunError
-from rillflow.gateway import GatewayLimits, Sessions
+from rillflow.gateway import Sessions
 from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.session import Session
 
@@ -62,7 +63,7 @@ def test_keys() -> None:
 
 
 def test_what_cannot_be_opened() -> None:
-    sessions = Sessions("secret", GatewayLimits(sessions=2))
+    sessions = Sessions("secret", GatewayConfig(sessions=2))
     sessions.open("a", seed=1, group="g", deadline_seconds=9)
     for id in ("a", "", "x/y"):
         with pytest.raises(RunError):

@@ -18,7 +18,7 @@ from rillflow.config import PolicyConfig
 from rillflow.config.schema import RolloutConfig, SamplingConfig
 from rillflow.contracts import Episode
 from rillflow.dataflow.units import FileUnit
-from rillflow.gateway import Gateway, Renderer
+from rillflow.gateway import Gateway, Policy, Renderer
 from rillflow.rollout.main import build_engine
 from rillflow.rollout.node import Node
 from rillflow.types import (
@@ -111,7 +111,9 @@ async def played(workflow: Any, unit: FileUnit, count: int) -> Dataflow:
     policy = PolicyConfig.model_validate({"model": "tiny", "engine": {"slots": 8, "context": 160}})
     engines = {name: build_engine(policy, exact=False) for name in POLICIES}
     gateway = Gateway(
-        TOKEN, engines, dict.fromkeys(POLICIES, Renderer.load("tiny")), dict.fromkeys(POLICIES, SamplingConfig())
+        TOKEN,
+        {name: Policy(engine, Renderer.load("tiny")) for name, engine in engines.items()},
+        dict.fromkeys(POLICIES, SamplingConfig()),
     )
     writer = UnitWriter(dataflow.units, TOKEN)
     client = openai.AsyncOpenAI(

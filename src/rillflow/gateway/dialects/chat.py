@@ -13,14 +13,16 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from rillflow.config import SamplingConfig
+from rillflow.config import GatewayConfig, SamplingConfig
 from rillflow.gateway.calls import Answer, Call, Choice, Piece
-from rillflow.gateway.dialects.openai import DONE, event
+from rillflow.gateway.dialects.openai import DONE, error_body, error_event, event
 from rillflow.gateway.failures import CallRefused
-from rillflow.gateway.limits import GatewayLimits
 from rillflow.gateway.messages import Message, ToolCall, message
 from rillflow.gateway.render import Renderer
 from rillflow.types import Sampling
+
+PATH = "/v1/chat/completions"
+__all__ = ["PATH", "decode", "error_body", "error_event", "stream", "to_call", "whole"]
 
 Temperature = Annotated[float, msgspec.Meta(ge=0, le=10)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
@@ -86,7 +88,7 @@ _decoder = msgspec.json.Decoder(ChatRequest)
 # ---------------------------------------------------------------- the request
 
 
-def decode(raw: bytes, limits: GatewayLimits) -> ChatRequest:
+def decode(raw: bytes, limits: GatewayConfig) -> ChatRequest:
     try:
         request = _decoder.decode(raw)
     except msgspec.ValidationError as error:
@@ -171,7 +173,7 @@ def _text(place: int, content: str | list[Part] | None) -> str:
 # ---------------------------------------------------------------- the response
 
 
-def completion(request: ChatRequest, answer: Answer, renderer: Renderer) -> bytes:
+def whole(request: ChatRequest, answer: Answer, renderer: Renderer) -> bytes:
     return msgspec.json.encode(
         {
             "id": f"chatcmpl-{answer.id}",

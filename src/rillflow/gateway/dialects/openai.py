@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from starlette.responses import Response
 
-from rillflow.errors import ContextOverflow, QueueFull, RillflowError
+from rillflow.errors import ContextOverflow, RillflowError
 from rillflow.gateway.failures import CallRefused
 
-JSON = "application/json"
 DONE = b"data: [DONE]\n\n"
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -28,10 +26,10 @@ def error_body(error: RillflowError) -> dict[str, Any]:
     return {"error": {"message": error.message, "type": kind, "param": param, "code": code}}
 
 
-def error_response(error: RillflowError) -> Response:
-    headers = {"retry-after": "1"} if isinstance(error, QueueFull) or error.status == 503 else None
-    return Response(msgspec.json.encode(error_body(error)), error.status, headers, JSON)
-
-
 def event(value: Any) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def error_event(error: RillflowError) -> bytes:
+    """How a stream that has begun says that it was cut."""
+    return event(error_body(error))
