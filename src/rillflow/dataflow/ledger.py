@@ -15,6 +15,7 @@ from typing import Any
 from rillflow.contracts import Clock, PromptSource, SystemClock
 from rillflow.dataflow.balance_ledger import Balances
 from rillflow.dataflow.batches import Batches
+from rillflow.dataflow.completions import Completions
 from rillflow.dataflow.course import Course
 from rillflow.dataflow.database import Database
 from rillflow.dataflow.evaluations import Evaluations
@@ -34,7 +35,7 @@ from rillflow.dataflow.steps import Steps
 from rillflow.dataflow.streams import Streams
 from rillflow.dataflow.tables import FORMAT, NEWEST
 from rillflow.dataflow.tasks import Tasks
-from rillflow.errors import BadRequest, DataError, LeaseLost, RillflowError
+from rillflow.errors import DataError, LeaseLost, RillflowError
 from rillflow.types import (
     Ack,
     BatchReply,
@@ -109,7 +110,10 @@ class Ledger:
         )
         self.streams = Streams(base, self.groups, self.shares, self.lineage)
         self.leasing = Leasing(base, self.groups, self.lineage, self.nodes, self.streams)
-        self.tasks = Tasks(base, self.groups, self.lineage, self.nodes, self.rows)
+        self.tasks = Tasks(base, self.groups, self.nodes, self.rows)
+        self.completions = Completions(
+            base, tasks=self.tasks, groups=self.groups, lineage=self.lineage, nodes=self.nodes, rows=self.rows
+        )
         self.steps = Steps(base, self.lineage, self.nodes)
         self.batches = Batches(
             base,
@@ -283,16 +287,10 @@ class Ledger:
         """Each is taken or refused on its own: what is refused has changed nothing."""
         with self.db.change():
             moves = self.moves
-            taken = [self._complete(one) for one in news]
+            taken = self.completions.take(news)
             if self.moves != moves:  # most completions end no group: nothing follows from them
                 self.advance()
             return taken
-
-    def _complete(self, news: CompleteTask) -> Ack | RillflowError:
-        try:
-            return self.tasks.complete(news)
-        except (BadRequest, LeaseLost) as error:  # raised before anything is changed
-            return error
 
     def fail(self, news: FailTask) -> Ack:
         with self.db.change():

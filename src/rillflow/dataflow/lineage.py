@@ -52,6 +52,11 @@ class Lineage(Part):
         steps = {row["name"]: row["steps"] for row in self._db.all("SELECT name, steps FROM policies")}
         return [name for name, rules in self._rules.policies.items() if steps[name] < rules.total_steps]
 
+    @property
+    def deaths(self) -> bool:
+        """Whether any version of any policy has died."""
+        return bool(self._db.value("SELECT EXISTS (SELECT 1 FROM orphans)"))
+
     def died(self, policy: str, oldest: int, newest: int) -> bool:
         """Whether a version from `oldest` to `newest` is dead; a sample with tokens of both sides is, too."""
         return bool(

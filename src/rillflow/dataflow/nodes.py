@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rillflow.dataflow.part import Part
 from rillflow.dataflow.throttle import DECAY, Allowance, NodeLook, allowance
@@ -11,11 +11,14 @@ from rillflow.errors import BadRequest
 
 _PACE = 0.8  # of the mean seconds that is kept at every success
 _LONGEST = 1e9  # seconds; whatever a node says, the mean stays a number
-_ENDED = (
-    "UPDATE nodes SET held = held - 1, held_eval = held_eval - ?, ends = ends * ? + 1, bad_ends = bad_ends * ? + ?, "
-    "bad_row = CASE WHEN ? THEN bad_row + 1 ELSE 0 END, pace = CASE WHEN ? THEN pace WHEN pace IS NULL THEN ? "
-    "ELSE pace * ? + ? END, completed = completed + ?, failed = failed + ?, produced = produced + ?, "
-    "accepted = accepted + ? WHERE name = ?"
+_SUCCEEDED = (
+    "UPDATE nodes SET held = held - ?, held_eval = held_eval - ?, ends = ends * ? + ?, bad_ends = bad_ends * ?, "
+    "bad_row = 0, pace = CASE WHEN pace IS NULL THEN ? ELSE pace * ? + ? END, completed = completed + ?, "
+    "produced = produced + ?, accepted = accepted + ? WHERE name = ?"
+)
+_FAILED = (
+    "UPDATE nodes SET held = held - 1, held_eval = held_eval - ?, ends = ends * ? + 1, bad_ends = bad_ends * ? + 1, "
+    "bad_row = bad_row + 1, failed = failed + 1, produced = produced + ? WHERE name = ?"
 )
 
 
@@ -64,23 +67,27 @@ class Nodes(Part):
             (train + evaluation, evaluation, train + evaluation, node),
         )
 
-    def succeeded(self, node: str, lane: str, seconds: float, samples: int) -> None:
-        seconds = min(max(seconds, 0.0), _LONGEST)
-        self._ended(node, lane, bad=False, seconds=seconds, produced=samples, accepted=samples)
-
-    def failed(self, node: str, lane: str, samples: int) -> None:
-        self._ended(node, lane, bad=True, seconds=0.0, produced=samples, accepted=0)
-
-    def _ended(self, node: str, lane: str, *, bad: bool, seconds: float, produced: int, accepted: int) -> None:
-        """An episode of this node has ended, well or badly. Samples are counted in the train lane only."""
-        train = lane == "train"
+    def succeeded(self, node: str, lane: str, seconds: Sequence[float], samples: int) -> None:
+        """Episodes that took so long each have ended well. Samples are counted in the train lane only."""
+        took = [min(max(one, 0.0), _LONGEST) for one in seconds]
+        number, train = len(took), lane == "train"
+        counted = samples if train else 0
+        kept, pace, first = _PACE**number, 0.0, took[0]
+        for one in took:
+            pace, first = pace * _PACE + (1 - _PACE) * one, first * _PACE + (1 - _PACE) * one
+        decay = DECAY**number
         self._db.run(
-            _ENDED,
+            _SUCCEEDED,
             (
-                *(not train, DECAY, DECAY, bad, bad, bad, seconds, _PACE, (1 - _PACE) * seconds),
-                *(not bad, bad, produced if train else 0, accepted if train else 0, node),
+                *(number, 0 if train else number, decay, sum(DECAY**n for n in range(number)), decay),
+                *(first, kept, pace, number, counted, counted, node),
             ),
         )
+
+    def failed(self, node: str, lane: str, samples: int) -> None:
+        """An episode has ended badly."""
+        train = lane == "train"
+        self._db.run(_FAILED, (not train, DECAY, DECAY, samples if train else 0, node))
 
     def returned(self, node: str, lane: str, samples: int = 0, *, stale: bool = False) -> None:
         """A lease has ended without a verdict on the episode."""
