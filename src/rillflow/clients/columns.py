@@ -38,15 +38,30 @@ def row_bytes(row: Mapping[str, Buffer]) -> int:
     return sum(view_of(data).nbytes for data in row.values())
 
 
-def check_columns(row: Mapping[str, Buffer]) -> None:
-    """Known names, whole elements, and the same number of tokens in every column that has one value a token."""
-    counts: dict[str, int] = {}
+def check_rows(rows: Sequence[Mapping[str, Buffer]]) -> int:
+    """How many bytes the columns of all rows have; BadRequest where one of them is no row: see `check_columns`."""
+    return sum([check_columns(row) for row in rows])
+
+
+def check_columns(row: Mapping[str, Buffer]) -> int:
+    """Known names, whole elements, and the same number of tokens in every column that has one value a token.
+
+    Returns the bytes of all columns.
+    """
+    tokens, size = -1, 0
     for name, data in row.items():
-        count = _count(name, data, dtype_of(name))
+        dtype = dtype_of(name)
+        count = _count(name, data, dtype)
+        size += count * dtype.itemsize
         if name in _PER_TOKEN:
-            counts[name] = count
-    if len(set(counts.values())) > 1:
-        raise BadRequest(f"columns of one row differ in length: {counts}", "every column has one value a token")
+            if tokens not in (-1, count):
+                raise BadRequest(f"columns of one row differ in length: {_lengths(row)}", "one value a token, in each")
+            tokens = count
+    return size
+
+
+def _lengths(row: Mapping[str, Buffer]) -> dict[str, int]:
+    return {name: _count(name, data, dtype_of(name)) for name, data in row.items() if name in _PER_TOKEN}
 
 
 def _count(name: str, data: Buffer, dtype: np.dtype[Any]) -> int:

@@ -14,6 +14,8 @@ from rillflow.types import (
     CommitStage,
     CompleteTask,
     CompleteTasks,
+    EngineInfo,
+    Engines,
     FailTask,
     Heartbeat,
     HeartbeatReply,
@@ -95,6 +97,13 @@ class DataflowClient:
     async def units(self, deadline: float = DEFAULT_DEADLINE) -> Units:
         """The storage units that were heard of lately, the least loaded first."""
         return await self.wire.get("/units", Units, deadline)
+
+    async def engine_beat(self, info: EngineInfo, deadline: float = DEFAULT_DEADLINE) -> Engines:
+        return await self.wire.post("/engines/beat", info, Engines, deadline)
+
+    async def engines(self, deadline: float = DEFAULT_DEADLINE) -> Engines:
+        """The engine processes that were heard of lately."""
+        return await self.wire.get("/engines", Engines, deadline)
 
     async def lose_rows(self, news: LoseRows, deadline: float = DEFAULT_DEADLINE) -> Ack:
         """Rows that could not be read as they were written."""

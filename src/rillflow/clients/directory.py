@@ -83,10 +83,14 @@ class Directory:
 
     async def units(self, *, since: int = 0) -> list[UnitInfo]:
         """The units heard of lately, renewed at least once after the `since`th time."""
-        async with self._asking:
-            if self.asked <= since or self._clock.monotonic() - self._asked_at > FRESH_SECONDS:
-                await self._ask()
+        if not self._fresh(since):
+            async with self._asking:
+                if not self._fresh(since):  # whoever had the lock may have asked
+                    await self._ask()
         return self._listed
+
+    def _fresh(self, since: int) -> bool:
+        return self.asked > since and self._clock.monotonic() - self._asked_at <= FRESH_SECONDS
 
     async def _ask(self) -> None:
         try:

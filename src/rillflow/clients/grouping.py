@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rillflow.clients.columns import check_columns, row_bytes
+from rillflow.clients.columns import check_rows
 from rillflow.errors import RillflowError, StorageError, Unavailable
 from rillflow.types import Row
 
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     Rows = Sequence[Mapping[str, Buffer]]
 
 WAITING_BYTES = 256 << 20
-_GROUP_BYTES = 1 << 21
+# Written by one put, unless one alone has more. As much as any disk takes in the time of a sync, and no more: who is
+# told of the first group goes on while the next one is written.
+_GROUP_BYTES = 2 << 20
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,10 @@ class GroupedPuts:
 
     async def put(self, rows: Rows) -> list[Row]:
         """Where the rows are, once they are durable; Unavailable when too much waits already."""
-        for row in rows:
-            check_columns(row)
-        size = sum(map(row_bytes, rows))
+        return await self.put_checked(rows, check_rows(rows))
+
+    async def put_checked(self, rows: Rows, size: int) -> list[Row]:
+        """The same for rows that were checked before, and have so many bytes."""
         if self._closed:
             raise Unavailable("the unit is closing", "use another unit")
         if self.bytes and self.bytes + size > self._limit:

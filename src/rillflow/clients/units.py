@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rillflow.clients.columns import check_columns, row_bytes
+from rillflow.clients.columns import check_rows, row_bytes
 from rillflow.clients.directory import UNIT_ID_FILE, Directory
 from rillflow.clients.grouping import GroupedPuts
 from rillflow.contracts import Clock, SystemClock
@@ -39,7 +39,10 @@ _PAUSE = 0.1
 
 
 class LocalWriter:
-    """Writes straight into the folder of a unit on this host. Any thread may put; each put is one sync."""
+    """Writes straight into the folder of a unit on this host. Any thread may put; each put is one sync.
+
+    Who puts has checked the rows: see `check_rows`.
+    """
 
     def __init__(self, folder: Path, *, segment_bytes: int = SEGMENT_BYTES) -> None:
         try:
@@ -50,8 +53,6 @@ class LocalWriter:
         self._lock = threading.Lock()
 
     def put(self, rows: Rows) -> list[Row]:
-        for row in rows:
-            check_columns(row)
         with self._lock:
             places = self._writer.write(rows)
             self._writer.sync()
@@ -68,7 +69,7 @@ class _Local:
     def __init__(self, folder: Path, segment_bytes: int) -> None:
         self._writer = LocalWriter(folder, segment_bytes=segment_bytes)
         self._puts = GroupedPuts(self._writer.put)
-        self.put = self._puts.put
+        self.put = self._puts.put_checked
 
     async def close(self) -> None:
         await self._puts.close()
@@ -99,14 +100,13 @@ class UnitWriter:
 
     async def put(self, rows: Rows, deadline: float = DEFAULT_DEADLINE) -> list[Row]:
         """Durable when this returns. All rows of one call go to one unit."""
-        for row in rows:
-            check_columns(row)
+        size = check_rows(rows)
         if not rows:
             return []
         end = self._clock.monotonic() + deadline
         try:
             async with asyncio.timeout(deadline):
-                return await self._try_all(rows, end)
+                return await self._try_all(rows, size, end)
         except TimeoutError as error:
             raise DeadlineExceeded(
                 f"no storage unit took {len(rows)} rows within {deadline:.0f} s", "look at the logs of the units"
@@ -121,9 +121,8 @@ class UnitWriter:
 
     # ------------------------------------------------------------ choosing
 
-    async def _try_all(self, rows: Rows, end: float) -> list[Row]:
+    async def _try_all(self, rows: Rows, size: int, end: float) -> list[Row]:
         """Unit after unit, the least loaded first; then all over again, until one takes the rows."""
-        size = sum(map(row_bytes, rows))
         failed: dict[str, RillflowError] = {}
         since = 0
         while True:
@@ -179,7 +178,7 @@ class UnitWriter:
     async def _put(self, info: UnitInfo, rows: Rows, size: int, deadline: float) -> list[Row]:
         with self._counted(info.unit, size):
             if self._allow_local and self._directory.here(info):
-                return await self._put_here(info, rows, deadline)
+                return await self._put_here(info, rows, size, deadline)
             client = self._directory.client(info)
             end = self._clock.monotonic() + deadline
             places: list[Row] = []
@@ -188,13 +187,13 @@ class UnitWriter:
                 places += await client.put_rows(part, left)
             return places
 
-    async def _put_here(self, info: UnitInfo, rows: Rows, deadline: float) -> list[Row]:
+    async def _put_here(self, info: UnitInfo, rows: Rows, size: int, deadline: float) -> list[Row]:
         key = (info.unit, info.path)
         if key not in self._local:
             self._local[key] = _Local(Path(info.path), self._segment_bytes)
         try:
             async with asyncio.timeout(deadline):
-                return await self._local[key].put(rows)
+                return await self._local[key].put(rows, size)
         except TimeoutError as error:
             raise DeadlineExceeded(f"the disk of unit {info.unit} is too slow", "look at its load") from error
 

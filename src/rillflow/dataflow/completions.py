@@ -33,7 +33,8 @@ PAYLOAD_GONE = "payload_gone"
 _MOST_TOKENS = 1 << 31  # of one sample: sums over a group stay within 64 bits
 _LARGEST_REWARD = 3.4e38  # a trainer's numbers have 32 bits; statistics of larger ones are no numbers
 _ATTEMPTS = (
-    "SELECT t.*, a.id AS asked, a.state AS held, a.cause AS why, a.node AS holder, a.digest "
+    "SELECT t.id, t.grp, t.lane, t.place, t.attempt, t.node, t.failures, t.returns, a.id AS asked, "
+    "a.state AS held, a.cause AS why, a.node AS holder, a.digest "
     "FROM json_each(?) j JOIN attempts a ON a.id = j.value JOIN tasks t ON t.id = a.task"
 )
 _VERSIONS = (

@@ -17,6 +17,7 @@ from rillflow.contracts import Clock, SystemClock
 from rillflow.dataflow import report
 from rillflow.dataflow.balance import Balance
 from rillflow.dataflow.balance_ledger import BalanceGauges
+from rillflow.dataflow.engines import EngineRoster
 from rillflow.dataflow.flow import GroupCommit, News, Watch
 from rillflow.dataflow.gauges import LedgerGauges
 from rillflow.dataflow.journal import Journal
@@ -28,6 +29,8 @@ from rillflow.types import (
     CommitBatch,
     CommitStage,
     CompleteTasks,
+    EngineInfo,
+    Engines,
     FailTask,
     Heartbeat,
     HeartbeatReply,
@@ -71,6 +74,7 @@ class DataflowService(Service):
         super().__init__("dataflow", token, body_limit=body_limit)
         self._ledger = ledger
         self._journal = journal
+        self._engines = EngineRoster(clock)
         self._clock = clock or SystemClock()
         self._disk = GroupCommit(ledger, commit_interval, lambda until: journal.catch_up(ledger, until), self._break)
         self._broken: asyncio.Future[None] | None = None
@@ -96,6 +100,8 @@ class DataflowService(Service):
         self.post("/units/beat", self._unit_beat, UnitBeat)
         self.post("/rows/lost", self._lose_rows, LoseRows)
         self.post("/stop", self._stop_run, StopRun)
+        self.post("/engines/beat", self._engine_beat, EngineInfo)
+        self.get("/engines", self._all_engines)
         self.get("/units", self._units)
         self.get("/status", self._status)
         self.get("/balance", self._balance)
@@ -252,6 +258,14 @@ class DataflowService(Service):
 
     async def _lose_rows(self, news: LoseRows) -> Ack:
         return await self._changed(self._ledger.lose_rows(news))
+
+    # ------------------------------------------------------------ engine processes
+
+    async def _engine_beat(self, info: EngineInfo) -> Engines:
+        return self._engines.hear(info)
+
+    async def _all_engines(self) -> Engines:
+        return self._engines.engines()
 
     # ------------------------------------------------------------ people and supervisors
 

@@ -14,7 +14,9 @@ from rillflow.dataflow.database import Database
 from rillflow.dataflow.hooks.samplers.token_balanced import partition
 from rillflow.types import BatchSample, Row
 
-_COLUMNS = (
+SampleKey = tuple[str, str, int, int]  # group, producer, place, n
+
+_COLUMNS = (  # in the order in which `_batch_sample` takes them apart
     "m.n AS member, m.part, m.head, m.replayed, h.mean, h.std, h.size, s.grp, s.place, s.n, s.policy, s.unit, "
     "s.segment, s.offset, s.length, s.tokens, s.trained, s.oldest, s.reward, s.truncated"
 )
@@ -54,37 +56,44 @@ def of_rank(rows: Sequence[sqlite3.Row], rank: int, ranks: int) -> list[sqlite3.
     return found
 
 
-def batch_samples(db: Database, rows: Iterable[sqlite3.Row], stream: str, stages: Sequence[str]) -> list[BatchSample]:
-    return [_batch_sample(row, _extra(db, row, stream) if stages else []) for row in rows]
+def batch_samples(db: Database, rows: Sequence[sqlite3.Row], stream: str, stages: Sequence[str]) -> list[BatchSample]:
+    extras = _extras(db, {(row["grp"], row["policy"]) for row in rows}, stream) if stages else {}
+    return [_batch_sample(row, extras) for row in rows]
 
 
-def _extra(db: Database, row: sqlite3.Row, stream: str) -> list[Row]:
-    """The rows that stages have added to the sample, in the order of the stages' names."""
-    return [
-        Row(unit=extra["unit"], segment=extra["segment"], offset=extra["offset"], length=extra["length"])
-        for extra in db.all(
-            "SELECT * FROM extras WHERE grp = ? AND producer = ? AND stream = ? AND place = ? AND n = ? ORDER BY stage",
-            (row["grp"], row["policy"], stream, row["place"], row["n"]),
-        )
-    ]
+def _extras(db: Database, shares: Iterable[tuple[str, str]], stream: str) -> dict[SampleKey, list[Row]]:
+    """The rows that stages have added to samples of these shares, in the order of the stages' names."""
+    found: dict[SampleKey, list[Row]] = {}
+    for group, producer in shares:
+        for place, n, unit, segment, offset, length in db.all(
+            "SELECT place, n, unit, segment, offset, length FROM extras WHERE grp = ? AND producer = ? AND stream = ? "
+            "ORDER BY stage",
+            (group, producer, stream),
+        ):
+            added = found.setdefault((group, producer, place, n), [])
+            added.append(Row(unit=unit, segment=segment, offset=offset, length=length))
+    return found
 
 
-def _batch_sample(row: sqlite3.Row, extra: list[Row]) -> BatchSample:
-    task = f"{row['grp']}.{row['place']}"
+def _batch_sample(row: sqlite3.Row, extras: dict[SampleKey, list[Row]]) -> BatchSample:
+    # Taken apart at once: a batch has thousands of samples, and columns that are asked for by name take twice as long.
+    _, _, head, replayed, mean, std, size, group, place, n, policy, *rest = row
+    unit, segment, offset, length, tokens, trained, oldest, reward, truncated = rest
+    task = f"{group}.{place}"
     return BatchSample(
-        id=f"{task}.{row['n']}",
-        row=Row(unit=row["unit"], segment=row["segment"], offset=row["offset"], length=row["length"]),
-        tokens=row["tokens"],
-        trained=row["trained"],
-        reward=row["reward"],
-        group=row["grp"],
-        group_mean=row["mean"],
-        group_std=row["std"],
-        group_size=row["size"],
-        staleness=max(0, row["head"] - row["oldest"]),
-        truncated=bool(row["truncated"]),
-        policy=row["policy"],
+        id=f"{task}.{n}",
+        row=Row(unit=unit, segment=segment, offset=offset, length=length),
+        tokens=tokens,
+        trained=trained,
+        reward=reward,
+        group=group,
+        group_mean=mean,
+        group_std=std,
+        group_size=size,
+        staleness=head - oldest if head > oldest else 0,
+        truncated=truncated != 0,
+        policy=policy,
         task=task,
-        extra=extra,
-        replayed=bool(row["replayed"]),
+        extra=extras.get((group, policy, place, n), []) if extras else [],
+        replayed=replayed != 0,
     )

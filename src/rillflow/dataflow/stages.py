@@ -150,6 +150,8 @@ class Stages(Part):
 
     def _columns(self, news: CommitStage) -> dict[tuple[str, str, int, int], SampleColumns]:
         """The columns by their sample, of the shares that the batch still has."""
+        if not news.columns:
+            return {}  # a stage that only looks
         if len({column.sample for column in news.columns}) != len(news.columns):
             raise BadRequest("a sample stands twice in what a stage commits", "send every sample's columns once")
         known = {

@@ -19,6 +19,7 @@ from rillflow.storage.segments import segment_path
 from rillflow.types import COLUMNS, Row, UnitInfo, Units
 
 NAMES = ["tokens", "logprobs", "mask"]
+LAST = "rewards"  # of the columns that a row has
 WAYS = ["mapped", "ranges", "calls"]
 
 
@@ -46,7 +47,7 @@ def put_all(few, count):
 def damage(few, place):
     path = Path(few.units[0].info().path).parent / place.unit.split("-")[0] / segment_path(Path(), place.segment).name
     with open(path, "r+b") as file:
-        file.seek(place.offset + place.length - 8)  # the last column: versions
+        file.seek(place.offset + place.length - 8)  # the last column
         file.write(b"\xff" * 8)
 
 
@@ -76,11 +77,11 @@ async def test_all_damaged_missing_and_unknown_rows_are_named_at_once(few, reade
     never = Row(unit=places[1].unit, segment=0, offset=-8, length=64)
     asked = [*places[:45], missing, unknown, behind, *places[45:], never]
     with pytest.raises(DamagedRows) as caught:
-        await reader.read(asked, ["versions"])
+        await reader.read(asked, [LAST])
     assert caught.value.rows == [row for row in asked if row in [*bad, missing, behind, unknown, never]]
     assert isinstance(caught.value, CorruptData)
     good = [place for place in places if place not in bad]
-    assert len(await reader.read(good, ["versions"])) == 85
+    assert len(await reader.read(good, [LAST])) == 85
     assert len(await reader.read(places, ["tokens"])) == 90  # the damaged column was not asked for
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rillflow.clients.columns import dtypes_of
+from rillflow.clients.columns import check_rows, dtypes_of
 from rillflow.clients.directory import GET_LIMIT, UNIT_ID_FILE
 from rillflow.clients.units import LocalWriter
 from rillflow.dataflow.units.asked import check_asked
@@ -42,6 +42,7 @@ class FileUnit:
         self._growth = Growth(self._folder)
 
     def put(self, rows: Sequence[Mapping[str, Buffer]]) -> list[Row]:
+        check_rows(rows)
         return self._writer.put(rows)
 
     def get(self, rows: Sequence[Row], columns: Sequence[str]) -> list[dict[str, bytes]]:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from rillflow.clients.columns import check_columns, dtypes_of, row_bytes
+from rillflow.clients.columns import check_rows, dtypes_of, row_bytes
 from rillflow.dataflow.units.asked import check_asked
 from rillflow.errors import ConfigError, CorruptData, DiskFull, StorageError, Unavailable
 from rillflow.storage.records import Index, index_of, view_of
@@ -64,8 +64,7 @@ class RedisUnit:
             (self._unit, self._bucket), self._count = self._next_bucket(), 0
 
     def put(self, rows: Sequence[Mapping[str, Buffer]]) -> list[Row]:
-        for row in rows:
-            check_columns(row)
+        check_rows(rows)
         with self._lock, self._errors():
             places: list[Row] = []
             pipeline, size = self._redis.pipeline(transaction=False), 0
