@@ -35,6 +35,7 @@ Times = dict[str, float]
 ROWS, COLUMNS, WIDTH = 1024, 9, 8192
 BYTES = ROWS * COLUMNS * WIDTH * 4
 PRODUCERS, PROCESSES, CONSUMERS = 64, 2, 8
+WARM = 4  # rounds of (a) that do not count
 DEFAULT_PEER = Path(".venv-transferqueue/bin/python")
 
 
@@ -104,19 +105,23 @@ class Comparison:
         self._report.add(name, mine, theirs, unit=unit, goal=goal, reason=reason)
 
     def rectangle(self) -> None:
-        """The first round warms both up."""
+        """Round after round, as a run goes on: both sides let go of a round's rows before the next.
+
+        The first rounds warm both up. With us, what is let go of is dropped a moment later, and its files are written
+        over by then, as they are in any run that has lasted `drop_after`.
+        """
 
         async def rounds() -> tuple[list[Times], list[Times]]:
             mine, theirs = [], []
-            async with ours.running(self._rounds + 2, 1, 1) as (_, peers):
+            async with ours.running(self._rounds + WARM + 1, 1, 1, drop_after=0.1) as (_, peers):
                 work = ours.Rectangle(peers, ROWS, COLUMNS, WIDTH)
                 await work.seat.join()
-                for _ in range(self._rounds + 1):
+                for _ in range(self._rounds + WARM):
                     mine.append(await work.round())
                     if self._peer is not None:
                         ask = {"case": "a", "rows": ROWS, "columns": COLUMNS, "width": WIDTH}
                         theirs.append(await asyncio.to_thread(lambda ask=ask: self._peer.ask(**ask)))  # type: ignore[union-attr]
-            return mine[1:], theirs[1:]
+            return mine[WARM:], theirs[WARM:]
 
         mine, theirs = asyncio.run(rounds())
         raw = statistics.median(ours.raw_disk(BYTES) for _ in range(3))

@@ -49,14 +49,16 @@ def peers(folder: RunFolder, client: DataflowClient) -> Peers:
 
 
 @asynccontextmanager
-async def running(prompts: int, group: int, batch: int, units: int = 1, stage: bool = False) -> AsyncIterator[Any]:
+async def running(
+    prompts: int, group: int, batch: int, units: int = 1, stage: bool = False, drop_after: float = 600.0
+) -> AsyncIterator[Any]:
     """The processes of a run with `prompts` groups of `group` tasks, and peers of this process."""
     with tempfile.TemporaryDirectory() as parent:
         policy = {"stages": [STAGE] if stage else [], "trainer": {"batch_groups": batch, "steps": 1_000_000}}
         flow = {
             "group_size": group,
             "staleness": 0,
-            "units": {"count": units},
+            "units": {"count": units, "drop_after": drop_after},
             "task_lease": LEASE,
             "node_timeout": LEASE,
         }

@@ -26,6 +26,9 @@ __all__ = ["GET_LIMIT", "UNIT_ID_FILE", "Arrays", "DamagedRows", "PayloadReader"
 READ_DEADLINE = 120.0
 PATIENCE = 3.0  # seconds in which a unit that nobody knows may be heard of: who tells of them may just have started
 _PAUSE = 0.1
+# Mapped and verified at once, without a thread: it would hold the interpreter's lock all the time, and waking it costs
+# more than it takes. What is longer lets others in between.
+_BRIEF_BYTES = 8 << 20
 
 
 class DamagedRows(CorruptData):
@@ -97,8 +100,8 @@ class PayloadReader:
 
     async def _all_units(self, rows: dict[str, list[Row]], dtypes: Dtypes) -> list[Found]:
         try:
-            async with asyncio.timeout(self._deadline), asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._read_unit(unit, part, dtypes)) for unit, part in rows.items()]
+            async with asyncio.timeout(self._deadline):
+                return await self._side_by_side(rows, dtypes)
         except TimeoutError as error:
             raise DeadlineExceeded(
                 f"rows of the units {', '.join(rows)} could not be read within {self._deadline:.0f} s",
@@ -106,6 +109,13 @@ class PayloadReader:
             ) from error
         except ExceptionGroup as errors:
             raise _first(errors) from None
+
+    async def _side_by_side(self, rows: dict[str, list[Row]], dtypes: Dtypes) -> list[Found]:
+        if len(rows) == 1:
+            ((unit, part),) = rows.items()
+            return [await self._read_unit(unit, part, dtypes)]
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._read_unit(unit, part, dtypes)) for unit, part in rows.items()]
         return [task.result() for task in tasks]
 
     async def _read_unit(self, unit: str, rows: list[Row], dtypes: Dtypes) -> Found:
@@ -116,6 +126,8 @@ class PayloadReader:
             key = (info.unit, info.path)
             mapped = self._mapped.setdefault(key, SegmentReader(Path(info.path)))
             places = [Place(row.segment, row.offset, row.length) for row in rows]
+            if sum(place.length for place in places) <= _BRIEF_BYTES:
+                return mapped.read(places, dtypes)
             return await asyncio.to_thread(mapped.read, places, dtypes)
         return await self._remote.read(info, rows, dtypes)
 

@@ -25,6 +25,7 @@ _ROWS_A_CALL = 64
 _RANGE_BYTES = 8 << 20  # of one request, unless a single record is longer
 _GAP_BYTES = 16 << 10  # read along rather than asked around
 _REQUESTS = 8
+_MOST_SEGMENTS = 10**15  # that any unit will ever have; the number is part of a URL
 _PAUSE = 0.1
 
 
@@ -46,7 +47,7 @@ class RemoteReader:
             return await self._call(client, part, dtypes)
 
         found: Found = [CorruptData(f"there is no row {row}") for row in rows]
-        real = [n for n, row in enumerate(rows) if min(row.segment, row.offset, row.length - 1) >= 0]
+        real = [n for n, row in enumerate(rows) if _may_be(row)]
         parts = split_ranges(rows, real) if info.path else split_calls(rows, real)
         fetch = by_range if info.path else by_call
         async with asyncio.TaskGroup() as group:
@@ -92,6 +93,11 @@ class RemoteReader:
         if len(got) != len(rows):
             raise CorruptData(f"{client.peer} answered {len(got)} rows instead of {len(rows)}")
         return [_arrays(client.peer, row, dtypes) for row in got]
+
+
+def _may_be(row: Row) -> bool:
+    """Whether there may be such a place anywhere."""
+    return 0 <= row.segment < _MOST_SEGMENTS and row.offset >= 0 and row.length > 0
 
 
 def _arrays(peer: str, row: Mapping[str, bytes], dtypes: Dtypes) -> Arrays:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 Arrays = dict[str, npt.NDArray[Any]]
 Index = dict[str, tuple[int, int]]
+Wholes = dict[np.dtype[Any], npt.NDArray[Any]]  # arrays over all of one buffer, by dtype
 
 MAGIC = 0x324C4952  # "RIL2"
 _PREFIX = struct.Struct("<QIIQQQ")
@@ -92,28 +93,42 @@ def seal(columns: Mapping[str, Buffer]) -> Sealed:
     return Sealed(msgspec.msgpack.encode(index), buffers, body)
 
 
-def read_record(buffer: mmap.mmap | bytes, at: int, place: Place, columns: Dtypes) -> Arrays:
+def read_record(
+    buffer: mmap.mmap | bytes, at: int, place: Place, columns: Dtypes, wholes: Wholes | None = None
+) -> Arrays:
     """The asked-for columns of the record at `at`, as far as it has them, as views of `buffer`.
 
-    `at + place.length` must not pass the end of the buffer. CorruptData when anything is not as it was written.
+    `at + place.length` must not pass the end of the buffer. Reads of one buffer share `wholes`, in which they find or
+    leave arrays over all of it. CorruptData when anything is not as it was written.
     """
-    index, body = _read_header(buffer, at, place)
+    index = _read_header(buffer, at, place)
+    wholes = {} if wholes is None else wholes
     found: Arrays = {}
-    for name, (size, checksum) in index.items():
-        dtype = columns.get(name)
-        if dtype is not None:
+    for name, dtype in columns.items():
+        if name in index:
+            start, size, checksum = index[name]
             if size % dtype.itemsize:
                 raise CorruptData(f"column {name} of {place} has {size} bytes, not a whole number of elements")
-            array: npt.NDArray[Any] = np.ndarray((size // dtype.itemsize,), dtype, buffer, body)
+            array = _array(buffer, start, size, dtype, wholes)
             if xxh3_64_intdigest(array) != checksum:  # type: ignore[arg-type]
                 raise CorruptData(f"column {name} of {place} does not match its checksum", "the unit lost data")
             found[name] = array
-        body += size + (-size & 7)
-    return found if len(found) < 2 else {name: found[name] for name in columns if name in found}
+    return found
 
 
-def _read_header(buffer: mmap.mmap | bytes, at: int, place: Place) -> tuple[Index, int]:
-    """The columns' lengths and checksums, and where the body begins."""
+def _array(buffer: mmap.mmap | bytes, start: int, size: int, dtype: np.dtype[Any], wholes: Wholes) -> npt.NDArray[Any]:
+    """A slice of an array over the whole buffer takes a third of the time of an array of its own."""
+    width = dtype.itemsize
+    if start % width:  # only where somebody asked for a place that is none, and the buffer begins there
+        return np.ndarray((size // width,), dtype, buffer, start)
+    whole = wholes.get(dtype)
+    if whole is None:
+        whole = wholes[dtype] = np.ndarray((len(buffer) // width,), dtype, buffer)
+    return whole[start // width : (start + size) // width]
+
+
+def _read_header(buffer: mmap.mmap | bytes, at: int, place: Place) -> dict[str, tuple[int, int, int]]:
+    """Where in the buffer each column begins, its length and its checksum."""
     if place.length < _PREFIX.size or place.offset & 7:
         raise CorruptData(f"{place} is no place of a record", "use a row that a put has returned")
     checksum, magic, size, body, segment, offset = _PREFIX.unpack_from(buffer, at)
@@ -127,6 +142,11 @@ def _read_header(buffer: mmap.mmap | bytes, at: int, place: Place) -> tuple[Inde
         index = _decode_index(checked[_CHECKED.size :])
     except msgspec.MsgspecError as error:
         raise CorruptData(f"the header of {place} cannot be read: {error}") from error
-    if sum(length + (-length & 7) for length, _ in index.values()) != body:
+    found = {}
+    begin = at + start
+    for name, (length, digest) in index.items():
+        found[name] = (begin, length, digest)
+        begin += length + (-length & 7)
+    if begin != at + place.length:
         raise CorruptData(f"the header of {place} contradicts itself")
-    return index, at + start
+    return found

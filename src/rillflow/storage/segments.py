@@ -5,19 +5,17 @@ and locked while they are open, so a file that an earlier writer left, torn or d
 one that is still written is never dropped. A number is used once in the life of a folder, also after its file was
 dropped. A reader never returns bytes whose checksum does not match.
 
-Files are preallocated to their limit and written in place, which spares the disk the bookkeeping of growth at every
-sync; they are cut to what they hold when they are closed. Old bytes in them are no records: see `records`.
+Files are preallocated to their limit, or those of dropped segments (see `recycling`), and written in place, which
+spares the disk the bookkeeping of growth at every sync; they are cut to what they hold when they are closed. Old bytes
+in them are no records: see `records`.
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
-import mmap
 import os
-import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,20 +23,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rillflow.errors import CorruptData, DiskFull, StorageError
+from rillflow.errors import CorruptData, DiskFull
 from rillflow.storage.files import disk_errors, fsync_folder, write_atomic
-from rillflow.storage.records import Arrays, Place, Sealed, read_record, seal, view_of
+from rillflow.storage.records import Place, Sealed, seal, view_of
+from rillflow.storage.recycling import discard, keep, reuse
 
 if TYPE_CHECKING:
     from rillflow.contracts import Buffer
-    from rillflow.storage.records import Dtypes
 
 SEGMENT_BYTES = 64 << 20
 DROPPED_FILE = "dropped"  # the highest number that was dropped
-_MOST_MAPPED = 32
-_MOST_VIEWED = 256  # segments that the views of one read keep mapped; each holds a file open
 _MOST_BEHIND = 6  # jobs that may wait in the background: a full file and a new one are a job each
 _WRITE_BYTES = 4 << 20  # handed over at once: measured fastest; what was just checksummed is still in the cache
+_PUSH_BYTES = 16 << 20  # sent to the disk at once, ahead of the sync
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 
 
@@ -74,17 +71,21 @@ def drop_segments(folder: Path, numbers: Sequence[int]) -> None:
         try:
             write_atomic(folder / DROPPED_FILE, marker)
         except DiskFull:
-            _remove(folder, there[:-1])
+            with disk_errors(folder):
+                discard(folder)
+            _remove(folder, there[:-1], keep=lambda path: False)
             write_atomic(folder / DROPPED_FILE, marker)
     _remove(folder, there)
 
 
-def _remove(folder: Path, numbers: Sequence[int]) -> None:
+def _remove(folder: Path, numbers: Sequence[int], keep: Callable[[Path], bool] = keep) -> None:
+    """Some are kept for other segments to be written over them."""
     with disk_errors(folder):
         for number in numbers:
+            path = segment_path(folder, number)
             with _unwritten(folder, number) as free:
-                if free:
-                    segment_path(folder, number).unlink(missing_ok=True)
+                if free and path.exists() and not keep(path):
+                    path.unlink(missing_ok=True)
         fsync_folder(folder)
 
 
@@ -128,6 +129,7 @@ class _SegmentFile:
         self._descriptor = descriptor
         self._waiting: list[memoryview | bytes] = []
         self._handed = 0  # where the first of the waiting goes
+        self._pushed = 0  # how far it was sent to the disk ahead of a sync
         self._writing: list[Future[None]] = []
 
     @classmethod
@@ -146,6 +148,9 @@ class _SegmentFile:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
                 if _highest_dropped(folder) < number:
+                    if (kept := reuse(segment_path(folder, number))) is not None:
+                        os.close(descriptor)
+                        descriptor = kept
                     _preallocate(descriptor, limit)
                     return cls(descriptor, number)
                 # Somebody had this number, and it was dropped while we looked.
@@ -155,16 +160,25 @@ class _SegmentFile:
                 raise
             os.close(descriptor)
 
-    def add(self, record: Sealed, background: ThreadPoolExecutor) -> Place:
-        """Long records are handed to the operating system by another thread while the next ones are sealed."""
+    def add(self, record: Sealed, writes: ThreadPoolExecutor, syncs: ThreadPoolExecutor) -> Place:
+        """Long records are handed to the operating system, and sent to the disk, while the next ones are sealed."""
         place = Place(self.number, self.end, record.length)
         self._waiting.append(record.start(self.number, self.end))
         self._waiting.extend(record.buffers)
         self.end += record.length
         if self.end - self._handed >= _WRITE_BYTES:
             buffers, start = self._take()
-            self._writing.append(background.submit(_write_all, self._descriptor, buffers, start))
+            written = writes.submit(_write_all, self._descriptor, buffers, start)
+            self._writing.append(written)
+            if self.end - self._pushed >= _PUSH_BYTES:
+                self._pushed = self.end
+                self._writing.append(syncs.submit(self._push, written))
         return place
+
+    def _push(self, written: Future[None]) -> None:
+        """The disk works while more is written; the sync that counts finds little left to do."""
+        written.result()
+        os.fdatasync(self._descriptor)
 
     def flush(self) -> None:
         """All that was added is handed to the operating system."""
@@ -280,7 +294,7 @@ class SegmentWriter:
         if self._file is None:
             self._file = _SegmentFile.create(self._folder, max(self._limit, record.length))
             self._syncing.append(self._syncs.submit(fsync_folder, self._folder))
-        return self._file.add(record, self._writes)
+        return self._file.add(record, self._writes, self._syncs)
 
     def _settle(self, most: int) -> None:
         """Wait until at most so many background jobs are left."""
@@ -293,93 +307,3 @@ class SegmentWriter:
             file.abandon()
         while self._syncing:
             self._syncing.popleft().exception()
-
-
-class SegmentReader:
-    """Maps segment files and hands out views into them. Any thread may read.
-
-    Only the files used last stay mapped: a run has more segments than a process may open files. A view keeps its own
-    file mapped for as long as it is referred to, so a read of very many segments gets copies of the last ones. What
-    this does not protect against: a file that is cut, or a disk that fails, in the very moment of a read ends the
-    process (SIGBUS).
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._maps: dict[int, mmap.mmap] = {}
-        self._lock = threading.Lock()
-
-    def read(self, places: Sequence[Place], columns: Dtypes) -> list[Arrays | CorruptData]:
-        """For every place its columns as views, or what is wrong with it."""
-        segments: dict[int, list[int]] = {}
-        for n, place in enumerate(places):
-            segments.setdefault(place.segment, []).append(n)
-        found: list[Arrays | CorruptData] = [{} for _ in places]
-        for order, (segment, members) in enumerate(segments.items()):
-            for n, one in zip(members, self._read(segment, [places[n] for n in members], columns), strict=True):
-                found[n] = _copied(one) if order >= _MOST_VIEWED else one
-        return found
-
-    def _read(self, segment: int, places: list[Place], columns: Dtypes) -> list[Arrays | CorruptData]:
-        try:
-            mapped, end = self._map(segment, max(place.offset + place.length for place in places))
-        except CorruptData as error:
-            return [error for _ in places]
-        return [_try_record(mapped, end, place, columns) for place in places]
-
-    def _map(self, segment: int, needed: int) -> tuple[mmap.mmap, int]:
-        """The file, and where it ends now: what lies behind that must not be touched, however much is mapped."""
-        with self._lock:
-            mapped = self._maps.pop(segment, None)
-            try:
-                with open(segment_path(self._folder, segment), "rb") as file:
-                    end = os.fstat(file.fileno()).st_size
-                    if mapped is None or len(mapped) < min(needed, end):
-                        self._forget()
-                        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            except (FileNotFoundError, ValueError) as error:
-                raise CorruptData(f"segment {segment} of {self._folder} is missing or empty") from error
-            except OSError as error:
-                raise StorageError(f"cannot read segment {segment} of {self._folder}: {error}") from error
-            self._maps[segment] = mapped  # the last one: the first is the one that was used longest ago
-            return mapped, end
-
-    def _forget(self) -> None:
-        """Unmap what was used longest ago, and files that were dropped: a mapped one still takes space on disk."""
-        for number in list(self._maps):
-            if len(self._maps) >= _MOST_MAPPED or not segment_path(self._folder, number).exists():
-                del self._maps[number]
-
-
-def _copied(one: Arrays | CorruptData) -> Arrays | CorruptData:
-    if isinstance(one, CorruptData):
-        return one
-    copies = {name: array.copy() for name, array in one.items()}
-    for array in copies.values():
-        array.flags.writeable = False
-    return copies
-
-
-def _try_record(mapped: mmap.mmap, end: int, place: Place, columns: Dtypes) -> Arrays | CorruptData:
-    if not 0 <= place.offset <= place.offset + place.length <= min(end, len(mapped)):
-        return CorruptData(f"segment {place.segment} ends before {place}", "the unit lost data")
-    try:
-        return read_record(mapped, place.offset, place, columns)
-    except CorruptData as error:
-        return error
-
-
-def read_range(folder: Path, number: int, start: int, end: int) -> bytes:
-    """The bytes [start, end) of a segment, as they are; CorruptData when it does not have them."""
-    try:
-        with open(segment_path(folder, number), "rb") as file:
-            data = os.pread(file.fileno(), end - start, start)
-    except FileNotFoundError as error:
-        raise CorruptData(f"segment {number} is missing", "the unit lost data") from error
-    except OSError as error:
-        if error.errno == errno.EIO:
-            raise CorruptData(f"the disk cannot read {start}-{end} of segment {number}", "replace the disk") from error
-        raise StorageError(f"cannot read segment {number} of {folder}: {error}", "look at the disk") from error
-    if len(data) < end - start:
-        raise CorruptData(f"segment {number} ends before {end}", "the unit lost data")
-    return data

@@ -20,8 +20,9 @@ from rillflow.dataflow.units.asked import check_asked
 from rillflow.dataflow.units.growth import Growth
 from rillflow.errors import BadRequest, CorruptData
 from rillflow.storage import SegmentReader, disk_errors, write_atomic
+from rillflow.storage.mapping import read_range
 from rillflow.storage.records import Place
-from rillflow.storage.segments import SEGMENT_BYTES, closed_segments, drop_segments, read_range, segment_path
+from rillflow.storage.segments import SEGMENT_BYTES, closed_segments, drop_segments, segment_path
 from rillflow.types import Row, UnitInfo
 
 if TYPE_CHECKING:
