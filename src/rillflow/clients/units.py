@@ -10,7 +10,6 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -136,7 +135,8 @@ class UnitWriter:
                 continue
             info = self._choose(units, size)
             try:
-                return await self._put(info, rows, size, (end - self._clock.monotonic()) / len(units))
+                share = (end - self._clock.monotonic()) / len(units)
+                return await self._put(info, rows, size, share, others=len(units) > 1)
             except BadRequest:  # no unit would take it
                 raise
             except RillflowError as error:
@@ -164,38 +164,36 @@ class UnitWriter:
             ),
         )
 
-    @contextmanager
-    def _counted(self, unit: str, size: int) -> Iterator[None]:
-        self._mine[unit] += size
-        self._under_way[unit] += size
-        try:
-            yield
-        finally:
-            self._under_way[unit] -= size
-
     # ------------------------------------------------------------ writing
 
-    async def _put(self, info: UnitInfo, rows: Rows, size: int, deadline: float) -> list[Row]:
-        with self._counted(info.unit, size):
-            if self._allow_local and self._directory.here(info):
-                return await self._put_here(info, rows, size, deadline)
-            client = self._directory.client(info)
-            end = self._clock.monotonic() + deadline
-            places: list[Row] = []
-            for part in _parts(rows):
-                left = max(end - self._clock.monotonic(), 0.001)
-                places += await client.put_rows(part, left)
-            return places
+    async def _put(self, info: UnitInfo, rows: Rows, size: int, deadline: float, *, others: bool) -> list[Row]:
+        """`others` says whether another unit may take the rows when this one takes too long."""
+        self._mine[info.unit] += size
+        self._under_way[info.unit] += size
+        try:
+            if not self._allow_local or not self._directory.here(info):
+                return await self._put_there(info, rows, deadline)
+            if not others:  # the deadline is the caller's own
+                return await self._here(info).put(rows, size)
+            async with asyncio.timeout(deadline):
+                return await self._here(info).put(rows, size)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"the disk of unit {info.unit} is too slow", "look at its load") from error
+        finally:
+            self._under_way[info.unit] -= size
 
-    async def _put_here(self, info: UnitInfo, rows: Rows, size: int, deadline: float) -> list[Row]:
+    def _here(self, info: UnitInfo) -> _Local:
         key = (info.unit, info.path)
         if key not in self._local:
             self._local[key] = _Local(Path(info.path), self._segment_bytes)
-        try:
-            async with asyncio.timeout(deadline):
-                return await self._local[key].put(rows, size)
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"the disk of unit {info.unit} is too slow", "look at its load") from error
+        return self._local[key]
+
+    async def _put_there(self, info: UnitInfo, rows: Rows, deadline: float) -> list[Row]:
+        client, end = self._directory.client(info), self._clock.monotonic() + deadline
+        places: list[Row] = []
+        for part in _parts(rows):
+            places += await client.put_rows(part, max(end - self._clock.monotonic(), 0.001))
+        return places
 
 
 def _parts(rows: Rows) -> Iterator[list[dict[str, Any]]]:
