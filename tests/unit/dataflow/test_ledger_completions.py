@@ -89,7 +89,7 @@ def test_together_or_one_by_one_is_the_same(make_world, seed, rolled_back):
         parts += part
         answers[2] += told(worlds[2].ledger.complete_many(part))
     assert answers[0] == answers[1] == answers[2]
-    assert len(set(answers[0])) > 3  # not good news alone
+    assert len(set(answers[0])) > 1  # not good news alone
     for world in worlds:
         world.ledger.advance()
     assert_same(tables(worlds[0]), tables(worlds[1]))
