@@ -6,7 +6,8 @@
 Side by side in one run, taking turns, with data of the same shape. TransferQueue keeps it in memory (its default
 backend on a local Ray); we have it on disk, synced, before it is acknowledged, and verify every checksum on reading.
 
-(a) its own benchmark's shape, 1024 x 9 x 8192 float32: one put, one get
+(a) its own benchmark's shape, 1024 x 9 x 8192 float32: one put, one get; round after round in one run, so that our
+    segment files are those of dropped ones, as in any run that has lasted a while
 (b) ragged trajectories of 200 to 8,000 tokens with six columns: put singly, one after the other; by 64 producers of one
     process at once, each its own row; read in batches of 64. The peer's call for 64 rows at once stands beside.
 (c) 64 producers in two processes, 8 consumers of micro-batches: rows a second from the first put to the last read

@@ -50,7 +50,7 @@ def peers(folder: RunFolder, client: DataflowClient) -> Peers:
 
 @asynccontextmanager
 async def running(
-    prompts: int, group: int, batch: int, units: int = 1, stage: bool = False, drop_after: float = 600.0
+    prompts: int, group: int, batch: int, *, units: int = 1, stage: bool = False, drop_after: float = 600.0
 ) -> AsyncIterator[Any]:
     """The processes of a run with `prompts` groups of `group` tasks, and peers of this process."""
     with tempfile.TemporaryDirectory() as parent:
