@@ -76,7 +76,7 @@ def _extras(db: Database, shares: Iterable[tuple[str, str]], stream: str) -> dic
 
 
 def _batch_sample(row: sqlite3.Row, extras: dict[SampleKey, list[Row]]) -> BatchSample:
-    # Taken apart at once: a batch has thousands of samples, and columns that are asked for by name take twice as long.
+    # Taken apart at once: a batch has thousands of samples, and asking for each column by its name takes longer.
     _, _, head, replayed, mean, std, size, group, place, n, policy, *rest = row
     unit, segment, offset, length, tokens, trained, oldest, reward, truncated = rest
     task = f"{group}.{place}"

@@ -1,5 +1,5 @@
 """Files of dropped segments, kept to be written over: their blocks are allocated and their pages are in memory, so the
-disk takes the same bytes up to three times as fast as into a new file.
+disk takes the same bytes faster than into a new file (1.8 times, where it was measured on a busy machine).
 
 Old bytes are never believed: a record is bound to its segment's number, which is used once (see `records`). And no
 bytes change under a reader: whoever maps a file holds a shared lock on it for as long as the mapping lives, and a file
