@@ -9,23 +9,19 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import cast
 
-from rillflow.contracts import Clock, SystemClock
+from rillflow.contracts import Clock
 from rillflow.dataflow.ledger import Ledger
 from rillflow.errors import RillflowError, StorageError
 
 log = logging.getLogger(__name__)
-
-_QUICK = 0.0005  # seconds of a sync in which a thread is hardly woken
-_SURELY_QUICK = 32  # quick syncs in a row after which the next one is expected to be
 
 
 class GroupCommit:
     """Many callers, one fsync: a reply goes out only after the sync that contains its change.
 
     Changes are written to the log together, every `interval` seconds at most; a thread syncs it while the next ones are
-    made, and what was written meanwhile shares the next sync. As long as the disk is quicker than a thread is woken, it
-    is synced without one. A failed sync is the end: what the disk has then is not known, so nothing is acknowledged any
-    more and `broken` is told.
+    made, and what was written meanwhile shares the next sync. A failed sync is the end: what the disk has then is not
+    known, so nothing is acknowledged any more and `broken` is told.
     """
 
     def __init__(
@@ -34,11 +30,8 @@ class GroupCommit:
         interval: float,
         after: Callable[[int], None],
         broken: Callable[[RillflowError], None] = lambda error: None,
-        clock: Clock | None = None,
     ) -> None:
         self._ledger = ledger
-        self._clock = clock or SystemClock()
-        self._quick = 0  # syncs in a row that were
         self._interval = interval
         self._after = after  # told the number of the last event that is on the disk
         self._broken = broken
@@ -108,28 +101,15 @@ class GroupCommit:
     def _sync_next(self) -> None:
         """Sync what has been written, if there is any."""
         self._syncing, self._written = self._written, None
-        if self._syncing is None:
-            return
-        event = self._last_event
-        if self._quick >= _SURELY_QUICK:
-            self._synced(self._sync(), event)
-        else:
-            running = asyncio.get_running_loop().run_in_executor(self._thread, self._sync)
-            running.add_done_callback(lambda done: self._synced(_outcome(done), event))
+        if self._syncing is not None:
+            event = self._last_event
+            running = asyncio.get_running_loop().run_in_executor(self._thread, self._ledger.sync)
+            running.add_done_callback(lambda done: self._synced(done, event))
 
-    def _sync(self) -> BaseException | None:
-        """What went wrong, if anything did."""
-        began = self._clock.monotonic()
-        try:
-            self._ledger.sync()
-        except Exception as error:
-            return error
-        self._quick = self._quick + 1 if self._clock.monotonic() - began <= _QUICK else 0
-        return None
-
-    def _synced(self, error: BaseException | None, event: int) -> None:
+    def _synced(self, done: asyncio.Future[None], event: int) -> None:
         waiting = self._syncing
         assert waiting is not None
+        error = asyncio.CancelledError() if done.cancelled() else done.exception()
         if error is not None:
             self._break(StorageError(f"the ledger was not synced: {error}", "check the disk, then resume the run"))
             return
@@ -152,10 +132,6 @@ class GroupCommit:
         waiting, self._changed = self._changed, None
         self._forget_timer()
         settle(waiting, error)
-
-
-def _outcome(done: asyncio.Future[BaseException | None]) -> BaseException | None:
-    return asyncio.CancelledError() if done.cancelled() else done.exception() or done.result()
 
 
 def settle(waiting: asyncio.Future[None] | None, error: RillflowError | None = None) -> None:

@@ -76,9 +76,7 @@ class DataflowService(Service):
         self._journal = journal
         self._engines = EngineRoster(clock)
         self._clock = clock or SystemClock()
-        self._disk = GroupCommit(
-            ledger, commit_interval, lambda until: journal.catch_up(ledger, until), self._break, self._clock
-        )
+        self._disk = GroupCommit(ledger, commit_interval, lambda until: journal.catch_up(ledger, until), self._break)
         self._broken: asyncio.Future[None] | None = None
         self._tasks_news, self._batch_news = News(NEWS_PAUSE), News(NEWS_PAUSE)
         self._told: tuple[int, dict[str, int], str] = (0, {}, "")

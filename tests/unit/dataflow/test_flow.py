@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 from dataflow_server import served
-from dataflow_world import POLICY, RULES, FakeClock, prompts
+from dataflow_world import POLICY, RULES, prompts
 
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.contracts import SystemClock
@@ -133,58 +133,6 @@ async def test_a_sync_that_fails_is_the_end_of_all_acknowledgements(ledger, monk
     ledger.db.count("third")
     with pytest.raises(StorageError, match="not synced"):
         await soon(disk.durable())
-    await disk.close()
-
-
-class Timed:
-    """Stands before the real sync: each takes as long as `seconds` says, on a clock of its own; tells its thread."""
-
-    def __init__(self, ledger, monkeypatch):
-        self.clock, self.seconds, self.error = FakeClock(), 0.0001, None
-        self.beside = []  # whether it ran beside the event loop
-        self._real = ledger.sync
-        monkeypatch.setattr(ledger, "sync", self._sync)
-
-    def _sync(self):
-        self.beside.append(threading.current_thread() is not threading.main_thread())
-        self.clock.time += self.seconds
-        if self.error is not None:
-            raise self.error
-        self._real()
-
-
-async def test_a_disk_that_stays_quick_is_synced_without_a_thread(ledger, monkeypatch):
-    timed = Timed(ledger, monkeypatch)
-    disk = GroupCommit(ledger, 0.0, lambda until: None, clock=timed.clock)
-
-    async def sync(times):
-        timed.beside.clear()
-        for _ in range(times):
-            ledger.db.count("anything")
-            await soon(disk.durable())
-        return timed.beside
-
-    assert await sync(32) == [True] * 32
-    assert await sync(5) == [False] * 5
-    timed.seconds = 0.1
-    assert await sync(3) == [False, True, True]  # one slow sync is enough
-    timed.seconds = 0.0001
-    assert await sync(33) == [True] * 32 + [False]
-    await disk.close()
-
-
-async def test_a_sync_that_fails_without_a_thread_is_the_end_too(ledger, monkeypatch):
-    timed, ends = Timed(ledger, monkeypatch), []
-    disk = GroupCommit(ledger, 0.0, lambda until: None, ends.append, timed.clock)
-    for _ in range(33):
-        ledger.db.count("anything")
-        await soon(disk.durable())
-    timed.error = OSError("input/output error")
-    for _ in range(2):
-        ledger.db.count("anything")
-        with pytest.raises(StorageError, match="not synced"):
-            await soon(disk.durable())
-    assert (len(ends), timed.beside[-2:]) == (1, [False, False])
     await disk.close()
 
 
