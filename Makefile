@@ -3,10 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-BENCHES := engine dataflow two_policies data_algorithms
+BENCHES := engine dataflow two_policies data_algorithms gateway
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all lint format docs bench clean
+.PHONY: help setup quickstart test test-all test-agents lint format docs bench clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -28,6 +28,10 @@ test: setup  ## the plain tests, a few minutes
 
 test-all: setup  ## everything: also real training runs and killed processes
 	$(BIN)/python -m pytest -m "not engines and not oracle"
+
+test-agents: setup  ## other people's agent packages, each in an environment of its own
+	bash scripts/make_agents_venv.sh
+	RILLFLOW_REQUIRE_AGENTS=1 $(BIN)/python -m pytest -m agents tests/conformance
 
 lint: setup  ## formatting, lint and types
 	$(BIN)/ruff format --check .

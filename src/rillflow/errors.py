@@ -14,6 +14,7 @@
     │   └── LeaseLost          the lease named in the call is no longer held (409)
     ├── EngineError            a model could not generate
     │   ├── ContextOverflow    prompt and answer do not fit into the context
+    │   ├── EngineLost         the engine has gone, or lost what it sampled: go on elsewhere
     │   └── QueueFull          the engine's bounded queue is full
     ├── WorkflowError          the user's workflow raised, hung or called no model
     ├── RewardError            no reward could be computed; it is never counted as 0
@@ -93,6 +94,10 @@ class EngineError(RillflowError):
 
 class ContextOverflow(EngineError):
     status = 400
+
+
+class EngineLost(EngineError):
+    status = 503
 
 
 class QueueFull(EngineError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -11,42 +10,22 @@ import openai
 import pytest
 import torch
 
+from engine_log import LoggedEngine, trained_turns
 from rillflow.agents.environments.stockroom import prompts
 from rillflow.agents.workflows.stockroom import play
 from rillflow.config import SamplingConfig
 from rillflow.contracts import SystemClock
-from rillflow.engine.embedded import EmbeddedEngine
-from rillflow.gateway import Gateway, Policy, Renderer, session_url
+from rillflow.gateway import Gateway, Policy, Renderer, anthropic_url
 from rillflow.gateway.record import Sample
 from rillflow.rollout.episode import RunningEpisode
 from rillflow.trainer.batches import make_rows
 from rillflow.trainer.forward import PolicyForward
 from rillflow.trainer.packing import Plan, collate, input_length
-from rillflow.types import BatchSample, Chunk, GenerateRequest, Prompt, Row, Task
+from rillflow.types import BatchSample, Prompt, Row, Task
 from rillflow.weights.models import load_policy_model, pick_device
 
 
-class Logged(EmbeddedEngine):
-    """Writes down what it was given and what it sampled."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.log: list[tuple[list[int], list[int]]] = []
-
-    def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
-        sampled: list[int] = []
-        self.log.append((request.tokens, sampled))
-        stream = super().generate(request)
-
-        async def logged() -> AsyncIterator[Chunk]:
-            async for chunk in stream:
-                sampled.extend(chunk.tokens)
-                yield chunk
-
-        return logged()
-
-
-async def play_episodes(engine: Logged, sampling: SamplingConfig, count: int) -> list[Sample]:
+async def play_episodes(engine: LoggedEngine, sampling: SamplingConfig, count: int) -> list[Sample]:
     gateway = Gateway("token", {"agent": Policy(engine, Renderer.load("tiny"))}, {"agent": sampling})
     url = await gateway.start()
     client = openai.AsyncOpenAI(api_key="unset", base_url=url, http_client=openai.DefaultAioHttpClient())
@@ -55,8 +34,8 @@ async def play_episodes(engine: Logged, sampling: SamplingConfig, count: int) ->
         task = Task(id=f"t.{index}", prompt=Prompt(**row), group="t", place=index, lane="train", seed=index)
         key = gateway.sessions.open(task.id, seed=task.seed, group="t", deadline_seconds=60)
         running = RunningEpisode(
-            task, client=client, policies=["agent"], base_url=session_url(url, task.id), api_key=key,
-            clock=SystemClock(), seconds=60,
+            task, client=client, policies=["agent"], url=anthropic_url(url, task.id), api_key=key,
+            clock=SystemClock(), seconds=60, give=gateway.sessions.get(task.id).rewards.give,
         )  # fmt: skip
         await play(running)
         return gateway.sessions.close(task.id).samples("agent")
@@ -81,18 +60,11 @@ def as_batch(samples: list[Sample]) -> list[BatchSample]:
     ]  # fmt: skip
 
 
-def trained_turns(sample: Sample) -> list[tuple[list[int], list[int]]]:
-    """(prompt, sampled) of every run of trained tokens of a sample."""
-    tokens, mask = sample.columns["tokens"].tolist(), sample.columns["mask"]
-    edges = np.flatnonzero(np.diff(np.concatenate(([0], mask, [0])).astype(int)))
-    return [(tokens[:start], tokens[start:end]) for start, end in zip(edges[::2], edges[1::2], strict=True)]
-
-
 @pytest.mark.parametrize(
     "sampling", [SamplingConfig(), SamplingConfig(temperature=0.6), SamplingConfig(top_p=0.9, temperature=1.2)]
 )
 async def test_what_is_trained_is_what_was_sampled(sampling: SamplingConfig) -> None:
-    engine = Logged(load_policy_model("tiny", "fp32", pick_device("cpu")), slots=8, context=160)
+    engine = LoggedEngine(load_policy_model("tiny", "fp32", pick_device("cpu")), slots=8, context=160)
     await engine.start()
     samples = await play_episodes(engine, sampling, 16)
     await engine.close()

@@ -164,6 +164,16 @@ def unit(folder: RunArgument, name: Annotated[str, typer.Option(help="The unit's
 
 
 @app.command(rich_help_panel="One part of a run, started by hand")
+def engine(folder: RunArgument, name: Annotated[str, typer.Option(help="The engine's name")] = "engine-0") -> None:
+    """Sample for the nodes of a run: one engine process."""
+    from rillflow.runtime.folder import RunFolder
+    from rillflow.runtime.roles import engine_role
+
+    with clear_errors(role=True):
+        raise typer.Exit(engine_role(RunFolder.open(folder), name))
+
+
+@app.command(rich_help_panel="One part of a run, started by hand")
 def rollout(folder: RunArgument, name: Annotated[str, typer.Option(help="The node's name")] = "rollout-0") -> None:
     """Play episodes for a run."""
     from rillflow.runtime.folder import RunFolder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 import yaml
 from rich.console import Console
@@ -33,10 +34,10 @@ def check(recipe: Recipe) -> None:
     """Fail before anything is started where a look can tell that the run cannot work."""
     from rillflow.dataflow.hooks import Hooks
     from rillflow.dataflow.sources import open_source, open_sources
-    from rillflow.rollout.episode import load_workflow
+    from rillflow.rollout.players import check_players
     from rillflow.weights.models import model_folder
 
-    load_workflow(recipe)
+    check_players(recipe)
     for policy in recipe.policies.values():
         model_folder(policy.model)
     Hooks.of(recipe.dataflow)
@@ -65,8 +66,10 @@ def run_folder(folder: RunFolder, *, resume: bool = False) -> int:
     started, since = time.monotonic(), time.time()
     try:
         with Progress(recipe.name) as progress:
+            doors = Doors(folder, progress.say)
 
             def on_status(status: Status) -> None:
+                doors.show()
                 progress.show(status)
                 if board is not None:
                     board.update()
@@ -81,6 +84,24 @@ def run_folder(folder: RunFolder, *, resume: bool = False) -> int:
         console.print(f"stopped; `rillflow resume {folder.root}` goes on where it was", highlight=False, soft_wrap=True)
         return INTERRUPTED
     return _conclude(folder, status, time.monotonic() - started, since)
+
+
+class Doors:
+    """Says where agents from outside connect, once each node has its gateway, and again when it has moved."""
+
+    def __init__(self, folder: RunFolder, say: Callable[[str], None]) -> None:
+        recipe = folder.recipe
+        self._folder = folder
+        self._say = say
+        self._nodes = [f"rollout-{index}" for index in range(recipe.rollout.nodes)] if recipe.outside else []
+        self._known: dict[str, str] = {}
+
+    def show(self) -> None:
+        for node in self._nodes:
+            url = self._folder.endpoint(node)
+            if url is not None and url != self._known.get(node):
+                self._known[node] = url
+                self._say(f"agents connect at {url} (POST /sessions, GET /feed) with the token in run.json")
 
 
 def _conclude(folder: RunFolder, status: Status, seconds: float, since: float) -> int:

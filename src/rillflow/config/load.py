@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -114,7 +115,7 @@ def _parse(path: Path) -> dict[str, Any]:
 def _anchor(raw: dict[str, Any], folder: Path) -> None:
     """Make references to files absolute: `play.py:play` becomes `/where/play.py:play`."""
     for key, value in raw.items():
-        if key == "arguments":  # the generator's own: what they mean is its business
+        if key in ("arguments", "environment"):  # another program's own: what they mean is its business
             continue
         if key in _HOOKS:
             several = isinstance(value, list)
@@ -145,10 +146,22 @@ def _anchored(key: str, value: str, folder: Path) -> str:
     if key in _CODE:
         file, colon, name = value.rpartition(":")
         return f"{(folder / file).resolve()}:{name}" if colon and (folder / file).is_file() else value
+    if key in ("command", "run"):
+        return _anchored_command(value, folder)
     path = folder / Path(value).expanduser()
-    if key == "path" or (key in ("model", "dataset") and value != "tiny" and path.is_dir()):
+    if key == "path" or (key in ("model", "dataset", "folder") and value != "tiny" and path.is_dir()):
         return str(path.resolve())
     return value
+
+
+def _anchored_command(command: str, folder: Path) -> str:
+    """`python my_agent.py` runs in a folder of its own: words that are files beside the recipe become absolute."""
+    try:
+        words = shlex.split(command)
+    except ValueError:
+        return command  # refused, with the reason, when the command is looked at
+    files = {word: str((folder / word).resolve()) for word in words if (folder / word).is_file()}
+    return shlex.join(files.get(word, word) for word in words) if files else command
 
 
 def _merged(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:

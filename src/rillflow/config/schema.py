@@ -99,10 +99,70 @@ class EngineConfig(Section):
     dtype: Literal["fp32", "bf16"] = "fp32"
 
 
-class TrainerConfig(Section):
+_AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+_AggregationName = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
+_Factor = Annotated[float, Field(gt=0)]
+_CLIPPED = frozenset({"grpo", "dr_grpo", "dapo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"})
+# Which algorithms have an option; those not listed are for all.
+_OPTION_OF: dict[str, frozenset[str]] = {
+    "clip_low": _CLIPPED | {"gspo", "cispo", "m2po"},
+    "clip_high": _CLIPPED | {"gspo", "cispo", "m2po"},
+    "clip_dual": _CLIPPED | {"m2po"},
+    "sapo_tau": frozenset({"sapo"}),
+    "m2_threshold": frozenset({"m2po"}),
+    "m2_variant": frozenset({"m2po"}),
+    "weight_bound": frozenset({"reinforce", "decoupled_ppo"}),
+    "weight_level": frozenset({"reinforce"}),
+}
+
+
+class AlgorithmConfig(Section):
+    """An algorithm and its options. An option that the algorithm does not have is refused, never ignored."""
+
+    algorithm: Literal[
+        "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "m2po", "rloo", "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline", "reinforce", "decoupled_ppo",
+    ] = "grpo"  # fmt: skip
+    advantage: _AdvantageName | None = Field(None, description="default: the algorithm's own")
+    aggregation: _AggregationName | None = Field(None, description="default: the algorithm's own")
+    norm_tokens: Positive | None = Field(
+        None, description="length that seq_mean_token_sum_norm (dr_grpo) divides by: the most tokens of an answer"
+    )
+    convention: Literal["verl", "trl", "astraflow"] = Field(
+        "verl", description="whose epsilon, lone rows and bounds to follow where the reference implementations differ"
+    )
+    clip_low: _Factor | None = Field(None, description="default: the algorithm's own")
+    clip_high: _Factor | None = Field(None, description="default: the algorithm's own")
+    clip_dual: Annotated[float, Field(gt=1)] | None = Field(None, description="default: the algorithm's own")
+    sapo_tau: tuple[_Factor, _Factor] | None = Field(
+        None, description="SAPO's temperatures for positive and negative advantages; default 1.0 and 1.05"
+    )
+    m2_threshold: _Factor | None = Field(None, description="most mean second moment of M2PO; default 0.01")
+    m2_variant: Literal["clip", "mask"] | None = Field(None, description="of M2PO; default clip")
+    weight_bound: _Factor | None = Field(
+        None, description="of importance weights: cut to it (reinforce, 2) or dropped beyond it (decoupled_ppo, 5)"
+    )
+    weight_level: Literal["token", "sequence"] | None = Field(
+        None, description="whether importance weights are of tokens or of whole samples; default token"
+    )
+    overlong_filter: bool = Field(False, description="mask samples whose answer was cut (DAPO)")
+
+    @model_validator(mode="after")
+    def _options(self) -> AlgorithmConfig:
+        for name, owners in _OPTION_OF.items():
+            if getattr(self, name) is not None and self.algorithm not in owners:
+                raise ValueError(f"{self.algorithm} has no {name}: it is an option of {', '.join(sorted(owners))}")
+        if self.algorithm == "m2po" and self.m2_variant != "mask" and (self.clip_low or self.clip_high):
+            raise ValueError("m2po finds its clip bounds by itself; clip_low and clip_high need m2_variant=mask")
+        own = "seq_mean_token_sum_norm" if self.algorithm == "dr_grpo" else None
+        if (self.aggregation or own) == "seq_mean_token_sum_norm" and self.norm_tokens is None:
+            raise ValueError("seq_mean_token_sum_norm needs norm_tokens: give the most tokens that an answer may have")
+        return self
+
+
+class TrainerConfig(AlgorithmConfig):
     """One trainer, of one policy."""
 
-    algorithm: Literal["grpo", "dapo"] = "grpo"
     steps: Positive = Field(100, description="optimizer steps of the whole run")
     batch_groups: Positive = Field(8, description="groups in a batch; a batch is one optimizer step")
     micro_tokens: Positive = Field(8192, description="most tokens, padding included, of one forward pass")
@@ -114,9 +174,6 @@ class TrainerConfig(Section):
     )
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    clip_low: Annotated[float, Field(gt=0)] | None = Field(None, description="default: the algorithm's own")
-    clip_high: Annotated[float, Field(gt=0)] | None = Field(None, description="default: the algorithm's own")
-    overlong_filter: bool = Field(False, description="mask samples whose answer was cut (DAPO)")
     dtype: Literal["fp32", "bf16"] = Field("fp32", description="of the forward pass; masters are always fp32")
     device: str = Field("auto", description="auto, cpu, cuda, cuda:0 …")
     stream_groups: NonNegative = Field(

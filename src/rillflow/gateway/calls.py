@@ -1,33 +1,48 @@
 """One call at work, whatever dialect it came in: choices that sample below one given node.
 
-A choice turns the engine's chunks into pieces (text, tool calls) while every id goes into its node as it comes. A
-node whose choice does not reach its end is abandoned: nobody saw the answer. When a call fails, so are the others
-of its nodes, except what the engine itself had to cut off (`abort`).
+When a call fails, all its nodes are abandoned and its draw is given back, so that the same call tried again is the
+same draw; except what the engine itself had to cut off (`abort`), which stays.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from rillflow.contracts import TokenSource
-from rillflow.errors import ContextOverflow, Unavailable
+from rillflow.errors import ContextOverflow
+from rillflow.gateway import placing
+from rillflow.gateway.choices import Choice, Keep, Piece
+from rillflow.gateway.continuing import following
 from rillflow.gateway.detokenise import Detokeniser
-from rillflow.gateway.messages import Message, ToolCall, message
-from rillflow.gateway.placing import place
+from rillflow.gateway.keeping import Asked
+from rillflow.gateway.messages import Message
+from rillflow.gateway.reading import Reader
+from rillflow.gateway.reasoning import ReasoningSplit, opened_by, reasons
 from rillflow.gateway.render import Renderer, Tools
 from rillflow.gateway.session import Session
-from rillflow.gateway.tools import ParsedCall, StopStrings, ToolParser
+from rillflow.gateway.stops import StopStrings
+from rillflow.gateway.tools import STYLES, style_of
 from rillflow.gateway.tree import Node
-from rillflow.types import Chunk, FinishReason, GenerateRequest, Sampling
+from rillflow.types import GenerateRequest, Sampling
+
+__all__ = ["Answer", "Call", "Choice", "Piece", "Policy", "begin"]
+
+_PIECES = 256  # of all choices of a call that may wait for their reader
+_PROMPT_END = 16  # ids at the end of a prompt, in which it may open the reasoning
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What an agent asks for. `tools_key` tells equal tool lists; `live`: text is wanted while it is sampled."""
+    """What an agent asks for. `tools_key` tells equal tool lists; `live`: text is wanted while it is sampled.
+
+    `previous` is the id of an answer of this session that `history` follows. A raw `prompt`, text or ids, stands in
+    place of a history; its answer is text and nothing else.
+    """
 
     policy: str
     history: list[Message]
@@ -38,16 +53,9 @@ class Call:
     stops: tuple[str, ...] = ()
     parse_tools: bool = False
     live: bool = False
-
-
-class Piece(NamedTuple):
-    """Something new in a choice: text, a whole tool call, or its end, with the tokens since the last piece."""
-
-    choice: int
-    text: str = ""
-    call: ToolCall | None = None
-    finish: FinishReason | None = None
-    tokens: tuple[tuple[int, float], ...] = ()
+    logprobs: bool = False
+    previous: str | None = None
+    prompt: str | list[int] | None = None
 
 
 class Policy(NamedTuple):
@@ -59,137 +67,34 @@ class Policy(NamedTuple):
     reasoning: str = "auto"
 
 
-class Choice:
-    """One answer being sampled. After its last piece, `text`, `calls` and `finish` are the whole answer."""
+class Answer:
+    """All choices of one call. `show` is awaited before its first piece leaves, `keep` before a choice ends;
+    `failed` is told once, when the agent will see none of them."""
 
     def __init__(
         self,
-        index: int,
-        node: Node,
-        policy: Policy,
-        request: GenerateRequest,
-        call: Call,
+        id: str,
+        created: int,
+        prompt: list[int],
+        choices: list[Choice],
+        engine: TokenSource,
         *,
-        keep: Callable[[Node], Awaitable[None]],
-    ) -> None:
-        self.index = index
-        self.node = node
-        self.text = ""
-        self.calls: list[ToolCall] = []
-        self.finish: FinishReason = "stop"
-        self.stop_tokens = frozenset(policy.renderer.stop_tokens)
-        self._engine = policy.engine
-        self._keep = keep
-        self._request = request
-        self._stops = StopStrings(call.stops) if call.stops else None
-        self._parser = ToolParser() if call.parse_tools else None
-        self._detokeniser = Detokeniser(policy.renderer.decode, self.stop_tokens)
-        # Without anyone reading along, decoding once at the end gives the same text for less.
-        self._eager = call.live or bool(call.stops)
-        self._shown = 0
-
-    async def pieces(self) -> AsyncGenerator[Piece]:
-        chunks = self._engine.generate(self._request)
-        try:
-            async for chunk in chunks:
-                for piece in self._take(chunk):
-                    yield piece
-                if chunk.finish is not None or self._cut:
-                    self.finish = "stop" if self._cut else chunk.finish or "stop"
-                    break
-            else:
-                self.finish = "abort"
-            pieces = self._end()
-            # On disk before the agent can know that the answer has ended.
-            await self._keep(self.node)
-            for piece in pieces:
-                yield piece
-        finally:
-            if self.node.finish is None:
-                self.node.abandon()
-            await _close(chunks)
-
-    @property
-    def _cut(self) -> bool:
-        return self._stops is not None and self._stops.hit
-
-    def _take(self, chunk: Chunk) -> list[Piece]:
-        """Keep the chunk's tokens and read them. With stop strings, token by token and only up to the one that
-        completes a stop string: how many the engine sent along with it is chance, and nobody saw them."""
-        if self._stops is None:
-            self.node.add(chunk)
-            return self._pieces(self._detokeniser.feed(chunk.tokens), last=False) if self._eager else []
-        pieces: list[Piece] = []
-        for index, token in enumerate(chunk.tokens):
-            self.node.add(_part(chunk, index))
-            pieces += self._pieces(self._detokeniser.feed([token]), last=False)
-            if self._cut:
-                break
-        return pieces
-
-    def _end(self) -> list[Piece]:
-        text = "" if self._eager else self._detokeniser.feed(self.node.tokens)
-        pieces = self._pieces(text + self._detokeniser.finish(), last=True)
-        self.node.end(self.finish, message("assistant", self.text, self.calls))
-        if self.finish == "abort":
-            raise Unavailable("the engine was stopped while it sampled this answer")
-        return [*pieces, Piece(self.index, finish=self.finish, tokens=self._unshown())]
-
-    def _pieces(self, text: str, *, last: bool) -> list[Piece]:
-        if self._stops is not None:
-            if self._stops.hit:
-                text = ""
-            else:
-                text = self._stops.feed(text)
-                text += self._stops.finish() if last and not self._stops.hit else ""
-        if self._parser is None:
-            return [self._said(text)] if text else []
-        parsed = self._parser.feed(text) + (self._parser.finish() if last else [])
-        return [self._called(part) if isinstance(part, ParsedCall) else self._said(part) for part in parsed]
-
-    def _said(self, text: str) -> Piece:
-        self.text += text
-        return Piece(self.index, text=text, tokens=self._unshown())
-
-    def _called(self, parsed: ParsedCall) -> Piece:
-        number = len(self.calls)
-        call = ToolCall(f"call_{self._request.id}_{number}", parsed.name, parsed.arguments)
-        self.calls.append(call)
-        return Piece(self.index, call=call, tokens=self._unshown())
-
-    def _unshown(self) -> tuple[tuple[int, float], ...]:
-        start, self._shown = self._shown, len(self.node.tokens)
-        return tuple(zip(self.node.tokens[start:], self.node.logprobs[start:], strict=True))
-
-
-def _part(chunk: Chunk, index: int) -> Chunk:
-    """One token of a chunk."""
-    here = slice(index, index + 1)
-    return Chunk(
-        tokens=chunk.tokens[here],
-        logprobs=chunk.logprobs[here],
-        raw_logprobs=chunk.raw_logprobs[here],
-        version=chunk.version,
-    )
-
-
-async def _close(chunks: AsyncIterator[Chunk]) -> None:
-    close = getattr(chunks, "aclose", None)
-    if close is not None:
-        await close()
-
-
-class Answer:
-    """All choices of one call; `failed` is told when the agent will see none of them."""
-
-    def __init__(
-        self, id: str, created: int, prompt_tokens: int, choices: list[Choice], failed: Callable[[], None]
+        show: Callable[[], Awaitable[None]],
+        keep: Keep,
+        failed: Callable[[], None],
     ) -> None:
         self.id = id
         self.created = created
-        self.prompt_tokens = prompt_tokens
+        self.prompt = prompt
         self.choices = choices
-        self._failed = failed
+        self._engine = engine
+        self._show = show
+        self._keep = keep
+        self._failed: Callable[[], None] | None = failed
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt)
 
     @property
     def completion_tokens(self) -> int:
@@ -198,7 +103,10 @@ class Answer:
     async def pieces(self) -> AsyncGenerator[Piece]:
         """The pieces of all choices, as they come."""
         try:
-            async with aclosing(_merged(self.choices) if self.choices[1:] else self.choices[0].pieces()) as stream:
+            async with aclosing(self._stream()) as stream:
+                first = await anext(stream)
+                await self._show()
+                yield first
                 async for piece in stream:
                     yield piece
         except BaseException:
@@ -206,32 +114,42 @@ class Answer:
             raise
 
     async def whole(self) -> None:
-        """Until all choices have ended."""
-        async with aclosing(self.pieces()) as stream:
-            async for _ in stream:
-                pass
+        """Until all choices have ended; for a call of which nothing is seen before."""
+        try:
+            async with aclosing(self._stream()) as stream:
+                async for _ in stream:
+                    pass
+        except BaseException:
+            self.abandon()
+            raise
 
     def abandon(self) -> None:
         """The agent sees none of it."""
-        self._failed()
         for choice in self.choices:
             if choice.node.finish != "abort":
                 choice.node.abandon()
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            failed()
+
+    def _stream(self) -> AsyncGenerator[Piece]:
+        streams = [choice.pieces(self._engine, self._keep) for choice in self.choices]
+        return _merged(streams) if streams[1:] else streams[0]
 
 
-async def _merged(choices: list[Choice]) -> AsyncGenerator[Piece]:
-    queue: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
+async def _merged(streams: list[AsyncGenerator[Piece]]) -> AsyncGenerator[Piece]:
+    queue: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue(_PIECES)
 
-    async def run(choice: Choice) -> None:
+    async def run(stream: AsyncGenerator[Piece]) -> None:
         try:
-            async with aclosing(choice.pieces()) as stream:
+            async with aclosing(stream):
                 async for piece in stream:
-                    queue.put_nowait(piece)
-            queue.put_nowait(None)
+                    await queue.put(piece)
+            await queue.put(None)
         except Exception as error:
-            queue.put_nowait(error)
+            await queue.put(error)
 
-    tasks = [asyncio.create_task(run(choice)) for choice in choices]
+    tasks = [asyncio.create_task(run(stream)) for stream in streams]
     try:
         left = len(tasks)
         while left:
@@ -255,31 +173,76 @@ def plain_temperature(sampling: Sampling) -> float:
 
 def begin(session: Session, policy: Policy, call: Call, id: str, created: int) -> Answer:
     """Find the call's place in the tree and make its choices; nothing is sampled before `pieces`."""
-    tree = session.tree(call.policy)
-    given = place(tree, policy.renderer, call.history, call.tools, call.tools_key)
+    given = _place(session, policy.renderer, call)
     prompt = given.prompt()
     room = policy.engine.context - len(prompt)
     if room < 1:
-        raise ContextOverflow(
-            f"this model's context is {policy.engine.context} tokens, the messages have {len(prompt)}"
-        )
+        raise ContextOverflow(f"this model's context is {policy.engine.context} tokens, the prompt has {len(prompt)}")
     draw = session.draw(call.policy, prompt)
-
-    async def keep(node: Node) -> None:
-        await session.log.ended(session, call.policy, node)
-
-    choices = []
-    for index, seed in enumerate(session.seeds(draw, call.choices, call.sampling.seed)):
-        sampling = Sampling(
-            temperature=call.sampling.temperature,
-            top_p=call.sampling.top_p,
-            top_k=call.sampling.top_k,
-            max_tokens=min(call.sampling.max_tokens, room),
-            stop_tokens=policy.renderer.stop_tokens,
-            seed=seed,
+    seeds = session.seeds(draw, call.choices, call.sampling.seed)
+    requests = [
+        GenerateRequest(
+            id=f"{id}_{index}", tokens=prompt, sampling=_sampling(policy, call, room, seed), group=session.group
         )
-        request = GenerateRequest(id=f"{id}_{index}", tokens=prompt, sampling=sampling, group=session.group)
-        node = tree.sample(given, plain_temperature(sampling), request.id)
-        session.log.begun(session, call.policy, node, live=call.live)
-        choices.append(Choice(index, node, policy, request, call, keep=keep))
-    return Answer(id, created, len(prompt), choices, lambda: session.give_back(draw))
+        for index, seed in enumerate(seeds)
+    ]
+    choices = _choices(session, policy, call, given, requests)
+    nodes = [choice.node for choice in choices]
+    asked = Asked(id, call.policy, draw.number, call.choices, live=call.live)
+    session.begun(asked, nodes)
+
+    def failed() -> None:
+        session.give_back(draw)
+        session.abandoned(asked, nodes)
+
+    show, keep = partial(session.shown, asked), partial(session.ended, asked)
+    return Answer(id, created, prompt, choices, policy.engine, show=show, keep=keep, failed=failed)
+
+
+def _choices(
+    session: Session, policy: Policy, call: Call, given: Node, requests: list[GenerateRequest]
+) -> list[Choice]:
+    tree = session.tree(call.policy)
+    temperature = plain_temperature(call.sampling)
+    prompt_end = requests[0].tokens[-_PROMPT_END:]
+    inside = opened_by(policy.renderer.decode(prompt_end)) if _reasons(policy, call) else None
+    choices = []
+    for index, request in enumerate(requests):
+        node = tree.sample(given, temperature, request.id)
+        reader = _reader(policy, call, inside)
+        eager = call.live or bool(call.stops)
+        choices.append(Choice(index, node, request, reader, eager=eager, logprobs=call.logprobs))
+    return choices
+
+
+def _place(session: Session, renderer: Renderer, call: Call) -> Node:
+    tree = session.tree(call.policy)
+    if call.prompt is not None:
+        return placing.place_raw(tree, renderer, call.prompt)
+    history = call.history if call.previous is None else following(session, call.previous, call.history)
+    return placing.place(tree, renderer, history, call.tools, call.tools_key)
+
+
+def _sampling(policy: Policy, call: Call, room: int, seed: int) -> Sampling:
+    return Sampling(
+        temperature=call.sampling.temperature,
+        top_p=call.sampling.top_p,
+        top_k=call.sampling.top_k,
+        max_tokens=min(call.sampling.max_tokens, room),
+        stop_tokens=policy.renderer.stop_tokens,
+        seed=seed,
+    )
+
+
+def _reasons(policy: Policy, call: Call) -> bool:
+    return call.prompt is None and reasons(policy.reasoning, policy.renderer.template)
+
+
+def _reader(policy: Policy, call: Call, inside: bool | None) -> Reader:
+    renderer = policy.renderer
+    return Reader(
+        Detokeniser(renderer.decode, renderer.stop_tokens),
+        StopStrings(call.stops) if call.stops else None,
+        None if inside is None else ReasoningSplit(inside=inside),
+        STYLES[style_of(policy.tools, renderer.template)]() if call.parse_tools else None,
+    )

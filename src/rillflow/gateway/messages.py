@@ -2,6 +2,8 @@
 
 Two messages are the same when their keys are equal. A key ignores what agents change when they replay a history
 without meaning anything by it: tool-call ids, absent against empty content, the spelling of the arguments' JSON.
+It ignores the reasoning too, because most agents leave it out: a message without reasoning is the same as one with
+any, one with reasoning only the same as one with that reasoning.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import msgspec
 Body = dict[str, Any]
 
 _object = msgspec.json.Decoder(dict[str, Any])
+_DEPTH = 64  # levels of an object: what handles it later takes more of the stack than its parser
 
 
 class ToolCall(NamedTuple):
@@ -29,12 +32,14 @@ class ToolCall(NamedTuple):
 
 
 class Message(NamedTuple):
-    """`body` is what the template sees and the transcript shows; `call_ids` tell equal answers apart."""
+    """`body` is what the template sees and the transcript shows; `call_ids` and `reasoning`, less the blank around
+    it, tell equal answers apart."""
 
     role: str
     key: bytes
     body: Body
     call_ids: frozenset[str] = frozenset()
+    reasoning: str = ""
 
 
 def message(
@@ -48,7 +53,7 @@ def message(
     if call_id:
         body["tool_call_id"] = call_id
     if not calls:
-        return Message(role, msgspec.json.encode((role, text, reasoning, name)), body)
+        return Message(role, msgspec.json.encode((role, text, name)), body, reasoning=reasoning.strip())
     parsed = [(call.name, parse_object(call.arguments)) for call in calls]
     # Templates write arguments with `tojson`: given the text, they would quote it a second time.
     body["tool_calls"] = [
@@ -59,16 +64,23 @@ def message(
         (name, call.arguments if value is None else _canonical(value))
         for call, (name, value) in zip(calls, parsed, strict=True)
     ]
-    key = msgspec.json.encode((role, text, reasoning, name, compared), order="sorted")
-    return Message(role, key, body, frozenset(call.id for call in calls))
+    key = msgspec.json.encode((role, text, name, compared), order="sorted")
+    return Message(role, key, body, frozenset(call.id for call in calls), reasoning.strip())
 
 
 def parse_object(text: str) -> dict[str, Any] | None:
-    """The JSON object that `text` is, or None. Depth is the parser's to bound: too deep is not an object to us."""
+    """The JSON object that `text` is, or None; one nested deeper than anybody means is none to us."""
     try:
-        return _object.decode(text)
+        value = _object.decode(text)
     except (msgspec.MsgspecError, RecursionError, UnicodeError):
         return None
+    return value if text.count("{") + text.count("[") <= _DEPTH or _nested(value, _DEPTH) else None
+
+
+def _nested(value: Any, levels: int) -> bool:
+    """Whether it has no more levels than that."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels >= 0 and all(_nested(item, levels - 1) for item in inner)
 
 
 def dump_object(value: dict[str, Any]) -> str:

@@ -66,9 +66,11 @@ def _histories() -> list[list[Body]]:
 
 
 def _calling_histories() -> list[list[Body]]:
-    ends = (_calling("alast"), _calling(""), _calling("<think>\nhmm\n</think>\n\nalast"))
+    reasoned = _calling("alast") | {"reasoning_content": "hmm"}
+    ends = (_calling("alast"), _calling(""), _calling("<think>\nhmm\n</think>\n\nalast"), reasoned)
+    older = (_calling("aolder"), _calling("aolder") | {"reasoning_content": "hmm"})
     return [[_user("qlast"), end] for end in ends] + [
-        [_user("qlast"), _calling("aolder"), _result("rolder"), end] for end in ends
+        [_user("qlast"), before, _result("rolder"), end] for before, end in product(older, ends)
     ]
 
 

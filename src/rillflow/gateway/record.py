@@ -1,12 +1,13 @@
 """What a session leaves: training samples and a transcript.
 
 Each root-to-leaf path of a tree is one sample. A sampled node that several leaves share trains in the first of them,
-by order of creation, and is masked in the others; a leaf with nothing left to train gives no sample. So the trained
-tokens of all samples together are exactly the tokens that were sampled and not abandoned, each once.
+by order of creation, and is masked in the others; a leaf always has its own answer to train. So the trained tokens of
+all samples together are exactly the tokens that were sampled and not abandoned, each once.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,20 +15,28 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rillflow.gateway.rewards import Rewards, Settled
 from rillflow.gateway.tree import Node, TokenTree
 from rillflow.types import COLUMNS
 
 _COLUMNS = ("tokens", "mask", "logprobs", "raw_logprobs", "temperatures", "versions")
+_NOTHING = Settled()
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One training row. `truncated`: the last answer of the path was cut by its length."""
+    """One training row. `truncated`: the last answer of the path was cut by its length.
+
+    `fork` says why the path left another one, `seams` how often the sampling of what trains here was cut and
+    continued; `reward` is the leaf's own, None where it was given none.
+    """
 
     policy: str
     columns: Mapping[str, npt.NDArray[Any]]
     truncated: bool
     fork: str
+    seams: int = 0
+    reward: float | None = None
 
     @property
     def tokens(self) -> int:
@@ -52,91 +61,115 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
-    """A closed session."""
+    """A closed session. `incomplete` says what of it may be missing; empty where nothing is.
+
+    Its `rewards` may still be given after it was closed: samples have those that were given before they were made.
+    """
 
     session: str
     calls: int
     trees: Mapping[str, TokenTree]
+    rewards: Rewards | None = None
+    incomplete: str = ""
+
+    @property
+    def trainable(self) -> bool:
+        """A record with holes can be looked at, never trained on."""
+        return not self.incomplete
+
+    def settled(self) -> Settled:
+        return _NOTHING if self.rewards is None else self.rewards.settle()
 
     def samples(self, policy: str) -> list[Sample]:
+        """One for each leaf of the policy's tree, by the leaf's number."""
         tree = self.trees.get(policy)
-        return [] if tree is None else samples(policy, tree)
+        return [] if tree is None else samples(policy, tree, self.settled())
 
     def transcript(self) -> list[dict[str, Any]]:
         """The paths of all policies as JSON; see `transcript`."""
-        return [path for policy, tree in self.trees.items() for path in transcript(policy, tree)]
+        settled = self.settled()
+        return [path for policy, tree in self.trees.items() for path in transcript(policy, tree, settled)]
 
 
-def leaves(tree: TokenTree) -> list[Node]:
-    """The answers that no other answer builds on, in the order in which they were begun."""
-    found: list[Node] = []
-    continued: set[int] = set()
-    for node in sorted(tree.nodes(), key=lambda node: -node.id):
-        if node.id in continued:
-            _continue(node, continued)
-        elif node.kind == "sampled" and node.usable and node.tokens:
-            found.append(node)
-            _continue(node, continued)
-    found.reverse()
-    return found
-
-
-def _continue(node: Node, continued: set[int]) -> None:
-    if node.parent is not None:
-        continued.add(node.parent.id)
-
-
-def samples(policy: str, tree: TokenTree) -> list[Sample]:
-    trained: set[int] = set()
+def samples(policy: str, tree: TokenTree, settled: Settled = _NOTHING) -> list[Sample]:
+    trained: set[Node] = set()
     made: list[Sample] = []
-    for leaf in leaves(tree):
+    own = settled.leaves.get(policy, {})
+    for number, leaf in enumerate(tree.leaves()):
         path = leaf.path()
-        fresh = {node.id for node in path if node.kind == "sampled" and node.tokens} - trained
+        fresh = {node for node in path if node.kind == "sampled" and node.tokens} - trained
         trained |= fresh
         forks = [node.fork for node in path if node.fork]
-        made.append(Sample(policy, _columns(path, fresh), leaf.finish == "length", forks[-1] if forks else ""))
+        made.append(
+            Sample(
+                policy,
+                _columns(path, fresh, settled.answers),
+                truncated=leaf.finish == "length",
+                fork=forks[-1] if forks else "",
+                seams=sum(len(node.seams) for node in fresh),
+                reward=own.get(number),
+            )
+        )
     return made
 
 
-def _columns(path: list[Node], fresh: set[int]) -> dict[str, npt.NDArray[Any]]:
+def _columns(path: list[Node], fresh: set[Node], rewards: Mapping[str, float]) -> dict[str, npt.NDArray[Any]]:
     size = sum(len(node.tokens) for node in path)
     columns = {name: np.zeros(size, COLUMNS[name]) for name in _COLUMNS}
     columns["versions"].fill(-1)
+    if any(node.call in rewards for node in fresh):
+        columns["rewards"] = np.full(size, math.nan, COLUMNS["rewards"])
     at = 0
     for node in path:
         here = slice(at, at + len(node.tokens))
         at = here.stop
         columns["tokens"][here] = node.tokens
-        if node.id in fresh:
+        if node in fresh:
             columns["mask"][here] = 1
             columns["logprobs"][here] = node.logprobs
             columns["raw_logprobs"][here] = node.raw_logprobs
             columns["temperatures"][here] = node.temperature
             columns["versions"][here] = node.versions
+            if node.call in rewards:
+                columns["rewards"][at - 1] = rewards[node.call]
     return columns
 
 
-def transcript(policy: str, tree: TokenTree) -> list[dict[str, Any]]:
+def transcript(policy: str, tree: TokenTree, settled: Settled = _NOTHING) -> list[dict[str, Any]]:
     """One entry for each leaf: its messages, less those that it shares with an earlier entry.
 
     `follows` is that entry's index among this policy's (None for a path of its own) and `shared` the number of
-    messages, from the first, that the two have in common.
+    messages, from the first, that the two have in common. `seams` and `rewards` name the message of the entry that
+    they belong to by its place.
     """
     entries: list[dict[str, Any]] = []
-    owners: dict[int, int] = {}
-    for leaf in leaves(tree):
+    owners: dict[Node, int] = {}
+    own = settled.leaves.get(policy, {})
+    for number, leaf in enumerate(tree.leaves()):
         path = leaf.path()
-        known = [node for node in path if node.id in owners]
-        new = [node for node in path if node.id not in owners]
-        owners |= {node.id: len(entries) for node in new}
-        entries.append(
-            {
-                "policy": policy,
-                "follows": owners[known[-1].id] if known else None,
-                "shared": sum(len(node.messages) for node in known),
-                "fork": next((node.fork for node in new if node.fork), ""),
-                "finish": leaf.finish,
-                "messages": [message.body for node in new for message in node.messages],
-            }
-        )
+        known = [node for node in path if node in owners]
+        new = [node for node in path if node not in owners]
+        owners |= dict.fromkeys(new, number)
+        entry = {
+            "policy": policy,
+            "follows": owners[known[-1]] if known else None,
+            "shared": sum(len(node.messages) for node in known),
+            "fork": next((node.fork for node in new if node.fork), ""),
+            "finish": leaf.finish,
+            "messages": [message.body for node in new for message in node.messages],
+        }
+        entries.append(entry | _asides(new, settled.answers) | ({"reward": own[number]} if number in own else {}))
     return entries
+
+
+def _asides(nodes: list[Node], rewards: Mapping[str, float]) -> dict[str, Any]:
+    """What is said of single messages, as far as there is anything."""
+    seams: list[dict[str, Any]] = []
+    given: list[dict[str, Any]] = []
+    place = 0
+    for node in nodes:
+        seams += [{"message": place, "token": seam.offset, "cause": seam.cause} for seam in node.seams]
+        if node.call in rewards:
+            given.append({"message": place, "reward": rewards[node.call]})
+        place += len(node.messages)
+    return ({"seams": seams} if seams else {}) | ({"rewards": given} if given else {})

@@ -8,11 +8,15 @@ an earlier one is written. Probes at construction tell the two kinds of template
 * append-only on every probe: new messages are rendered behind a stand-in for the history, in time that does not
   grow with it;
 * otherwise the whole text is rendered and compared with the stored path's; where it begins with it the rest is
-  taken, where it does not (`after_answer` and `after_prompt` give None) the caller forks.
+  taken, where it does not (`after_answer` gives None) the caller forks from the last prompt that it begins with;
+* of those, many are *near* where tools' results follow an answer: whether it stays as it is, and what comes behind,
+  depends on the answer alone. A template that drops old reasoning does so when a question comes, not within the
+  turns of an agent with its tools, so that these too take a time that does not grow.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
@@ -30,12 +34,17 @@ Tools = list[Body] | None
 
 _CACHED_PROMPTS = 512
 _CACHED_BYTES = 1 << 16  # of the messages and tools of one cached prompt
+_DIGEST = 16
+_REASONING = "reasoning_content"
 
 
 class Rendered(NamedTuple):
-    """Ids to add to a path; `canonical` of the path with them, where later extensions must be compared with it."""
+    """Ids to add to a path; `canonical` of the path with them, where later extensions must be compared with it.
 
-    tokens: list[int]
+    Sessions share what is kept for the next that asks the same: nobody changes it.
+    """
+
+    tokens: array[int]
     canonical: Canonical | None
 
 
@@ -47,6 +56,8 @@ class Renderer:
             raise ConfigError("the tokenizer has no chat template", "add chat_template.jinja to the model's folder")
         self._tokenizer = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        written = tokenizer.chat_template  # a tokenizer may have several, by name
+        self.template = written if isinstance(written, str) else "\n".join(written.values())
         self._prompts: OrderedDict[bytes, Rendered] = OrderedDict()
         self._stand_ins: dict[tuple[int, bool], str] = {}
         eos = tokenizer.eos_token_id
@@ -54,6 +65,7 @@ class Renderer:
         self.end_text, self.end_token, self._gap = self._turn_end(stops)
         self.stop_tokens = tuple(dict.fromkeys(stops + ([] if self.end_token is None else [self.end_token])))
         self.append_only = all(self._passes(probe) for probe in PROBES)
+        self.near = all(self._is_near(probe) for probe in PROBES if _only_results(probe.new))
 
     @classmethod
     def load(cls, model: str) -> Renderer:
@@ -69,13 +81,24 @@ class Renderer:
             return list(self._backend.encode(text, add_special_tokens=False).ids)
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         """Special tokens are text here: tool-call markers are often special."""
         if self._backend is not None:
             return str(self._backend.decode(ids, skip_special_tokens=False))
         return str(
             self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False),
         )
+
+    def opening(self, text: str) -> list[int]:
+        """The ids that the tokenizer puts before a text of its own, unless the text begins with them already."""
+        bos = self._tokenizer.bos_token_id
+        adds = bos is not None and list(self._tokenizer.encode("", add_special_tokens=True))[:1] == [bos]
+        return [bos] if adds and not text.startswith(self._tokenizer.bos_token) else []
+
+    @property
+    def vocabulary(self) -> int:
+        """How many ids the tokenizer knows."""
+        return len(self._tokenizer)
 
     # ------------------------------------------------------------ rendering
 
@@ -86,7 +109,7 @@ class Renderer:
         if found is not None:
             return found
         text = self._text(bodies(messages), tools, prompt=True)
-        return self._keep(key, Rendered(self.encode(text), self._canonical(text)))
+        return self._keep(key, self._rendered(text, self._canonical(text)))
 
     def after_answer(
         self,
@@ -99,7 +122,8 @@ class Renderer:
     ) -> Rendered | None:
         """What follows a sampled answer, the last of `covered` messages, whose last id was `last_token`.
 
-        `before` is the canonical text of the prompt that was answered. None where the template rewrites it.
+        `before` is the canonical text of the prompt that was answered, where it is known. None where the template
+        rewrites it. Of an append-only template's history, only what is not covered matters.
         """
         ended = self.end_token is not None and last_token == self.end_token
         # Behind a stand-in the new messages say it all; compared with the history, nothing can be kept.
@@ -107,20 +131,40 @@ class Renderer:
         kept = self._kept(key)
         if kept is not None:
             return kept
-        found = self._suffix(history, covered, tools, before, answered=True)
+        found = self._suffix(history, covered, tools, before)
         if found is None:
             return None
         text, canonical = found
         # Encoded together with the end of the turn, so that nothing is tokenised as the beginning of a text.
-        ids = self.encode(self.end_text + self._gap + text)
+        ids = array("i", self.encode(self.end_text + self._gap + text))
         return self._keep(key, Rendered(ids[1:] if ended else ids, canonical))
 
-    def after_prompt(
-        self, history: Sequence[Message], covered: int, tools: Tools, *, before: Canonical | None
-    ) -> Rendered | None:
-        """What follows a generation prompt when the agent wrote the answer itself (an edited history)."""
-        found = self._suffix(history, covered, tools, before, answered=False)
-        return None if found is None else Rendered(self.encode(found[0]), found[1])
+    def after_prompt(self, new: Sequence[Message]) -> Rendered | None:
+        """What follows any generation prompt of an append-only template when the agent wrote the answer itself."""
+        text = self._behind_stand_in(bodies(new), answered=False)
+        return None if text is None else self._rendered(text, None)
+
+    def after_prompts(
+        self, history: Sequence[Message], tools: Tools, prompts: Sequence[Canonical]
+    ) -> tuple[int, Rendered]:
+        """How many of `prompts`, each longer than the one before, the text of `history` begins with, and what follows
+        the last of these: the whole text where there are none."""
+        text = self._text(bodies(history), tools, prompt=True)
+        state = blake2b(digest_size=_DIGEST)
+        at = kept = 0
+        for prompt in prompts:
+            state.update(text[at : prompt.length].encode())
+            if prompt.length > len(text) or state.copy().digest() != prompt.digest:
+                break
+            at, kept = prompt.length, kept + 1
+        return kept, self._rendered(text[at:], self._canonical(text))
+
+    def canonical(self, messages: Sequence[Message], tools: Tools) -> Canonical:
+        """Of the prompt for `messages`."""
+        return canonical_of(self._text(bodies(messages), tools, prompt=True))
+
+    def _rendered(self, text: str, canonical: Canonical | None) -> Rendered:
+        return Rendered(array("i", self.encode(text)), canonical)
 
     def _kept(self, key: bytes) -> Rendered | None:
         found = self._prompts.get(key)
@@ -136,17 +180,31 @@ class Renderer:
         return rendered
 
     def _suffix(
-        self, history: Sequence[Message], covered: int, tools: Tools, before: Canonical | None, *, answered: bool
+        self, history: Sequence[Message], covered: int, tools: Tools, before: Canonical | None
     ) -> tuple[str, Canonical | None] | None:
         if self.append_only:
-            text = self._behind_stand_in(bodies(history[covered:]), answered=answered)
+            text = self._behind_stand_in(bodies(history[covered:]), answered=True)
             return None if text is None else (text, None)
-        old = self._text(bodies(history[:covered]), tools, prompt=not answered)
-        new = self._text(bodies(history), tools, prompt=True)
-        unchanged = before is not None and canonical_of(old[: before.length]) == before
-        if not unchanged or not new.startswith(old) or (answered and not old.endswith(self.end_text + self._gap)):
+        told, new = bodies(history[:covered]), bodies(history[covered:])
+        # An answer behind another answer may change that one: no probe has asked twice.
+        if self.near and _only_results(new) and told[-2:-1] and told[-2]["role"] != "assistant":
+            text = self._behind([STAND_IN[0], told[-1]], new, None)
+            return None if text is None else (text, None)
+        before = before or self.canonical(history[: covered - 1], tools)
+        old = self._text(told, tools, prompt=False)
+        whole = self._text([*told, *new], tools, prompt=True)
+        kept = canonical_of(old[: before.length]) == before and whole.startswith(old)
+        if not kept or not old.endswith(self.end_text + self._gap):
             return None
-        return new[len(old) :], self._canonical(new)
+        return whole[len(old) :], self._canonical(whole)
+
+    def _behind(self, told: list[Body], new: list[Body], tools: Tools) -> str | None:
+        """What the template writes for `new` behind `told`, which ends with an answer; None where that changes it."""
+        asked = self._text(told[:-1], tools, prompt=True)
+        old = self._text(told, tools, prompt=False)
+        whole = self._text([*told, *new], tools, prompt=True)
+        kept = old.startswith(asked) and whole.startswith(old) and old.endswith(self.end_text + self._gap)
+        return whole[len(old) :] if kept else None
 
     def _behind_stand_in(self, new: list[Body], *, answered: bool) -> str | None:
         """What the template writes for `new` behind a stand-in; None where `new` changes the stand-in's own text.
@@ -173,6 +231,8 @@ class Renderer:
         return None if self.append_only else canonical_of(text)
 
     def _text(self, messages: list[Body], tools: Tools, *, prompt: bool) -> str:
+        if _REASONING not in self.template:
+            messages = [_inline(body) if _REASONING in body else body for body in messages]
         try:
             return str(
                 self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt)
@@ -198,15 +258,26 @@ class Renderer:
         """Whether a stand-in for the history gives what the whole history gives, for one shape of conversation."""
         try:
             asked = self._text(probe.history[:-1], probe.tools, prompt=True)
-            old = self._text(probe.history, probe.tools, prompt=False)
-            new = self._text([*probe.history, *probe.new], probe.tools, prompt=True)
+            behind = self._behind(probe.history, probe.new, probe.tools)
+            whole = self._text([*probe.history, *probe.new], probe.tools, prompt=True)
         except BadRequest:
             return True  # a shape that the template refuses never comes up
-        if not (old.startswith(asked) and new.startswith(old) and old.endswith(self.end_text + self._gap)):
+        if behind is None:
             return False
-        return self._same(new[len(old) :], probe.new, answered=True) and self._same(
-            new[len(asked) :], [probe.history[-1], *probe.new], answered=False
+        return self._same(behind, probe.new, answered=True) and self._same(
+            whole[len(asked) :], [probe.history[-1], *probe.new], answered=False
         )
+
+    def _is_near(self, probe: Probe) -> bool:
+        """Whether an answer behind a stand-in for all before it is continued, or rewritten, as in the whole history."""
+        try:
+            whole = self._behind(probe.history, probe.new, probe.tools)
+        except BadRequest:
+            return True
+        try:
+            return self._behind([STAND_IN[0], probe.history[-1]], probe.new, None) == whole
+        except BadRequest:
+            return False
 
     def _same(self, expected: str, new: list[Body], *, answered: bool) -> bool:
         try:
@@ -216,7 +287,18 @@ class Renderer:
 
 
 def _key(kind: bytes, detail: bytes, messages: Sequence[Message]) -> bytes:
-    return b"\n".join((kind, detail, *(message.key for message in messages)))
+    """Of everything that the template sees, which is more than the messages' own keys: ids of calls, say."""
+    return b"\n".join((kind, detail, msgspec.json.encode(bodies(messages))))
+
+
+def _only_results(new: list[Body]) -> bool:
+    return bool(new) and all(body["role"] == "tool" for body in new)
+
+
+def _inline(body: Body) -> Body:
+    """With the reasoning where a template that knows no field for it may look for it, or leave it: in the text."""
+    text = f"<think>\n{body[_REASONING]}\n</think>\n\n{body['content']}"
+    return {name: value for name, value in body.items() if name != _REASONING} | {"content": text}
 
 
 def bodies(messages: Sequence[Message]) -> list[Body]:
@@ -224,4 +306,4 @@ def bodies(messages: Sequence[Message]) -> list[Body]:
 
 
 def canonical_of(text: str) -> Canonical:
-    return Canonical(len(text), blake2b(text.encode(), digest_size=16).digest())
+    return Canonical(len(text), blake2b(text.encode(), digest_size=_DIGEST).digest())

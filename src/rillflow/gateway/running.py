@@ -3,12 +3,16 @@
 Whatever ends it, the generation is aborted and its concurrency is given back. A stream's first event is awaited
 before the response begins, so that a call which cannot be served is still answered with its proper status; one that
 is cut later says why in its last event, so that no agent takes half an answer for a whole one.
+
+A client that stops reading makes its call wait, after a bounded number of bytes; one that reads nothing for
+`STALLED` seconds counts as gone. A stream in which nothing happens for `QUIET` seconds (a pause, a long call of a
+tool) carries a comment, so that nobody on the way takes it for dead.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -19,95 +23,126 @@ from starlette.types import Receive, Scope, Send
 from rillflow.errors import EngineError, RillflowError
 from rillflow.gateway.calls import Answer
 from rillflow.gateway.failures import CallRefused, session_gone, session_late
+from rillflow.gateway.outbox import Outbox
 from rillflow.gateway.session import Session
 
+STALLED = 30.0
+QUIET = 10.0
 
-class Running:
-    """A call's task, with everything that may cut it. `seconds` are those left to its session."""
+
+class Cutting:
+    """Everything that may cut the task at work on a call. `seconds` are those left to its session."""
 
     def __init__(
-        self,
-        work: Coroutine[Any, Any, None],
-        abandon: Callable[[], None],
-        session: Session,
-        request: Request,
-        seconds: float,
+        self, task: asyncio.Task[Any], abandon: Callable[[], None], session: Session, request: Request, seconds: float
     ) -> None:
+        self._task = task
         self._session = session
-        self._task = asyncio.create_task(_limited(work, session, seconds))
-        self._watch = asyncio.create_task(_cut_when_gone(request.receive, self._task))
-        session.at_work[self._task] = abandon
-        self._task.add_done_callback(lambda task: session.at_work.pop(task, None))
-        # A task that is cancelled before its first turn never touches its work.
-        self._task.add_done_callback(lambda _: work.close())
+        self._late = False
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
+        self._watch = asyncio.create_task(_cut_when_gone(request.receive, task))
+        session.at_work[task] = abandon
 
-    def when_done(self, tell: Callable[[BaseException | None], None]) -> None:
-        """Tell what went wrong, or None, once the call has ended, whatever ended it."""
-        self._task.add_done_callback(lambda _: tell(self._failure()))
+    def release(self) -> None:
+        """The work has ended: nothing cuts the task any more."""
+        self._session.at_work.pop(self._task, None)
+        self._timer.cancel()
+        self._watch.cancel()
 
-    async def result(self) -> None:
-        """Wait for the end; raises what the work raised, or why it was cut."""
-        try:
-            await asyncio.wait({self._task})
-        finally:
-            self.stop()
-        error = self._failure()
-        if error is not None:
-            raise error
-
-    def _failure(self) -> BaseException | None:
-        if not self._task.cancelled():
-            return self._task.exception()
+    def cause(self) -> CallRefused | None:
+        """Why the task was cut; None where it was not, or by someone else."""
         if self._session.closed:
             return session_gone(self._session.id)
-        return CallRefused("the client has gone", status=499)
+        if self._late:
+            return session_late(self._session.id)
+        return CallRefused("the client has gone", status=499) if self._watch.done() else None
 
-    def stop(self) -> None:
-        self._watch.cancel()
+    def _expire(self) -> None:
+        self._late = True
         self._task.cancel()
 
 
-async def _limited(work: Coroutine[Any, Any, None], session: Session, seconds: float) -> None:
-    limit = asyncio.timeout(seconds)
-    try:
-        async with limit:
-            await work
-    except TimeoutError:
-        if limit.expired():
-            raise session_late(session.id) from None
-        raise
-
-
-async def _cut_when_gone(receive: Receive, task: asyncio.Task[None]) -> None:
+async def _cut_when_gone(receive: Receive, task: asyncio.Task[Any]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     task.cancel()
 
 
 async def whole(answer: Answer, session: Session, request: Request, seconds: float) -> None:
-    await Running(answer.whole(), answer.abandon, session, request, seconds).result()
+    """Until the answer has ended, in the task of the request; raises what the work raised, or why it was cut."""
+    task = asyncio.current_task()
+    assert task is not None
+    cutting = Cutting(task, answer.abandon, session, request, seconds)
+    try:
+        await answer.whole()
+    except asyncio.CancelledError:
+        cause = cutting.cause()
+        if cause is None:
+            raise
+        task.uncancel()
+        raise cause from None
+    finally:
+        cutting.release()
 
 
 class EventStream(Response):
-    """Server-sent events from a running call."""
+    """Server-sent events from a running call, several in one write where they wait."""
 
-    def __init__(self, running: Running, queue: asyncio.Queue[bytes | None], first: bytes | None) -> None:
+    def __init__(self, task: asyncio.Task[None], outbox: Outbox, first: bytes) -> None:
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
         del self.headers["content-length"]
-        self._running = running
-        self._queue = queue
+        self._task = task
+        self._outbox = outbox
         self._first = first
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            item = self._first
-            while item is not None:
-                await send({"type": "http.response.body", "body": item, "more_body": True})
-                item = await self._queue.get()
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            with _Pulse(self._outbox):
+                async with asyncio.timeout(None) as limit:
+                    await self._send_all(send, limit)
+        except TimeoutError:
+            await _hang_up(scope)
         finally:
-            self._running.stop()
+            self._task.cancel()
+
+    async def _send_all(self, send: Send, limit: asyncio.Timeout) -> None:
+        """The limit runs while something is being sent, not while the next event is awaited."""
+        now = asyncio.get_running_loop().time
+        limit.reschedule(now() + STALLED)
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        data = self._first
+        while data:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+            limit.reschedule(None)
+            data = await self._outbox.take()
+            limit.reschedule(now() + STALLED)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class _Pulse:
+    """Reminds an outbox every `QUIET` seconds; one that is not waited on takes no notice."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+        self._loop = asyncio.get_running_loop()
+
+    def __enter__(self) -> None:
+        self._next = self._loop.call_later(QUIET, self._beat)
+
+    def __exit__(self, *_: object) -> None:
+        self._next.cancel()
+
+    def _beat(self) -> None:
+        self._outbox.remind()
+        self._next = self._loop.call_later(QUIET, self._beat)
+
+
+async def _hang_up(scope: Scope) -> None:
+    """Drop the connection with what it has not taken: closing it would wait for a client that does not read."""
+    hang_up = scope.get("extensions", {}).get("rillflow", {}).get("hang_up")
+    if hang_up is not None:
+        hang_up()
+        await asyncio.sleep(0)  # the server learns of it in its next turn
 
 
 async def streamed(
@@ -120,7 +155,7 @@ async def streamed(
     shape: Callable[[RillflowError], bytes],
 ) -> EventStream:
     """Start the stream of `answer`; an error after its first event travels in it, written by `shape`."""
-    queue: asyncio.Queue[bytes | None] = asyncio.Queue()
+    outbox = Outbox()
     begun = False
 
     async def work() -> None:
@@ -128,23 +163,34 @@ async def streamed(
         async with aclosing(events):
             async for data in events:
                 begun = True
-                queue.put_nowait(data)
+                await outbox.put(data)
 
-    def end(error: BaseException | None) -> None:
-        if error is not None and begun:
-            queue.put_nowait(shape(_said(error)))
-        queue.put_nowait(None)
+    def ended(task: asyncio.Task[None]) -> None:
+        working.close()  # a task that is cancelled before its first turn never touches its work
+        cutting.release()
+        error = _failure(task, cutting)
+        outbox.end(shape(_said(error)) if error is not None and begun else b"")
 
-    running = Running(work(), answer.abandon, session, request, seconds)
-    running.when_done(end)
+    working = work()
+    task = asyncio.create_task(working)
+    cutting = Cutting(task, answer.abandon, session, request, seconds)
+    task.add_done_callback(ended)
     try:
-        first = await queue.get()
+        first = await outbox.take()
     except BaseException:
-        running.stop()
+        task.cancel()
         raise
-    if first is None:
-        await running.result()
-    return EventStream(running, queue, first)
+    error = None if first else _failure(task, cutting)
+    if error is not None:
+        raise error
+    return EventStream(task, outbox, first)
+
+
+def _failure(task: asyncio.Task[None], cutting: Cutting) -> BaseException | None:
+    """What went wrong with a task that has ended."""
+    if task.cancelled():
+        return cutting.cause() or CallRefused("the client has gone", status=499)
+    return task.exception()
 
 
 def _said(error: BaseException) -> RillflowError:

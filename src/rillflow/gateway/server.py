@@ -1,35 +1,40 @@
 """The gateway's HTTP service. An agent gets a base URL and a key, and talks to it as to any provider.
 
 The run's token opens every route. A session's key opens that session's routes, by path (`/s/{session}/v1/…`) or by
-the key alone (`/v1/…`), and nothing else. Agents are answered in their provider's shape, errors included.
+the key alone (`/v1/…`), the description of all routes, and nothing else. Agents are answered in their provider's
+shape, errors included; our own processes as everywhere on our wire.
 """
 
 from __future__ import annotations
 
 import hmac
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from hashlib import blake2b
 from urllib.parse import quote
 
 import msgspec
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
 from rillflow.config import GatewayConfig, SamplingConfig
 from rillflow.contracts import Clock, SystemClock
-from rillflow.errors import ConfigError, QueueFull, RillflowError, Unauthorized
-from rillflow.gateway import running
+from rillflow.errors import ConfigError, RillflowError, Unauthorized
+from rillflow.gateway import models, openapi, running
 from rillflow.gateway.calls import Policy, begin
-from rillflow.gateway.dialects import DIALECTS, Dialect, chat
+from rillflow.gateway.dialects import DIALECTS, Dialect, dialect_of, messages
 from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.keeping import SessionLog
+from rillflow.gateway.placing import count
 from rillflow.gateway.session import Session, Sessions
+from rillflow.gateway.tree import TokenTree
 from rillflow.wire import Service
-from rillflow.wire.server import read_body
+from rillflow.wire.gate import Gate
+from rillflow.wire.server import Endpoint, error_headers, read_body
 
 JSON = "application/json"
+DESCRIPTION = "/openapi.json"
+OURS = ("/health", "/metrics")  # of every service, and as there: no provider's shape
 
 
 class Gateway(Service):
@@ -53,36 +58,42 @@ class Gateway(Service):
         self._policies = dict(policies)
         self._defaults = dict(defaults)
         self._created = int(self._clock.now())
+        self.operations = dict(openapi.OPERATIONS)
+        self._description: bytes | None = None
+        self._gate = Gate(self.limits.total, "calls of this gateway")
         self.sessions = Sessions(token, self.limits, self._clock, log)
-        for dialect in DIALECTS:
-            self._agent_route(dialect.PATH, self._asking(dialect), "POST")
-        self._agent_route("/v1/models", self._models, "GET")
+        self._add_routes()
 
-    def _agent_route(self, path: str, endpoint: Callable[[Request], Awaitable[Response]], method: str) -> None:
+    def _add_routes(self) -> None:
+        for dialect in DIALECTS:
+            self._agent_route(dialect.PATH, self._asking(dialect), "POST", self._gate)
+        self._agent_route(messages.COUNT_PATH, self._count, "POST", self._gate)
+        self._agent_route("/v1/models", self._models, "GET")
+        self._agent_route("/v1/models/{model}", self._model, "GET")
+        self.route(DESCRIPTION, self._describe, ["GET"])
+
+    def _agent_route(self, path: str, endpoint: Endpoint, method: str, gate: Gate | None = None) -> None:
         for prefix in ("/s/{session}", ""):
-            self.route(f"{prefix}{path}", endpoint, [method])
+            self.route(f"{prefix}{path}", endpoint, [method], gate)
 
     # ------------------------------------------------------------ who may do what
+
+    def presented(self, scope: Scope) -> str:
+        return presented_key(scope)
 
     def allowed(self, path: str, presented: str) -> bool:
         if super().allowed(path, presented):
             return True
         session = self.sessions.name_in(presented)
-        return bool(session) and path.startswith((f"/s/{session}/", "/v1/"))
+        return bool(session) and (path.startswith((f"/s/{session}/", "/v1/")) or path == DESCRIPTION)
 
-    def app(self) -> ASGIApp:
-        return _Guard(Starlette(routes=self._routes), self)
+    def unauthorized(self) -> Unauthorized:
+        return Unauthorized(
+            "missing or wrong key", "send the session's key as `Authorization: Bearer …` or `x-api-key`"
+        )
 
-    def error_response(self, error: RillflowError, path: str) -> Response:
-        """In the shape of the dialect whose path it is; of what is no dialect's, as among our own processes."""
-        dialect = _dialect_of(path)
-        if dialect is None:
-            return super().error_response(error, path)
-        headers = {"retry-after": "1"} if isinstance(error, QueueFull) or error.status == 503 else None
-        return Response(msgspec.json.encode(dialect.error_body(error)), error.status, headers, JSON)
-
-    def _session(self, request: Request) -> Session:
-        """The session that a call belongs to."""
+    def session_of(self, request: Request) -> Session:
+        """The session that a request is about: the one that its key opens, or, with the run's token, its path's."""
         key, name = presented_key(request.scope), request.path_params.get("session")
         if not hmac.compare_digest(key.encode(), self._token.encode()):
             return self.sessions.of_key(key)
@@ -90,18 +101,17 @@ class Gateway(Service):
             raise CallRefused("this route needs a session's own key", status=401)
         return self.sessions.get(name)
 
+    def error_response(self, error: RillflowError, scope: Scope) -> Response:
+        if scope["path"].startswith(OURS):
+            return super().error_response(error, scope)
+        body = dialect_of(scope).error_body(error)
+        return Response(msgspec.json.encode(body), error.status, error_headers(error), JSON)
+
     # ------------------------------------------------------------ routes
 
-    async def _models(self, request: Request) -> Response:
-        self._session(request)
-        data = [
-            {"id": name, "object": "model", "created": self._created, "owned_by": "rillflow"} for name in self._policies
-        ]
-        return Response(msgspec.json.encode({"object": "list", "data": data}), media_type=JSON)
-
-    def _asking(self, dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:
+    def _asking(self, dialect: Dialect) -> Endpoint:
         async def ask(request: Request) -> Response:
-            session = self._session(request)
+            session = self.session_of(request)
             asked = dialect.decode(await read_body(request, self.limits.body), self.limits)
             policy = self._policy(asked.model)
             call = dialect.to_call(asked, self._defaults[asked.model])
@@ -118,32 +128,41 @@ class Gateway(Service):
 
         return ask
 
+    async def _count(self, request: Request) -> Response:
+        """How many tokens a call with these messages would be given now. Nothing of the session changes."""
+        session = self.session_of(request)
+        asked = messages.decode_count(await read_body(request, self.limits.body), self.limits)
+        policy = self._policy(asked.model)
+        history, tools, key = messages.prompt_of(asked)
+        tree = session.trees.get(asked.model) or TokenTree()
+        return _json({"input_tokens": count(tree, policy.renderer, history, tools, key)})
+
+    async def _models(self, request: Request) -> Response:
+        self.session_of(request)
+        return _json(models.listed(request.scope, list(self._policies), self._created))
+
+    async def _model(self, request: Request) -> Response:
+        self.session_of(request)
+        name = request.path_params["model"]
+        self._policy(name)
+        return _json(models.one(request.scope, name, self._created))
+
+    async def _describe(self, request: Request) -> Response:
+        if self._description is None:
+            self._description = msgspec.json.encode(openapi.description(self.operations, self.routes()))
+        return Response(self._description, media_type=JSON)
+
     def _policy(self, model: str) -> Policy:
         policy = self._policies.get(model)
         if policy is None:
             known = ", ".join(self._policies)
             raise CallRefused(
-                f"the model {model!r} does not exist; known models: {known}",
+                f"the model {model[:100]!r} does not exist; known models: {known}",
                 status=404,
                 code="model_not_found",
                 param="model",
             )
         return policy
-
-
-class _Guard:
-    """Refuses what no key opens, before anything of its body is read, in the shape that the caller expects."""
-
-    def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
-        self._app = app
-        self._gateway = gateway
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not self._gateway.allowed(scope["path"], presented_key(scope)):
-            error = Unauthorized("missing or wrong key", "send the session's key as `Authorization: Bearer …`")
-            await self._gateway.error_response(error, scope["path"])(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
 
 
 def presented_key(scope: Scope) -> str:
@@ -167,10 +186,8 @@ def anthropic_url(base: str, session: str) -> str:
     return f"{base}/s/{quote(session, safe='')}"
 
 
-def _dialect_of(path: str) -> Dialect | None:
-    if not path.startswith(("/s/", "/v1/")):
-        return None
-    return next((dialect for dialect in DIALECTS if path.endswith(dialect.PATH)), chat)
+def _json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type=JSON)
 
 
 def _call_id(session: Session, number: int) -> str:

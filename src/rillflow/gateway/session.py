@@ -6,6 +6,8 @@ from an earlier attempt cannot write into a later one.
 
 Every draw's seed depends on the session's seed and the prompt alone: on how often the same prompt was asked before
 in this session, never on which call came first among different ones.
+
+With a log, a session outlives the process: its log has everything that an agent was told, before the agent was.
 """
 
 from __future__ import annotations
@@ -14,19 +16,38 @@ import asyncio
 import hmac
 import secrets
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b, sha256
+from hashlib import blake2b
+from heapq import heappop, heappush
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rillflow.config import GatewayConfig
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import QueueFull, RunError
 from rillflow.gateway.failures import CallRefused, session_gone, session_late
-from rillflow.gateway.keeping import SessionLog, Unkept
+from rillflow.gateway.keeping import Asked, SessionLog, Unkept
 from rillflow.gateway.record import SessionRecord
-from rillflow.gateway.tree import TokenTree
+from rillflow.gateway.rewards import Rewards
+from rillflow.gateway.tree import Node, TokenTree
+
+LINGER = 600.0  # seconds after its deadline that a session which nobody closes is kept
+_GIVEN_BYTES, _SAMPLED_BYTES = 4, 16  # of a token: its id; also two log-probs and a version
+
+
+class Numbers:
+    """Counts the nodes of a session; `next` can be set where they are made again."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def __iter__(self) -> Numbers:
+        return self
+
+    def __next__(self) -> int:
+        self.next += 1
+        return self.next - 1
 
 
 class Draw(NamedTuple):
@@ -38,22 +59,45 @@ class Draw(NamedTuple):
 
 @dataclass(slots=True)
 class Session:
-    """One episode's calls: a token tree for each policy, and what is at work now, with how to abandon it."""
+    """One episode's calls: a token tree for each policy, and what is at work now, with how to abandon it.
+
+    `deadline` is on the monotonic clock, `until` the same moment on the wall's. `detail` belongs to whoever opened the
+    session. `held` counts the bytes that it keeps. `incomplete` says what is missing of it, and why; it is empty where
+    every token that an agent may have seen is here.
+    """
 
     id: str
     key: str
     seed: int
     group: str
     deadline: float
+    until: float = 0.0
+    linger: float = LINGER
     log: SessionLog = field(default_factory=Unkept)
+    detail: Mapping[str, Any] = field(default_factory=dict)
     calls: int = 0
     closed: bool = False
+    incomplete: str = ""
+    held: int = 0
     trees: dict[str, TokenTree] = field(default_factory=dict)
     at_work: dict[asyncio.Task[None], Callable[[], None]] = field(default_factory=dict)
     draws: dict[bytes, set[int]] = field(default_factory=dict)
+    numbers: Numbers = field(default_factory=Numbers)
+    rewards: Rewards = field(init=False)
+    _counted: int = -1
+
+    def __post_init__(self) -> None:
+        self.rewards = Rewards(self.trees)
+
+    @property
+    def name(self) -> str:
+        """The key without its signature: it tells the openings of one id apart, and opens nothing."""
+        return self.key.rpartition(".")[0]
 
     def tree(self, policy: str) -> TokenTree:
-        return self.trees.setdefault(policy, TokenTree())
+        if policy not in self.trees:
+            self.trees[policy] = TokenTree(self.numbers)
+        return self.trees[policy]
 
     def admit(self, limits: GatewayConfig, now: float) -> int:
         """Count a call in, or refuse it; returns its number."""
@@ -65,12 +109,68 @@ class Session:
             raise QueueFull(f"session {self.id!r} already has {limits.concurrent} calls at work")
         if self.calls >= limits.calls:
             raise CallRefused(f"session {self.id!r} has made {limits.calls} calls", code="call_limit_exceeded")
+        if self.held >= limits.session_bytes:
+            raise CallRefused(
+                f"session {self.id!r} holds {limits.session_bytes} bytes, the most that are kept of one",
+                code="session_limit_exceeded",
+            )
         self.calls += 1
         return self.calls
 
+    def record(self) -> SessionRecord:
+        return SessionRecord(self.id, self.calls, self.trees, rewards=self.rewards, incomplete=self.incomplete)
+
+    # ------------------------------------------------------------ what its log is told
+
+    def begun(self, asked: Asked, nodes: Sequence[Node]) -> None:
+        """A call's answers, one for each node, are about to be sampled below one given node."""
+        given = nodes[0].parent
+        if given is not None:
+            self.count(given)
+        self.log.begun(self, asked, nodes)
+
+    async def shown(self, asked: Asked) -> None:
+        """Before the agent sees the first of a live call's tokens."""
+        await self.log.shown(self, asked)
+
+    async def ended(self, asked: Asked, node: Node) -> None:
+        """Before the agent can know that an answer has ended: returns once it is on disk."""
+        self.count(node)
+        await self.log.ended(self, asked, node)
+
+    def abandoned(self, asked: Asked, nodes: Sequence[Node]) -> None:
+        """A call has failed, and its nodes were abandoned as far as nobody continued from them."""
+        for node in nodes:
+            if node.finish in {None, "abort"}:
+                self.count(node)
+        self.log.abandoned(self, asked, nodes)
+
+    async def reward(
+        self,
+        value: float,
+        *,
+        call: str | None = None,
+        turn: int | None = None,
+        leaf: int | None = None,
+        policy: str | None = None,
+    ) -> None:
+        """Give a reward (see `Rewards.give`); it is on disk when this returns."""
+        self.rewards.give(value, call=call, turn=turn, leaf=leaf, policy=policy)
+        self.log.rewarded(self)
+        await self.log.synced()
+
+    def count(self, node: Node) -> None:
+        """Count what a node keeps; a given one, which many calls may share, once: later ones have higher numbers."""
+        if node.kind != "given" or node.id > self._counted:
+            self.held += size_of(node)
+        if node.kind == "given":
+            self._counted = max(self._counted, node.id)
+
+    # ------------------------------------------------------------ draws
+
     def draw(self, policy: str, prompt: list[int]) -> Draw:
         """The next draw from this prompt: the lowest number that no other call has."""
-        digest = blake2b(array("q", prompt).tobytes(), key=policy.encode()[:64], digest_size=16).digest()
+        digest = prompt_digest(policy, prompt)
         taken = self.draws.setdefault(digest, set())
         number = next(number for number in count() if number not in taken)
         taken.add(number)
@@ -87,6 +187,16 @@ class Session:
         return [_seed(head, index) for index in range(choices)]
 
 
+def prompt_digest(policy: str, prompt: Sequence[int]) -> bytes:
+    return blake2b(array("q", prompt).tobytes(), key=policy.encode()[:64], digest_size=16).digest()
+
+
+def size_of(node: Node) -> int:
+    """Bytes kept of a node: its tokens and what the agent said or saw."""
+    each = _SAMPLED_BYTES if node.kind == "sampled" else _GIVEN_BYTES
+    return each * len(node.tokens) + sum(len(message.key) for message in node.messages)
+
+
 def _seed(head: blake2b, index: int) -> int:
     state = head.copy()
     state.update(index.to_bytes(4, "little"))
@@ -94,7 +204,7 @@ def _seed(head: blake2b, index: int) -> int:
 
 
 class Sessions:
-    """The open sessions of one gateway."""
+    """The sessions of one gateway that are not closed, and those whose record is not yet safe elsewhere."""
 
     def __init__(
         self,
@@ -108,35 +218,114 @@ class Sessions:
         self.clock = clock or SystemClock()
         self._secret = secret.encode()
         self._open: dict[str, Session] = {}
+        self._kept: dict[str, Session] = {}
+        self._leaving: list[tuple[float, str, str]] = []  # a heap: when, id, key
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def open(self, id: str, *, seed: int, group: str, deadline_seconds: float) -> str:
-        """Begin a session; returns its key. Its calls end with its deadline, if it is not closed before."""
+    def restore(self) -> list[Session]:
+        """Go on with the sessions of the log; those that nobody would wait for any more are closed."""
+        restored = []
+        for session in self.log.restore():
+            session.key = self._signed(session.name)
+            session.deadline = self.clock.monotonic() + session.until - self.clock.now()
+            if session.deadline + session.linger <= self.clock.monotonic():
+                self.log.closed(session)
+            else:
+                self._add(session)
+                restored.append(session)
+        return restored
+
+    def open(
+        self,
+        id: str,
+        *,
+        seed: int,
+        group: str,
+        deadline_seconds: float,
+        detail: Mapping[str, Any] | None = None,
+        linger: float = LINGER,
+    ) -> str:
+        """Begin a session; returns its key. Its calls end with its deadline, if it is not closed before.
+
+        `detail` is JSON that outlives the process with it. A session that nobody closes goes `linger` seconds after
+        its deadline.
+        """
+        self._sweep()
         if id in self._open:
             raise RunError(f"session {id!r} is already open", "use a new id for each attempt")
         if not id or "/" in id:
             raise RunError(f"{id!r} cannot name a session", "use a non-empty id without slashes")
         if len(self._open) >= self.limits.sessions:
             raise QueueFull(f"{self.limits.sessions} sessions are open", "close some first")
-        name = f"{id}.{secrets.token_hex(8)}"
-        key = f"{name}.{self._sign(name)}"
-        session = Session(id, key, seed, group, self.clock.monotonic() + deadline_seconds, self.log)
-        self._open[id] = session
+        self.forget(id)
+        session = Session(
+            id,
+            self._signed(f"{id}.{secrets.token_hex(8)}"),
+            seed,
+            group,
+            self.clock.monotonic() + deadline_seconds,
+            until=self.clock.now() + deadline_seconds,
+            linger=linger,
+            log=self.log,
+            detail=dict(detail or {}),
+        )
         self.log.opened(session)
-        return key
+        self._add(session)
+        return session.key
 
-    def close(self, id: str) -> SessionRecord:
-        """End a session: calls still at work are cut and what they sampled is abandoned."""
+    def note(self, id: str, detail: Mapping[str, Any]) -> None:
+        """Replace a session's detail."""
+        session = self.get(id)
+        session.detail = dict(detail)
+        self.log.noted(session)
+
+    def end(self, id: str) -> None:
+        """No more calls: those at work are cut and what they sampled is abandoned. It can still be rewarded."""
+        session = self.get(id)
+        if not session.closed:
+            self._cut(session)
+            self.log.noted(session)
+
+    def close(self, id: str, *, keep: bool = False) -> SessionRecord:
+        """End a session, if it has not ended, and let go of it. Its log stays until `forget` if it is to `keep` it."""
         session = self._open.pop(id, None)
         if session is None:
             raise session_gone(id)
+        if not session.closed:
+            self._cut(session)
+        self._kept[id] = session
+        if not keep:
+            self.forget(id)
+        return session.record()
+
+    def forget(self, id: str) -> None:
+        """What a closed session left is safe elsewhere, or wanted no more; unknown ids are passed over."""
+        session = self._kept.pop(id, None)
+        if session is not None:
+            self.log.closed(session)
+
+    def _cut(self, session: Session) -> None:
         session.closed = True
         for task, abandon in session.at_work.items():
             abandon()
             task.cancel()
-        return SessionRecord(session.id, session.calls, session.trees)
+
+    def _add(self, session: Session) -> None:
+        self._open[session.id] = session
+        heappush(self._leaving, (session.deadline + session.linger, session.id, session.key))
+
+    def _sweep(self) -> None:
+        """Close what nobody has closed in time: otherwise lost episodes would pile up for ever."""
+        now = self.clock.monotonic()
+        while self._leaving and self._leaving[0][0] <= now:
+            _, id, key = heappop(self._leaving)
+            for held in (self._open, self._kept):
+                if id in held and held[id].key == key:
+                    if held is self._open:
+                        self.close(id)
+                    self.forget(id)
 
     def get(self, id: str) -> Session:
         session = self._open.get(id)
@@ -159,5 +348,8 @@ class Sessions:
             return ""
         return name.rpartition(".")[0]
 
+    def _signed(self, name: str) -> str:
+        return f"{name}.{self._sign(name)}"
+
     def _sign(self, name: str) -> str:
-        return hmac.new(self._secret, name.encode(), sha256).hexdigest()
+        return hmac.digest(self._secret, name.encode(), "sha256").hex()

@@ -6,19 +6,27 @@ prompt of a call is the concatenation of the path to its given node, so what the
 again: later calls carry the very ids. The same prompt sampled several times gives sibling sampled nodes.
 
 Invariants: a sampled node's parent is a given node; a given node's parent is a sampled node, a given node or a
-root; nodes are numbered in the order in which they were made; an abandoned node has no children.
+root; nodes are numbered in the order in which they were made, over all trees of a session; an abandoned node has no
+children. Within a node versions follow the engine's: they rise, but where a restarted trainer moves the head back to
+an older line they may fall.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
 from typing import Literal, NamedTuple
 
 from rillflow.gateway.messages import Message
+from rillflow.gateway.spots import Match, Spot, longest
 from rillflow.types import Chunk, FinishReason
 
 Kind = Literal["root", "given", "sampled"]
 Fork = Literal["", "history", "template"]
+
+RAW = b"raw"  # in the place of a key of tools (JSON, or empty): the root of prompts that are no messages
+_NO_INTS, _NO_FLOATS = array("i"), array("f")
 
 
 class Canonical(NamedTuple):
@@ -28,8 +36,18 @@ class Canonical(NamedTuple):
     digest: bytes
 
 
+class Seam(NamedTuple):
+    """Sampling was cut behind the first `offset` tokens of a node, and went on; `cause` says why."""
+
+    offset: int
+    cause: str
+
+
 class Node:
-    """One piece of the tree. `finish` is None while the engine still samples it."""
+    """One piece of the tree. `finish` is None while the engine still samples it; only sampled nodes are added to.
+
+    `call` is the id of its answer with the number of the choice: `{id}_{choice}`.
+    """
 
     __slots__ = (
         "abandoned",
@@ -44,49 +62,61 @@ class Node:
         "messages",
         "parent",
         "raw_logprobs",
+        "seams",
+        "spot",
         "temperature",
         "tokens",
         "versions",
     )
 
     def __init__(self, id: int, kind: Kind, parent: Node | None) -> None:
+        sampled = kind == "sampled"
         self.id = id
         self.kind = kind
         self.parent = parent
         self.children: list[Node] = []
         self.messages: tuple[Message, ...] = ()
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.raw_logprobs: list[float] = []
-        self.versions: list[int] = []
+        # Compact, as their columns are: a session's tokens stay in memory until it ends.
+        self.tokens = array("i") if sampled else _NO_INTS
+        self.logprobs = array("f") if sampled else _NO_FLOATS
+        self.raw_logprobs = array("f") if sampled else _NO_FLOATS
+        self.versions = array("i") if sampled else _NO_INTS
+        self.seams: tuple[Seam, ...] = ()
         self.temperature = 0.0
         self.finish: FinishReason | None = None
         self.abandoned = False
         self.call = ""
         self.fork: Fork = ""
         self.canonical: Canonical | None = None
+        self.spot: Spot | None = None
 
     def add(self, chunk: Chunk) -> None:
         """Keep what the engine sampled, as it said it."""
-        self.tokens.extend(chunk.tokens)
-        self.logprobs.extend(chunk.logprobs)
-        self.raw_logprobs.extend(chunk.raw_logprobs)
+        if chunk.seam:
+            self.seams += (Seam(len(self.tokens), chunk.seam),)
+        elif self.versions and chunk.tokens and self.versions[-1] != chunk.version:
+            self.seams += (Seam(len(self.tokens), "weights"),)
+        self.tokens.fromlist(chunk.tokens)
+        self.logprobs.fromlist(chunk.logprobs)
+        self.raw_logprobs.fromlist(chunk.raw_logprobs)
         self.versions.extend([chunk.version] * len(chunk.tokens))
 
     def end(self, finish: FinishReason, said: Message) -> None:
         """Sampling has ended; `said` is the message that the agent is shown for these tokens."""
         self.finish = finish
-        self.messages = (said,)
+        self._represent((said,))
 
     def abandon(self) -> None:
         """Nobody saw these tokens: nothing extends them and nothing trains on them. Without any, the node goes.
 
         A node that a later call extends was seen: it stays as it is.
         """
-        if self.children:
+        if self.children or self.abandoned:
             return
         self.abandoned = True
-        if not self.tokens and self.parent is not None and self in self.parent.children:
+        if self.spot is not None:
+            self.spot.nodes.remove(self)
+        if not self.tokens and self.parent is not None:
             self.parent.children.remove(self)
 
     @property
@@ -106,76 +136,77 @@ class Node:
 
     def prompt(self) -> list[int]:
         """All ids of the path that ends here."""
-        ids: list[int] = []
+        ids = array("i")
         for node in self.path():
-            ids.extend(node.tokens)
-        return ids
+            ids += node.tokens
+        return ids.tolist()
 
-
-class Match(NamedTuple):
-    """The path that represents the first `covered` messages of a history."""
-
-    node: Node
-    covered: int
+    def _represent(self, messages: tuple[Message, ...]) -> None:
+        """From now on a history that has `messages` behind the parent's is found here."""
+        self.messages = messages
+        if self.parent is not None and self.parent.spot is not None and not self.abandoned:
+            self.spot = self.parent.spot.behind(messages)
+            self.spot.nodes.append(self)
 
 
 class TokenTree:
-    """All paths of one policy. Histories that were rendered with other tools never share a path."""
+    """All paths of one policy. Histories that were rendered with other tools never share a path.
 
-    def __init__(self) -> None:
+    `numbers` numbers the nodes: the trees of one session share it. `calls` are the answers by their call's id.
+    """
+
+    def __init__(self, numbers: Iterator[int] | None = None) -> None:
         self._roots: dict[bytes, Node] = {}
-        self._made = 0
+        self._numbers = count() if numbers is None else numbers
+        self.calls: dict[str, list[Node]] = {}
 
     def root(self, tools: bytes) -> Node:
         if tools not in self._roots:
-            self._roots[tools] = self._make("root", None)
+            root = self._roots[tools] = Node(next(self._numbers), "root", None)
+            root.spot = Spot()
         return self._roots[tools]
 
-    def match(self, tools: bytes, history: Sequence[Message]) -> Match:
-        """The longest path, of all in the tree, that `history` begins with and that can be extended.
+    @property
+    def empty(self) -> bool:
+        return not any(root.children for root in self._roots.values())
 
-        Among equally long ones: the one whose tool-call ids are the history's, then the one sampled rather than
-        given, then the oldest.
-        """
-        best = Match(self.root(tools), 0)
-        best_rank = (0, 0, 0, 0)
-        stack = [(best.node, 0, 0)]
-        while stack:
-            node, covered, exact = stack.pop()
-            if _extendable(node, covered, history):
-                rank = (covered, exact, int(node.kind == "sampled"), -node.id)
-                if rank > best_rank:
-                    best, best_rank = Match(node, covered), rank
-            for child in node.children:
-                if child.usable and _represents(child, history, covered):
-                    same = child.kind == "sampled" and _same_calls(child, history[covered])
-                    stack.append((child, covered + len(child.messages), exact + same))
-        return best
+    def roots(self) -> dict[bytes, Node]:
+        """By the key of their tools; `RAW` for prompts that are no messages."""
+        return dict(self._roots)
+
+    def match(self, tools: bytes, history: Sequence[Message]) -> Match | None:
+        """The longest path, of all in the tree, that `history` continues or repeats; see `longest`."""
+        root = self._roots.get(tools)
+        if root is None or root.spot is None:
+            return None
+        return longest(root.spot.follow(history), history)
 
     def give(
         self,
         parent: Node,
-        tokens: list[int],
+        tokens: Iterable[int],
         messages: Sequence[Message],
         *,
         canonical: Canonical | None = None,
         fork: Fork = "",
     ) -> Node:
-        """Add the tokens of messages that no path has yet."""
-        node = self._make("given", parent)
-        node.tokens = tokens
-        node.messages = tuple(messages)
+        """Add the tokens of messages that no path has yet. An array of ids is kept as it is, not copied."""
+        node = Node(next(self._numbers), "given", parent)
+        node.tokens = tokens if isinstance(tokens, array) else array("i", tokens)
         node.canonical = canonical
         node.fork = fork
+        node._represent(tuple(messages))
         parent.children.append(node)
         return node
 
     def sample(self, given: Node, temperature: float, call: str = "") -> Node:
         """Begin an answer below `given`, drawn at a `temperature` (0: not by temperature alone), for a `call`."""
-        node = self._make("sampled", given)
+        node = Node(next(self._numbers), "sampled", given)
         node.call = call
         node.temperature = temperature
         given.children.append(node)
+        if call:
+            self.calls.setdefault(answer_id(call), []).append(node)
         return node
 
     def nodes(self) -> Iterator[Node]:
@@ -187,25 +218,20 @@ class TokenTree:
                 yield node
             stack.extend(reversed(node.children))
 
-    def _make(self, kind: Kind, parent: Node | None) -> Node:
-        node = Node(self._made, kind, parent)
-        self._made += 1
-        return node
+    def leaves(self) -> list[Node]:
+        """The answers that no other answer builds on, in the order in which they were begun."""
+        found: list[Node] = []
+        continued: set[Node | None] = set()
+        for node in sorted(self.nodes(), key=lambda node: -node.id):
+            if node in continued:
+                continued.add(node.parent)
+            elif node.kind == "sampled" and node.usable and node.tokens:
+                found.append(node)
+                continued.add(node.parent)
+        found.reverse()
+        return found
 
 
-def _represents(node: Node, history: Sequence[Message], start: int) -> bool:
-    messages = node.messages
-    if len(history) - start < len(messages):
-        return False
-    return all(mine.key == history[start + offset].key for offset, mine in enumerate(messages))
-
-
-def _same_calls(node: Node, said: Message) -> bool:
-    return bool(said.call_ids) and said.call_ids == node.messages[0].call_ids
-
-
-def _extendable(node: Node, covered: int, history: Sequence[Message]) -> bool:
-    """A given node ends with the generation prompt: only an answer, or nothing, can follow it."""
-    if node.kind != "given":
-        return True
-    return covered == len(history) or history[covered].role == "assistant"
+def answer_id(call: str) -> str:
+    """The id of the call that a node's `call` names, without the number of its choice."""
+    return call.rpartition("_")[0] or call

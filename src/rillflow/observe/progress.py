@@ -64,6 +64,10 @@ class Progress:
             self._printed = time.monotonic()
             self._console.print(self._line(status), highlight=False, markup=False, soft_wrap=True)
 
+    def say(self, line: str) -> None:
+        """Something that stays to be read, above the view."""
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
     def _numbers(self, status: Status) -> dict[str, str]:
         reward = "–" if status.reward is None else f"{status.reward:.3f}"
         return {

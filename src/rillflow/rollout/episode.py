@@ -12,13 +12,13 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import openai
 
-from rillflow.config import Recipe, resolve_object
+from rillflow.agents.command import AgentFailed
 from rillflow.contracts import Clock
-from rillflow.errors import ConfigError, RewardError, WorkflowError
+from rillflow.errors import RewardError, WorkflowError
 from rillflow.rollout.rewards import rewards_of
 from rillflow.types import Prompt, Task
 
@@ -30,17 +30,12 @@ Workflow = Callable[[Any], Awaitable[Any]]
 Reward = Callable[[dict[str, Any], Any], Any]
 
 
-def load_workflow(recipe: Recipe) -> tuple[Workflow, Reward | None]:
-    """The user's functions, checked before anything is started."""
-    if recipe.workflow is None:
-        raise ConfigError("the recipe names no workflow")
-    workflow = resolve_object(recipe.workflow)
-    if not inspect.iscoroutinefunction(workflow):
-        raise ConfigError(f"workflow {recipe.workflow} is not an async function", "write `async def play(episode):`")
-    reward = resolve_object(recipe.reward) if recipe.reward else None
-    if reward is not None and not callable(reward):
-        raise ConfigError(f"reward {recipe.reward} is not a function", "write `def reward(payload, answer):`")
-    return workflow, reward
+class Give(Protocol):
+    """Takes a reward for the session, or for a part of it."""
+
+    def __call__(
+        self, value: float, *, call: str | None, turn: int | None, leaf: int | None, policy: str | None
+    ) -> object: ...
 
 
 class EpisodeFailed(Exception):
@@ -53,7 +48,7 @@ class EpisodeFailed(Exception):
 
 
 class RunningEpisode:
-    """What a workflow gets (`contracts.Episode`)."""
+    """What a workflow gets (`contracts.Episode`). `url` is where its session is at the gateway."""
 
     def __init__(
         self,
@@ -61,18 +56,21 @@ class RunningEpisode:
         *,
         client: openai.AsyncOpenAI,
         policies: Sequence[str],
-        base_url: str,
+        url: str,
         api_key: str,
         clock: Clock,
         seconds: float,
+        give: Give,
     ) -> None:
         self.task = task
         self.policies = tuple(policies)
-        self.base_url = base_url
+        self.anthropic_url = url
+        self.base_url = f"{url}/v1"
         self.api_key = api_key
         self.seed = task.seed
         # A copy shares the connection pool: a client of its own per episode would open its own connections.
-        self.client = client.with_options(base_url=base_url, api_key=api_key)
+        self.client = client.with_options(base_url=self.base_url, api_key=api_key)
+        self._give = give
         self._clock = clock
         self._end = clock.monotonic() + seconds
 
@@ -91,6 +89,17 @@ class RunningEpisode:
     def seconds_left(self) -> float:
         return max(0.0, self._end - self._clock.monotonic())
 
+    def reward(
+        self,
+        value: float,
+        *,
+        call: str | None = None,
+        turn: int | None = None,
+        leaf: int | None = None,
+        policy: str | None = None,
+    ) -> None:
+        self._give(value, call=call, turn=turn, leaf=leaf, policy=policy)
+
 
 async def play(workflow: Workflow, episode: RunningEpisode) -> Any:
     """The workflow's answer. Whatever it raises, or a deadline it passes, is an EpisodeFailed."""
@@ -102,6 +111,8 @@ async def play(workflow: Workflow, episode: RunningEpisode) -> Any:
     except openai.APIStatusError as error:
         cause = "context_overflow" if error.code == "context_length_exceeded" else "workflow_error"
         raise EpisodeFailed(cause, short(error)) from error
+    except AgentFailed as error:
+        raise EpisodeFailed("agent_error", error.message) from error
     except Exception as error:
         raise EpisodeFailed("workflow_error", short(error)) from error
 

@@ -1,43 +1,38 @@
-"""Starts a rollout node: models, engines, gateway, then the node's loop."""
+"""Starts a rollout node: engines, gateway with the sessions of the node before it, then the node's loop."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import openai
 
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.clients.units import UnitWriter
-from rillflow.config import PolicyConfig, Recipe
-from rillflow.contracts import Engine
-from rillflow.engine.embedded import EmbeddedEngine
+from rillflow.config import Recipe
+from rillflow.contracts import SystemClock
+from rillflow.errors import RunError
 from rillflow.gateway.calls import Policy
+from rillflow.gateway.control import Control
+from rillflow.gateway.control_engines import add_engine_routes
+from rillflow.gateway.engines import NodeEngines, node_engines
+from rillflow.gateway.feed import Feed
 from rillflow.gateway.render import Renderer
 from rillflow.gateway.server import Gateway
-from rillflow.rollout.episode import load_workflow
+from rillflow.gateway.session import Session
+from rillflow.gateway.sessionlog import FileSessionLog
+from rillflow.rollout.episodes import Episodes
+from rillflow.rollout.late import LateRewards
 from rillflow.rollout.node import Node
-from rillflow.rollout.refresh import Refresher
-from rillflow.weights.models import load_policy_model, pick_device
-from rillflow.weights.store import FolderStore
+from rillflow.rollout.players import load_player, load_reward
+from rillflow.rollout.push import Pusher
+from rillflow.storage import read_json, write_json
 from rillflow.wire import Client
 
 log = logging.getLogger(__name__)
-
-
-def build_engine(policy: PolicyConfig, *, exact: bool) -> Engine:
-    """The initial weights are version 0, the same as the trainer publishes first."""
-    model = load_policy_model(policy.model, policy.engine.dtype, pick_device(policy.engine.device))
-    return EmbeddedEngine(
-        model,
-        version=0,
-        slots=policy.engine.slots,
-        context=policy.engine.context,
-        queue=policy.engine.queue,
-        exact=exact,
-    )
 
 
 async def run_node(
@@ -47,48 +42,91 @@ async def run_node(
     dataflow_url: str,
     token: str,
     weights: Path,
+    folder: Path,
     on_ready: Callable[[str], None],
     host: str = "127.0.0.1",
+    port: int = 0,
 ) -> None:
-    """Play until the run has ended or the caller cancels; `on_ready` gets the gateway's URL."""
-    workflow, reward = load_workflow(recipe)
-    engines = {n: build_engine(p, exact=recipe.runtime.deterministic) for n, p in recipe.policies.items()}
-    refreshers = {n: Refresher(n, engine, FolderStore(weights / n)) for n, engine in engines.items()}
-    gateway = Gateway(
-        token,
-        {n: Policy(engines[n], Renderer.load(p.model), p.tools, p.reasoning) for n, p in recipe.policies.items()},
-        {n: p.sampling for n, p in recipe.policies.items()},
-        limits=recipe.gateway,
-    )
-    dataflow = DataflowClient(Client(dataflow_url, token, peer="dataflow"))
-    writer = UnitWriter(dataflow.units, token, segment_bytes=recipe.dataflow.units.segment_bytes)
-    client = openai.AsyncOpenAI(
-        base_url=f"{host}", api_key="unset", http_client=openai.DefaultAioHttpClient(timeout=None), max_retries=0
-    )
-    try:
-        for engine in engines.values():
-            await engine.start()
-        url = await gateway.start(host)
-        await asyncio.gather(*(refresher.refresh() for refresher in refreshers.values()))
+    """Play until the run has ended or the caller cancels; `on_ready` gets the gateway's URL.
+
+    `folder` is the node's own and outlives it; `port` is where the gateway was before, if it was.
+    """
+    clock, feed = SystemClock(), Feed()
+    late = LateRewards(clock)
+    reward = load_reward(recipe)
+    async with AsyncExitStack() as stack:
+        player = load_player(recipe, feed, folder / "agents")
+        stack.callback(player.close)
+        dataflow = DataflowClient(Client(dataflow_url, token, peer="dataflow"))
+        writer = UnitWriter(dataflow.units, token, segment_bytes=recipe.dataflow.units.segment_bytes)
+        client, sessions = _client(), FileSessionLog(folder / "sessions")
+        engines = node_engines(recipe, name=name, token=token, weights=weights, roster=dataflow.engines)
+        gateway = build_gateway(recipe, token, engines, sessions)
+        Control(gateway, feed, late.given)
+        # The gateway goes first: no agent is to see the engines go.
+        for close in (dataflow.close, writer.close, client.close, sessions.close, engines.close, gateway.stop):
+            stack.push_async_callback(close)
+        restored = gateway.sessions.restore()
+        await engines.start()
+        url = await _listen(gateway, host, port)
         log.info("node %s: gateway at %s", name, url)
-        on_ready(url)
-        node = Node(
-            name,
-            recipe,
-            dataflow=dataflow,
-            writer=writer,
+        episodes = Episodes(
+            recipe.rollout,
+            list(recipe.policies),
+            player=player,
+            reward=reward,
             gateway=gateway,
             gateway_url=url,
-            engines=engines,
-            refreshers=refreshers,
-            workflow=workflow,
-            reward=reward,
             client=client,
+            pusher=Pusher(name, dataflow, writer),
+            late=late,
+            clock=clock,
         )
-        await node.run()
-    finally:
-        await asyncio.gather(*(engine.close() for engine in engines.values()), return_exceptions=True)
-        await gateway.stop()
-        await client.close()
-        await writer.close()
-        await dataflow.close()
+        going_on = episodes.going_on(restored)
+        node = Node(
+            name, incarnation(folder, going_on), recipe.rollout, dataflow=dataflow, engines=engines, episodes=episodes
+        )
+        feed.on_ask = node.wake
+        on_ready(url)
+        await node.run(going_on)
+        feed.close()
+
+
+def build_gateway(recipe: Recipe, token: str, engines: NodeEngines, sessions: FileSessionLog) -> Gateway:
+    gateway = Gateway(
+        token,
+        {n: Policy(engines.pools[n], Renderer.load(p.model), p.tools, p.reasoning) for n, p in recipe.policies.items()},
+        {n: p.sampling for n, p in recipe.policies.items()},
+        limits=recipe.gateway,
+        log=sessions,
+    )
+    add_engine_routes(gateway, engines.manager)
+    return gateway
+
+
+def _client() -> openai.AsyncOpenAI:
+    """All episodes share its connections."""
+    return openai.AsyncOpenAI(
+        base_url="http://unset", api_key="unset", http_client=openai.DefaultAioHttpClient(timeout=None), max_retries=0
+    )
+
+
+async def _listen(gateway: Gateway, host: str, port: int) -> str:
+    """Where the gateway was before, because agents look for it there; elsewhere if another program took the port."""
+    try:
+        return await gateway.start(host, port)
+    except RunError as error:
+        if not port:
+            raise
+        log.warning("%s; agents that were connected there lose their sessions", error.message)
+        return await gateway.start(host)
+
+
+def incarnation(folder: Path, going_on: Sequence[Session]) -> str:
+    """That of the node before this one where sessions of it go on; else a new one: then its leases return at once."""
+    path = folder / "node.json"
+    if going_on and path.is_file():
+        return str(read_json(path)["incarnation"])
+    fresh = uuid.uuid4().hex
+    write_json(path, {"incarnation": fresh})
+    return fresh

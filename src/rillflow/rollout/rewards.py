@@ -1,4 +1,5 @@
-"""What a workflow or a reward function may return: a number, or a mapping of policies to numbers.
+"""What a workflow or a reward function may return: a number, or a mapping of policies to numbers; and what rewards
+that were given to a session, or to parts of it, come to.
 
 Invariant: every policy whose tokens an episode trains has a finite reward that somebody gave it; none is made up.
 """
@@ -13,6 +14,8 @@ from typing import Any
 import numpy as np
 
 from rillflow.errors import RewardError, RillflowError, WorkflowError
+from rillflow.gateway.rewards import Settled
+from rillflow.gateway.tree import TokenTree
 
 _NONE_NAMED = "the workflow must return the reward, because the recipe names none"
 
@@ -39,6 +42,21 @@ def require_all(rewards: Mapping[str, float], sampled: Collection[str], *, answe
             f"the episode sampled from {', '.join(missing)}, but the rewards name only {', '.join(rewards)}",
             "return a reward for every policy that the workflow calls, or one number for all",
         )
+
+
+def rewards_given(settled: Settled, trees: Mapping[str, TokenTree]) -> dict[str, float]:
+    """Of each policy: its session's reward, or the mean of its leaves', or the sum of its answers'; none is absent."""
+    rewards: dict[str, float] = {}
+    for policy, tree in trees.items():
+        leaves = list(settled.leaves.get(policy, {}).values())
+        answers = [settled.answers[node.call] for node in tree.nodes() if node.call in settled.answers]
+        if policy in settled.session:
+            rewards[policy] = settled.session[policy]
+        elif leaves:
+            rewards[policy] = math.fsum(leaves) / len(leaves)
+        elif answers:
+            rewards[policy] = math.fsum(answers)
+    return rewards
 
 
 def _finite(value: Any, kind: type[RillflowError], what: str) -> float:

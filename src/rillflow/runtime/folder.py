@@ -5,7 +5,8 @@ run.json         token, versions, start time    endpoints/       where each serv
 state.json       running, finished, …           ledger.sqlite    states of everything (dataflow)
 metrics.jsonl    one line per step              units/           payloads (storage units)
 weights/         published versions             checkpoints/     trainers' own
-tensorboard/     event files                    reward.png, summary.json at the end
+gateway/         sessions, one folder per node  tensorboard/     event files
+reward.png, summary.json at the end
 """
 
 from __future__ import annotations
@@ -82,6 +83,13 @@ class RunFolder:
 
     def weights(self, policy: str) -> Path:
         return self.root / "weights" / policy
+
+    def gateway(self, node: str) -> Path:
+        """A node's own folder: its sessions, and where its agents run."""
+        path = self.root / "gateway" / node
+        with disk_errors(path):
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return path
 
     def checkpoints(self, policy: str) -> Path:
         return self.root / "checkpoints" / policy

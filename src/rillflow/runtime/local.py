@@ -1,5 +1,5 @@
-"""A whole run on this machine: dataflow service, storage units, rollout nodes and trainers, one for each policy, as
-supervised processes on loopback.
+"""A whole run on this machine: dataflow service, storage units, engine processes where the recipe wants them, rollout
+nodes and trainers, one for each policy, as supervised processes on loopback.
 """
 
 from __future__ import annotations
@@ -90,13 +90,16 @@ class LocalRun:
         units = [f"unit-{index}" for index in range(self._recipe.dataflow.units.count)]
         for name in units:
             self._start(name, "unit", "--name", name)
+        engines = [f"engine-{index}" for index in range(self._recipe.rollout.engines)]
+        for name in engines:
+            self._start(name, "engine", "--name", name)
         for index in range(self._recipe.rollout.nodes):
             self._start(f"rollout-{index}", "rollout", "--name", f"rollout-{index}")
         for policy in self._recipe.policies:
             self._start(f"trainer-{policy}", "trainer", "--policy", policy)
         status = await self._follow(self._client)
-        # Trainers and nodes see the end themselves and finish what they write; service and units stay for them.
-        await self.supervisor.finish(_END_GRACE, keep={"dataflow", *units})
+        # Trainers and nodes see the end themselves and finish what they write; the others stay for them.
+        await self.supervisor.finish(_END_GRACE, keep={"dataflow", *units, *engines})
         return status
 
     def _start(self, name: str, role: str, *options: str) -> Supervised:

@@ -68,6 +68,29 @@ def unit_role(folder: RunFolder, name: str) -> int:
         return run_until_signal(main())
 
 
+def engine_role(folder: RunFolder, name: str) -> int:
+    from rillflow.engine.main import run_engine
+
+    recipe = folder.recipe
+    _check_name(name)
+    _use_threads(recipe.runtime.threads)
+
+    async def main() -> None:
+        await run_engine(
+            name,
+            recipe,
+            dataflow_url=await wait_for_endpoint(folder, "dataflow"),
+            token=folder.token,
+            weights=folder.root / "weights",
+            on_ready=lambda own: folder.publish_endpoint(name, own),
+            host=recipe.runtime.host,
+        )
+
+    prepare()
+    with folder.locked(name, PREDECESSOR_WAIT):
+        return run_until_signal(main())
+
+
 def rollout_role(folder: RunFolder, name: str) -> int:
     from rillflow.rollout.main import run_node
 
@@ -85,13 +108,17 @@ def rollout_role(folder: RunFolder, name: str) -> int:
                 dataflow_url=url,
                 token=folder.token,
                 weights=folder.root / "weights",
+                folder=folder.gateway(name),
                 on_ready=lambda own: folder.publish_endpoint(name, own),
+                host=recipe.runtime.host,
+                port=folder.last_port(name),  # agents from outside look for their sessions there
             )
         finally:
             watchdog.cancel()
 
     prepare()
-    code = run_until_signal(main())
+    with folder.locked(name, PREDECESSOR_WAIT):
+        code = run_until_signal(main())
     logging.shutdown()
     # A reward function that never returned still has its thread: nothing is left to wait for.
     os._exit(code)

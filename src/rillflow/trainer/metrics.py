@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from rillflow.trainer.algorithms.common import Clip, ratio
+from rillflow.trainer.algorithms.common import Loss, WholeRows, ratio
 from rillflow.trainer.batches import Rows
-from rillflow.trainer.packing import MicroBatch
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -24,20 +23,21 @@ if TYPE_CHECKING:
 class Totals:
     """Sums over the trained tokens of a batch, one micro-batch after the other."""
 
-    def __init__(self, clip: Clip, device: torch.device) -> None:
-        self._clip = clip
+    def __init__(self, device: torch.device) -> None:
         self._sums = torch.zeros(7, dtype=torch.float64, device=device)
         self._highest = torch.zeros((), device=device)
 
     @torch.no_grad()
-    def add(self, loss: torch.Tensor, new_T: torch.Tensor, micro: MicroBatch, entropy_T: torch.Tensor) -> None:
-        ratio_T = ratio(new_T, micro.old_T)
+    def add(self, loss: torch.Tensor, of: Loss, tokens: WholeRows, entropy_T: torch.Tensor) -> None:
+        """`loss` is the micro-batch's value of the loss `of`; `tokens` carry no gradient."""
+        ratio_T = ratio(tokens.new_T, tokens.old_T)
+        low_T, high_T = of.held(tokens)
         sums = (
             loss,
-            ((ratio_T < 1 - self._clip.low) & (micro.advantage_T < 0)).sum(),
-            ((ratio_T > 1 + self._clip.high) & (micro.advantage_T > 0)).sum(),
+            low_T.sum(),
+            high_T.sum(),
             # k3 estimator of KL(old || new) on tokens that old has sampled: r - 1 - log r.
-            (ratio_T - 1 - (new_T - micro.old_T)).sum(),
+            (ratio_T - 1 - (tokens.new_T - tokens.old_T)).sum(),
             ratio_T.sum(),
             ratio_T.square().sum(),
             entropy_T.sum(),

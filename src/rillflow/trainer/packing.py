@@ -35,10 +35,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """`select_T` indexes the flattened [B * L] positions whose logits predict the trained `target_T`."""
+    """`select_T` indexes the flattened [B * L] positions whose logits predict the trained `target_T`; `row_T` counts
+    the micro-batch's rows."""
 
     tokens_BL: torch.Tensor
     select_T: torch.Tensor
+    row_T: torch.Tensor
     target_T: torch.Tensor
     old_T: torch.Tensor
     temperature_T: torch.Tensor
@@ -90,6 +92,7 @@ def collate(plan: Plan, index_B: Ints, device: torch.device) -> MicroBatch:
     return MicroBatch(
         tokens_BL=torch.from_numpy(tokens_BL).to(device),
         select_T=torch.from_numpy(row_T * tokens_BL.shape[1] + column_T).to(device),
+        row_T=torch.from_numpy(row_T).to(device),
         target_T=torch.from_numpy(rows.tokens_N[source_T].astype(np.int64)).to(device),
         old_T=torch.from_numpy(rows.old_N[source_T]).to(device),
         temperature_T=torch.from_numpy(rows.temperature_N[source_T]).to(device),

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,10 +22,12 @@ import torch
 from rillflow.config import TrainerConfig
 from rillflow.errors import CheckpointError
 from rillflow.trainer.algorithms import Algorithm
+from rillflow.trainer.algorithms.common import BatchLoss, Loss, WholeRows
 from rillflow.trainer.batches import Rows
 from rillflow.trainer.forward import PolicyForward
 from rillflow.trainer.metrics import RowValues, Totals, finite
-from rillflow.trainer.packing import Plan, collate, input_length, pack
+from rillflow.trainer.packing import MicroBatch, Plan, collate, input_length, pack
+from rillflow.trainer.whole import joined, of_micro, whitened
 from rillflow.weights.codec import unique
 from rillflow.weights.models import DTYPES
 
@@ -45,20 +47,21 @@ def _go_on() -> None:
 
 @dataclass
 class _Sums:
-    """What adds up over the parts of a batch: `count` is what its loss is divided by."""
+    """What adds up over the parts of a batch: `count` is what its loss is divided by. `fitted` is of the whole."""
 
     rows: RowValues
     tokens: Totals
     count: int = 0
     trained: int = 0
     seconds: float = 0.0
+    fitted: dict[str, float] = field(default_factory=dict)
 
     @property
     def scale(self) -> float:
         return 1.0 / max(self.count, 1)
 
     def values(self) -> dict[str, float]:
-        return self.rows.values() | self.tokens.values(self.trained, self.scale)
+        return self.rows.values() | self.tokens.values(self.trained, self.scale) | self.fitted
 
 
 class Learner:
@@ -94,14 +97,16 @@ class Learner:
     def step(self, parts: Iterable[Rows], check: Callable[[], None] = _go_on) -> dict[str, float]:
         """Train on a batch, each part as soon as `parts` yields it; returns the metrics of the whole.
 
-        `check` is called before every micro-batch and before the update. What it or `parts` raises abandons the step:
-        weights and optimizer are as before it.
+        An algorithm that must see the whole batch first waits for its last part. `check` is called before every
+        micro-batch and before the update. What it or `parts` raises abandons the step: weights and optimizer are as
+        before it.
         """
-        sums = _Sums(RowValues(), Totals(self._algorithm.clip, self._device))
+        sums = _Sums(RowValues(), Totals(self._device))
         self._optimizer.zero_grad()
         try:
-            for rows in parts:
-                self._accumulate(rows, sums, check)
+            loss, plans = self._prepared(parts, sums, check)
+            for plan in plans:
+                self._accumulate(plan, loss, sums, check)
             check()
         except BaseException:
             self._optimizer.zero_grad()
@@ -111,27 +116,52 @@ class Learner:
         busy = sums.seconds + time.perf_counter() - started
         return finite(values | {"tokens_per_second": values["tokens"] / busy})
 
-    def _filtered(self, rows: Rows) -> Rows:
-        """The overlong filter: rows whose answer was cut say nothing about its end, so they are not trained."""
-        return rows.masked(~rows.truncated_R) if self._config.overlong_filter else rows
+    def _prepared(self, parts: Iterable[Rows], sums: _Sums, check: Callable[[], None]) -> tuple[Loss, Iterable[Plan]]:
+        """The loss of this batch, and the plans of its parts: as they come, where nothing depends on all of them."""
+        plans: Iterable[Plan] = (self._plan(part, sums) for part in parts)
+        if self._algorithm.whiten is not None:
+            plans = whitened(list(plans), self._algorithm.whiten)
+        loss = self._algorithm.loss
+        if isinstance(loss, BatchLoss):
+            plans = list(plans)
+            loss, sums.fitted = loss.fit(self._survey(plans, sums, check))
+        return loss, plans
 
-    def _accumulate(self, part: Rows, sums: _Sums, check: Callable[[], None]) -> None:
-        """Add the gradients of a part, micro-batch by micro-batch."""
-        started = time.perf_counter()
+    def _plan(self, part: Rows, sums: _Sums) -> Plan:
+        """All that is fixed of a part before the model sees it."""
         advantage_R = self._algorithm.advantage(part)
         sums.rows.add(part, advantage_R)
         rows = self._filtered(part)
         trained_R = rows.trained_R
         sums.trained += int(trained_R.sum())
         sums.count += self._algorithm.aggregation.count(trained_R)
-        plan = Plan(rows, input_length(rows), advantage_R, self._algorithm.aggregation.weigh(trained_R))
+        return Plan(rows, input_length(rows), advantage_R, self._algorithm.aggregation.weigh(trained_R))
+
+    def _filtered(self, rows: Rows) -> Rows:
+        """The overlong filter: rows whose answer was cut say nothing about its end, so they are not trained."""
+        return rows.masked(~rows.truncated_R) if self._config.overlong_filter else rows
+
+    @torch.no_grad()
+    def _survey(self, plans: Iterable[Plan], sums: _Sums, check: Callable[[], None]) -> WholeRows:
+        """The whole batch under the weights as they are, before any gradient."""
+        started = time.perf_counter()
+        seen = [of_micro(micro, self._forward(micro)[0]) for plan in plans for micro in self._micros(plan, check)]
+        sums.seconds += time.perf_counter() - started
+        return joined(seen, self._device)
+
+    def _micros(self, plan: Plan, check: Callable[[], None]) -> Iterator[MicroBatch]:
         for index_B in pack(plan.input_R, self._config.micro_tokens, in_order=self._in_order):
             check()
-            micro = collate(plan, index_B, self._device)
+            yield collate(plan, index_B, self._device)
+
+    def _accumulate(self, plan: Plan, loss_of: Loss, sums: _Sums, check: Callable[[], None]) -> None:
+        """Add the gradients of a part, micro-batch by micro-batch."""
+        started = time.perf_counter()
+        for micro in self._micros(plan, check):
             new_T, entropy_T = self._forward(micro)
-            loss = (self._algorithm.loss(new_T, micro.old_T, micro.advantage_T) * micro.weight_T).sum()
+            loss = (loss_of(of_micro(micro, new_T)) * micro.weight_T).sum()
             loss.backward()  # type: ignore[no-untyped-call]
-            sums.tokens.add(loss.detach(), new_T.detach(), micro, entropy_T)
+            sums.tokens.add(loss.detach(), loss_of, of_micro(micro, new_T.detach()), entropy_T)
         sums.seconds += time.perf_counter() - started
 
     def _update(self, scale: float) -> dict[str, float]:

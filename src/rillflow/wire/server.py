@@ -13,21 +13,23 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
+from time import perf_counter
 from typing import Any, TypeVar
 
 import msgspec
 import uvicorn
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from rillflow.errors import BadRequest, RillflowError, RunError, Unauthorized, to_body
-from rillflow.wire.protocol import BoundedHttp
+from rillflow.wire.gate import Gate
+from rillflow.wire.protocol import IDLE_SECONDS, BoundedHttp
+from rillflow.wire.routing import Routes, WrongMethod
 
 Body = TypeVar("Body")
+Endpoint = Callable[[Request], Awaitable[Response]]
 log = logging.getLogger(__name__)
 
 MSGPACK = "application/msgpack"
@@ -36,26 +38,16 @@ BODY_SECONDS = 60.0
 
 
 def error_response(error: RillflowError) -> Response:
-    headers = {"retry-after": "1"} if error.status in (429, 503) else None
-    return Response(msgspec.msgpack.encode(to_body(error)), error.status, headers, MSGPACK)
+    return Response(msgspec.msgpack.encode(to_body(error)), error.status, error_headers(error), MSGPACK)
 
 
-class TokenGuard:
-    """Refuses every request without the run's token, before anything of its body is read."""
-
-    def __init__(self, app: ASGIApp, allowed: Callable[[str, str], bool]) -> None:
-        self._app = app
-        self._allowed = allowed
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not self._allowed(scope["path"], _presented_token(scope)):
-            error = Unauthorized("missing or wrong token", "send the run's token as `Authorization: Bearer …`")
-            await error_response(error)(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
+def error_headers(error: RillflowError) -> dict[str, str]:
+    if isinstance(error, WrongMethod):
+        return {"allow": ", ".join(error.allowed)}
+    return {"retry-after": "1"} if error.status in (429, 503) else {}
 
 
-def _presented_token(scope: Scope) -> str:
+def bearer_token(scope: Scope) -> str:
     for name, value in scope["headers"]:
         if name == b"authorization":
             return str(value.decode("latin-1").removeprefix("Bearer ").strip())
@@ -63,21 +55,41 @@ def _presented_token(scope: Scope) -> str:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body, or BadRequest as soon as it passes the limit, stops coming or loses its sender."""
-    parts: list[bytes] = []
-    size = 0
+    """The whole body, or BadRequest as soon as it is known to pass the limit, stops coming or loses its sender."""
+    declared = next((value for name, value in request.scope["headers"] if name == b"content-length"), b"")
+    if len(declared) > 18 or (declared.isdigit() and int(declared) > limit):
+        raise _too_long(limit)
     try:
         async with asyncio.timeout(BODY_SECONDS):
-            async for part in request.stream():
-                size += len(part)
-                if size > limit:
-                    raise BadRequest(f"body is larger than {limit} bytes", "send less at once")
-                parts.append(part)
+            return await _received(request.receive, limit)
     except TimeoutError as error:
-        raise BadRequest(f"the body took longer than {BODY_SECONDS:.0f} s", "send it faster, or less") from error
-    except ClientDisconnect as error:
-        raise BadRequest("the client has gone before its body was whole") from error
-    return b"".join(parts)
+        raise _refused(408, f"the body took longer than {BODY_SECONDS:.0f} s", "send it faster, or less") from error
+
+
+async def _received(receive: Receive, limit: int) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise BadRequest("the client has gone before its body was whole")
+        part = message.get("body", b"")
+        size += len(part)
+        if size > limit:
+            raise _too_long(limit)
+        parts.append(part)
+        if not message.get("more_body", False):
+            return b"".join(parts) if parts[1:] else part
+
+
+def _too_long(limit: int) -> BadRequest:
+    return _refused(413, f"the body is larger than {limit} bytes", "send less at once")
+
+
+def _refused(status: int, message: str, hint: str) -> BadRequest:
+    error = BadRequest(message, hint)
+    error.status = status
+    return error
 
 
 class Service:
@@ -90,7 +102,7 @@ class Service:
         self.registry = CollectorRegistry()
         self._token = token
         self._body_limit = body_limit
-        self._routes: list[Route] = []
+        self._routes = Routes()
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self._requests = Counter(
@@ -100,7 +112,7 @@ class Service:
             "rillflow_request_seconds", "Time to answer by route", ["route"], registry=self.registry
         )
         self.get("/health", self._health)
-        self._routes.append(Route("/metrics", self._metrics, methods=["GET"]))
+        self.route("/metrics", self._metrics, ["GET"])
 
     # ------------------------------------------------------------ routes
 
@@ -124,35 +136,66 @@ class Service:
 
         self.route(path, endpoint, ["GET"])
 
-    def route(self, path: str, endpoint: Callable[[Request], Awaitable[Response]], methods: list[str]) -> None:
-        """A raw route, measured and with errors answered like every other."""
+    def route(self, path: str, endpoint: Endpoint, methods: list[str], gate: Gate | None = None) -> None:
+        """A raw route, measured and with errors answered like every other; a request that `gate` bounds may be
+        refused before anything of its body is read."""
+        latency = self._latency.labels(path)
+        counters: dict[int, Counter] = {}
 
-        async def answered(request: Request) -> Response:
-            with self._latency.labels(path).time():
-                response = await self._answer(endpoint, request)
-            self._requests.labels(path, str(response.status_code)).inc()
+        def seen(response: Response, begun: float) -> Response:
+            latency.observe(perf_counter() - begun)
+            status = response.status_code
+            if status not in counters:
+                counters[status] = self._requests.labels(path, str(status))
+            counters[status].inc()
             return response
 
-        self._routes.append(Route(path, answered, methods=methods))
+        async def answered(scope: Scope, receive: Receive, send: Send) -> None:
+            begun = perf_counter()
+            if gate is not None and not gate.enter():
+                refused = self.error_response(gate.refusal(), scope)
+                await seen(refused, begun)(scope, receive, send)
+                return
+            try:
+                response = await self._answer(endpoint, Request(scope, receive, send))
+                await seen(response, begun)(scope, receive, send)
+            finally:
+                if gate is not None:
+                    gate.leave()
 
-    def error_response(self, error: RillflowError, path: str) -> Response:
-        """How an error of `path` is answered; a service with other dialects overrides this."""
+        for method in methods:
+            self._routes.add(path, method, answered)
+
+    def routes(self) -> list[tuple[str, str]]:
+        """Every route: its method and its path."""
+        return sorted(self._routes)
+
+    def error_response(self, error: RillflowError, scope: Scope) -> Response:
+        """How an error of a request is answered; a service with other dialects overrides this."""
         return error_response(error)
+
+    def presented(self, scope: Scope) -> str:
+        """The token that a request brings; a service that takes it from elsewhere too overrides this."""
+        return bearer_token(scope)
 
     def allowed(self, path: str, presented: str) -> bool:
         """Whether `presented` opens `path`; a service with more than the run's token overrides this."""
         return hmac.compare_digest(presented.encode(), self._token.encode())
 
-    async def _answer(self, endpoint: Callable[[Request], Awaitable[Response]], request: Request) -> Response:
+    def unauthorized(self) -> Unauthorized:
+        return Unauthorized("missing or wrong token", "send the run's token as `Authorization: Bearer …`")
+
+    async def _answer(self, endpoint: Endpoint, request: Request) -> Response:
         try:
             return await endpoint(request)
         except RillflowError as error:
-            return self.error_response(error, request.url.path)
+            return self.error_response(error, request.scope)
+        except RecursionError:
+            return self.error_response(BadRequest("the body is nested too deeply", "send it flatter"), request.scope)
         except Exception as error:
             log.exception("%s: %s failed", self.name, request.url.path)
-            return self.error_response(
-                RillflowError(f"{type(error).__name__}: {error}", f"see the log of {self.name}"), request.url.path
-            )
+            bug = RillflowError(f"{type(error).__name__}: {error}", f"see the log of {self.name}")
+            return self.error_response(bug, request.scope)
 
     async def _health(self) -> dict[str, str]:
         return {"service": self.name, "status": "ok"}
@@ -162,17 +205,31 @@ class Service:
 
     # ------------------------------------------------------------ life
 
-    def app(self) -> ASGIApp:
-        return TokenGuard(Starlette(routes=self._routes), self.allowed)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The service as an ASGI application. What no token opens is refused before anything of its body is read."""
+        assert scope["type"] == "http", scope["type"]
+        path = scope["path"]
+        try:
+            if not self.allowed(path, self.presented(scope)):
+                raise self.unauthorized()
+            answered, scope["path_params"] = self._routes.find(path, scope["method"])
+        except RillflowError as error:
+            await self.error_response(error, scope)(scope, receive, send)
+            return
+        await answered(scope, receive, send)
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
         """Bind and serve; returns the base URL. A port in use is a RunError that says which."""
         listener = _bind(self.name, host, port)
         config = uvicorn.Config(
-            self.app(),
+            self,
             http=BoundedHttp,
+            ws="none",
+            interface="asgi3",
+            timeout_keep_alive=IDLE_SECONDS,
             log_config=None,
             access_log=False,
+            proxy_headers=False,
             lifespan="off",
             timeout_graceful_shutdown=1,
         )

@@ -72,8 +72,8 @@ def test_mistakes_are_named(recipe_file: Path, line: str, message: str) -> None:
 
 
 def test_missing_key_is_named(recipe_file: Path) -> None:
-    recipe_file.write_text(MINIMAL.replace("workflow: play.py:play", ""))
-    with pytest.raises(ConfigError, match="workflow is missing"):
+    recipe_file.write_text(MINIMAL.replace("name: mine", ""))
+    with pytest.raises(ConfigError, match="name is missing"):
         load_recipe(str(recipe_file))
 
 

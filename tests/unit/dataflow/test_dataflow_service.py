@@ -54,7 +54,7 @@ async def test_bad_bodies_are_refused(tmp_path):
                     if path == "/stop" and body == b"{}":
                         continue
                     assert (await call(run.url, method, path, body))[0] == 400, (path, body)
-                assert (await call(run.url, method, path, b"x" * 10_001))[0] == 400, path
+                assert (await call(run.url, method, path, b"x" * 10_001))[0] == 413, path
         assert run.ledger.phase == "training"
 
 

@@ -42,6 +42,28 @@ PLAIN = (
     "{%- if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
 
+# Reasoning of answers since the last question is kept, that of older ones dropped, as Qwen3's template does.
+_THINKING = (
+    "{%- set ns = namespace(last=-1) %}"
+    "{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+)
+_THOUGHT = (
+    "{{ '<|im_start|>' ~ m.role ~ '\n' }}"
+    "{%- set thought = m.reasoning_content or '' %}"
+    "{%- if m.role == 'assistant' and loop.index0 > ns.last and (thought or loop.last) %}"
+    "{{ '<think>\n' ~ thought.strip('\n') ~ '\n</think>\n\n' }}"
+    "{%- endif %}{{ m.content }}"
+)
+QWEN_LIKE = _THINKING + CHATML.replace("{{ '<|im_start|>' ~ m.role ~ '\n' ~ m.content }}", _THOUGHT)
+# The prompt opens the reasoning and no answer in the history has any, as in DeepSeek-R1's.
+DEEPSEEK_LIKE = (
+    "{%- for m in messages %}"
+    "{%- if m.role == 'assistant' %}{{ '<|im_start|>' ~ m.content.split('</think>')[-1].lstrip() ~ '<|im_end|>' }}"
+    "{%- else %}{{ m.role ~ ': ' ~ m.content }}{% endif %}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|><think>\n' }}{% endif %}"
+)
+
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MERGES = [("a", "b"), ("ab", "c"), ("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ċ", "Ċ")]
 
@@ -64,9 +86,10 @@ def make_renderer(template: str = CHATML) -> Renderer:
     return Renderer(make_tokenizer(template))
 
 
-def chunk(ids: list[int], version: int = 1, finish: Any = None) -> Chunk:
+def chunk(ids: list[int], version: int = 1, finish: Any = None, seam: str = "") -> Chunk:
     logprobs = [-0.25 * (1 + number % 4) for number in range(len(ids))]
-    return Chunk(tokens=ids, logprobs=logprobs, raw_logprobs=[2 * x for x in logprobs], version=version, finish=finish)
+    raw = [2 * x for x in logprobs]
+    return Chunk(tokens=ids, logprobs=logprobs, raw_logprobs=raw, version=version, finish=finish, seam=seam)
 
 
 Script = list[Chunk | Exception | None]

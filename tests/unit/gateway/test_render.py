@@ -56,12 +56,12 @@ def test_an_extension_is_the_rest_of_the_whole_text(template: str, history: list
     whole = text_of(renderer, history)
     turn = text_of(renderer, history[:covered], prompt=False).removesuffix("<|im_end|>\n")
     assert turn + "<|im_end|>" + renderer.decode(after.tokens) == whole
-    assert cut.tokens == [end, *after.tokens]
+    assert list(cut.tokens) == [end, *after.tokens]
 
 
 def test_an_edited_answer_follows_the_generation_prompt() -> None:
     renderer = make_renderer()
-    found = renderer.after_prompt([USER, ANSWER, NEXT], 1, None, before=None)
+    found = renderer.after_prompt([ANSWER, NEXT])
     assert found is not None
     assert text_of(renderer, [USER]) + renderer.decode(found.tokens) == text_of(renderer, [USER, ANSWER, NEXT])
 
@@ -76,7 +76,9 @@ def test_a_template_that_rewrites_history_cannot_extend() -> None:
     counting = make_renderer(COUNTING)
     before = counting.first([USER], None, b"").canonical
     assert counting.after_answer([USER, ANSWER, NEXT], 2, None, last_token=end, before=before) is None
-    assert counting.after_prompt([USER, ANSWER, NEXT], 1, None, before=before) is None
+    assert before is not None
+    kept, rendered = counting.after_prompts([USER, ANSWER, NEXT], None, [before])
+    assert (kept, counting.decode(rendered.tokens)) == (0, text_of(counting, [USER, ANSWER, NEXT]))
 
 
 def test_a_template_without_an_end_of_turn() -> None:

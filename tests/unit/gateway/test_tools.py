@@ -1,43 +1,52 @@
-"""Tool-call parsing, stop strings and incremental detokenisation, however the stream is cut."""
+"""Tool-call parsing in every style, however the stream is cut."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 
 import pytest
-from gateway_support import make_renderer
+from gateway_support import CHATML, PLAIN
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rillflow.gateway.detokenise import Detokeniser
 from rillflow.gateway.messages import ToolCall, message
-from rillflow.gateway.tools import ParsedCall, Piece, StopStrings, ToolParser
+from rillflow.gateway.tools import STYLES, ParsedCall, Part, style_of
+from rillflow.gateway.tools.scanning import JsonScan
 
 CALL = '<tool_call>{"name": "count", "arguments": {"box": "red"}}</tool_call>'
+BARE = '{"name": "count", "parameters": {"box": "red"}}'
+TAG = "<|python_tag|>"
 COUNT = ParsedCall("count", '{"box": "red"}')
-RENDERER = make_renderer()
+TRICKY = '{"name": "f", "arguments": {"a": "}] \\"</tool_call> {[; \\\\"}}'
+TRICKY_CALL = ParsedCall("f", '{"a": "}] \\"</tool_call> {[; \\\\"}')
 
 
-def joined(pieces: list[Piece]) -> list[Piece]:
+def joined(parts: list[Part]) -> list[Part]:
     """Neighbouring texts as one: how they were cut is the stream's business."""
-    result: list[Piece] = []
-    for piece in pieces:
-        if result and isinstance(piece, str) and isinstance(result[-1], str):
-            result[-1] += piece
+    result: list[Part] = []
+    for part in parts:
+        if result and isinstance(part, str) and isinstance(result[-1], str):
+            result[-1] += part
         else:
-            result.append(piece)
+            result.append(part)
     return result
 
 
-def parse(*parts: str) -> list[Piece]:
-    parser = ToolParser()
-    return joined([piece for part in parts for piece in parser.feed(part)] + parser.finish())
+def parse(style: str, *texts: str) -> list[Part]:
+    parser = STYLES[style]()
+    return joined([part for text in texts for part in parser.feed(text)] + parser.finish())
+
+
+def check(style: str, text: str, parts: list[Part]) -> None:
+    assert parse(style, text) == parts
+    assert parse(style, *text) == parts
 
 
 @pytest.mark.parametrize(
-    ("text", "pieces"),
+    ("text", "parts"),
     [
         ("just text", ["just text"]),
+        ("", []),
         (CALL, [COUNT]),
         (f"I look.\n{CALL}", ["I look.\n", COUNT]),
         (f"{CALL}\n{CALL}", [COUNT, COUNT]),
@@ -46,13 +55,16 @@ def parse(*parts: str) -> list[Piece]:
         ('<tool_call>\n{"name": "f"}\n</tool_call>', [ParsedCall("f", "{}")]),
         ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', [ParsedCall("f", '{"a": 1}')]),
         ('<tool_call>{"name": "f", "arguments": {"é": "日"}}</tool_call>', [ParsedCall("f", '{"é": "日"}')]),
+        ('<tool_call>{"name": "f", "parameters": {"a": 1}}</tool_call>', [ParsedCall("f", '{"a": 1}')]),
         (f"<tool_call>oops {CALL}", ["<tool_call>oops ", COUNT]),
         ("a < b <tool", ["a < b <tool"]),
+        (f"<tool_call>{TRICKY}</tool_call>", [TRICKY_CALL]),
+        (f'<tool_call>{{"a": "open}}</tool_call> {CALL}', ['<tool_call>{"a": "open}</tool_call> ', COUNT]),
+        (f'<tool_call>{{"a": "open\n}}</tool_call>{CALL}', ['<tool_call>{"a": "open\n}</tool_call>', COUNT]),
     ],
 )
-def test_calls_and_text(text: str, pieces: list[Piece]) -> None:
-    assert parse(text) == pieces
-    assert parse(*text) == pieces
+def test_hermes(text: str, parts: list[Part]) -> None:
+    check("hermes", text, parts)
 
 
 @pytest.mark.parametrize(
@@ -65,75 +77,158 @@ def test_calls_and_text(text: str, pieces: list[Piece]) -> None:
         '{"name": "", "arguments": {}}',
         '{"name": "f", "arguments": [1]}',
         '{"name": "f", "arguments": "nope"}',
+        '{"name": "f", "arguments": null}',
         '{"name": "f", "arguments": {"a": "\\ud800"}}',
         '{"name": "f", "arguments": ' + '{"a":' * 5000 + "1" + "}" * 5000 + "}",
     ],
 )
 def test_what_cannot_be_parsed_stays_text(body: str) -> None:
-    text = f"so: <tool_call>{body}</tool_call> end"
-    assert parse(text) == [text]
+    for style, text in (
+        ("hermes", f"so: <tool_call>{body}</tool_call> end"),
+        ("llama3", f"so: {TAG}{body} end"),
+        ("json", body),
+        ("json", f"```json\n{body}\n```"),
+    ):
+        assert parse(style, text) == [text]
 
 
 def test_an_open_call_stays_text() -> None:
-    assert parse('x<tool_call>{"name": "f"') == ['x<tool_call>{"name": "f"']
-
-
-@given(
-    st.lists(st.sampled_from([CALL, "<tool_call>", "</tool_call>", "\n", "text", "<", "{}"]), max_size=8),
-    st.lists(st.integers(0, 200), max_size=12),
-)
-def test_the_cuts_of_a_stream_change_nothing(parts: list[str], cuts: list[int]) -> None:
-    text = "".join(parts)
-    places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    assert parse(*(text[a:b] for a, b in pairwise(places))) == parse(text)
-
-
-def cut(stops: tuple[str, ...], *parts: str) -> tuple[str, bool]:
-    strings = StopStrings(stops)
-    text = ""
-    for part in parts:
-        text += strings.feed(part)
-        if strings.hit:
-            return text, True
-    return text + strings.finish(), False
+    for style, text in (
+        ("hermes", 'x<tool_call>{"name": "f"'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}}'),
+        ("llama3", '{"name": "f", "parameters": {'),
+        ("llama3", f"{TAG} "),
+        ("json", '[{"name": "f", "arguments": {}}'),
+        ("json", "```json\n"),
+    ):
+        check(style, text, [text])
 
 
 @pytest.mark.parametrize(
-    ("stops", "text", "expected"),
+    ("text", "parts"),
     [
-        (("END",), "one END two", ("one ", True)),
-        (("END",), "one EN", ("one EN", False)),
-        (("abc", "b"), "xabc", ("xa", True)),
-        (("\n\n", "b"), "x\n\ny", ("x", True)),
+        ("just text; {a} or [b]", ["just text; {a} or [b]"]),
+        (BARE, [COUNT]),
+        (f"\n {BARE}\n", [COUNT]),
+        (f"{TAG}{BARE}", [COUNT]),
+        (f"{TAG} {BARE} ", [COUNT]),
+        (f"I look.\n{TAG}{BARE}", ["I look.\n", COUNT]),
+        (f"{BARE};{BARE}", [COUNT, COUNT]),
+        (f"{TAG}{BARE}; {BARE} ;", [COUNT, COUNT]),
+        (f"{TAG}{BARE};{TAG}{BARE}", [COUNT, COUNT]),
+        (f"{BARE} done", [COUNT, " done"]),
+        (f"{BARE} {BARE}", [COUNT, f" {BARE}"]),
+        (f"{BARE}; done", [COUNT, "; done"]),
+        (f"{TAG}search(1)", [f"{TAG}search(1)"]),
+        (f"{TAG}no {TAG}{BARE}", [f"{TAG}no ", COUNT]),
+        (f'{TAG}{{"name": "f"}}', [ParsedCall("f", "{}")]),
+        ('{"name": "Bob", "age": 3}', ['{"name": "Bob", "age": 3}']),
+        (f"text {BARE}", [f"text {BARE}"]),
+        (TRICKY, [TRICKY_CALL]),
+        ('{"a": "open\n} more', ['{"a": "open\n} more']),
+        (" \n", [" \n"]),
     ],
 )
-def test_stop_strings(stops: tuple[str, ...], text: str, expected: tuple[str, bool]) -> None:
-    assert cut(stops, text) == expected
-    assert cut(stops, *text) == expected
+def test_llama3(text: str, parts: list[Part]) -> None:
+    check("llama3", text, parts)
 
 
-def test_no_half_characters() -> None:
-    text = "né 日本 🙂!"
-    detokeniser = Detokeniser(RENDERER.decode, frozenset())
-    pieces = [detokeniser.feed([id]) for id in RENDERER.encode(text)]
-    assert all("\ufffd" not in piece for piece in pieces)
-    assert "".join(pieces) + detokeniser.finish() == text
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("just text", ["just text"]),
+        (BARE, [COUNT]),
+        (f" [{BARE}, {BARE}]\n", [COUNT, COUNT]),
+        (f"```json\n{BARE}\n```", [COUNT]),
+        (f"```\n[{BARE}]\n```\n", [COUNT]),
+        (f"```json{BARE}", [COUNT]),
+        (f"{BARE} and more", [f"{BARE} and more"]),
+        (f"Here: {BARE}", [f"Here: {BARE}"]),
+        (f"```python\n{BARE}\n```", [f"```python\n{BARE}\n```"]),
+        (f"{BARE}```", [f"{BARE}```"]),
+        (f'[{BARE}, {{"a": 1}}]', [f'[{BARE}, {{"a": 1}}]']),
+        ("[]", ["[]"]),
+        ("[1] is a reference", ["[1] is a reference"]),
+        ('{"name": "Bob", "age": 3}', ['{"name": "Bob", "age": 3}']),
+        (TRICKY, [TRICKY_CALL]),
+        ("``", ["``"]),
+        (" ", [" "]),
+    ],
+)
+def test_plain_json(text: str, parts: list[Part]) -> None:
+    check("json", text, parts)
 
 
-@settings(max_examples=200)
-@given(st.lists(st.integers(0, 262), max_size=24), st.integers(1, 5))
-def test_text_of_any_ids_is_the_same_in_steps(ids: list[int], step: int) -> None:
-    hidden = frozenset([265])
-    detokeniser = Detokeniser(RENDERER.decode, hidden)
-    text = "".join(detokeniser.feed(ids[at : at + step]) for at in range(0, len(ids), step))
-    assert text + detokeniser.finish() == RENDERER.decode(ids)
+def test_text_that_cannot_become_a_call_is_not_held_back() -> None:
+    for style, texts in (
+        ("hermes", ("a {", "b <x")),
+        ("llama3", ("a {", "b <x")),
+        ("json", ("[1", "] {")),
+        ("json", (BARE + " b", "c")),
+    ):
+        parser = STYLES[style]()
+        assert "".join(str(part) for text in texts for part in parser.feed(text)) == "".join(texts)
 
 
-def test_the_stop_token_leaves_no_text() -> None:
-    end = RENDERER.end_token
-    assert end is not None
-    detokeniser = Detokeniser(RENDERER.decode, frozenset([end]))
-    assert detokeniser.feed([*RENDERER.encode("yes"), end]) + detokeniser.finish() == "yes"
+PIECES = [
+    CALL,
+    BARE,
+    TAG,
+    "<tool_call>",
+    "</tool_call>",
+    ";",
+    "\n",
+    "text",
+    "<",
+    "{}",
+    '"',
+    "\\",
+    "[",
+    "]",
+    "```json",
+    "```",
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from(sorted(STYLES)),
+    st.lists(st.sampled_from([*PIECES, TRICKY, '{"name": "f", "arguments": {"a": "']), max_size=8),
+    st.lists(st.integers(0, 300), max_size=12),
+)
+def test_the_cuts_of_a_stream_change_nothing(style: str, parts: list[str], cuts: list[int]) -> None:
+    text = "".join(parts)
+    places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    assert parse(style, *(text[a:b] for a, b in pairwise(places))) == parse(style, text)
+    assert parse(style, *text) == parse(style, text)
+
+
+@pytest.mark.parametrize("style", sorted(STYLES))
+def test_the_cost_is_linear_in_the_text(style: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every character of a long call is scanned once, though it comes in small pieces."""
+    scanned = 0
+    feed = JsonScan.feed
+
+    def counting(self: JsonScan, text: str) -> int:
+        nonlocal scanned
+        scanned += len(text)
+        return feed(self, text)
+
+    monkeypatch.setattr(JsonScan, "feed", counting)
+    body = '{"name": "f", "arguments": {"a": "' + "</tool_call> {x} " * 500 + '"}}'
+    text = f"<tool_call>{body}</tool_call>" if style == "hermes" else body
+    parts = parse(style, *(text[at : at + 3] for at in range(0, len(text), 3)))
+    assert [part.name for part in parts if isinstance(part, ParsedCall)] == ["f"]
+    assert scanned <= len(text)
+
+
+def test_the_style_follows_the_template() -> None:
+    assert style_of("auto", CHATML) == "hermes"
+    assert style_of("auto", PLAIN) == "hermes"
+    assert style_of("auto", "{% if tools %}… <|python_tag|> …{% endif %}") == "llama3"
+    assert style_of("auto", "{% if tools %}… <|start_header_id|> …{% endif %}") == "llama3"
+    assert style_of("auto", "{% for tool in tools %}{{ tool | tojson }}{% endfor %}") == "json"
+    assert style_of("llama3", CHATML) == "llama3"
 
 
 def test_message_keys() -> None:

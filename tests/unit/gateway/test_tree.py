@@ -53,7 +53,7 @@ def test_a_second_turn_extends_the_very_ids() -> None:
     answer = talk.answer(first, said("abc"))
     second = talk.ask(USER, said("abc"), NEXT)
     assert second.parent is answer
-    assert second.prompt() == first.prompt() + answer.tokens + second.tokens
+    assert second.prompt() == [*first.prompt(), *answer.tokens, *second.tokens]
     assert RENDERER.decode(second.prompt()) == RENDERER._text(
         [USER.body, said("abc").body, NEXT.body], None, prompt=True
     )
@@ -148,8 +148,12 @@ def test_a_template_that_rewrites_history_forks() -> None:
     talk.answer(first, thought)
     forked = talk.ask(USER, thought, NEXT)
     assert forked.fork == "template"
-    assert forked.path() == [forked]
+    assert forked.path() == [first, forked]
+    assert forked.messages == (thought, NEXT)
     assert "hm" not in talk.renderer.decode(forked.tokens)
+    assert talk.renderer.decode(forked.prompt()) == talk.renderer._text(
+        [USER.body, thought.body, NEXT.body], None, prompt=True
+    )
     assert talk.ask(USER, thought, NEXT) is forked
     talk.answer(forked, said("plain"))
     rows = talk.samples()
@@ -218,7 +222,7 @@ def test_a_shared_answer_trains_in_the_first_leaf_only() -> None:
     talk.answer(talk.ask(USER, said("shared"), message("user", "or this")), said("right"))
     left, right = talk.samples()
     at = slice(len(shared.parent.prompt()) if shared.parent else 0, len(shared.prompt()))
-    assert left.columns["tokens"][at].tolist() == right.columns["tokens"][at].tolist() == shared.tokens
+    assert left.columns["tokens"][at].tolist() == right.columns["tokens"][at].tolist() == list(shared.tokens)
     assert left.columns["mask"][at].all()
     assert not right.columns["mask"][at].any()
     assert set(right.columns["versions"][at]) == {-1}

@@ -15,12 +15,12 @@ from rillflow.rollout.episode import EpisodeFailed, RunningEpisode, play, score
 from rillflow.types import Prompt, Task
 
 
-def episode(seconds: float = 5.0) -> RunningEpisode:
+def episode(seconds: float = 5.0, give: Any = None) -> RunningEpisode:
     task = Task(id="t.0", prompt=Prompt(id="p", payload={"x": 1}), group="t", place=0, lane="train", seed=3)
     client = openai.AsyncOpenAI(api_key="x", base_url="http://127.0.0.1:1")
     return RunningEpisode(
-        task, client=client, policies=["agent"], base_url="http://127.0.0.1:1/s/a/v1", api_key="k",
-        clock=SystemClock(), seconds=seconds,
+        task, client=client, policies=["agent"], url="http://127.0.0.1:1/s/a", api_key="k",
+        clock=SystemClock(), seconds=seconds, give=give,
     )  # fmt: skip
 
 
@@ -29,7 +29,15 @@ def test_what_a_workflow_sees() -> None:
     assert isinstance(running, Episode)
     assert (running.payload, running.model, running.seed) == ({"x": 1}, "agent", 3)
     assert str(running.client.base_url) == "http://127.0.0.1:1/s/a/v1/"
+    assert running.anthropic_url == "http://127.0.0.1:1/s/a"
     assert 0 < running.seconds_left() <= 5
+
+
+def test_a_workflow_gives_rewards_to_parts_of_its_session() -> None:
+    given: list[Any] = []
+    running = episode(give=lambda value, **where: given.append((value, where)))
+    running.reward(0.5, turn=1)
+    assert given == [(0.5, {"call": None, "turn": 1, "leaf": None, "policy": None})]
 
 
 async def hangs(_: Any) -> None:

@@ -1,54 +1,57 @@
-"""A node outlives the errors of the dataflow service."""
+"""A node outlives the errors of the dataflow service, and asks for no more than can be played."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
+from rollout_support import Dataflow, NoEngines, World, until
 
+from rillflow.config.schema import RolloutConfig
+from rillflow.contracts import Episode
 from rillflow.errors import RillflowError, Unauthorized
 from rillflow.rollout import node as module
 from rillflow.rollout.node import Node
-from rillflow.types import HeartbeatReply, TaskLeases
+from rillflow.types import HeartbeatReply, LeaseTasks, TaskLeases
 
 
-class Rollout:
-    episodes = 2
-    refresh_every = 1.0
+class NoEpisodes:
+    """Room for two, and nobody to play them."""
+
+    finished = waiting = 0
+    stopping = False
+    on_room: Any = None
+
+    def room(self, under_way: int) -> int:
+        return 2 - under_way
 
 
-class Recipe:
-    rollout = Rollout()
-
-
-class Dataflow:
+class Failing(Dataflow):
     """Fails with the given errors first, then says that the run has ended once a heartbeat was taken."""
 
     def __init__(self, lease: list[Exception], beat: list[Exception]) -> None:
+        super().__init__([])
         self.lease, self.beat = lease, beat
-        self.heard = asyncio.Event()
 
-    async def lease_tasks(self, ask: Any) -> TaskLeases:
+    async def lease_tasks(self, ask: LeaseTasks) -> TaskLeases:
         if self.lease:
             raise self.lease.pop(0)
-        await self.heard.wait()
-        return TaskLeases(leases=[], heads={}, phase="ended")
+        await self.over.wait()
+        return await super().lease_tasks(ask)
 
     async def heartbeat(self, beat: Any, deadline: float) -> HeartbeatReply:
         if self.beat:
             raise self.beat.pop(0)
-        self.heard.set()
-        return HeartbeatReply(lost=[], heads={}, phase="training")
+        self.over.set()
+        return await super().heartbeat(beat, deadline)
 
 
-def make(dataflow: Any) -> Node:
-    nothing: Any = None
-    recipe: Any = Recipe()
-    return Node(
-        "n", recipe, dataflow=dataflow, writer=nothing, gateway=nothing, gateway_url="", engines={}, refreshers={},
-        workflow=nothing, reward=None, client=nothing,
-    )  # fmt: skip
+def make(dataflow: Any, engines: Any = None) -> Node:
+    episodes: Any = NoEpisodes()
+    return Node("n", "i", RolloutConfig(), dataflow=dataflow, engines=engines or NoEngines(), episodes=episodes)
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +61,7 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_failing_service_is_asked_again() -> None:
-    dataflow = Dataflow([RillflowError("disk I/O error")], [RillflowError("disk I/O error")])
+    dataflow = Failing([RillflowError("disk I/O error")], [RillflowError("disk I/O error")])
     await asyncio.wait_for(make(dataflow).run(), 5)
     assert not dataflow.lease
     assert not dataflow.beat
@@ -66,4 +69,123 @@ async def test_a_failing_service_is_asked_again() -> None:
 
 async def test_a_wrong_token_ends_the_node() -> None:
     with pytest.raises(Unauthorized):
-        await asyncio.wait_for(make(Dataflow([Unauthorized("wrong token")], [])).run(), 5)
+        await asyncio.wait_for(make(Failing([Unauthorized("wrong token")], [])).run(), 5)
+
+
+async def test_without_engines_no_task_is_asked_for() -> None:
+    engines = NoEngines()
+    engines.serving = None
+    dataflow = Failing([], [])
+    await asyncio.wait_for(make(dataflow, engines).run(), 5)
+    assert not dataflow.asked
+    assert [beat.versions for beat in dataflow.beats][:1] == [{}]
+
+
+# ---------------------------------------------------------------- following the weights
+
+
+class Behind(NoEngines):
+    """Two policies behind their heads: one pull never ends, the other takes a moment."""
+
+    def __init__(self) -> None:
+        super().__init__({"solver": 0, "checker": 0})
+        self.pulls: list[str] = []
+
+    def behind(self, heads: Mapping[str, int]) -> list[str]:
+        assert self.serving is not None
+        return [policy for policy, version in heads.items() if self.serving[policy] != version]
+
+    async def refresh(self, policy: str) -> None:
+        assert self.serving is not None
+        self.pulls.append(policy)
+        await asyncio.sleep(600 if policy == "solver" else 0)
+        self.serving = {**self.serving, policy: 1}
+
+
+async def test_a_slow_policy_delays_no_other() -> None:
+    """The next question is asked as soon as one policy is up to date."""
+    engines, asked = Behind(), []
+
+    class Ahead(Dataflow):
+        async def lease_tasks(self, ask: LeaseTasks) -> TaskLeases:
+            asked.append(ask.versions)
+            ended = ask.versions["checker"] == 1
+            heads = {"solver": 1, "checker": 1}
+            return TaskLeases(leases=[], heads=heads, phase="ended" if ended else "training")
+
+    await asyncio.wait_for(make(Ahead([]), engines).run(), 30)
+    assert asked == [{"solver": 0, "checker": 0}, {"solver": 0, "checker": 1}]
+    assert sorted(engines.pulls) == ["checker", "solver"]
+
+
+# ---------------------------------------------------------------- episodes of a real gateway
+
+
+async def test_a_lost_lease_cancels_its_episode(tmp_path: Path) -> None:
+    begun = asyncio.Event()
+
+    async def endless(episode: Episode) -> float:
+        begun.set()
+        await asyncio.sleep(600)
+        return 1.0
+
+    async with World(tmp_path, 1, workflow=endless) as world:
+        await asyncio.wait_for(begun.wait(), 20)
+        world.dataflow.lost = ["g.0-a"]
+        await until(lambda: not len(world.gateway.sessions))
+        await world.end()
+    assert not world.dataflow.done
+    assert not world.dataflow.failed
+
+
+async def test_an_agent_in_this_process_dies_with_its_node(tmp_path: Path) -> None:
+    """The next node drops its session and takes a new incarnation, so that its lease returns at once."""
+    begun = asyncio.Event()
+
+    async def endless(episode: Episode) -> float:
+        begun.set()
+        await asyncio.sleep(600)
+        return 1.0
+
+    async with World(tmp_path, 1, workflow=endless) as world:
+        await asyncio.wait_for(begun.wait(), 20)
+        first = world.incarnation
+    async with World(tmp_path, 0, workflow=endless) as world:
+        assert world.incarnation != first
+        assert len(world.gateway.sessions) == 0
+
+
+async def test_finished_episodes_are_told_to_the_rollout_manager(tmp_path: Path) -> None:
+    async def plays(episode: Episode) -> float:
+        await episode.client.chat.completions.create(
+            model=episode.model, messages=[{"role": "user", "content": "hello"}], max_tokens=8
+        )
+        return 1.0
+
+    async with World(tmp_path, 3, workflow=plays) as world:
+        await world.dataflow.until(3)
+        await world.end()
+    assert world.engines.finished == 3
+
+
+async def test_an_episode_without_a_call_fails(tmp_path: Path) -> None:
+    async def idle(episode: Episode) -> float:
+        return 1.0
+
+    async with World(tmp_path, 1, workflow=idle) as world:
+        await world.dataflow.until(1)
+    assert [failed.cause for failed in world.dataflow.failed] == ["no_model_call"]
+
+
+async def test_a_record_with_holes_is_never_trained(tmp_path: Path) -> None:
+    async def damaged(episode: Episode) -> float:
+        await episode.client.chat.completions.create(
+            model=episode.model, messages=[{"role": "user", "content": "hello"}], max_tokens=8
+        )
+        world.gateway.sessions.get("g.0-a").incomplete = "a frame of its log is damaged"
+        return 1.0
+
+    async with World(tmp_path, 1, workflow=damaged) as world:
+        await world.dataflow.until(1)
+    (failed,) = world.dataflow.failed
+    assert (failed.cause, failed.error) == ("record_incomplete", "a frame of its log is damaged")

@@ -185,7 +185,7 @@ async def test_head_limit(echo: tuple[Echo, str]) -> None:
 async def test_a_body_that_never_ends_is_given_up(echo: tuple[Echo, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rillflow.wire.server.BODY_SECONDS", 0.05)
     head = b"POST /fail HTTP/1.1\r\nhost: x\r\nauthorization: Bearer secret\r\ncontent-length: 100\r\n\r\nabc"
-    assert b" 400 " in await _sent(echo[1], head)
+    assert b" 408 " in await _sent(echo[1], head)
 
 
 async def test_a_reply_of_another_type_is_a_wire_error(client: Client) -> None:

@@ -103,6 +103,11 @@ def count(payload: Mapping[str, Any], arguments: str | Mapping[str, Any]) -> str
     return str(shelf[item])
 
 
+def command_reward(payload: Mapping[str, Any], left: Mapping[str, Any]) -> float:
+    """`reward` for an agent that is a command: of all that it left, what it wrote as its answer counts."""
+    return reward(payload, left["answer"])
+
+
 def reward(payload: Mapping[str, Any], answer: str | None) -> float:
     """Return 1.0 if the last number in `answer` is the count that was asked for, else 0.0.
 

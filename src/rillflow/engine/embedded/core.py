@@ -1,8 +1,9 @@
 """The scheduler: admits requests into slots, computes prompts, draws one token for every running sequence per step.
 
-Invariants: a token is drawn from keys and values that the current weights alone have computed. A row is drawn from
-only when all its tokens but the last are cached. Tokens leave through the outbox in order, each chunk of one
-version. A step either succeeds or raises; the caller then calls `fail`, which answers every request.
+Invariants: a token is drawn by the current weights, from keys and values that they alone have computed; with `keep`,
+those of a sequence that was running when they came stay as they were. A row is drawn from only when all its tokens
+but the last are cached. Tokens leave through the outbox in order, each chunk of one version. A step either succeeds or
+raises; the caller then calls `fail`, which answers every request.
 
 The core knows nothing of asyncio: `submit` and `abort` may be called from another thread while `step` runs, everything
 else between two steps.
@@ -42,6 +43,7 @@ class Ticket:
     seed: int
     slot: int = -1
     ended: bool = False
+    seam: str = ""  # why sampling was cut before the next token
 
 
 @dataclass(slots=True)
@@ -65,11 +67,14 @@ class Outbox:
 
 
 class Core:
-    def __init__(self, model: PreTrainedModel, version: int, slots: int, context: int, exact: bool) -> None:
+    def __init__(
+        self, model: PreTrainedModel, version: int, slots: int, context: int, *, exact: bool, keep: bool
+    ) -> None:
         self.version = version
         self.outbox = Outbox()
         model.train(False)
         self._exact = exact
+        self._keep = keep
         self._slots = Slots(slots, context)
         self._cache = _make_cache(model, slots, context)
         self._forward = make_forward(model, self._cache)
@@ -127,16 +132,26 @@ class Core:
     # ------------------------------------------------------------ weights
 
     def load(self, tensors: Tensors, version: int) -> None:
-        """Take new weights between two tokens. Running sequences are computed again under them, none is dropped."""
+        """Take new weights between two tokens; no running sequence is dropped. Either they are computed again under the
+        new weights, or they keep what they have cached."""
         self.flush()  # what is not yet sent belongs to the old version
         self._weights.copy(tensors)
         self._forward.refresh()
-        self._slots.forget()
-        self._stained = True
         self.version = version
         self._counts.loads += 1
+        self._mark_seams()
+        if self._keep:
+            self._slots.outdate()
+            return
+        self._slots.forget()
+        self._stained = True
         if not self._exact:
             self._share_again()
+
+    def _mark_seams(self) -> None:
+        for ticket in self._seated:
+            if ticket is not None and self._slots.length[ticket.slot] > len(ticket.request.tokens):
+                ticket.seam = "weights"
 
     def _share_again(self) -> None:
         """After a load all running sequences are computed again; what they share is computed once."""
@@ -183,7 +198,10 @@ class Core:
             raw_logprobs=slots.raw_logprobs[slot, part].tolist(),
             version=self.version,
             finish=finish,
+            seam=ticket.seam if part.start < part.stop else "",
         )
+        if chunk.tokens:
+            ticket.seam = ""
         self.outbox.chunks.append((ticket, chunk))
 
     def _finish(self, slot: int, reason: FinishReason) -> None:

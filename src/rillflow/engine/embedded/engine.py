@@ -1,8 +1,8 @@
 """The async face of the embedded engine: requests in from many coroutines, one driver that steps the core.
 
 Invariants: only the driver, or a coroutine that holds `_between`, touches the core, so `pause` and `load` act between
-two tokens. A request always ends: with a finish reason, or with an EngineError when a step failed. A slow consumer
-costs memory bounded by its own max_tokens, and finds the waiting tokens merged into one chunk per version.
+two tokens. A request always ends: with a finish reason, or with EngineLost when a step failed. A slow consumer costs
+memory bounded by its own max_tokens, and finds the waiting tokens merged into one chunk per version.
 
 On a CPU a step runs in the event loop's own thread: a second thread would only fight it for the interpreter lock. On a
 GPU steps run in a single worker thread, and the loop serves meanwhile.
@@ -16,12 +16,12 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 from weakref import WeakValueDictionary
 
 from rillflow.contracts import Clock, SystemClock
 from rillflow.engine.embedded.core import Core, Ticket
-from rillflow.errors import ContextOverflow, EngineError, QueueFull
+from rillflow.errors import ContextOverflow, EngineError, EngineLost, QueueFull
 from rillflow.types import Chunk, EngineStats, GenerateRequest
 
 if TYPE_CHECKING:
@@ -48,9 +48,10 @@ class EmbeddedEngine:
         context: int = 512,
         queue: int = 1024,
         exact: bool = False,
+        on_update: Literal["refill", "keep"] = "refill",
         clock: Clock | None = None,
     ) -> None:
-        self._core = Core(model, version, slots, context, exact)
+        self._core = Core(model, version, slots, context, exact=exact, keep=on_update == "keep")
         self._context = context
         self._queue = queue
         self._vocabulary: int = model.config.vocab_size
@@ -81,7 +82,7 @@ class EmbeddedEngine:
             self._driver = asyncio.create_task(self._drive(), name="embedded engine")
 
     async def close(self) -> None:
-        """Stop for good. Requests still open end with an EngineError, later ones are refused."""
+        """Stop for good. Requests still open end with EngineLost, later ones are refused."""
         self._closed = True
         if self._driver is not None:
             self._driver.cancel()
@@ -200,8 +201,8 @@ class EmbeddedEngine:
             )
 
 
-def _closed() -> EngineError:
-    return EngineError("the engine was closed", "send the request to another engine")
+def _closed() -> EngineLost:
+    return EngineLost("the engine was closed", "send the request to another engine")
 
 
 async def _finish(future: asyncio.Future[None]) -> None:
@@ -247,8 +248,8 @@ class _Stream:
         self._done = True
         # Each caller gets an error of its own: a shared one would collect all their tracebacks.
         if isinstance(self._error, EngineError):
-            raise EngineError(self._error.message, self._error.hint) from self._error
-        raise EngineError(f"a step of the engine failed: {self._error!r}", "see its cause") from self._error
+            raise EngineLost(self._error.message, self._error.hint) from self._error
+        raise EngineLost(f"a step of the engine failed: {self._error!r}", "see its cause") from self._error
 
     async def aclose(self) -> None:
         self._done = True
@@ -259,10 +260,10 @@ class _Stream:
         self._abort()
 
     def _pop(self) -> Chunk:
-        """The waiting tokens of one version as one chunk."""
-        version = self._chunks[0].version
-        same = list(takewhile(lambda chunk: chunk.version == version, self._chunks))
-        for _ in same:
+        """The waiting tokens of one version as one chunk; a seam is always a chunk's beginning."""
+        first = self._chunks.popleft()
+        same = [first, *takewhile(lambda chunk: chunk.version == first.version and not chunk.seam, self._chunks)]
+        for _ in same[1:]:
             self._chunks.popleft()
         if len(same) == 1:
             return same[0]
@@ -270,6 +271,7 @@ class _Stream:
             tokens=[token for chunk in same for token in chunk.tokens],
             logprobs=[value for chunk in same for value in chunk.logprobs],
             raw_logprobs=[value for chunk in same for value in chunk.raw_logprobs],
-            version=version,
+            version=first.version,
             finish=same[-1].finish,
+            seam=first.seam,
         )

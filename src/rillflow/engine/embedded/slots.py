@@ -1,7 +1,8 @@
 """Who sits in which slot: one array per property, indexed by slot, so that a step touches all rows at once.
 
 Invariants: `cached[s] <= length[s]`, and the first `cached[s]` tokens of slot s have their keys and values in the
-cache, computed by the current weights. An active slot belongs to a request; an inactive one with `cached > 0` is
+cache, computed by the current weights, or, where `stale[s]`, some of them by earlier ones: then no other sequence ever
+takes them over. An active slot belongs to a request; an inactive one with `cached > 0` is
 resident: a finished sequence kept for its prefix until its slot is needed. A waiting slot (`leader >= 0`) gets its
 prefix from another slot as soon as that one has it; leaders never wait for a shared prefix themselves, so there are no
 circles.
@@ -38,6 +39,7 @@ class Slots:
         self.sent = np.zeros(count, np.int64)  # of which this many the caller has, the prompt included
         self.limit = np.zeros(count, np.int64)  # length at which generation ends
         self.active = np.zeros(count, bool)
+        self.stale = np.zeros(count, bool)  # part of the cache is of earlier weights
         self.used = np.zeros(count, np.int64)  # tick of the last use, for eviction
         self.leader = np.full(count, -1, np.int64)
         self.shared = np.zeros(count, np.int64)  # tokens to take over from the leader
@@ -55,6 +57,7 @@ class Slots:
         self.tokens[slot, :length] = tokens
         self.length[slot] = self.sent[slot] = length
         self.cached[slot] = cached
+        self.stale[slot] = False
         self.limit[slot] = min(length + sampling.max_tokens, self.context)
         self.active[slot] = True
         self.temperature[slot] = sampling.temperature
@@ -67,6 +70,8 @@ class Slots:
         """End the sequence; its tokens stay resident. Neutral settings keep the others' step on its fast path."""
         self._tick += 1
         self.active[slot] = False
+        if self.stale[slot]:
+            self.cached[slot] = 0
         self.used[slot] = self._tick
         self.leader[slot] = -1
         self.temperature[slot] = self.top_p[slot] = 1.0
@@ -92,6 +97,13 @@ class Slots:
     def forget(self) -> None:
         """The weights changed: nothing cached is valid any more, and nobody waits for a prefix."""
         self.cached[:] = 0
+        self.stale[:] = False
+        self.leader[:] = -1
+
+    def outdate(self) -> None:
+        """The weights changed and running sequences keep what they have cached; nobody else may take it over."""
+        self.cached[~self.active] = 0
+        self.stale[:] = self.active & (self.cached > 0)
         self.leader[:] = -1
 
     def match(self, tokens: Array, among: Array) -> Match:
@@ -103,7 +115,7 @@ class Slots:
         common = np.where(differ.any(1), differ.argmax(1), count)
         # What an active slot has not cached yet it will have soon; a resident one never will.
         common = np.minimum(common, np.where(self.active, self.length, self.cached))
-        common[~among | (self.leader >= 0)] = 0
+        common[~among | self.stale | (self.leader >= 0)] = 0
         slot = int(common.argmax())
         return Match(slot, int(common[slot]))
 

@@ -1,33 +1,155 @@
-"""What the OpenAI dialects share: the shape of errors and of server-sent events."""
+"""What the OpenAI dialects share: checks of what is asked, sampling, log-probs, the shape of errors and of events.
+
+Fields that a dialect does not know are ignored, because clients send extras; a known field of the wrong type, or past
+a limit, is refused by name. Nothing of the engine (ids, versions) is shown to the agent.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 import msgspec
 
+from rillflow.config import GatewayConfig, SamplingConfig
 from rillflow.errors import ContextOverflow, RillflowError
+from rillflow.gateway.calls import Choice
+from rillflow.gateway.dialects.sse import event
 from rillflow.gateway.failures import CallRefused
+from rillflow.gateway.render import Renderer
+from rillflow.types import Sampling
 
-DONE = b"data: [DONE]\n\n"
+Temperature = Annotated[float, msgspec.Meta(ge=0, le=10)]
+Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+NonNegative = Annotated[int, msgspec.Meta(ge=0)]
+Text = Annotated[str, msgspec.Meta(min_length=1)]
+Stop = Text | list[Text] | None
+ToolChoice = Literal["none", "auto", "required"] | dict[str, Any] | None
 
+Decoded = TypeVar("Decoded")
+
+_PATH = re.compile(r" - at `\$\.?(.*)`$")
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 
 
-def error_body(error: RillflowError) -> dict[str, Any]:
-    """The provider's shape: clients choose their exception by status and `code`."""
+class Part(msgspec.Struct):
+    """A piece of a message's content. Only text is understood."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class Sampled(Protocol):
+    """What requests of every dialect say of sampling."""
+
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+
+
+# ---------------------------------------------------------------- the request
+
+
+def read(decoder: msgspec.json.Decoder[Decoded], raw: bytes) -> Decoded:
+    try:
+        return decoder.decode(raw)
+    except msgspec.ValidationError as error:
+        path = _PATH.search(str(error))
+        raise CallRefused(str(error), param=path[1] if path else None) from error
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise CallRefused(f"the body is not JSON: {error}") from error
+
+
+def within(param: str, asked: int, limit: int) -> None:
+    if asked > limit:
+        raise CallRefused(f"at most {limit} are allowed, got {asked}", param=param)
+
+
+def tokens_within(param: str, asked: int | None, choices: int, limits: GatewayConfig) -> None:
+    """The bound on what one request may ask for, over all its answers."""
+    if asked is not None and asked * choices > limits.tokens:
+        raise CallRefused(
+            f"at most {limits.tokens} tokens may be asked for, got {choices} answers of {asked}", param=param
+        )
+
+
+def plain_text(param: str, form: Mapping[str, Any] | None) -> None:
+    """Structured output would need sampling under a grammar: refused rather than promised and not kept."""
+    kind = "text" if form is None else form.get("type", "text")
+    if kind != "text":
+        raise CallRefused(f"only {{'type': 'text'}} is served, not {kind!r}", param=param)
+
+
+def as_stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    return (stop,) if isinstance(stop, str) else tuple(stop or ())
+
+
+def joined(content: str | Sequence[Part] | None, param: str) -> str:
+    """The text of a message's content; `param` is where it stands in the request."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for number, part in enumerate(content or ()):
+        text = part.text if part.text is not None else part.refusal
+        if text is None:
+            raise CallRefused(f"only text parts are understood, not {part.type!r}", param=f"{param}[{number}].type")
+        texts.append(text)
+    return "".join(texts)
+
+
+def sampling(request: Sampled, defaults: SamplingConfig, max_tokens: int | None, seed: int | None = None) -> Sampling:
+    """The agent's own sampling wins over the recipe's, field by field."""
+    return Sampling(
+        temperature=defaults.temperature if request.temperature is None else request.temperature,
+        top_p=request.top_p or defaults.top_p,
+        top_k=defaults.top_k if request.top_k is None else request.top_k,
+        max_tokens=max_tokens or defaults.max_tokens,
+        seed=seed,
+    )
+
+
+# ---------------------------------------------------------------- the response
+
+
+def usage(prompt: int, completed: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": completed, "total_tokens": prompt + completed}
+
+
+def sampled(choice: Choice) -> tuple[tuple[int, float], ...]:
+    """The tokens of a whole answer with their log-probs."""
+    return tuple(zip(choice.node.tokens, choice.node.logprobs, strict=True))
+
+
+def logprob_entries(tokens: Iterable[tuple[int, float]], renderer: Renderer) -> list[dict[str, Any]]:
+    """One entry for each token but those that end an answer, which have no text."""
+    entries = []
+    for token, logprob in tokens:
+        if token in renderer.stop_tokens:
+            continue
+        text = renderer.decode([token])
+        # Part of a character has no text of its own, and its bytes are not to be had from every tokenizer.
+        known = list(text.encode()) if "\ufffd" not in text else None
+        entries.append({"token": text, "logprob": logprob, "bytes": known, "top_logprobs": []})
+    return entries
+
+
+def error_body(error: RillflowError, prompt: str = "messages") -> dict[str, Any]:
+    """The provider's shape: clients choose their exception by status and `code`. `prompt` names what overflows."""
     kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
     code, param = _CODES.get(error.status), None
     if isinstance(error, ContextOverflow):
-        code, param = "context_length_exceeded", "messages"
+        code, param = "context_length_exceeded", prompt
     elif isinstance(error, CallRefused):
         code, param = error.code or code, error.param
     return {"error": {"message": error.message, "type": kind, "param": param, "code": code}}
-
-
-def event(value: Any) -> bytes:
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
 def error_event(error: RillflowError) -> bytes:

@@ -1,18 +1,17 @@
 """DAPO: GRPO's advantages, clip 0.2 / 0.28 (dual clip 10, as verl's recipe), mean over the batch's tokens, no KL.
 
 Its other parts live where they act: dynamic sampling is a filter of the dataflow layer, the overlong filter a setting
-of the trainer.
+of the trainer, the soft punishment (`advantages.shaping`) a part of the reward.
 """
 
 from __future__ import annotations
 
 from rillflow.config import TrainerConfig
-from rillflow.trainer.algorithms.common import Algorithm, Clip, group_advantage, token_mean
+from rillflow.trainer.algorithms.common import Algorithm
+from rillflow.trainer.algorithms.losses.clip import ClippedLoss
+from rillflow.trainer.algorithms.parts import assemble, own_clip
 
 
 def dapo(config: TrainerConfig) -> Algorithm:
-    return Algorithm(
-        clip=Clip(low=config.clip_low or 0.2, high=config.clip_high or 0.28, dual=10.0),
-        advantage=group_advantage,
-        aggregation=token_mean,
-    )
+    loss = ClippedLoss(own_clip(config, 0.2, 0.28, 10.0))
+    return assemble(config, loss, advantage="grpo", aggregation="token_mean")

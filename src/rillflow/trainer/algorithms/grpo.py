@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from rillflow.config import TrainerConfig
-from rillflow.trainer.algorithms.common import Algorithm, Clip, group_advantage, seq_mean_token_mean
+from rillflow.trainer.algorithms.common import Algorithm
+from rillflow.trainer.algorithms.losses.clip import ClippedLoss
+from rillflow.trainer.algorithms.parts import assemble, own_clip
 
 
 def grpo(config: TrainerConfig) -> Algorithm:
-    return Algorithm(
-        clip=Clip(low=config.clip_low or 0.2, high=config.clip_high or 0.2, dual=3.0),
-        advantage=group_advantage,
-        aggregation=seq_mean_token_mean,
-    )
+    loss = ClippedLoss(own_clip(config, 0.2, 0.2, 3.0))
+    return assemble(config, loss, advantage="grpo", aggregation="seq_mean_token_mean")

@@ -1,0 +1,222 @@
+"""An agent that is a program of its own: started once for each episode, never changed for us.
+
+The program finds the gateway where every OpenAI and Anthropic client looks for it, the task in a file and the prompt's
+payload on its standard input. It leaves its exit code, the end of what it wrote, and the file `RILLFLOW_ANSWER`.
+
+Invariants: an episode's processes are one process group, which is killed at the episode's end, at its deadline and when
+the node dies; nothing of the node's environment reaches the program but what is in `PASSED` and what the recipe names;
+a program that writes without end fills neither memory nor disk.
+
+What this does not protect against: the program runs as the node's own user and can read what that user can, the run
+folder too; a child that leaves the process group (`setsid`) is not killed. An agent that is not trusted belongs in a
+container, which the command may start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+from urllib.parse import unquote, urlsplit
+
+from rillflow.agents.reaper import Reaper, kill_group
+from rillflow.config.schema import CommandConfig
+from rillflow.contracts import Episode
+from rillflow.errors import ConfigError, WorkflowError
+
+# What programs need to run at all; keys, tokens and everything else that is set in our environment stays with us.
+PASSED = (
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR"),
+    *("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"),
+    *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy"),
+)
+_DRAIN_SECONDS = 1.0  # for what is still in the pipes when the program has ended
+_SHOWN = 2000  # characters of its errors that a failed episode tells
+_BLOCK = 1 << 16
+
+
+class AgentFailed(WorkflowError):
+    """The program ended with an error."""
+
+
+class CommandAgent:
+    """Plays an episode as a workflow does: `await agent(episode)` gives what the program left.
+
+    `folder` is where each episode gets a folder of its own; it is emptied of what a node before this one has left.
+    """
+
+    def __init__(self, config: CommandConfig, folder: Path, environment: Mapping[str, str] | None = None) -> None:
+        self._config = config
+        self._words = words_of(config)
+        self._folder = folder
+        self._base = os.environ if environment is None else environment
+        self._reaper = Reaper()
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+
+    async def __call__(self, episode: Episode) -> dict[str, Any]:
+        place = Path(tempfile.mkdtemp(dir=self._folder))
+        try:
+            write_task(episode, place)
+            return await self._run(episode, place)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
+
+    def close(self) -> None:
+        self._reaper.close()
+
+    async def _run(self, episode: Episode, place: Path) -> dict[str, Any]:
+        environment = environment_of(episode, place, self._base) | self._config.environment
+        output, errors = await _Tail.open(self._config.output), await _Tail.open(self._config.output)
+        try:
+            code = await self._until_it_ends(place, environment, output, errors)
+            await asyncio.wait({output.task, errors.task}, timeout=_DRAIN_SECONDS)
+        finally:
+            output.close()
+            errors.close()
+        if code != 0:
+            raise AgentFailed(f"the agent ended with code {code}: {errors.text()[-_SHOWN:].strip()}")
+        answer = _read_answer(place / "answer", self._config.output)
+        return {"returncode": code, "stdout": output.text(), "stderr": errors.text(), "answer": answer}
+
+    async def _until_it_ends(self, place: Path, environment: dict[str, str], output: _Tail, errors: _Tail) -> int:
+        """Its exit code. Whatever ends the wait, the whole group is gone afterwards."""
+        with open(place / "payload.json", "rb") as payload:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *self._words,
+                    stdin=payload,
+                    stdout=output.write,
+                    stderr=errors.write,
+                    cwd=self._config.folder or place / "work",
+                    env=environment,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise AgentFailed(f"the agent could not be started: {error}") from error
+            finally:
+                output.started()
+                errors.started()
+        self._reaper.watch(process.pid)
+        try:
+            return await process.wait()
+        finally:
+            kill_group(process.pid)
+            self._reaper.forget(process.pid)
+
+
+def words_of(config: CommandConfig) -> list[str]:
+    """The command's words; ConfigError where there is no such program."""
+    try:
+        words = shlex.split(config.run)
+    except ValueError as error:
+        raise ConfigError(f"command {config.run!r:.200}: {error}", "quote it as for a shell") from None
+    if not words or shutil.which(words[0], path=_path(os.environ)) is None:
+        raise ConfigError(
+            f"command: there is no program {words[0] if words else ''!r:.200}",
+            "no shell reads the command: give a program in PATH, or an absolute path, and its arguments",
+        )
+    if config.folder is not None and not Path(config.folder).is_dir():
+        raise ConfigError(f"command.folder: {config.folder} is not a folder", "make it, or leave it out")
+    return words
+
+
+def _path(base: Mapping[str, str]) -> str:
+    """`python` is the one that runs Rillflow, as if its environment were activated."""
+    return os.pathsep.join(filter(None, (str(Path(sys.executable).parent), base.get("PATH", os.defpath))))
+
+
+def write_task(episode: Episode, place: Path) -> None:
+    task = {
+        "prompt": {"id": episode.prompt.id, "payload": episode.payload},
+        "policies": list(episode.policies),
+        "model": episode.model,
+        "seed": episode.seed,
+        "seconds": episode.seconds_left(),
+    }
+    (place / "task.json").write_text(json.dumps(task))
+    (place / "payload.json").write_text(json.dumps(episode.payload))
+    (place / "work").mkdir()
+
+
+def environment_of(episode: Episode, place: Path, base: Mapping[str, str]) -> dict[str, str]:
+    """Where the gateway and the task are, under the names that clients look for."""
+    session = unquote(episode.anthropic_url.rsplit("/", 1)[1])
+    host = urlsplit(episode.base_url).hostname or ""
+    unproxied = ",".join(filter(None, (base.get("NO_PROXY", base.get("no_proxy", "")), host)))
+    return {name: base[name] for name in PASSED if name in base} | {
+        "PATH": _path(base),
+        "NO_PROXY": unproxied,
+        "no_proxy": unproxied,
+        "OPENAI_BASE_URL": episode.base_url,
+        "OPENAI_API_KEY": episode.api_key,
+        "OPENAI_MODEL": episode.model,
+        "ANTHROPIC_BASE_URL": episode.anthropic_url,
+        "ANTHROPIC_API_KEY": episode.api_key,
+        "ANTHROPIC_MODEL": episode.model,
+        "RILLFLOW_MODEL": episode.model,
+        "RILLFLOW_SEED": str(episode.seed),
+        "RILLFLOW_SESSION": session,
+        "RILLFLOW_REWARD_URL": f"{episode.anthropic_url}/reward",
+        "RILLFLOW_TASK": str(place / "task.json"),
+        "RILLFLOW_ANSWER": str(place / "answer"),
+    }
+
+
+def _read_answer(path: Path, limit: int) -> str | None:
+    try:
+        with open(path, "rb") as file:
+            return file.read(limit).decode(errors="replace")
+    except OSError:
+        return None
+
+
+class _Tail:
+    """The reading end of a pipe of which the last bytes are kept.
+
+    Not one of asyncio's own: those let nobody know of a program's end while a child of it holds the pipe.
+    """
+
+    def __init__(self, write: int, transport: asyncio.ReadTransport, task: asyncio.Task[None], kept: bytearray) -> None:
+        self.write = write
+        self.task = task
+        self._transport = transport
+        self._kept = kept
+
+    @classmethod
+    async def open(cls, limit: int) -> _Tail:
+        read, write = os.pipe()
+        file: IO[bytes] = os.fdopen(read, "rb", 0)
+        reader = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), file
+        )
+        kept = bytearray()
+        return cls(write, transport, asyncio.create_task(_follow(reader, kept, limit)), kept)
+
+    def started(self) -> None:
+        """The program has its own copy of the writing end now, or never will."""
+        with suppress(OSError):
+            os.close(self.write)
+
+    def close(self) -> None:
+        self.task.cancel()
+        self._transport.close()
+
+    def text(self) -> str:
+        return self._kept.decode(errors="replace")
+
+
+async def _follow(reader: asyncio.StreamReader, kept: bytearray, limit: int) -> None:
+    """Keep at most the last `limit` bytes."""
+    while block := await reader.read(_BLOCK):
+        kept += block
+        del kept[: max(0, len(kept) - limit)]

@@ -1,0 +1,46 @@
+"""The stockroom task, played by a plain program: the OpenAI client, the tool's code, and nothing of a run.
+
+As a command it reads its question from standard input and writes its answer to a file:
+
+    command: python -m rillflow.agents.scripts.stockroom_agent
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from rillflow.agents.environments.stockroom import TOOLS, count
+
+MAX_TURNS = 3
+
+
+async def solve(client: AsyncOpenAI, model: str, payload: dict[str, Any]) -> str | None:
+    """Ask the question, serve the tool calls, and return the final answer (None if there was none)."""
+    messages: list[Any] = [{"role": "user", "content": payload["question"]}]
+    for _ in range(MAX_TURNS):
+        response = await client.chat.completions.create(model=model, messages=messages, tools=TOOLS, max_tokens=32)
+        message = response.choices[0].message
+        if not message.tool_calls:
+            return message.content
+        messages.append(message.model_dump(exclude_none=True))
+        for call in message.tool_calls:
+            said = count(payload, call.function.arguments) if call.type == "function" else "error: no such tool"
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": said})
+    return None
+
+
+def main() -> None:
+    # The client finds its URL and its key by itself.
+    answer = asyncio.run(solve(AsyncOpenAI(), os.environ["OPENAI_MODEL"], json.load(sys.stdin)))
+    Path(os.environ["RILLFLOW_ANSWER"]).write_text(answer or "")
+
+
+if __name__ == "__main__":
+    main()

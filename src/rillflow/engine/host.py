@@ -1,0 +1,218 @@
+"""The engines of one process, one for each policy, and why they do not sample at present.
+
+Invariants: a reason to hold is there until it is released or its time is over; engines sample while there is none. A
+hold that *moves* ends every running answer between two tokens, with a last chunk that says `abort`: whatever was
+sampled comes before it, so who asked can go on elsewhere from the ids it has. Other holds keep the answers open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from rillflow.contracts import Engine
+from rillflow.errors import BadRequest, EngineLost
+from rillflow.types import Chunk, EngineInfo, GenerateRequest
+
+HOLD_SECONDS = 10.0  # of a hold that nobody renews: who asked for it may have died
+CATCH_UP = 5.0  # seconds that a request waits for the version it must not fall behind
+_STOPPING = "stopping"
+_LOOK = 0.02
+_DRAIN_SECONDS = 2.0
+_FLUSH = 0.05  # for chunks that a paused engine has already let go to reach their reader
+
+
+@dataclass(slots=True)
+class _Hold:
+    move: bool
+    timer: asyncio.TimerHandle | None
+
+
+class EngineHost:
+    """Samples for the pools of this process, or through an EngineService for those of others."""
+
+    def __init__(self, name: str, engines: Mapping[str, Engine], url: str = "") -> None:
+        self.name = name
+        self.url = url
+        self.engines = dict(engines)
+        self._holds: dict[str, _Hold] = {}
+        self._answers = 0
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._one_at_a_time = asyncio.Lock()
+        self._cut: asyncio.Future[None] | None = None
+        self._expiring: set[asyncio.Future[EngineInfo]] = set()
+
+    @property
+    def known(self) -> EngineInfo:
+        stats = [engine.stats() for engine in self.engines.values()]
+        return EngineInfo(
+            name=self.name,
+            url=self.url,
+            versions={policy: engine.version for policy, engine in self.engines.items()},
+            context=min(engine.context for engine in self.engines.values()),
+            slots=sum(one.slots for one in stats),
+            running=sum(one.running for one in stats),
+            waiting=sum(one.waiting for one in stats),
+            paused=", ".join(self._holds),
+        )
+
+    async def info(self) -> EngineInfo:
+        return self.known
+
+    async def start(self) -> None:
+        for engine in self.engines.values():
+            await engine.start()
+
+    async def close(self) -> None:
+        """Running answers are moved away first."""
+        await self.drain()
+        await asyncio.gather(*(engine.close() for engine in self.engines.values()))
+
+    async def drain(self) -> None:
+        """Send running answers away, for good, and wait until their readers have them."""
+        await self.hold(_STOPPING, move=True, seconds=math.inf)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._empty.wait(), _DRAIN_SECONDS)
+
+    # ------------------------------------------------------------ who may sample
+
+    async def hold(self, reason: str, *, move: bool = False, seconds: float = HOLD_SECONDS) -> EngineInfo:
+        """Stop sampling for `reason`; returns once no token is being sampled. Asked again, it lasts anew."""
+        async with self._one_at_a_time:
+            self._forget(reason)
+            loop = asyncio.get_running_loop()
+            timer = None if math.isinf(seconds) else loop.call_later(seconds, self._expire, reason)
+            self._holds[reason] = _Hold(move, timer)
+            await asyncio.gather(*(engine.pause() for engine in self.engines.values()))
+            if move and self._cut is not None and not self._cut.done():
+                self._cut.set_result(None)
+            return self.known
+
+    async def release(self, reason: str) -> EngineInfo:
+        async with self._one_at_a_time:
+            if self._forget(reason) and not self._holds:
+                await asyncio.gather(*(engine.resume() for engine in self.engines.values()))
+            return self.known
+
+    def _forget(self, reason: str) -> bool:
+        hold = self._holds.pop(reason, None)
+        if hold is not None and hold.timer is not None:
+            hold.timer.cancel()
+        return hold is not None
+
+    def _expire(self, reason: str) -> None:
+        task = asyncio.ensure_future(self.release(reason))
+        self._expiring.add(task)
+        task.add_done_callback(self._expiring.discard)
+
+    @property
+    def _moving(self) -> bool:
+        return any(hold.move for hold in self._holds.values())
+
+    @property
+    def _why(self) -> str:
+        """What the seam of an answer that is sent away says."""
+        return "moved" if _STOPPING in self._holds else "preempted"
+
+    # ------------------------------------------------------------ sampling
+
+    async def generate(self, policy: str, request: GenerateRequest, floor: int = -1) -> AsyncGenerator[Chunk]:
+        """As `Engine.generate`. No token of a version below `floor`, as far as that version comes in time."""
+        async with aclosing(self.frames(policy, request, floor)) as frames:
+            async for frame in frames:
+                if frame is not None:
+                    yield frame
+
+    async def frames(
+        self, policy: str, request: GenerateRequest, floor: int = -1, idle: float | None = None
+    ) -> AsyncGenerator[Chunk | None]:
+        """Chunks, and None after every `idle` seconds without one."""
+        engine = self._engine(policy)
+        async with aclosing(_caught_up(engine, floor, idle)) as waits:
+            async for _ in waits:
+                yield None
+        if self._moving:
+            yield _moved(engine.version, self._why)
+            return
+        chunks = engine.generate(request)
+        self._answers += 1
+        self._empty.clear()
+        try:
+            async with aclosing(self._read(chunks, idle)) as frames:
+                async for frame in frames:
+                    yield frame
+                    if frame is not None and frame.finish is not None:
+                        return
+            yield _moved(engine.version, self._why)
+        finally:
+            self._answers -= 1
+            if not self._answers:
+                self._empty.set()
+            await _close(chunks)
+
+    def _engine(self, policy: str) -> Engine:
+        engine = self.engines.get(policy)
+        if engine is None:
+            raise BadRequest(f"engine {self.name} has no policy {policy!r}", f"one of: {', '.join(self.engines)}")
+        return engine
+
+    async def _read(self, chunks: AsyncIterator[Chunk], idle: float | None) -> AsyncGenerator[Chunk | None]:
+        """Until the answers are moved; a stream that ends without an end was lost."""
+        if self._cut is None or self._cut.done():
+            self._cut = asyncio.get_running_loop().create_future()
+        cut = self._cut
+        while True:
+            following = asyncio.ensure_future(_next(chunks))
+            try:
+                while not await _arrives(following, cut, idle):
+                    if cut.done():
+                        return
+                    yield None
+            finally:
+                if not following.done():
+                    following.cancel()
+                    await asyncio.wait({following})
+            yield following.result()
+
+
+async def _arrives(following: asyncio.Future[Chunk], cut: asyncio.Future[None], idle: float | None) -> bool:
+    either: set[asyncio.Future[Any]] = {following, cut}
+    await asyncio.wait(either, timeout=idle, return_when=asyncio.FIRST_COMPLETED)
+    if cut.done() and not following.done():
+        await asyncio.wait({following}, timeout=_FLUSH)
+    return following.done()
+
+
+async def _caught_up(engine: Engine, floor: int, idle: float | None) -> AsyncGenerator[None]:
+    """Wait for a version, for a while: the line of weights may have gone back for good."""
+    loop = asyncio.get_running_loop()
+    now = told = loop.time()
+    end = now + CATCH_UP
+    while engine.version < floor and now < end:
+        await asyncio.sleep(_LOOK)
+        now = loop.time()
+        if idle is not None and now - told >= idle:
+            told = now
+            yield None
+
+
+async def _next(chunks: AsyncIterator[Chunk]) -> Chunk:
+    try:
+        return await anext(chunks)
+    except StopAsyncIteration:
+        raise EngineLost("the engine ended an answer without saying how") from None
+
+
+async def _close(chunks: AsyncIterator[Chunk]) -> None:
+    close = getattr(chunks, "aclose", None)
+    if close is not None:
+        await close()
+
+
+def _moved(version: int, why: str) -> Chunk:
+    return Chunk(tokens=[], logprobs=[], raw_logprobs=[], version=version, finish="abort", seam=why)

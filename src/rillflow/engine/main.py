@@ -1,0 +1,67 @@
+"""An engine process: samples every policy of a run for nodes elsewhere, follows the weights, tells where it is."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from rillflow.clients.dataflow import DataflowClient
+from rillflow.config import Recipe
+from rillflow.engine.build import build_engine
+from rillflow.engine.host import EngineHost
+from rillflow.engine.service import EngineService
+from rillflow.errors import RillflowError
+from rillflow.weights.refresh import Refresher
+from rillflow.weights.store import FolderStore
+from rillflow.wire import Client
+
+log = logging.getLogger(__name__)
+
+BEAT_SECONDS = 1.0
+BEAT_DEADLINE = 5.0
+
+
+async def run_engine(
+    name: str,
+    recipe: Recipe,
+    *,
+    dataflow_url: str,
+    token: str,
+    weights: Path,
+    on_ready: Callable[[str], None],
+    host: str = "127.0.0.1",
+) -> None:
+    """Serve until cancelled; `on_ready` gets the URL. Nobody hears of it before it has the newest weights."""
+    exact = recipe.runtime.deterministic
+    engines = {policy: build_engine(settings, exact=exact) for policy, settings in recipe.policies.items()}
+    refreshers = [Refresher(policy, engine, FolderStore(weights / policy)) for policy, engine in engines.items()]
+    served = EngineHost(name, engines)
+    service = EngineService(served, token)
+    dataflow = DataflowClient(Client(dataflow_url, token, peer="dataflow"))
+    await served.start()
+    try:
+        await asyncio.gather(*(refresher.refresh() for refresher in refreshers))
+        on_ready(await service.start(host))
+        async with asyncio.TaskGroup() as group:
+            group.create_task(_beat(served, dataflow), name="engine-beat")
+            for refresher in refreshers:
+                group.create_task(refresher.run(recipe.rollout.refresh_every), name="refresh")
+    finally:
+        await service.stop()
+        await served.close()
+        await dataflow.close()
+
+
+async def _beat(host: EngineHost, dataflow: DataflowClient) -> None:
+    silent = False
+    while True:
+        try:
+            await dataflow.engine_beat(host.known, BEAT_DEADLINE)
+            silent = False
+        except RillflowError as error:
+            if not silent:
+                log.warning("the dataflow service did not hear this engine: %s", error)
+            silent = True
+        await asyncio.sleep(BEAT_SECONDS)

@@ -1,0 +1,189 @@
+"""The routes beside the dialects: rewards over HTTP, and sessions for agents from outside.
+
+A reward or an end is sent with the session's own key or the run's token; tasks are handed out for the run's token only.
+What is acknowledged here is on disk first: a task's session before its key is told, a reward, an end. An end is
+answered once the run has taken the episode, or refused it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from rillflow.gateway.failures import CallRefused
+from rillflow.gateway.feed import Asker, Ended, EndSession, Feed, OutsideTask, run_ended
+from rillflow.gateway.openapi import JSON, Operation
+from rillflow.gateway.server import Gateway
+from rillflow.wire.server import read_body
+
+Body = TypeVar("Body")
+
+LONGEST_WAIT = 300.0  # of one question for a task
+END_SECONDS = 300.0  # for the run to take an episode
+KEEP_ALIVE = 5.0  # between two signs of life on a feed
+SAID = "said"  # the key of a session's detail under which its agent's last word is kept
+NDJSON = "application/x-ndjson"
+
+
+class GiveReward(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A reward for one answer (`call`: the id that the agent saw), for the answers of the n-th call (`turn`, from 0),
+    for one leaf of a policy's tree, or, with none of these, for the whole session."""
+
+    value: float
+    call: str | None = None
+    turn: int | None = None
+    leaf: int | None = None
+    policy: str | None = None
+
+
+class Rewarded(msgspec.Struct, frozen=True, kw_only=True):
+    session: str
+
+
+class TakeTask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Ask for one task, and wait so many seconds for it."""
+
+    wait: float = 0.0
+
+
+REWARD, END, SESSIONS, FEED = "/s/{session}/reward", "/s/{session}/end", "/sessions", "/feed"
+OPERATIONS = {
+    ("POST", REWARD): Operation("Give a reward to a session or a part of it", {JSON: (Rewarded,)}, GiveReward),
+    ("POST", END): Operation("End a session that was taken from the feed", {JSON: (Ended,)}, EndSession),
+    ("POST", SESSIONS): Operation(
+        "Take one task, if one comes in time", {JSON: (OutsideTask,)}, TakeTask, optional=True
+    ),
+    ("GET", FEED): Operation(
+        "A stream of tasks, one JSON object a line, as hands get free",
+        {NDJSON: (OutsideTask,)},
+        query=("capacity", "playing"),
+    ),
+}
+
+
+class Control:
+    """Adds the routes to a gateway that has not started. `on_reward` is told which session was given one."""
+
+    def __init__(self, gateway: Gateway, feed: Feed, on_reward: Callable[[str], None]) -> None:
+        self._gateway = gateway
+        self._feed = feed
+        self._on_reward = on_reward
+        gateway.route(REWARD, self._reward, ["POST"])
+        gateway.route(END, self._end, ["POST"])
+        gateway.route(SESSIONS, self._take, ["POST"])
+        gateway.route(FEED, self._stream, ["GET"])
+        gateway.operations |= OPERATIONS
+
+    async def _reward(self, request: Request) -> Response:
+        session = self._gateway.session_of(request)
+        gift = await self._body(request, GiveReward)
+        await session.reward(gift.value, call=gift.call, turn=gift.turn, leaf=gift.leaf, policy=gift.policy)
+        self._on_reward(session.id)
+        return _json(Rewarded(session=session.id))
+
+    async def _end(self, request: Request) -> Response:
+        known = self._feed.outcome(request.path_params["session"])
+        if known is not None:
+            return _json(known)
+        session = self._gateway.session_of(request)
+        said = await self._body(request, EndSession)
+        offer = self._feed.end(session.id, said)
+        if offer.ended.result() is said:  # the first word; it is kept, so that a gateway which dies now carries it out
+            self._gateway.sessions.note(session.id, {**session.detail, SAID: msgspec.to_builtins(said)})
+            self._gateway.sessions.end(session.id)
+        await self._gateway.sessions.log.synced()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(END_SECONDS):
+                await offer.over.wait()
+        ended = self._feed.outcome(session.id)
+        if ended is None:
+            raise CallRefused("the run has not taken the episode yet: ask again", status=503, code="not_taken_yet")
+        return _json(ended)
+
+    async def _take(self, request: Request) -> Response:
+        ask = await self._body(request, TakeTask)
+        asker = self._feed.join(1)
+        try:
+            await _first(asker.news.wait(), _gone(request.receive), seconds=min(max(ask.wait, 0.0), LONGEST_WAIT))
+            if self._feed.closed:
+                raise run_ended()
+            task = await self._fetched(asker)
+        finally:
+            self._feed.leave(asker)
+        return Response(status_code=204) if task is None else _json(task)
+
+    async def _fetched(self, asker: Asker) -> OutsideTask | None:
+        """The next task that is there; its session is on disk before anybody has its key."""
+        task = asker.fetch()
+        if task is not None:
+            await self._gateway.sessions.log.synced()
+        return task
+
+    async def _stream(self, request: Request) -> Response:
+        capacity = _capacity(request.query_params.get("capacity", "1"), self._gateway.limits.sessions)
+        asker = self._feed.join(capacity, request.query_params.getlist("playing"))
+        return _FeedStream(self._feed, asker, lambda: self._fetched(asker))
+
+    async def _body(self, request: Request, kind: type[Body]) -> Body:
+        raw = await read_body(request, self._gateway.limits.body)
+        try:
+            return msgspec.json.decode(raw or b"{}", type=kind)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise CallRefused(f"the body is not a {kind.__name__}: {error}", code="invalid_request") from error
+
+
+class _FeedStream(Response):
+    """Tasks as lines of JSON until the run ends or the agent goes; an empty line now and then as a sign of life."""
+
+    def __init__(self, feed: Feed, asker: Asker, fetched: Callable[[], Awaitable[OutsideTask | None]]) -> None:
+        super().__init__(media_type=NDJSON, headers={"cache-control": "no-cache"})
+        del self.headers["content-length"]
+        self._feed = feed
+        self._asker = asker
+        self._fetched = fetched
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gone = asyncio.ensure_future(_gone(receive))
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            while not self._feed.closed and not gone.done():
+                await _first(self._asker.news.wait(), gone, seconds=KEEP_ALIVE)
+                task = None if gone.done() or self._feed.closed else await self._fetched()
+                line = b"\n" if task is None else msgspec.json.encode(task) + b"\n"
+                await send({"type": "http.response.body", "body": line, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            gone.cancel()
+            self._feed.leave(self._asker)
+
+
+async def _first(*waits: Awaitable[Any], seconds: float) -> None:
+    """Until one of them is done or the time is over; what was begun here for the wait is ended."""
+    tasks = {asyncio.ensure_future(wait) for wait in waits}
+    try:
+        await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks - set(waits):
+            task.cancel()
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _capacity(text: str, most: int) -> int:
+    if not text.isdecimal() or not 1 <= int(text[:9]) <= most:
+        raise CallRefused(f"capacity must be a number from 1 to {most}", param="capacity")
+    return int(text[:9])
+
+
+def _json(value: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(value), media_type=JSON)

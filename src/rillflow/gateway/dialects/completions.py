@@ -1,0 +1,184 @@
+"""The OpenAI completions dialect: a raw prompt, text or ids, and the text that follows it.
+
+The prompt is continued as it is, without a chat template. One prompt to a request. Of log-probs only the sampled
+token's is known, so that `top_logprobs` is null and a prompt's own log-probs (`echo` with `logprobs`) are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
+from typing import Annotated, Any
+
+import msgspec
+
+from rillflow.config import GatewayConfig, SamplingConfig
+from rillflow.errors import RillflowError
+from rillflow.gateway.calls import Answer, Call
+from rillflow.gateway.dialects import openai
+from rillflow.gateway.dialects.chunks import Chunks
+from rillflow.gateway.dialects.openai import (
+    NonNegative,
+    Positive,
+    Share,
+    Stop,
+    StreamOptions,
+    Temperature,
+    as_stops,
+    error_event,
+    logprob_entries,
+    read,
+    sampled,
+    sampling,
+    tokens_within,
+    usage,
+    within,
+)
+from rillflow.gateway.dialects.sse import DONE
+from rillflow.gateway.failures import CallRefused
+from rillflow.gateway.render import Renderer
+
+PATH = "/v1/completions"
+__all__ = ["PATH", "decode", "error_body", "error_event", "stream", "to_call", "whole"]
+
+
+class CompletionRequest(msgspec.Struct):
+    model: str
+    prompt: str | list[Any]
+    suffix: str | None = None
+    echo: bool | None = None
+    best_of: Positive | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Positive | None = None
+    stop: Stop = None
+    max_tokens: Positive | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: NonNegative | None = None
+    seed: int | None = None
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=5)] | None = None
+
+
+_decoder = msgspec.json.Decoder(CompletionRequest)
+
+
+# ---------------------------------------------------------------- the request
+
+
+def decode(raw: bytes, limits: GatewayConfig) -> CompletionRequest:
+    request = read(_decoder, raw)
+    within("n", request.n or 1, limits.choices)
+    within("stop", len(as_stops(request.stop)), limits.stops)
+    tokens_within("max_tokens", request.max_tokens, request.n or 1, limits)
+    _prompt(request)
+    if request.suffix:
+        raise CallRefused("text is only continued, never filled in", param="suffix")
+    if request.best_of not in (None, request.n or 1):
+        raise CallRefused("every answer that is sampled is given back: ask for `n`", param="best_of")
+    if request.echo and request.logprobs is not None:
+        raise CallRefused("the log-probs of a prompt are not known", param="echo")
+    return request
+
+
+def _prompt(request: CompletionRequest) -> str | list[int]:
+    """The one prompt, which may stand in a list of its own."""
+    prompt = request.prompt
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        if len(prompt) > 1:
+            raise CallRefused(f"one prompt to a request, got {len(prompt)}", param="prompt")
+        prompt = prompt[0]
+    if not prompt:
+        raise CallRefused("a prompt of at least one token is needed", param="prompt")
+    if not isinstance(prompt, str) and not all(type(id) is int and id >= 0 for id in prompt):
+        raise CallRefused("a prompt is text or a list of token ids", param="prompt")
+    return prompt
+
+
+def to_call(request: CompletionRequest, defaults: SamplingConfig) -> Call:
+    return Call(
+        policy=request.model,
+        history=[],
+        tools=None,
+        tools_key=b"",
+        sampling=sampling(request, defaults, request.max_tokens, request.seed),
+        choices=request.n or 1,
+        stops=as_stops(request.stop),
+        live=bool(request.stream),
+        logprobs=request.logprobs is not None,
+        prompt=_prompt(request),
+    )
+
+
+# ---------------------------------------------------------------- the response
+
+
+def whole(request: CompletionRequest, answer: Answer, renderer: Renderer) -> bytes:
+    before = _echo(request, answer, renderer)
+    choices = [
+        {
+            "index": choice.index,
+            "text": before + choice.text,
+            "logprobs": None if request.logprobs is None else _logprobs(sampled(choice), renderer, 0),
+            "finish_reason": choice.finish,
+        }
+        for choice in answer.choices
+    ]
+    return msgspec.json.encode(
+        {
+            "id": f"cmpl-{answer.id}",
+            "object": "text_completion",
+            "created": answer.created,
+            "model": request.model,
+            "choices": choices,
+            "usage": usage(answer.prompt_tokens, answer.completion_tokens),
+        }
+    )
+
+
+def _echo(request: CompletionRequest, answer: Answer, renderer: Renderer) -> str:
+    if not request.echo:
+        return ""
+    prompt = _prompt(request)
+    return prompt if isinstance(prompt, str) else renderer.decode(answer.prompt)
+
+
+def _logprobs(tokens: Iterable[tuple[int, float]], renderer: Renderer, offset: int) -> dict[str, Any]:
+    """`offset`: how much of the answer's text is before these tokens."""
+    entries = logprob_entries(tokens, renderer)
+    offsets = []
+    for entry in entries:
+        offsets.append(offset)
+        offset += len(entry["token"])
+    return {
+        "tokens": [entry["token"] for entry in entries],
+        "token_logprobs": [entry["logprob"] for entry in entries],
+        "top_logprobs": None,
+        "text_offset": offsets,
+    }
+
+
+async def stream(request: CompletionRequest, answer: Answer, renderer: Renderer) -> AsyncGenerator[bytes]:
+    chunks = Chunks(f"cmpl-{answer.id}", "text_completion", request.model, answer, request.stream_options)
+    echo = _echo(request, answer, renderer)
+    echoed: set[int] = set()
+    offsets = [0] * len(answer.choices)
+    async with aclosing(answer.pieces()) as pieces:
+        async for piece in pieces:
+            before = echo if piece.choice not in echoed else ""
+            echoed.add(piece.choice)
+            shown = _logprobs(piece.tokens, renderer, offsets[piece.choice]) if piece.tokens else None
+            offsets[piece.choice] += sum(map(len, shown["tokens"])) if shown else 0
+            yield chunks.one(
+                {
+                    "index": piece.choice,
+                    "text": before + piece.text,
+                    "logprobs": shown,
+                    "finish_reason": piece.finish,
+                }
+            )
+    yield chunks.usage() + DONE
+
+
+def error_body(error: RillflowError) -> dict[str, Any]:
+    return openai.error_body(error, prompt="prompt")

@@ -1,0 +1,153 @@
+"""The engines of one node: its own, in this process, or engine processes that come and go, found through the roster.
+
+The node and its gateway see the same either way: a pool for each policy and a rollout manager.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+
+from rillflow.config import Recipe
+from rillflow.contracts import Clock
+from rillflow.engine.build import build_engine
+from rillflow.engine.host import EngineHost
+from rillflow.engine.remote import RemoteEngine
+from rillflow.errors import RillflowError
+from rillflow.gateway.fleet import Fleet
+from rillflow.gateway.manager import RolloutManager
+from rillflow.gateway.pool import EnginePool
+from rillflow.types import EngineInfo, Engines
+from rillflow.weights.refresh import Refresher
+from rillflow.weights.store import FolderStore
+
+log = logging.getLogger(__name__)
+
+FOLLOW_EVERY = 0.5
+Roster = Callable[[], Awaitable[Engines]]
+
+
+class NodeEngines:
+    """What a node samples with. Exactly one of `host` (engines of its own) and `roster` is there."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        name: str,
+        token: str,
+        host: EngineHost | None = None,
+        refreshers: Mapping[str, Refresher] | None = None,
+        roster: Roster | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.fleet = Fleet([host] if host is not None else [])
+        self.pools = {
+            policy: EnginePool(policy, self.fleet, context=settings.engine.context)
+            for policy, settings in recipe.policies.items()
+        }
+        self.manager = RolloutManager(self.fleet, name=name, pause=recipe.rollout.pause_after, clock=clock)
+        self._every = recipe.rollout.refresh_every
+        self._token = token
+        self._host = host
+        self._refreshers = dict(refreshers or {})
+        self._roster = roster
+
+    async def start(self) -> None:
+        """Own engines begin with the newest weights; engine processes are looked for once."""
+        if self._host is not None:
+            await self._host.start()
+        await asyncio.gather(*(refresher.refresh() for refresher in self._refreshers.values()))
+        await self._look()
+
+    async def run(self) -> None:
+        """Follow weights and engines for ever."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.manager.run(), name="rollout-manager")
+            for policy, refresher in self._refreshers.items():
+                group.create_task(refresher.run(self._every), name=f"refresh-{policy}")
+            if self._roster is not None:
+                group.create_task(self._follow(), name="follow-engines")
+
+    async def close(self) -> None:
+        await self.fleet.close()
+
+    # ------------------------------------------------------------ what the node tells others
+
+    def versions(self) -> dict[str, int] | None:
+        """Of every policy the lowest that its engines serve; None while one has no engine: no task can be played."""
+        return self.fleet.versions(self.pools)
+
+    def behind(self, heads: Mapping[str, int]) -> list[str]:
+        """Policies whose weights this node could pull now. Engine processes pull by themselves."""
+        if self._host is None:
+            return []
+        return [
+            name for name, engine in self._host.engines.items() if heads.get(name, engine.version) != engine.version
+        ]
+
+    async def refresh(self, policy: str) -> None:
+        await self._refreshers[policy].refresh()
+
+    def stats(self) -> dict[str, float]:
+        if self._host is None:
+            return {"engines": sum(member.up for member in self.fleet.members.values())}
+        stats: dict[str, float] = {}
+        for policy, engine in self._host.engines.items():
+            now = engine.stats()
+            stats |= {
+                f"{policy}.generated_tokens": now.generated_tokens,
+                f"{policy}.prefilled_tokens": now.prefilled_tokens,
+                f"{policy}.reused_tokens": now.reused_tokens,
+                f"{policy}.loads": self._refreshers[policy].loads,
+                f"{policy}.load_seconds": self._refreshers[policy].seconds,
+            }
+        return stats
+
+    def waiting(self) -> list[str]:
+        return [why for pool in self.pools.values() for why in pool.waiting()]
+
+    # ------------------------------------------------------------ engine processes
+
+    async def _follow(self) -> None:
+        while True:
+            await asyncio.sleep(FOLLOW_EVERY)
+            await self._look()
+
+    async def _look(self) -> None:
+        """What is known stays as it is while nobody can be asked."""
+        if self._roster is None:
+            return
+        try:
+            self.fleet.hear((await self._roster()).engines, self._open)
+        except RillflowError as error:
+            log.warning("the roster of engines was not to be had: %s", error.message)
+
+    def _open(self, info: EngineInfo) -> RemoteEngine:
+        log.info("engine %s is there, at %s", info.name, info.url)
+        engine = RemoteEngine(info.name, info.url, self._token)
+        engine.hear(info)
+        return engine
+
+
+def node_engines(
+    recipe: Recipe,
+    *,
+    name: str,
+    token: str,
+    weights: Path,
+    roster: Roster | None = None,
+    clock: Clock | None = None,
+) -> NodeEngines:
+    """The engines that the recipe asks for; `weights` is the folder of all policies' weight stores."""
+    if recipe.rollout.engines:
+        return NodeEngines(recipe, name=name, token=token, roster=roster, clock=clock)
+    exact = recipe.runtime.deterministic
+    engines = {policy: build_engine(settings, exact=exact) for policy, settings in recipe.policies.items()}
+    refreshers = {
+        policy: Refresher(policy, engine, FolderStore(weights / policy)) for policy, engine in engines.items()
+    }
+    host = EngineHost(name, engines)
+    return NodeEngines(recipe, name=name, token=token, host=host, refreshers=refreshers, clock=clock)

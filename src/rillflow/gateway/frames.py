@@ -1,0 +1,239 @@
+"""The events of a session as bytes: what each adds to those before it, and nothing twice.
+
+Ids take two bytes each where all of a node's fit, else four; log-probs are float32, as the columns that are trained
+on; untempered ones are left out where they are the same; versions and seams are runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from itertools import groupby
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from rillflow.gateway.keeping import Asked
+from rillflow.gateway.messages import Body, Message, ToolCall, dump_object, message
+from rillflow.gateway.rewards import Gift
+from rillflow.gateway.tree import Canonical, Fork, Node, Seam, TokenTree
+from rillflow.types import Chunk, FinishReason
+
+
+class Kind(IntEnum):
+    """The frame that ends a session is the log's own (`storage.log.END`)."""
+
+    OPENED = 1
+    NOTED = 2
+    BEGUN = 3
+    ANSWERED = 4
+    ABANDONED = 5
+    REWARDED = 6
+
+
+class Opened(msgspec.Struct, array_like=True, frozen=True):
+    """`name` is the key without its signature: the log holds nothing that opens a session."""
+
+    id: str
+    name: str
+    seed: int
+    group: str
+    until: float
+    linger: float
+    detail: dict[str, Any]
+
+
+class Noted(msgspec.Struct, array_like=True, frozen=True):
+    closed: bool
+    detail: dict[str, Any]
+
+
+class Begun(msgspec.Struct, array_like=True, frozen=True):
+    """A live call. `calls` is how many the session had made."""
+
+    call: str
+    calls: int
+    nodes: list[int]
+
+
+class Root(msgspec.Struct, array_like=True, frozen=True, tag=0):
+    id: int
+    tools: bytes
+
+
+class Given(msgspec.Struct, array_like=True, frozen=True, tag=1):
+    id: int
+    parent: int
+    tokens: bytes
+    messages: list[Body]
+    fork: Fork
+    canonical: tuple[int, bytes] | None
+
+
+class Sampled(msgspec.Struct, array_like=True, frozen=True, tag=2):
+    """`runs`: how many tokens by which version. `raw` is empty where it equals `logprobs`."""
+
+    id: int
+    parent: int
+    choice: str
+    tokens: bytes
+    logprobs: bytes
+    raw: bytes
+    runs: list[tuple[int, int]]
+    seams: list[tuple[int, str]]
+    temperature: float
+    finish: FinishReason
+    messages: list[Body]
+
+
+Piece = Root | Given | Sampled
+
+
+class Answered(msgspec.Struct, array_like=True, frozen=True):
+    """An answer, and the nodes above it that are not in the log yet. `draw` -1: not known any more."""
+
+    call: str
+    policy: str
+    draw: int
+    choices: int
+    calls: int
+    node: int
+    pieces: list[Piece]
+
+
+class Abandoned(msgspec.Struct, array_like=True, frozen=True):
+    call: str
+    nodes: list[int]
+
+
+Event = Opened | Noted | Begun | Answered | Abandoned | list[Gift]
+
+_encode = msgspec.msgpack.Encoder().encode
+_DECODERS: dict[int, msgspec.msgpack.Decoder[Any]] = {
+    Kind.OPENED: msgspec.msgpack.Decoder(Opened),
+    Kind.NOTED: msgspec.msgpack.Decoder(Noted),
+    Kind.BEGUN: msgspec.msgpack.Decoder(Begun),
+    Kind.ANSWERED: msgspec.msgpack.Decoder(Answered),
+    Kind.ABANDONED: msgspec.msgpack.Decoder(Abandoned),
+    Kind.REWARDED: msgspec.msgpack.Decoder(list[Gift]),
+}
+
+
+def encode(event: Event) -> bytes:
+    return _encode(event)
+
+
+def decode(kind: int, payload: bytes) -> Event:
+    """Raises msgspec.MsgspecError, or KeyError for a kind that this version does not know."""
+    event: Event = _DECODERS[kind].decode(payload)
+    return event
+
+
+# ---------------------------------------------------------------- nodes to bytes
+
+
+def answered(asked: Asked, calls: int, node: Node, pieces: list[Piece]) -> bytes:
+    call, policy, draw, choices, _ = asked
+    return _encode(Answered(call, policy, draw, choices, calls, node.id, pieces))
+
+
+def piece_of(node: Node, tree: TokenTree) -> Piece:
+    if node.kind == "root":
+        return Root(node.id, next(tools for tools, root in tree.roots().items() if root is node))
+    assert node.parent is not None
+    tokens, bodies = _ids(node.tokens), [said.body for said in node.messages]
+    if node.kind == "given":
+        return Given(node.id, node.parent.id, tokens, bodies, node.fork, node.canonical)
+    assert node.finish is not None
+    logprobs, raw = _floats(node.logprobs), _floats(node.raw_logprobs)
+    return Sampled(
+        node.id,
+        node.parent.id,
+        node.call,
+        tokens,
+        logprobs,
+        b"" if raw == logprobs else raw,
+        _runs(node.versions),
+        list(node.seams),
+        node.temperature,
+        node.finish,
+        bodies,
+    )
+
+
+def _ids(tokens: Sequence[int]) -> bytes:
+    """The first byte says how many each takes."""
+    if not tokens:
+        return b""
+    small = max(tokens) < 1 << 16
+    return (b"\2" if small else b"\4") + np.asarray(tokens, "<u2" if small else "<i4").tobytes()
+
+
+def _floats(values: Sequence[float]) -> bytes:
+    return np.asarray(values, "<f4").tobytes()
+
+
+def _runs(versions: Sequence[int]) -> list[tuple[int, int]]:
+    if versions and versions.count(versions[0]) == len(versions):
+        return [(len(versions), versions[0])]
+    return [(len(list(run)), version) for version, run in groupby(versions)]
+
+
+# ---------------------------------------------------------------- and back
+
+
+def make(piece: Piece, tree: TokenTree, nodes: dict[int, Node]) -> Node | None:
+    """The node of a piece, whose number is the tree's next; None where what it hangs on is not among `nodes`."""
+    if isinstance(piece, Root):
+        return tree.root(piece.tools)
+    parent = nodes.get(piece.parent)
+    if parent is None:
+        return None
+    if isinstance(piece, Given):
+        canonical = None if piece.canonical is None else Canonical(*piece.canonical)
+        said = [_message(body) for body in piece.messages]
+        return tree.give(parent, _read_ids(piece.tokens), said, canonical=canonical, fork=piece.fork)
+    node = tree.sample(parent, piece.temperature, piece.choice)
+    _fill(node, piece)
+    node.end(piece.finish, _message(piece.messages[0]))
+    return node
+
+
+def _fill(node: Node, piece: Sampled) -> None:
+    tokens = _read_ids(piece.tokens)
+    logprobs = np.frombuffer(piece.logprobs, "<f4").tolist()
+    raw = np.frombuffer(piece.raw, "<f4").tolist() if piece.raw else logprobs
+    at = 0
+    for count, version in piece.runs:
+        here = slice(at, at + count)
+        node.add(Chunk(tokens=tokens[here], logprobs=logprobs[here], raw_logprobs=raw[here], version=version))
+        at += count
+    node.seams = tuple(Seam(*seam) for seam in piece.seams)
+
+
+def _read_ids(data: bytes) -> list[int]:
+    if not data:
+        return []
+    ids: list[int] = np.frombuffer(data, "<u2" if data[0] == 2 else "<i4", offset=1).tolist()
+    return ids
+
+
+def _message(body: Body) -> Message:
+    calls = [
+        ToolCall(call["id"], call["function"]["name"], _arguments(call["function"]["arguments"]))
+        for call in body.get("tool_calls", ())
+    ]
+    said = message(
+        body["role"],
+        body["content"],
+        calls,
+        reasoning=body.get("reasoning_content", ""),
+        name=body.get("name", ""),
+        call_id=body.get("tool_call_id", ""),
+    )
+    return said._replace(body=body)  # a dialect may have marked it
+
+
+def _arguments(value: Any) -> str:
+    return value if isinstance(value, str) else dump_object(value)

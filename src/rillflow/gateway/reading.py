@@ -1,0 +1,71 @@
+"""Sampled ids to what an agent is shown: text, then its stop strings, its reasoning, its tool calls.
+
+The parts are the same however the ids come in: one at a time, in chunks, or all at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rillflow.gateway.detokenise import Detokeniser
+from rillflow.gateway.reasoning import ReasoningSplit, Thought
+from rillflow.gateway.stops import StopStrings
+from rillflow.gateway.tools import Part, ToolParser
+
+Read = Part | Thought
+
+
+class Reader:
+    """Reads one answer. What is None is not looked for."""
+
+    def __init__(
+        self,
+        detokeniser: Detokeniser,
+        stops: StopStrings | None = None,
+        reasoning: ReasoningSplit | None = None,
+        tools: ToolParser | None = None,
+    ) -> None:
+        self._detokeniser = detokeniser
+        self.stops = stops
+        self._reasoning = reasoning
+        self._tools = tools
+
+    @property
+    def stop(self) -> str:
+        """The stop string that has cut the answer; empty while none has."""
+        return self.stops.hit if self.stops is not None else ""
+
+    def feed(self, ids: Iterable[int]) -> list[Read]:
+        text = self._detokeniser.feed(ids)
+        if self.stops is not None:
+            text = self.stops.feed(text)
+        return self._split(text) if text else []
+
+    def finish(self) -> list[Read]:
+        """The answer has ended: what was held back is decided."""
+        return self._last(self._detokeniser.finish())
+
+    def whole(self, ids: Iterable[int]) -> list[Read]:
+        """An answer of which nothing was fed."""
+        return self._last(self._detokeniser.whole(ids))
+
+    def _last(self, text: str) -> list[Read]:
+        if self.stops is not None:
+            text = self.stops.feed(text) + self.stops.finish()
+        read = self._split(text) if text else []
+        if self._reasoning is not None:
+            read += self._parsed(self._reasoning.finish())
+        if self._tools is not None:
+            read += self._tools.finish()
+        return read
+
+    def _split(self, text: str) -> list[Read]:
+        return self._parsed([text] if self._reasoning is None else self._reasoning.feed(text))
+
+    def _parsed(self, parts: list[str | Thought]) -> list[Read]:
+        if self._tools is None:
+            return list(parts)
+        read: list[Read] = []
+        for part in parts:
+            read += [part] if isinstance(part, Thought) else self._tools.feed(part)
+        return read

@@ -1,0 +1,168 @@
+"""Rewards that an episode is given, by whom and whenever: to a call, a turn, a leaf or the whole session.
+
+Each target has one reward, the last that it was given. Calls and turns are looked up when they are given, leaves when
+the session is settled: until then its trees still grow. What names nothing is refused, or reported by `settle`;
+it never goes to something else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from rillflow.gateway.failures import CallRefused
+from rillflow.gateway.tree import Node, TokenTree
+
+_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
+_MOST_LEAVES = 16_384  # numbers may be named before there are such leaves
+_LONGEST_NAME = 256
+_NAMED = 8  # of the calls that there are, in a refusal
+
+
+class Gift(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One reward, its target looked up: `answers` by their nodes' `call`, a leaf of a policy, or else the session."""
+
+    value: float
+    answers: tuple[str, ...] = ()
+    leaf: int | None = None
+    policy: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What the gifts of a session come to. `unknown` says which of them name nothing that it has.
+
+    `answers` are by a node's `call`, `leaves` by policy and number (the place among the policy's samples); `session`
+    is by policy, for those that made a call.
+    """
+
+    answers: Mapping[str, float] = field(default_factory=dict)
+    leaves: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    session: Mapping[str, float] = field(default_factory=dict)
+    unknown: tuple[str, ...] = ()
+
+
+class Rewards:
+    """The rewards of one session, whose `trees` grow meanwhile."""
+
+    def __init__(self, trees: Mapping[str, TokenTree]) -> None:
+        self._trees = trees
+        self._answers: dict[str, float] = {}
+        self._leaves: dict[tuple[str, int], float] = {}
+        self._session: dict[str | None, float] = {}
+
+    def give(
+        self,
+        value: float,
+        *,
+        call: str | None = None,
+        turn: int | None = None,
+        leaf: int | None = None,
+        policy: str | None = None,
+    ) -> Gift:
+        """Give `value` to one target; returns the gift that `restore` takes.
+
+        `call` is an id as the agent saw it, with or without its dialect's prefix and the number of a choice; `turn`
+        counts the calls that were begun and not abandoned, from 0, those of `policy` where it is given. Without
+        `policy`, a leaf is the only policy's, and a session's reward is that of all policies without their own.
+        """
+        if not math.isfinite(value):
+            raise CallRefused("a reward is a finite number", param="value")
+        if sum(target is not None for target in (call, turn, leaf)) > 1:
+            raise CallRefused("a reward goes to a call, a turn or a leaf, not to several of them", param="call")
+        if policy is not None and not 0 < len(policy) <= _LONGEST_NAME:
+            raise CallRefused("this cannot name a policy", param="policy")
+        if call is not None:
+            gift = Gift(float(value), self._call(call, policy))
+        elif turn is not None:
+            gift = Gift(float(value), self._turn(turn, policy))
+        elif leaf is not None:
+            gift = self._leaf(float(value), leaf, policy or self._only_policy())
+        else:
+            gift = Gift(float(value), policy=policy)
+        self.restore([gift])
+        return gift
+
+    def restore(self, gifts: Iterable[Gift]) -> None:
+        """Take gifts that `give` returned; later ones replace earlier ones."""
+        for gift in gifts:
+            if gift.answers:
+                self._answers |= dict.fromkeys(gift.answers, gift.value)
+            elif gift.leaf is not None and gift.policy is not None:
+                self._leaves[gift.policy, gift.leaf] = gift.value
+            else:
+                self._session[gift.policy] = gift.value
+
+    def state(self) -> list[Gift]:
+        """Gifts that come to the same."""
+        return [
+            *(Gift(value, (answer,)) for answer, value in self._answers.items()),
+            *(Gift(value, leaf=leaf, policy=policy) for (policy, leaf), value in self._leaves.items()),
+            *(Gift(value, policy=policy) for policy, value in self._session.items()),
+        ]
+
+    def settle(self) -> Settled:
+        """What has been given so far, as far as its targets are there."""
+        there = {node.call for tree in self._trees.values() for node in tree.nodes() if node.usable}
+        leaves: dict[str, dict[int, float]] = {}
+        unknown = [f"answer {answer!r}" for answer in self._answers if answer not in there]
+        many = {policy: len(self._trees[policy].leaves()) for policy, _ in self._leaves if policy in self._trees}
+        for (policy, leaf), value in self._leaves.items():
+            if leaf < many.get(policy, 0):
+                leaves.setdefault(policy, {})[leaf] = value
+            else:
+                unknown.append(f"leaf {leaf} of policy {policy!r}, which has {many.get(policy, 0)}")
+        unknown += [f"policy {policy!r}" for policy in self._session if policy and policy not in self._trees]
+        answers = {answer: value for answer, value in self._answers.items() if answer in there}
+        return Settled(answers, leaves, self._by_policy(), tuple(unknown))
+
+    def _by_policy(self) -> dict[str, float]:
+        given = {policy: self._session.get(policy, self._session.get(None)) for policy in self._trees}
+        return {policy: value for policy, value in given.items() if value is not None}
+
+    # ------------------------------------------------------------ looking up
+
+    def _calls(self, policy: str | None) -> dict[str, list[Node]]:
+        """The calls that were begun and not abandoned, with their answers, in the order of their beginning."""
+        trees = [tree for name, tree in self._trees.items() if policy in (None, name)]
+        calls = {
+            id: [node for node in nodes if not node.abandoned] for tree in trees for id, nodes in tree.calls.items()
+        }
+        return {id: calls[id] for id in sorted(calls, key=lambda id: calls[id][0].id if calls[id] else 0) if calls[id]}
+
+    def _call(self, call: str, policy: str | None) -> tuple[str, ...]:
+        calls = self._calls(policy)
+        for name in (call, *(call.removeprefix(prefix) for prefix in _PREFIXES)):
+            found = calls.get(name) or [node for node in calls.get(name.rpartition("_")[0], ()) if node.call == name]
+            if found:
+                return tuple(node.call for node in found)
+        raise _unknown(f"no call {call[:_LONGEST_NAME]!r}", calls, "call", policy)
+
+    def _turn(self, turn: int, policy: str | None) -> tuple[str, ...]:
+        calls = self._calls(policy)
+        if not 0 <= turn < len(calls):
+            raise _unknown(f"no turn {turn}", calls, "turn", policy)
+        return tuple(node.call for node in list(calls.values())[turn])
+
+    def _leaf(self, value: float, leaf: int, policy: str) -> Gift:
+        if leaf < 0:
+            raise CallRefused("leaves are numbered from 0", param="leaf")
+        if (policy, leaf) not in self._leaves and len(self._leaves) >= _MOST_LEAVES:
+            raise CallRefused(f"at most {_MOST_LEAVES} leaves have a reward", code="reward_limit_exceeded")
+        return Gift(value, leaf=leaf, policy=policy)
+
+    def _only_policy(self) -> str:
+        if len(self._trees) == 1:
+            return next(iter(self._trees))
+        known = ", ".join(self._trees) or "none yet"
+        raise CallRefused(f"name the policy whose leaf it is; policies of this session: {known}", param="policy")
+
+
+def _unknown(what: str, calls: Mapping[str, list[Node]], param: str, policy: str | None) -> CallRefused:
+    last = list(calls)[-_NAMED:]
+    has = f"it has {len(calls)}, the last of them {', '.join(last)}" if last else "it has none"
+    of = "this session" if policy is None else f"policy {policy!r} in this session"
+    return CallRefused(f"{what} in {of}; {has}", status=404, code="call_not_found", param=param)

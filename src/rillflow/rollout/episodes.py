@@ -1,0 +1,226 @@
+"""The life of an episode: its session opens, somebody plays it, it is rewarded, and the run is told of its end.
+
+Invariants: an episode ends in exactly one word to the run, or in none where its lease was lost or nobody took it; no
+call is answered after it was played; what it left stays in the session's log until the run has it. An episode that was
+played and waits for its reward holds a session, but no place among those that are played.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+import msgspec
+import openai
+
+from rillflow.config.schema import RolloutConfig
+from rillflow.contracts import Clock
+from rillflow.errors import RillflowError
+from rillflow.gateway.failures import CallRefused
+from rillflow.gateway.feed import EndSession
+from rillflow.gateway.server import Gateway, anthropic_url
+from rillflow.gateway.session import Session
+from rillflow.rollout.episode import EpisodeFailed, Give, Reward, RunningEpisode, score
+from rillflow.rollout.late import LateRewards
+from rillflow.rollout.players import NotTaken, OutsidePlayer, Played, Player
+from rillflow.rollout.push import Pusher, check_record
+from rillflow.rollout.rewards import rewards_given
+from rillflow.types import Ack, TaskLease, Wire
+
+log = logging.getLogger(__name__)
+
+_LINGER = 600.0  # seconds that a session may be there after its deadline and its reward's
+
+
+class Kept(Wire, frozen=True):
+    """What a session's log says of its episode, for the node that comes after this one died."""
+
+    lease: TaskLease
+    begun: float
+    said: EndSession | None = None  # by an agent from outside, at its end
+    rewarded_until: float | None = None  # it was played and waits for its reward
+
+
+class Episodes:
+    """All episodes of one node. `waiting` of them were played and wait for their reward.
+
+    `on_room` is told when there is room for another; `stopping` leaves what is under way to the node that comes after.
+    """
+
+    def __init__(
+        self,
+        limits: RolloutConfig,
+        policies: Sequence[str],
+        *,
+        player: Player,
+        reward: Reward | None,
+        gateway: Gateway,
+        gateway_url: str,
+        client: openai.AsyncOpenAI,
+        pusher: Pusher,
+        late: LateRewards,
+        clock: Clock,
+    ) -> None:
+        self.stopping = False
+        self.waiting = 0
+        self.finished = 0
+        self.on_room: Callable[[], None] = lambda: None
+        self._limits = limits
+        self._policies = policies
+        self._player = player
+        self._reward = reward
+        self._gateway = gateway
+        self._sessions = gateway.sessions
+        self._url = gateway_url
+        self._client = client
+        self._pusher = pusher
+        self._late = late
+        self._clock = clock
+
+    def room(self, under_way: int) -> int:
+        """How many tasks to ask for when so many are under way."""
+        played = under_way - self.waiting
+        free = min(self._limits.episodes - played, self._gateway.limits.sessions - under_way)
+        wanted = self._player.wanted()
+        return free if wanted is None else min(free, wanted)
+
+    # ------------------------------------------------------------ beginnings
+
+    async def play(self, lease: TaskLease) -> bool:
+        """Play one task to its end; whether the run took it as completed."""
+        kept = Kept(lease=lease, begun=self._clock.now())
+        return await self._life(kept, self._player.play(lease.attempt, lambda: self._open(kept)))
+
+    def going_on(self, restored: Sequence[Session]) -> list[Session]:
+        """Those sessions of the node before this one that go on; the agents of the others died with it."""
+        going_on = {session.id: session for session in restored if self._goes_on(session)}
+        for session in restored:
+            if session.id not in going_on:
+                self._sessions.close(session.id)
+        return list(going_on.values())
+
+    def _goes_on(self, session: Session) -> bool:
+        try:
+            kept = msgspec.convert(session.detail, Kept)
+        except msgspec.ValidationError:
+            return False
+        return isinstance(self._player, OutsidePlayer) or kept.rewarded_until is not None
+
+    async def go_on(self, session: Session) -> bool:
+        """Play a session of the node before this one to its end."""
+        kept = msgspec.convert(session.detail, Kept)
+        if isinstance(self._player, OutsidePlayer):
+            said = kept.said if kept.rewarded_until is None else EndSession()
+            seconds = session.deadline - self._clock.monotonic()
+            return await self._life(kept, self._player.go_on(session.id, seconds, said))
+        return await self._life(kept, _played(Played(None)))
+
+    def _open(self, kept: Kept) -> RunningEpisode:
+        task, attempt = kept.lease.task, kept.lease.attempt
+        key = self._sessions.open(
+            attempt,
+            seed=task.seed,
+            group=task.group,
+            deadline_seconds=self._limits.episode_timeout,
+            detail=msgspec.to_builtins(kept),
+            linger=self._limits.late_rewards + _LINGER,
+        )
+        return RunningEpisode(
+            task,
+            client=self._client,
+            policies=self._policies,
+            url=anthropic_url(self._url, attempt),
+            api_key=key,
+            clock=self._clock,
+            seconds=self._limits.episode_timeout,
+            give=_giving(self._sessions.get(attempt)),
+        )
+
+    # ------------------------------------------------------------ endings
+
+    async def _life(self, kept: Kept, playing: Awaitable[Played]) -> bool:
+        """From the first call to the word to the run, whatever happens in between."""
+        lease, ack = kept.lease, Ack(accepted=False, reason="the run wants this episode no more")
+        try:
+            ack = await self._ended(kept, playing)
+        except NotTaken:
+            log.info("task %s: nobody took it; it goes back", lease.task.id)
+        except RillflowError as error:
+            # The lease runs out by itself and the task is played again, here or elsewhere.
+            log.warning("task %s: its end could not be told: %s", lease.task.id, error)
+            ack = Ack(accepted=False, reason=error.message)
+        finally:
+            if not self.stopping:
+                self._forget(lease.attempt)
+                self._player.over(lease.attempt, accepted=ack.accepted, reason=ack.reason)
+        self.finished += ack.accepted
+        return ack.accepted
+
+    async def _ended(self, kept: Kept, playing: Awaitable[Played]) -> Ack:
+        lease = kept.lease
+        try:
+            played = await playing
+            self._sessions.end(lease.attempt)
+            rewards = await self._rewards(kept, played)
+            seconds = self._clock.now() - kept.begun
+            record = self._sessions.close(lease.attempt, keep=True)
+            check_record(record, rewards, answer_is_reward=self._reward is None)
+        except EpisodeFailed as failure:
+            return await self._pusher.fail(lease, failure)
+        return await self._pusher.complete(lease, record, rewards, seconds)
+
+    def _forget(self, attempt: str) -> None:
+        try:
+            self._sessions.close(attempt)
+        except CallRefused:  # closed before, or never opened
+            self._sessions.forget(attempt)
+
+    async def _rewards(self, kept: Kept, played: Played) -> Mapping[str, float]:
+        """The reward of each policy: the recipe's function's, what the player told, or what was given over HTTP."""
+        payload, limit = kept.lease.task.prompt.payload, self._limits.reward_timeout
+        if self._reward is not None:
+            return await score(self._reward, payload, played.answer, limit, self._policies)
+        if played.reward is not None:
+            return await score(None, payload, played.reward, limit, self._policies)
+        session = self._sessions.get(kept.lease.attempt)
+        if session.calls and not _is_rewarded(session) and self._limits.late_rewards:
+            await self._await_reward(kept, session)
+        given = rewards_given(session.rewards.settle(), session.trees)
+        rewards = {policy: given[policy] for policy in self._policies if policy in given}
+        if session.calls and not rewards:
+            raise EpisodeFailed("reward_error", "no reward in time: none was returned or given to the session")
+        return rewards
+
+    async def _await_reward(self, kept: Kept, session: Session) -> None:
+        """The episode waits aside; its agent is free for another."""
+        until = kept.rewarded_until or self._clock.now() + self._limits.late_rewards
+        seconds = max(0.0, until - self._clock.now())
+        waits = msgspec.structs.replace(kept, rewarded_until=until)
+        self._sessions.note(session.id, msgspec.to_builtins(waits))
+        await self._sessions.log.synced()
+        self._player.over(session.id, accepted=True, reason=f"its reward is awaited for {seconds:.0f} s")
+        self.waiting += 1
+        self.on_room()
+        try:
+            await self._late.wait(session.id, lambda: _is_rewarded(session), self._clock.monotonic() + seconds)
+        finally:
+            self.waiting -= 1
+
+
+def _is_rewarded(session: Session) -> bool:
+    """Whether every policy of the session has a reward of the whole session."""
+    return session.trees.keys() <= session.rewards.settle().session.keys()
+
+
+def _giving(session: Session) -> Give:
+    """Rewards from this process: they need not be on disk before the next word, only before the session's end."""
+
+    def give(value: float, *, call: str | None, turn: int | None, leaf: int | None, policy: str | None) -> None:
+        session.rewards.give(value, call=call, turn=turn, leaf=leaf, policy=policy)
+        session.log.rewarded(session)
+
+    return give
+
+
+async def _played(played: Played) -> Played:
+    return played

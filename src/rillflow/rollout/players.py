@@ -1,0 +1,172 @@
+"""Who plays the episodes: the user's workflow, a command, or agents from outside that ask for tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from rillflow.agents.command import CommandAgent, words_of
+from rillflow.config import Recipe, resolve_object
+from rillflow.errors import ConfigError
+from rillflow.gateway.feed import EndSession, Feed, Offer, OutsideTask
+from rillflow.rollout.episode import EpisodeFailed, Reward, RunningEpisode, Workflow, play
+
+UNTAKEN_SECONDS = 10.0  # a task that no agent takes for so long goes back
+
+Open = Callable[[], RunningEpisode]
+
+
+class Played(NamedTuple):
+    """What is left when an episode was played: an answer for the reward function, and a reward, if one was told."""
+
+    answer: Any
+    reward: Any = None
+
+
+class NotTaken(Exception):
+    """The agent that asked for the task has gone: it is given back, which is nobody's failure."""
+
+
+class Player(Protocol):
+    """Plays one episode in the session that `open_session` begins, or fails it with EpisodeFailed."""
+
+    def wanted(self) -> int | None:
+        """How many tasks somebody waits for; None: as many as there is room for."""
+
+    async def play(self, attempt: str, open_session: Open) -> Played: ...
+
+    def over(self, attempt: str, *, accepted: bool, reason: str) -> None:
+        """The run has been told of the episode's end, or wants it no more."""
+
+    def close(self) -> None:
+        """Nothing is played any more."""
+
+
+class WorkflowPlayer:
+    """The user's async function, in this process. Without a reward function its answer is the reward."""
+
+    def __init__(self, workflow: Workflow) -> None:
+        self._workflow = workflow
+
+    def wanted(self) -> int | None:
+        return None
+
+    async def play(self, attempt: str, open_session: Open) -> Played:
+        answer = await play(self._workflow, open_session())
+        return Played(answer, answer)
+
+    def over(self, attempt: str, *, accepted: bool, reason: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class CommandPlayer:
+    """A program, started once for each episode."""
+
+    def __init__(self, agent: CommandAgent) -> None:
+        self._agent = agent
+
+    def wanted(self) -> int | None:
+        return None
+
+    async def play(self, attempt: str, open_session: Open) -> Played:
+        return Played(await play(self._agent, open_session()))
+
+    def over(self, attempt: str, *, accepted: bool, reason: str) -> None: ...
+
+    def close(self) -> None:
+        self._agent.close()
+
+
+class OutsidePlayer:
+    """Agents that take tasks from the feed. The session begins when one takes the task, not before."""
+
+    def __init__(self, feed: Feed) -> None:
+        self._feed = feed
+
+    def wanted(self) -> int | None:
+        return self._feed.wanted()
+
+    async def play(self, attempt: str, open_session: Open) -> Played:
+        opened: list[RunningEpisode] = []
+
+        def take() -> OutsideTask:
+            if not opened:
+                opened.append(open_session())
+            return task_of(attempt, opened[0])
+
+        offer = self._feed.offer(attempt, take)
+        await asyncio.wait({offer.taken}, timeout=UNTAKEN_SECONDS)
+        if not offer.taken.done():
+            raise NotTaken
+        return await self._ended(offer, opened[0].seconds_left())
+
+    async def go_on(self, attempt: str, seconds: float, said: EndSession | None) -> Played:
+        """A session that an agent took from the node before this one, and perhaps ended there."""
+        offer = self._feed.go_on(attempt)
+        if said is not None:
+            offer.ended.set_result(said)
+        return await self._ended(offer, seconds)
+
+    async def _ended(self, offer: Offer, seconds: float) -> Played:
+        await asyncio.wait({offer.ended}, timeout=max(seconds, 0.0))
+        if not offer.ended.done():
+            raise EpisodeFailed("timeout", f"the agent did not end its session within {seconds:.0f} s")
+        said = offer.ended.result()
+        if said.error is not None:
+            raise EpisodeFailed("agent_error", said.error[:2000] or "the agent gave no reason")
+        return Played(said.answer, said.reward)
+
+    def over(self, attempt: str, *, accepted: bool, reason: str) -> None:
+        self._feed.over(attempt, accepted=accepted, reason=reason)
+
+    def close(self) -> None: ...
+
+
+def task_of(attempt: str, episode: RunningEpisode) -> OutsideTask:
+    return OutsideTask(
+        session=attempt,
+        api_key=episode.api_key,
+        base_url=episode.base_url,
+        anthropic_url=episode.anthropic_url,
+        model=episode.model,
+        policies=list(episode.policies),
+        prompt=episode.prompt,
+        seed=episode.seed,
+        seconds=episode.seconds_left(),
+    )
+
+
+def load_player(recipe: Recipe, feed: Feed, folder: Path) -> Player:
+    """`folder` is where commands get theirs."""
+    if recipe.outside:
+        return OutsidePlayer(feed)
+    if recipe.command is not None:
+        return CommandPlayer(CommandAgent(recipe.command, folder))
+    return WorkflowPlayer(_load_workflow(recipe))
+
+
+def load_reward(recipe: Recipe) -> Reward | None:
+    reward = resolve_object(recipe.reward) if recipe.reward else None
+    if reward is not None and not callable(reward):
+        raise ConfigError(f"reward {recipe.reward} is not a function", "write `def reward(payload, answer):`")
+    return reward
+
+
+def check_players(recipe: Recipe) -> None:
+    """Fail where a look can tell that no episode could be played."""
+    if recipe.workflow is not None:
+        _load_workflow(recipe)
+    if recipe.command is not None:
+        words_of(recipe.command)
+    load_reward(recipe)
+
+
+def _load_workflow(recipe: Recipe) -> Workflow:
+    workflow: Workflow = resolve_object(recipe.workflow or "")
+    if not inspect.iscoroutinefunction(workflow):
+        raise ConfigError(f"workflow {recipe.workflow} is not an async function", "write `async def play(episode):`")
+    return workflow

@@ -1,0 +1,107 @@
+"""What an episode leaves goes to the run: its payload to a storage unit first, then its end to the ledger.
+
+Invariants: a trajectory is durable before its task is completed; a record with holes is never trained on.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from rillflow.clients.dataflow import DataflowClient
+from rillflow.clients.units import UnitWriter
+from rillflow.errors import LeaseLost, RillflowError
+from rillflow.gateway.record import Sample, SessionRecord
+from rillflow.rollout.episode import EpisodeFailed, short
+from rillflow.rollout.rewards import require_all
+from rillflow.types import Ack, CompleteTask, FailTask, Row, SampleMeta, TaskLease
+
+if TYPE_CHECKING:
+    from rillflow.contracts import Buffer
+
+log = logging.getLogger(__name__)
+
+PUSH_DEADLINE = 120.0
+
+
+class Pusher:
+    """Tells the run of the ends of one node's episodes."""
+
+    def __init__(self, node: str, dataflow: DataflowClient, writer: UnitWriter) -> None:
+        self._node = node
+        self._dataflow = dataflow
+        self._writer = writer
+
+    async def complete(
+        self, lease: TaskLease, record: SessionRecord, rewards: Mapping[str, float], seconds: float
+    ) -> Ack:
+        """Push a trajectory whose policies have these `rewards`; a leaf's own goes before its policy's."""
+        samples, payloads = pack(record, list(rewards))
+        rows = await self._writer.put(payloads, PUSH_DEADLINE)
+        done = CompleteTask(
+            task=lease.task.id,
+            attempt=lease.attempt,
+            node=self._node,
+            reward=next(iter(rewards.values())),
+            samples=[describe(sample, row, rewards[sample.policy]) for sample, row in zip(samples, rows, strict=True)],
+            calls=record.calls,
+            seconds=seconds,
+        )
+        try:
+            ack = await self._dataflow.complete(done, PUSH_DEADLINE)
+        except LeaseLost as error:  # by the node before this one, which died before it could forget the session
+            return Ack(accepted=True, reason=error.message)
+        if not ack.accepted:
+            log.info("task %s: completion not taken: %s", lease.task.id, ack.reason)
+        return ack
+
+    async def fail(self, lease: TaskLease, failure: EpisodeFailed) -> Ack:
+        log.warning("task %s failed: %s", lease.task.id, failure)
+        news = FailTask(
+            task=lease.task.id, attempt=lease.attempt, node=self._node, cause=failure.cause, error=failure.error
+        )
+        await self._dataflow.fail(news, PUSH_DEADLINE)
+        return Ack(accepted=False, reason=str(failure))
+
+
+def check_record(record: SessionRecord, rewards: Mapping[str, float], *, answer_is_reward: bool) -> None:
+    """EpisodeFailed where a record cannot be trained on: no call, holes, or a policy or a part without its reward."""
+    if record.calls == 0:
+        raise EpisodeFailed("no_model_call", "the agent called no model")
+    if not record.trainable:
+        raise EpisodeFailed("record_incomplete", record.incomplete)
+    unknown = record.settled().unknown
+    if unknown:
+        raise EpisodeFailed("reward_error", f"rewards were given to what the session does not have: {unknown[0]}")
+    sampled = {policy for policy, tree in record.trees.items() if tree.leaves()}
+    try:
+        require_all(rewards, sampled, answer_is_reward=answer_is_reward)
+    except RillflowError as error:
+        raise EpisodeFailed("reward_error", short(error)) from error
+
+
+def pack(record: SessionRecord, policies: Sequence[str]) -> tuple[list[Sample], list[dict[str, Buffer]]]:
+    """The samples of a trajectory and, in the same order, their payload rows."""
+    samples = [sample for policy in policies for sample in record.samples(policy)]
+    payloads: list[dict[str, Buffer]] = [dict(sample.columns) for sample in samples]
+    if payloads:
+        payloads[0]["transcript"] = json.dumps(record.transcript()).encode()
+    return samples, payloads
+
+
+def describe(sample: Sample, row: Row, reward: float) -> SampleMeta:
+    """What the ledger is told of a sample; its leaf's own reward wins over its policy's."""
+    return SampleMeta(
+        policy=sample.policy,
+        row=row,
+        tokens=sample.tokens,
+        trained=sample.trained,
+        oldest=sample.oldest,
+        newest=sample.newest,
+        reward=reward if sample.reward is None else sample.reward,
+        truncated=sample.truncated,
+        fork=sample.fork,
+        seams=sample.seams,
+    )

@@ -1,0 +1,99 @@
+"""Routes by path and method: one dictionary look-up for each segment, whatever the number of routes.
+
+A segment `{name}` takes anything, `{name:int}` digits only; a segment spelled out wins over both. What `{name}` took
+lies in the scope's `path_params`, where Starlette's `Request` looks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from starlette.types import ASGIApp
+
+from rillflow.errors import WireError
+
+_DIGITS = 18  # of a `{name:int}`
+_SHOWN = 200  # characters of a path that an error repeats
+
+
+class NotFound(WireError):
+    status = 404
+
+
+class WrongMethod(WireError):
+    status = 405
+
+    def __init__(self, message: str, allowed: Sequence[str]) -> None:
+        super().__init__(message, f"use {' or '.join(allowed)}")
+        self.allowed = allowed
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where the segments so far have led."""
+
+    path: str = ""
+    places: dict[str, _Place] = field(default_factory=dict)
+    anything: _Place | None = None
+    name: str = ""
+    digits: bool = False
+    methods: dict[str, ASGIApp] = field(default_factory=dict)
+
+    def below(self, segment: str) -> _Place:
+        """The place for a segment of a route, made where there is none yet."""
+        if not segment.startswith("{"):
+            return self.places.setdefault(segment, _Place(f"{self.path}/{segment}"))
+        name, _, kind = segment.strip("{}").partition(":")
+        if self.anything is None:
+            self.anything = _Place(f"{self.path}/{{{name}}}", name=name, digits=kind == "int")
+        assert (self.anything.name, self.anything.digits) == (name, kind == "int"), "two names for one segment"
+        return self.anything
+
+    def takes(self, segment: str) -> bool:
+        return not self.digits or (segment.isdecimal() and len(segment) <= _DIGITS)
+
+    def step(self, segment: str) -> _Place | None:
+        found = self.places.get(segment)
+        if found is None and self.anything is not None and self.anything.takes(segment):
+            return self.anything
+        return found
+
+
+class Routes:
+    """The routes of one service."""
+
+    def __init__(self) -> None:
+        self._root = _Place()
+
+    def add(self, path: str, method: str, app: ASGIApp) -> None:
+        place = self._root
+        for segment in path.split("/")[1:]:
+            place = place.below(segment)
+        assert method not in place.methods, f"{method} {path} is there twice"
+        place.methods[method] = app
+
+    def find(self, path: str, method: str) -> tuple[ASGIApp, dict[str, str]]:
+        """What answers, and what the path's open segments took; NotFound or WrongMethod where nothing does."""
+        place, taken = self._root, dict[str, str]()
+        for segment in path.split("/")[1:]:
+            after = place.step(segment)
+            if after is None:
+                raise NotFound(f"there is no {path[:_SHOWN]}", "look at the documentation for the routes")
+            if after.name:
+                taken[after.name] = segment
+            place = after
+        app = place.methods.get("GET" if method == "HEAD" else method)
+        if app is not None:
+            return app, taken
+        if not place.methods:
+            raise NotFound(f"there is no {path[:_SHOWN]}", "look at the documentation for the routes")
+        raise WrongMethod(f"{path} does not answer {method}", sorted(place.methods))
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        """Every route: its method and its path."""
+        places = [self._root]
+        while places:
+            place = places.pop()
+            yield from ((method, place.path) for method in place.methods)
+            places += [*place.places.values(), *([] if place.anything is None else [place.anything])]

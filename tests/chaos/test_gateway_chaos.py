@@ -1,0 +1,121 @@
+"""Two engine processes under 200 streaming sessions: weights every 50 ms, a kill -9, a freeze. No agent notices."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import pytest
+from gateway_world import POLICY, World, world
+
+TURNS, TOKENS = 3, 80
+VERSIONS = 20
+
+Tokens = dict[str, dict[int, set[tuple[int, int]]]]
+
+
+def logged(world: World) -> Tokens:
+    """What the engines wrote down: by request and place, the tokens with their versions."""
+    found: Tokens = defaultdict(lambda: defaultdict(set))
+    for engine in world.engines:
+        for life in range(1, engine.lives + 1):
+            for request, place, version, tokens in engine.lines(life):
+                for offset, token in enumerate(tokens):
+                    found[request][place + offset].add((token, version))
+    return found
+
+
+def check_records(world: World, turns: int) -> None:
+    """Each streamed text is that of the recorded tokens, and each of those was handed out by an engine."""
+    engines = logged(world)
+    hidden = set(world.renderer.stop_tokens)
+    for session, texts in world.said.items():
+        record = world.record(session)
+        nodes = [node for node in record.trees[POLICY].nodes() if node.kind == "sampled"]
+        assert len(nodes) == turns
+        for node, text in zip(nodes, texts, strict=True):
+            assert world.renderer.decode([token for token in node.tokens if token not in hidden]) == text
+            assert node.parent is not None
+            place = len(node.parent.prompt())
+            for offset, drawn in enumerate(zip(node.tokens, node.versions, strict=True)):
+                assert drawn in engines[node.call][place + offset], "no engine has handed out this token"
+        (sample,) = record.samples(POLICY)
+        versions = sample.columns["versions"][sample.columns["mask"] == 1]
+        assert sample.trained == sum(len(node.tokens) for node in nodes)
+        assert (np.diff(versions) >= 0).all(), versions
+        assert sample.seams >= len(set(versions)) - turns, "a seam was not recorded"
+
+
+async def keep_playing(
+    world: World, http: aiohttp.ClientSession, number: int, stride: int, over: asyncio.Event
+) -> None:
+    """One session after the other, the last one begun before it is over."""
+    while not over.is_set():
+        await world.play(http, f"s{number}", TURNS, TOKENS, deadline=180)
+        number += stride
+
+
+def versions_served(world: World, engine: int, life: int) -> set[int]:
+    return {version for _, _, version, _ in world.engines[engine].lines(life)}
+
+
+async def wait_for(condition: object, seconds: float, what: str) -> None:
+    end = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < end, f"waited {seconds} s for {what}"
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("on_update", "sessions", "every"),
+    # To compute hundreds of answers again every 50 ms is more than two cores can do and still get on.
+    [("keep", 200, 0.05), ("refill", 40, 0.25)],
+)
+async def test_updates_and_a_kill_under_streaming_sessions(
+    tmp_path: Path, on_update: str, sessions: int, every: float
+) -> None:
+    async with world(tmp_path, every=every, on_update=on_update) as there:
+        there.publisher.start()
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=180)) as http:
+            over = asyncio.Event()
+            agents = asyncio.gather(*(keep_playing(there, http, number, sessions, over) for number in range(sessions)))
+            await wait_for(lambda: len(versions_served(there, 0, 1)) >= VERSIONS, 120, "versions of the first engine")
+            await wait_for(lambda: there.begun_on(0) >= 5, 60, "answers that have begun")
+            there.engines[0].kill()
+            await asyncio.sleep(1.0)
+            there.engines[0].start()
+            await wait_for(lambda: versions_served(there, 0, 2), 120, "the engine that was started again")
+            over.set()
+            await agents
+        there.publisher.stop()
+        assert there.publisher.failure is None
+        check_records(there, TURNS)
+        assert len(versions_served(there, 1, 1)) >= VERSIONS
+        assert there.pool.seams["engine_lost"] >= 1, there.pool.seams
+        assert there.pool.seams["weights"] >= sessions, there.pool.seams
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(240)
+async def test_a_frozen_engine_is_left_and_used_again_when_it_wakes(tmp_path: Path) -> None:
+    async with world(tmp_path, every=0.5) as there, aiohttp.ClientSession() as http:
+        there.publisher.start()
+        agents = asyncio.gather(*(there.play(http, f"s{n}", 2, 200, deadline=120) for n in range(40)))
+        await wait_for(lambda: there.begun_on(0) >= 5, 60, "answers that have begun")
+        there.engines[0].signal(signal.SIGSTOP)
+        frozen = time.monotonic()
+        await agents
+        await asyncio.sleep(max(0.0, 20.0 - (time.monotonic() - frozen)))
+        assert not there.node.fleet.members.get("engine-0") or not there.node.fleet.members["engine-0"].up
+        there.engines[0].signal(signal.SIGCONT)
+        await wait_for(lambda: len(there.node.fleet.ready(POLICY)) == 2, 30, "the engine to be back")
+        check_records(there, 2)
+        assert there.pool.seams["engine_lost"] >= 1, there.pool.seams

@@ -1,0 +1,58 @@
+"""Who plays: exactly one of a workflow, a command and agents from outside; a command finds its files anywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rillflow.config import load_recipe, recipes
+from rillflow.errors import ConfigError
+
+BASE = {
+    "name": "mine",
+    "policies": {"agent": {"model": "tiny"}},
+    "data": {"prompts": {"generator": "rillflow.agents.environments.stockroom:prompts"}},
+}
+
+
+def written(folder: Path, **keys: object) -> str:
+    path = folder / "mine.yaml"
+    path.write_text(yaml.safe_dump(BASE | keys))
+    return str(path)
+
+
+@pytest.mark.parametrize("form", ["short", "long"])
+def test_files_beside_the_recipe_are_found_from_any_folder(tmp_path: Path, form: str) -> None:
+    (tmp_path / "my agent.py").write_text("")
+    (tmp_path / "work").mkdir()
+    run = "python 'my agent.py' --model x"
+    command = run if form == "short" else {"run": run, "folder": "work", "environment": {"path": "as-it-is"}}
+    loaded = load_recipe(written(tmp_path, command=command)).command
+    assert loaded is not None
+    assert loaded.run == f"python '{tmp_path / 'my agent.py'}' --model x"
+    if form == "long":
+        assert loaded.folder == str(tmp_path / "work")
+        assert loaded.environment == {"path": "as-it-is"}
+
+
+def test_other_words_stay_as_they_were_written(tmp_path: Path) -> None:
+    command = "node agent.js  --quiet"
+    loaded = load_recipe(written(tmp_path, command=command)).command
+    assert loaded is not None
+    assert loaded.run == command
+
+
+@pytest.mark.parametrize("keys", [{}, {"outside": True, "command": "true"}, {"workflow": "a:b", "command": "true"}])
+def test_exactly_one_plays(tmp_path: Path, keys: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="exactly one of"):
+        load_recipe(written(tmp_path, **keys))
+
+
+@pytest.mark.parametrize("name", ["command_agent", "outside_agent"])
+def test_the_shipped_recipes_say_who_plays(name: str) -> None:
+    assert name in recipes()
+    recipe = load_recipe(name)
+    assert recipe.workflow is None
+    assert (recipe.command is not None, recipe.outside) == (name == "command_agent", name == "outside_agent")

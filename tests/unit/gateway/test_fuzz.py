@@ -1,0 +1,141 @@
+"""Requests made up from the gateway's own description, right and wrong ones, over real HTTP.
+
+No input makes a 5xx, every status is a documented one, every answer has the shape that was promised for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+import schemathesis
+from gateway_support import chunk, make_renderer
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from schemathesis import Case, GenerationMode, checks
+from serving import TOKEN, add_control
+
+from rillflow.config import GatewayConfig, SamplingConfig
+from rillflow.gateway import Gateway, Policy
+from rillflow.gateway.openapi import description
+from rillflow.types import Chunk, GenerateRequest
+from rillflow.wire import LoopThread
+
+LIMITS = GatewayConfig(body=1 << 16, messages=8, tools=4, choices=4, stops=4, tokens=4096)
+CHECKS = (
+    checks.not_a_server_error,
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_headers_conformance,
+    checks.response_schema_conformance,
+)
+ANSWERED = {"model": "policy", "max_tokens": 3, "top_k": 2, "prompt": "hello"}  # what would be refused most often
+CALLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+
+
+class Quick:
+    """A token source that answers a few tokens at once, which depend on the request."""
+
+    context = 2048
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        start = sum(request.tokens[-4:]) % 200
+        yield chunk([start, start + 1, start + 2][: request.sampling.max_tokens], finish="stop")
+
+
+class Target:
+    """A gateway in a thread of its own, with a session that lives as long as the test."""
+
+    def __init__(self, thread: LoopThread) -> None:
+        self._thread = thread
+        self.gateway: Gateway = thread.run(self._make(), 10)
+        self.url = thread.run(self.gateway.start(), 10)
+        self.key = self._open()
+        self.operations = [
+            result.ok() for result in schemathesis.openapi.from_dict(self._described()).get_all_operations()
+        ]
+
+    async def _make(self) -> Gateway:
+        gateway = Gateway(
+            TOKEN, {"policy": Policy(Quick(), make_renderer())}, {"policy": SamplingConfig()}, limits=LIMITS
+        )
+        add_control(gateway)
+        return gateway
+
+    def _open(self) -> str:
+        return self.gateway.sessions.open("s1", seed=7, group="g1", deadline_seconds=3600)
+
+    def _described(self) -> dict[str, Any]:
+        return description(self.gateway.operations, self.gateway.routes())
+
+    def send(self, case: Case) -> int:
+        """Play one case, hold its answer to the description, and return its status."""
+        path = case.operation.path
+        if "session" in case.path_parameters:
+            case.path_parameters["session"] = "s1"
+        key = self.key if path.startswith(("/s/", "/v1/")) else TOKEN
+        response = case.call(base_url=self.url, headers={"authorization": f"Bearer {key}"}, timeout=20)
+        case.validate_response(response, checks=CHECKS)
+        return int(response.status_code)
+
+    def close(self) -> None:
+        self._thread.run(self.gateway.stop(), 10)
+
+
+@pytest.fixture(scope="module")
+def target() -> Iterator[Target]:
+    thread = LoopThread("fuzz")
+    made = Target(thread)
+    yield made
+    made.close()
+    thread.close()
+
+
+def fuzz(target: Target, examples: int, mode: GenerationMode, *, answered: bool) -> dict[str, set[int]]:
+    """The statuses of each operation over so many cases."""
+    seen = {}
+    for operation in target.operations:
+        # A session's routes without its name have the same behind them.
+        wanted = examples if operation.body and not operation.path.startswith("/v1/") else 2
+        seen[operation.path] = play(target, operation, wanted, mode, answered=answered)
+    return seen
+
+
+def play(target: Target, operation: Any, examples: int, mode: GenerationMode, *, answered: bool) -> set[int]:
+    statuses = set()
+
+    @seed(4)
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def one(case: Case) -> None:
+        if answered and isinstance(case.body, dict):
+            case.body |= {name: value for name, value in ANSWERED.items() if name in case.body}
+        statuses.add(target.send(case))
+
+    one()
+    return statuses
+
+
+def test_requests_of_the_described_form(target: Target) -> None:
+    seen = fuzz(target, 12, GenerationMode.POSITIVE, answered=True)
+    assert 200 in set().union(*(seen["/s/{session}" + path] for path in CALLS))
+
+
+def test_requests_of_another_form(target: Target) -> None:
+    seen = fuzz(target, 6, GenerationMode.NEGATIVE, answered=False)
+    assert all(seen["/s/{session}" + path] <= {400, 404} for path in CALLS), seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("answered", [True, False])
+@pytest.mark.parametrize("mode", list(GenerationMode))
+def test_many_requests(target: Target, mode: GenerationMode, answered: bool) -> None:
+    seen = fuzz(target, 80, mode, answered=answered)
+    if answered and mode is GenerationMode.POSITIVE:
+        assert all(200 in seen["/s/{session}" + path] for path in CALLS), seen

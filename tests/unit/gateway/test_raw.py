@@ -1,0 +1,127 @@
+"""Raw prompts: what was sampled keeps its ids, and no chat's path is taken for theirs."""
+
+from __future__ import annotations
+
+import pytest
+from gateway_support import chunk, make_renderer, make_tokenizer
+from tokenizers import processors
+
+from rillflow.gateway import Renderer
+from rillflow.gateway.failures import CallRefused
+from rillflow.gateway.messages import message
+from rillflow.gateway.placing import place, place_raw
+from rillflow.gateway.record import samples, transcript
+from rillflow.gateway.tree import Node, TokenTree
+
+RENDERER = make_renderer()
+END = RENDERER.end_token or 0
+ODD = [*RENDERER.encode("a"), *RENDERER.encode("b"), *RENDERER.encode("c")]  # not how "abc" is tokenised
+
+
+def answered(tree: TokenTree, given: Node, ids: list[int], shown: str) -> Node:
+    node = tree.sample(given, 1.0)
+    node.add(chunk(ids))
+    node.end("stop", message("assistant", shown))
+    return node
+
+
+def test_text_behind_an_answer_keeps_its_ids() -> None:
+    tree = TokenTree()
+    first = place_raw(tree, RENDERER, "hello ")
+    assert list(first.tokens) == RENDERER.encode("hello ")
+    node = answered(tree, first, ODD, "abc")
+    second = place_raw(tree, RENDERER, "hello abc, hello")
+    assert second.parent is node
+    assert second.prompt() == RENDERER.encode("hello ") + ODD + RENDERER.encode(", hello")
+    assert second.fork == ""
+
+
+def test_an_answer_repeated_without_its_stop_token_is_given_with_its_ids() -> None:
+    tree = TokenTree()
+    first = place_raw(tree, RENDERER, "hello ")
+    answered(tree, first, [*ODD, END], "abc")
+    second = place_raw(tree, RENDERER, "hello abc, hello")
+    assert (second.parent, second.fork) == (first, "history")
+    assert list(second.tokens) == ODD + RENDERER.encode(", hello")
+    answered(tree, second, [9, END], RENDERER.decode([9]))
+    third = place_raw(tree, RENDERER, "hello abc, hello" + RENDERER.decode([9]) + "more")
+    assert third.parent is second
+    answered(tree, third, [8], "y")
+    assert [row.trained for row in samples("p", tree)] == [4, 2, 1]
+
+
+def test_the_same_prompt_is_the_same_node() -> None:
+    tree = TokenTree()
+    for prompt in ("hello", [1, 2, 3], "hello more"):
+        given = place_raw(tree, RENDERER, prompt)
+        assert place_raw(tree, RENDERER, prompt) is given
+        answered(tree, given, ODD, "abc")
+        assert place_raw(tree, RENDERER, prompt) is given
+    again = place_raw(tree, RENDERER, "helloabc")
+    assert (len(again.tokens), again.messages) == (0, ())
+    assert place_raw(tree, RENDERER, "helloabc") is again
+
+
+def test_given_text_is_tokenised_in_one_piece() -> None:
+    tree = TokenTree()
+    answered(tree, place_raw(tree, RENDERER, "ab"), [1], "!")
+    longer = place_raw(tree, RENDERER, "abc")
+    assert longer.prompt() == RENDERER.encode("abc")
+    assert longer.fork == "history"
+
+
+def test_ids_extend_the_longest_path_of_ids() -> None:
+    tree = TokenTree()
+    first = place_raw(tree, RENDERER, [1, 2, 3])
+    node = answered(tree, first, [4, 5], "xy")
+    other = answered(tree, first, [4], "x")
+    assert place_raw(tree, RENDERER, [1, 2, 3, 4, 5, 6]).parent is node
+    assert place_raw(tree, RENDERER, [1, 2, 3, 4, 7]).parent is other
+    assert place_raw(tree, RENDERER, [1, 2]).prompt() == [1, 2]
+    for prompt in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 7], [1, 2, 3, 9], [2]):
+        assert place_raw(tree, RENDERER, prompt).prompt() == prompt
+
+
+def test_chats_and_raw_prompts_never_meet() -> None:
+    tree = TokenTree()
+    user, reply = message("user", "hello"), message("assistant", "abc")
+    chat = place(tree, RENDERER, [user], None, b"")
+    answered(tree, chat, [*ODD, END], "abc")
+    raw = place_raw(tree, RENDERER, chat.prompt())
+    assert raw.path() == [raw]
+    answered(tree, raw, [*ODD, END], "abc")
+    raw_again = place_raw(tree, RENDERER, RENDERER.decode(raw.prompt()) + "abc<|im_end|>")
+    chat_again = place(tree, RENDERER, [user, reply], None, b"")
+    assert raw_again.path()[0] is raw
+    assert chat_again.path()[0] is chat
+    assert place(tree, RENDERER, [reply], None, b"").path()[0] not in (raw, chat)
+
+
+def test_transcripts_show_raw_prompts() -> None:
+    tree = TokenTree()
+    answered(tree, place_raw(tree, RENDERER, "hello"), ODD, "abc")
+    (entry,) = transcript("p", tree)
+    assert entry["messages"] == [{"role": "prompt", "content": "hello"}, {"role": "assistant", "content": "abc"}]
+
+
+@pytest.mark.parametrize("prompt", ["", [], [-1], [10**6], [1, 2**40]])
+def test_prompts_that_cannot_be_sampled_from(prompt: str | list[int]) -> None:
+    with pytest.raises(CallRefused) as caught:
+        place_raw(TokenTree(), RENDERER, prompt)
+    assert caught.value.param == "prompt"
+
+
+def test_a_tokenizer_that_opens_every_text() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.bos_token = "<|endoftext|>"
+    bos = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", bos)]
+    )
+    renderer = Renderer(tokenizer)
+    tree = TokenTree()
+    first = place_raw(tree, renderer, "hello")
+    assert first.prompt() == [bos, *renderer.encode("hello")]
+    assert place_raw(tree, renderer, "<|endoftext|>hello").prompt() == first.prompt()
+    node = answered(tree, first, ODD, "abc")
+    assert place_raw(tree, renderer, "helloabc go").parent is node
