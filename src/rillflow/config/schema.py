@@ -99,7 +99,9 @@ class EngineConfig(Section):
     dtype: Literal["fp32", "bf16"] = "fp32"
 
 
-_AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+_AdvantageName = Literal[
+    "grpo", "grpo_whitened", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
+]  # fmt: skip
 _AggregationName = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 _Factor = Annotated[float, Field(gt=0)]
 _CLIPPED = frozenset({"grpo", "dr_grpo", "dapo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"})

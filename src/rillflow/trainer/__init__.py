@@ -7,6 +7,7 @@
     packing     rows become padded micro-batches
     forward     log-probs of the trained tokens, from the hidden states at their positions only
     algorithms  advantages, loss, aggregation: one small file each
+    whole       the batch as a loss sees it, where an algorithm must see all of it first
     step        one optimizer step (`Learner`), part by part
     checkpoint  sealed folders of weights, optimizer state and position
     loop        the order of it all; main: wiring

@@ -8,26 +8,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from trainer_helpers import learner, random_rows, random_samples, small_model
+from trainer_helpers import in_parts, learner, random_rows, small_model
 from written_out import DEFINITIONS, SETTINGS, written_out
 
 from rillflow.config import TrainerConfig
 from rillflow.trainer.algorithms import ALGORITHMS
 from rillflow.trainer.algorithms.common import BatchLoss, ratio
-from rillflow.trainer.batches import Rows, make_rows
+from rillflow.trainer.batches import Rows
 from rillflow.trainer.forward import PolicyForward
 from rillflow.trainer.packing import MicroBatch, Plan, collate, input_length, pack
 from rillflow.trainer.whole import joined, of_micro, whitened
 
 CPU = torch.device("cpu")
-
-
-def in_parts(seed: int, sizes: tuple[int, ...]) -> list[Rows]:
-    """The rows of `random_rows(seed)`, so many in each part."""
-    samples, payload = random_samples(seed)
-    ends = np.cumsum(sizes)
-    assert ends[-1] == len(samples)
-    return [make_rows(samples[e - n : e], payload[e - n : e]) for n, e in zip(sizes, ends, strict=True)]
 
 
 class DoubleForward(PolicyForward):

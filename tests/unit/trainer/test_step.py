@@ -8,9 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from trainer_helpers import learner, random_rows, small_model
+from trainer_helpers import in_parts, learner, random_rows, small_model
+from written_out import SETTINGS
 
 from rillflow.errors import CheckpointError
+from rillflow.trainer.algorithms import ALGORITHMS
 from rillflow.trainer.batches import Rows
 from rillflow.trainer.step import Learner
 
@@ -19,6 +21,7 @@ METRICS = {
     "reward_mean", "reward_std", "advantage_std", "response_length", "truncated", "staleness_mean", "staleness_max",
     "tokens", "trained_tokens", "samples", "tokens_per_second", "lr", "skipped", "parts", "replayed_fraction",
 }  # fmt: skip
+FITTED = {"m2po": {"m2", "m2_clip_low", "m2_clip_high"}}
 
 
 def same(one: Learner, other: Learner) -> bool:
@@ -26,15 +29,19 @@ def same(one: Learner, other: Learner) -> bool:
     return set(mine) == set(theirs) and all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "dapo"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_steps_raise_the_probability_of_what_was_rewarded(algorithm: str) -> None:
+    """Measured under the plain surrogate, for all of them."""
     rows = random_rows(1)
-    trained = learner(algorithm=algorithm)
+    model = small_model()
+    judge = learner(model, algorithm="dapo", clip_low=100.0, clip_high=100.0, lr=1e-30, weight_decay=0.0)
+    trained = learner(model, algorithm=algorithm, **SETTINGS.get(algorithm, {}))
+    before = judge.step([rows])["loss"]
     first = trained.step([rows])
     for _ in range(15):
-        last = trained.step([rows])
-    assert set(first) == METRICS
-    assert last["loss"] < first["loss"] - 0.1
+        trained.step([rows])
+    assert set(first) == METRICS | FITTED.get(algorithm, set())
+    assert judge.step([rows])["loss"] < before - 0.1
 
 
 def test_metrics_of_an_on_policy_batch() -> None:
@@ -58,12 +65,34 @@ def test_metrics_of_an_on_policy_batch() -> None:
     assert metrics["reward_mean"] == pytest.approx(rows.reward_R.mean())
 
 
-def test_micro_batches_change_nothing_but_rounding() -> None:
-    rows = random_rows(3)
-    whole, split = learner(micro_tokens=10_000), learner(micro_tokens=20)
-    one, other = whole.step([rows]), split.step([rows])
-    for name in METRICS - {"tokens_per_second"}:
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_parts_and_micro_batches_change_nothing_but_rounding(algorithm: str) -> None:
+    settings = {"algorithm": algorithm, "overlong_filter": True, **SETTINGS.get(algorithm, {})}
+    one = learner(micro_tokens=10_000, **settings).step([random_rows(3)])
+    other = learner(micro_tokens=20, **settings).step(in_parts(3, (4, 1, 7)))
+    assert set(one) == METRICS | FITTED.get(algorithm, set())
+    for name in set(one) - {"tokens_per_second", "parts"}:
         assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), name
+
+
+def test_the_variant_of_m2po_that_masks_says_how_much_it_kept() -> None:
+    metrics = learner(algorithm="m2po", m2_variant="mask").step([random_rows(3)])
+    assert set(metrics) == METRICS | {"m2", "m2_kept"}
+    assert metrics["clip_low"] + metrics["clip_high"] >= 1 - metrics["m2_kept"] > 0
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "m2po", "reinforce_plus_plus"])
+def test_only_what_needs_the_whole_batch_waits_for_it(algorithm: str) -> None:
+    """Parts are leased while the ones before them are trained on, wherever that is possible."""
+    events: list[str] = []
+
+    def parts() -> Iterator[Rows]:
+        for rows in in_parts(3, (6, 6)):
+            events.append("part")
+            yield rows
+
+    learner(algorithm=algorithm, micro_tokens=10_000).step(parts(), lambda: events.append("micro"))
+    assert (events[:2] == ["part", "part"]) is (algorithm != "grpo")
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bf16 falls back, slowly
@@ -94,9 +123,10 @@ def test_the_overlong_filter_trains_nothing_of_truncated_rows() -> None:
     assert metrics["response_length"] == rows.trained_R.mean()
 
 
-def test_a_batch_that_trains_nothing_changes_nothing() -> None:
+@pytest.mark.parametrize("algorithm", ["grpo", "gspo", "m2po", "reinforce_plus_plus"])
+def test_a_batch_that_trains_nothing_changes_nothing(algorithm: str) -> None:
     rows = random_rows(5)
-    idle, before = learner(overlong_filter=True), learner()
+    idle, before = learner(overlong_filter=True, algorithm=algorithm), learner()
     metrics = idle.step([replace(rows, truncated_R=np.ones_like(rows.truncated_R))])
     assert metrics["skipped"] == 1
     assert idle.steps == 1
@@ -120,8 +150,9 @@ class Enough(Exception):
     """What somebody raises who wants the step to end."""
 
 
+@pytest.mark.parametrize("algorithm", ["grpo", "m2po"])
 @pytest.mark.parametrize("checks", [0, 2, 5])
-def test_an_abandoned_step_changes_nothing(checks: int) -> None:
+def test_an_abandoned_step_changes_nothing(checks: int, algorithm: str) -> None:
     """Whether at once, between two micro-batches or just before the update."""
     rows = random_rows(6)
     left = iter([None] * checks)
@@ -130,7 +161,7 @@ def test_an_abandoned_step_changes_nothing(checks: int) -> None:
         if next(left, Enough) is Enough:
             raise Enough
 
-    stopped, before = learner(micro_tokens=40), learner(micro_tokens=40)
+    stopped, before = (learner(micro_tokens=40, algorithm=algorithm) for _ in range(2))
     with pytest.raises(Enough):
         stopped.step([rows], check)
     assert same(stopped, before)

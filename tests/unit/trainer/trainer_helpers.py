@@ -80,6 +80,14 @@ def random_rows(seed: int, **options: Any) -> Rows:
     return make_rows(*random_samples(seed, **options))
 
 
+def in_parts(seed: int, sizes: tuple[int, ...]) -> list[Rows]:
+    """The rows of `random_rows(seed)`, so many in each part."""
+    samples, payload = random_samples(seed)
+    ends = np.cumsum(sizes)
+    assert ends[-1] == len(samples)
+    return [make_rows(samples[e - n : e], payload[e - n : e]) for n, e in zip(sizes, ends, strict=True)]
+
+
 def learner(model: PreTrainedModel | None = None, *, in_order: bool = False, **settings: Any) -> Learner:
     config = TrainerConfig(**{"lr": 1e-2, **settings})
     return Learner(model or small_model(), ALGORITHMS[config.algorithm](config), config, in_order=in_order)

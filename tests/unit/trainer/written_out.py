@@ -92,7 +92,7 @@ def sapo(new: torch.Tensor, old: float, a: float) -> torch.Tensor:
 
 
 def m2po(rows: list[Played]) -> list[torch.Tensor]:
-    flat = [(float(n) - o, row.advantage) for row in rows for n, o in zip(row.new, row.old, strict=True)]
+    flat = [(n.item() - o, row.advantage) for row in rows for n, o in zip(row.new, row.old, strict=True)]
     moments = sorted((d * d for d, a in flat if d * a > 0), reverse=True)
     low, high = 0.95, 20.0
     if moments and np.mean(moments) > 0.01:
@@ -103,16 +103,16 @@ def m2po(rows: list[Played]) -> list[torch.Tensor]:
 
 
 def reinforce(new: torch.Tensor, old: float, a: float) -> torch.Tensor:
-    return -a * new * min(math.exp(float(new) - old), 2.0)
+    return -a * new * min(math.exp(new.item() - old), 2.0)
 
 
 def decoupled(new: torch.Tensor, old: float, a: float) -> torch.Tensor:
-    weight = math.exp(float(new) - old)
-    return -a * torch.exp(new - float(new)) * (weight if weight <= 5.0 else 0.0)
+    weight = math.exp(new.item() - old)
+    return -a * torch.exp(new - new.item()) * (weight if weight <= 5.0 else 0.0)
 
 
 def cispo(new: torch.Tensor, old: float, a: float) -> torch.Tensor:
-    return -min(math.exp(float(new) - old), 1.2) * a * new
+    return -min(math.exp(new.item() - old), 1.2) * a * new
 
 
 # ---------------------------------------------------------------- whole algorithms

@@ -14,7 +14,7 @@ from rillflow.trainer.algorithms.advantages.groups import (
     leave_one_out,
     normalised,
 )
-from rillflow.trainer.algorithms.advantages.whitening import whiten
+from rillflow.trainer.algorithms.advantages.whitening import standardise, whiten
 from rillflow.trainer.algorithms.aggregation import (
     Aggregation,
     counting_idle,
@@ -38,12 +38,13 @@ def _as_is(score_R: Floats, groups: Groups, convention: Convention) -> Floats:
 
 ADVANTAGES: dict[str, Callable[[Floats, Groups, Convention], Floats]] = {
     "grpo": normalised,
+    "grpo_whitened": normalised,
     "dr_grpo": centred,
     "rloo": leave_one_out,
     "reinforce_plus_plus": _as_is,
     "reinforce_plus_plus_baseline": centred,
 }
-_WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+_WHITENED = ("grpo_whitened", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 _AGGREGATIONS: dict[str, Aggregation] = {
     "token_mean": token_mean,
     "seq_mean_token_mean": seq_mean_token_mean,
@@ -54,11 +55,12 @@ _AGGREGATIONS: dict[str, Aggregation] = {
 def assemble(config: TrainerConfig, loss: Loss | BatchLoss, *, advantage: str, aggregation: str) -> Algorithm:
     """`advantage` and `aggregation` are the algorithm's own; those that the recipe names win."""
     name = config.advantage or advantage
+    whitening = standardise if config.convention == "astraflow" else whiten
     return Algorithm(
         loss=loss,
         advantage=_of_rows(ADVANTAGES[name], CONVENTIONS[config.convention]),
         aggregation=_aggregation(config, config.aggregation or aggregation),
-        whiten=whiten if name in _WHITENED else None,
+        whiten=whitening if name in _WHITENED else None,
     )
 
 

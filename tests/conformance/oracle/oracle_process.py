@@ -60,6 +60,8 @@ def verl_losses(b: dict[str, torch.Tensor]) -> Found:
         yield from graded(f"verl vanilla {how}", policy("vanilla", how, actor(dual=DUAL)), new)
         yield from graded(f"verl gspo {how}", policy("gspo", how, actor(0.05, 0.08)), new)
         yield from graded(f"verl cispo {how}", policy("cispo", how, actor()), new)
+    counted = verl.get_policy_loss_fn("vanilla")(old, new, advantage, mask, "token-mean", actor())[1]
+    yield "verl vanilla clipped/value", torch.tensor(counted["actor/pg_clipfrac"], dtype=torch.float64)
     yield from graded("verl vanilla no dual", policy("vanilla", "token-mean", actor()), new)
     yield from graded("verl sapo", policy("sapo", "seq-mean-token-mean", actor()), new)
     away = old - b["behaviour"]
@@ -164,8 +166,8 @@ def trl_advantages(b: dict[str, torch.Tensor]) -> Found:
     centred = score - score.mean(1, keepdim=True)
     yield "trl advantage grpo/value", centred / (std + 1e-4)
     yield "trl advantage dr_grpo/value", centred
-    others = score * 0 + score.mean() if lone else (score.sum(1, keepdim=True) - score) / (score.shape[1] - 1)
-    yield "trl advantage rloo/value", score * 0 if lone else score - others
+    others = score if lone else (score.sum(1, keepdim=True) - score) / (score.shape[1] - 1)
+    yield "trl advantage rloo/value", score - others
     punish = get_soft_overlong_punishment(max_completion_len=20, soft_punish_cache=8)
     yield "trl soft overlong/value", torch.tensor(punish([[0] * length for length in range(26)]), dtype=torch.float64)
 

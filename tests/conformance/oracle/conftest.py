@@ -12,19 +12,24 @@ from oracle_batches import SEEDS, random_batch
 
 REQUIRED = os.environ.get("RILLFLOW_REQUIRE_ORACLE") == "1"
 HERE = Path(__file__).resolve().parent
-PYTHON = HERE.parents[1] / ".venv-oracle" / "bin" / "python"
+VENV = HERE.parents[2] / ".venv-oracle"
 
 
 @pytest.fixture(scope="session")
 def oracle(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
     """Their values and gradients, by `SEED/NAME/value` and `SEED/NAME/gradient`."""
-    if not PYTHON.exists():
+    if not (VENV / ".installed").exists():
         reason = "there is no .venv-oracle: scripts/make_oracle_venv.sh makes it"
         pytest.fail(reason) if REQUIRED else pytest.skip(reason)
     folder = tmp_path_factory.mktemp("oracle")
     batches = {f"{seed}/{name}": array for seed in SEEDS for name, array in random_batch(seed).arrays.items()}
     np.savez(folder / "in.npz", **batches)
-    command = [str(PYTHON), str(HERE / "oracle_process.py"), str(folder / "in.npz"), str(folder / "out.npz")]
+    command = [
+        str(VENV / "bin" / "python"),
+        str(HERE / "oracle_process.py"),
+        str(folder / "in.npz"),
+        str(folder / "out.npz"),
+    ]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     environment |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     asked = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=environment)

@@ -108,6 +108,14 @@ def test_verls_other_policy_losses(oracle: Oracle, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_verls_clip_fraction_is_the_tokens_held(oracle: Oracle, seed: int) -> None:
+    low_T, high_T = ClippedLoss(PLAIN).held(tokens(random_batch(seed)))
+    theirs = oracle[f"{seed}/verl vanilla clipped/value"]
+    assert theirs > 0
+    assert (low_T | high_T).double().mean().item() == pytest.approx(float(theirs), rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_verls_truncated_importance_sampling(oracle: Oracle, seed: int) -> None:
     batch = random_batch(seed)
     ours, sampled_T = tokens(batch), tensor(random_batch(seed), "behaviour")
