@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from rillflow.engine.embedded import EmbeddedEngine
-from rillflow.gateway import Policy, Renderer, Sessions, calls, frames, placing
-from rillflow.gateway.keeping import Asked
-from rillflow.gateway.messages import Message, message
-from rillflow.gateway.session import Session
-from rillflow.gateway.sessionlog import FileSessionLog
-from rillflow.gateway.tree import Node, TokenTree
+from rillflow.gateway import Policy, Renderer, Sessions, calls
+from rillflow.gateway.sessions import frames
+from rillflow.gateway.sessions.keeping import Asked
+from rillflow.gateway.sessions.session import Session
+from rillflow.gateway.sessions.sessionlog import FileSessionLog
+from rillflow.gateway.trees import placing
+from rillflow.gateway.trees.messages import Message, message
+from rillflow.gateway.trees.tree import Node, TokenTree
 from rillflow.storage.log import Frame, frame_bytes
 from rillflow.types import Chunk, GenerateRequest, Sampling
 from rillflow.weights.models import load_policy_model, pick_device

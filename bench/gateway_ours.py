@@ -16,9 +16,9 @@ from typing import Any
 from rillflow.config import GatewayConfig, SamplingConfig
 from rillflow.engine.remote import RemoteEngine
 from rillflow.gateway import Gateway, Policy, Renderer
-from rillflow.gateway.fleet import Fleet
-from rillflow.gateway.pool import EnginePool
-from rillflow.gateway.sessionlog import FileSessionLog
+from rillflow.gateway.sampling.fleet import Fleet
+from rillflow.gateway.sampling.pool import EnginePool
+from rillflow.gateway.sessions.sessionlog import FileSessionLog
 
 LIMITS = GatewayConfig(sessions=1 << 20, total=1 << 16)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rillflow.engine.embedded import EmbeddedEngine
-from rillflow.gateway.record import Sample
+from rillflow.gateway.trees.record import Sample
 from rillflow.types import Chunk, GenerateRequest
 
 

@@ -24,8 +24,8 @@ from rillflow.config.load import validate
 from rillflow.contracts import TokenSource
 from rillflow.dataflow.engines import EngineRoster
 from rillflow.gateway import Gateway, Policy, Renderer, session_url
-from rillflow.gateway.engines import NodeEngines, node_engines
-from rillflow.gateway.record import SessionRecord
+from rillflow.gateway.sampling.node_engines import NodeEngines, node_engines
+from rillflow.gateway.trees.record import SessionRecord
 from rillflow.runtime.folder import RunFolder
 from rillflow.types import Chunk, EngineInfo, Engines, GenerateRequest
 from rillflow.weights.models import load_policy_model

@@ -13,8 +13,8 @@ import openai
 import pytest
 
 from rillflow.gateway import Sessions, session_url
-from rillflow.gateway.session import Session
-from rillflow.gateway.sessionlog import FileSessionLog
+from rillflow.gateway.sessions.session import Session
+from rillflow.gateway.sessions.sessionlog import FileSessionLog
 
 pytestmark = pytest.mark.chaos
 KILLS = 5

@@ -24,7 +24,7 @@ from rillflow.config import SamplingConfig
 from rillflow.config.schema import CommandConfig
 from rillflow.contracts import SystemClock
 from rillflow.gateway import Gateway, Policy, Renderer, anthropic_url
-from rillflow.gateway.record import Sample, SessionRecord
+from rillflow.gateway.trees.record import Sample, SessionRecord
 from rillflow.rollout import episode as episodes
 from rillflow.types import Prompt, Task
 

@@ -16,7 +16,7 @@ from rillflow.agents.workflows.stockroom import play
 from rillflow.config import SamplingConfig
 from rillflow.contracts import SystemClock
 from rillflow.gateway import Gateway, Policy, Renderer, anthropic_url
-from rillflow.gateway.record import Sample
+from rillflow.gateway.trees.record import Sample
 from rillflow.rollout.episode import RunningEpisode
 from rillflow.trainer.batches import make_rows
 from rillflow.trainer.forward import PolicyForward

@@ -15,19 +15,19 @@ from typing import NamedTuple
 
 from rillflow.contracts import TokenSource
 from rillflow.errors import ContextOverflow
-from rillflow.gateway import placing
 from rillflow.gateway.choices import Choice, Keep, Piece
-from rillflow.gateway.continuing import following
-from rillflow.gateway.detokenise import Detokeniser
-from rillflow.gateway.keeping import Asked
-from rillflow.gateway.messages import Message
-from rillflow.gateway.reading import Reader
-from rillflow.gateway.reasoning import ReasoningSplit, opened_by, reasons
-from rillflow.gateway.render import Renderer, Tools
-from rillflow.gateway.session import Session
-from rillflow.gateway.stops import StopStrings
-from rillflow.gateway.tools import STYLES, style_of
-from rillflow.gateway.tree import Node
+from rillflow.gateway.reading.detokenise import Detokeniser
+from rillflow.gateway.reading.reader import Reader
+from rillflow.gateway.reading.reasoning import ReasoningSplit, opened_by, reasons
+from rillflow.gateway.reading.stops import StopStrings
+from rillflow.gateway.reading.tools import STYLES, style_of
+from rillflow.gateway.sessions.keeping import Asked
+from rillflow.gateway.sessions.session import Session
+from rillflow.gateway.trees import placing
+from rillflow.gateway.trees.continuing import following
+from rillflow.gateway.trees.messages import Message
+from rillflow.gateway.trees.render import Renderer, Tools
+from rillflow.gateway.trees.tree import Node
 from rillflow.types import GenerateRequest, Sampling
 
 __all__ = ["Answer", "Call", "Choice", "Piece", "Policy", "begin"]

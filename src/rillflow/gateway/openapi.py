@@ -15,8 +15,8 @@ import msgspec
 from rillflow import __version__
 from rillflow.errors import ErrorBody
 from rillflow.gateway import shapes
-from rillflow.gateway.control_engines import Interrupt, Resume
 from rillflow.gateway.dialects import chat, completions, messages, responses
+from rillflow.gateway.sampling.control import Interrupt, Resume
 
 JSON, EVENTS, MSGPACK, TEXT = "application/json", "text/event-stream", "application/msgpack", "text/plain"
 

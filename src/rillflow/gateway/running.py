@@ -24,7 +24,7 @@ from rillflow.errors import EngineError, RillflowError
 from rillflow.gateway.calls import Answer
 from rillflow.gateway.failures import CallRefused, session_gone, session_late
 from rillflow.gateway.outbox import Outbox
-from rillflow.gateway.session import Session
+from rillflow.gateway.sessions.session import Session
 
 STALLED = 30.0
 QUIET = 10.0

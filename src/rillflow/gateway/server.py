@@ -24,10 +24,10 @@ from rillflow.gateway import models, openapi, running
 from rillflow.gateway.calls import Policy, begin
 from rillflow.gateway.dialects import DIALECTS, Dialect, dialect_of, messages
 from rillflow.gateway.failures import CallRefused
-from rillflow.gateway.keeping import SessionLog
-from rillflow.gateway.placing import count
-from rillflow.gateway.session import Session, Sessions
-from rillflow.gateway.tree import TokenTree
+from rillflow.gateway.sessions.keeping import SessionLog
+from rillflow.gateway.sessions.session import Session, Sessions
+from rillflow.gateway.trees.placing import count
+from rillflow.gateway.trees.tree import TokenTree
 from rillflow.wire import Service
 from rillflow.wire.gate import Gate
 from rillflow.wire.server import Endpoint, error_headers, read_body

@@ -19,7 +19,7 @@ from rillflow.errors import RillflowError
 from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.feed import EndSession
 from rillflow.gateway.server import Gateway, anthropic_url
-from rillflow.gateway.session import Session
+from rillflow.gateway.sessions.session import Session
 from rillflow.rollout.episode import EpisodeFailed, Give, Reward, RunningEpisode, score
 from rillflow.rollout.late import LateRewards
 from rillflow.rollout.players import NotTaken, OutsidePlayer, Played, Player

@@ -17,13 +17,13 @@ from rillflow.contracts import SystemClock
 from rillflow.errors import RunError
 from rillflow.gateway.calls import Policy
 from rillflow.gateway.control import Control
-from rillflow.gateway.control_engines import add_engine_routes
-from rillflow.gateway.engines import NodeEngines, node_engines
 from rillflow.gateway.feed import Feed
-from rillflow.gateway.render import Renderer
+from rillflow.gateway.sampling.control import add_engine_routes
+from rillflow.gateway.sampling.node_engines import NodeEngines, node_engines
 from rillflow.gateway.server import Gateway
-from rillflow.gateway.session import Session
-from rillflow.gateway.sessionlog import FileSessionLog
+from rillflow.gateway.sessions.session import Session
+from rillflow.gateway.sessions.sessionlog import FileSessionLog
+from rillflow.gateway.trees.render import Renderer
 from rillflow.rollout.episodes import Episodes
 from rillflow.rollout.late import LateRewards
 from rillflow.rollout.node import Node

@@ -15,8 +15,8 @@ from typing import Any
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.config.schema import RolloutConfig
 from rillflow.errors import RillflowError
-from rillflow.gateway.engines import NodeEngines
-from rillflow.gateway.session import Session
+from rillflow.gateway.sampling.node_engines import NodeEngines
+from rillflow.gateway.sessions.session import Session
 from rillflow.rollout.episodes import Episodes
 from rillflow.types import Heartbeat, LeaseTasks
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.clients.units import UnitWriter
 from rillflow.errors import LeaseLost, RillflowError
-from rillflow.gateway.record import Sample, SessionRecord
+from rillflow.gateway.trees.record import Sample, SessionRecord
 from rillflow.rollout.episode import EpisodeFailed, short
 from rillflow.rollout.rewards import require_all
 from rillflow.types import Ack, CompleteTask, FailTask, Row, SampleMeta, TaskLease

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from rillflow.errors import RewardError, RillflowError, WorkflowError
-from rillflow.gateway.rewards import Settled
-from rillflow.gateway.tree import TokenTree
+from rillflow.gateway.sessions.rewards import Settled
+from rillflow.gateway.trees.tree import TokenTree
 
 _NONE_NAMED = "the workflow must return the reward, because the recipe names none"
 

@@ -16,10 +16,10 @@ from gateway_support import CHATML, ScriptedEngine, make_renderer, says
 from rillflow.config import SamplingConfig
 from rillflow.gateway import Gateway, Policy
 from rillflow.gateway.control import Control
-from rillflow.gateway.control_engines import add_engine_routes
 from rillflow.gateway.feed import Feed
-from rillflow.gateway.fleet import Fleet
-from rillflow.gateway.manager import RolloutManager
+from rillflow.gateway.sampling.control import add_engine_routes
+from rillflow.gateway.sampling.fleet import Fleet
+from rillflow.gateway.sampling.manager import RolloutManager
 
 TOKEN = "the-run-token"
 

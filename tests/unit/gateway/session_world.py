@@ -26,8 +26,8 @@ from gateway_support import (
 from rillflow.errors import Unavailable
 from rillflow.gateway import Renderer, SessionRecord, Sessions
 from rillflow.gateway.calls import Answer, Call, Policy, begin
-from rillflow.gateway.messages import Message, message
-from rillflow.gateway.tree import TokenTree
+from rillflow.gateway.trees.messages import Message, message
+from rillflow.gateway.trees.tree import TokenTree
 from rillflow.types import Chunk, GenerateRequest, Sampling
 
 RENDERERS = {

@@ -12,10 +12,10 @@ from gateway_support import Script, ScriptedEngine, chunk, make_renderer
 from rillflow.errors import EngineError, RillflowError
 from rillflow.gateway import Policy, Sessions
 from rillflow.gateway.calls import Answer, Call, begin
-from rillflow.gateway.messages import Message, ToolCall, message
-from rillflow.gateway.session import Session
-from rillflow.gateway.sessionlog import FileSessionLog
-from rillflow.gateway.tree import Node
+from rillflow.gateway.sessions.session import Session
+from rillflow.gateway.sessions.sessionlog import FileSessionLog
+from rillflow.gateway.trees.messages import Message, ToolCall, message
+from rillflow.gateway.trees.tree import Node
 from rillflow.types import GenerateRequest, Sampling
 
 RENDERER = make_renderer()

@@ -13,8 +13,8 @@ from counting_engine import CountingEngine, request, until
 from rillflow.engine.host import EngineHost
 from rillflow.engine.remote import RemoteEngine
 from rillflow.engine.service import EngineService
-from rillflow.gateway.fleet import Fleet
-from rillflow.gateway.pool import EnginePool
+from rillflow.gateway.sampling.fleet import Fleet
+from rillflow.gateway.sampling.pool import EnginePool
 from rillflow.types import Chunk, EngineInfo
 
 TOKEN = "t" * 32

@@ -11,11 +11,11 @@ from test_server import running
 
 from rillflow.gateway import Gateway, Sessions
 from rillflow.gateway.calls import Call, Policy, begin
-from rillflow.gateway.messages import Message, message
-from rillflow.gateway.placing import place
-from rillflow.gateway.record import samples
 from rillflow.gateway.running import streamed
-from rillflow.gateway.tree import Node, TokenTree
+from rillflow.gateway.trees.messages import Message, message
+from rillflow.gateway.trees.placing import place
+from rillflow.gateway.trees.record import samples
+from rillflow.gateway.trees.tree import Node, TokenTree
 from rillflow.types import Sampling
 
 RENDERER = make_renderer()

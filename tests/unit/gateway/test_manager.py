@@ -15,10 +15,10 @@ from rillflow.config.schema import PauseConfig
 from rillflow.engine.build import build_engine
 from rillflow.engine.host import EngineHost
 from rillflow.errors import BadRequest, EngineLost
-from rillflow.gateway.control_engines import add_engine_routes
-from rillflow.gateway.fleet import Fleet
-from rillflow.gateway.manager import LEASE, RENEW, RolloutManager
-from rillflow.gateway.pool import EnginePool
+from rillflow.gateway.sampling.control import add_engine_routes
+from rillflow.gateway.sampling.fleet import Fleet
+from rillflow.gateway.sampling.manager import LEASE, RENEW, RolloutManager
+from rillflow.gateway.sampling.pool import EnginePool
 from rillflow.types import Chunk, GenerateRequest, Sampling
 from rillflow.wire import Service
 

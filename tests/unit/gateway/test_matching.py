@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from gateway_support import COUNTING, chunk, make_renderer
 
-from rillflow.gateway.messages import Message, ToolCall, message
-from rillflow.gateway.placing import count, place
-from rillflow.gateway.record import samples
-from rillflow.gateway.render import Renderer
-from rillflow.gateway.tree import Node, TokenTree
+from rillflow.gateway.trees.messages import Message, ToolCall, message
+from rillflow.gateway.trees.placing import count, place
+from rillflow.gateway.trees.record import samples
+from rillflow.gateway.trees.render import Renderer
+from rillflow.gateway.trees.tree import Node, TokenTree
 
 RENDERER = make_renderer()
 USER, NEXT = message("user", "hello"), message("user", "go on")

@@ -12,9 +12,9 @@ import pytest
 from counting_engine import CountingEngine, expected, request, until
 from rillflow.engine.host import EngineHost
 from rillflow.errors import ContextOverflow, QueueFull, Unavailable
-from rillflow.gateway import pool as module
-from rillflow.gateway.fleet import Fleet
-from rillflow.gateway.pool import EnginePool
+from rillflow.gateway.sampling import pool as module
+from rillflow.gateway.sampling.fleet import Fleet
+from rillflow.gateway.sampling.pool import EnginePool
 from rillflow.types import Chunk, GenerateRequest, Sampling
 
 

@@ -8,10 +8,10 @@ from tokenizers import processors
 
 from rillflow.gateway import Renderer
 from rillflow.gateway.failures import CallRefused
-from rillflow.gateway.messages import message
-from rillflow.gateway.placing import place, place_raw
-from rillflow.gateway.record import samples, transcript
-from rillflow.gateway.tree import Node, TokenTree
+from rillflow.gateway.trees.messages import message
+from rillflow.gateway.trees.placing import place, place_raw
+from rillflow.gateway.trees.record import samples, transcript
+from rillflow.gateway.trees.tree import Node, TokenTree
 
 RENDERER = make_renderer()
 END = RENDERER.end_token or 0

@@ -9,11 +9,11 @@ from gateway_support import make_renderer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rillflow.gateway.detokenise import Detokeniser
-from rillflow.gateway.reading import Read, Reader
-from rillflow.gateway.reasoning import ReasoningSplit, Thought, opened_by, reasons
-from rillflow.gateway.stops import StopStrings
-from rillflow.gateway.tools import STYLES, ParsedCall
+from rillflow.gateway.reading.detokenise import Detokeniser
+from rillflow.gateway.reading.reader import Read, Reader
+from rillflow.gateway.reading.reasoning import ReasoningSplit, Thought, opened_by, reasons
+from rillflow.gateway.reading.stops import StopStrings
+from rillflow.gateway.reading.tools import STYLES, ParsedCall
 
 RENDERER = make_renderer()
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'

@@ -9,7 +9,7 @@ from gateway_support import CHATML, DEEPSEEK_LIKE, QWEN_LIKE, ScriptedEngine, ma
 
 from rillflow.gateway import Renderer, SessionRecord, Sessions
 from rillflow.gateway.calls import Answer, Call, Policy, begin
-from rillflow.gateway.messages import Message, message
+from rillflow.gateway.trees.messages import Message, message
 from rillflow.types import Sampling
 
 USER, NEXT, RESULT = message("user", "hello"), message("user", "go on"), message("tool", "12")

@@ -9,8 +9,8 @@ from gateway_support import CHATML, COUNTING, FORGETFUL, PLAIN, make_renderer, m
 
 import rillflow
 from rillflow.errors import BadRequest, ConfigError
-from rillflow.gateway.messages import Message, ToolCall, message
-from rillflow.gateway.render import Renderer, bodies
+from rillflow.gateway.trees.messages import Message, ToolCall, message
+from rillflow.gateway.trees.render import Renderer, bodies
 
 TINY = Path(rillflow.__file__).parent / "assets" / "tiny"
 
@@ -99,7 +99,7 @@ def test_first_prompts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_kept_prompts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     renderer = make_renderer()
-    monkeypatch.setattr("rillflow.gateway.render._CACHED_PROMPTS", 3)
+    monkeypatch.setattr("rillflow.gateway.trees.render._CACHED_PROMPTS", 3)
     for number in range(5):
         renderer.first([message("user", str(number))], None, b"")
     assert len(renderer._prompts) == 3

@@ -11,9 +11,9 @@ from gateway_support import CHATML, QWEN_LIKE, chunk
 from openai_support import CHAT_TOOLS, HERMES_CALL, STYLES, USER, asking
 
 from rillflow.config import GatewayConfig
-from rillflow.gateway.continuing import following
-from rillflow.gateway.messages import message
-from rillflow.gateway.sessionlog import FileSessionLog
+from rillflow.gateway.sessions.sessionlog import FileSessionLog
+from rillflow.gateway.trees.continuing import following
+from rillflow.gateway.trees.messages import message
 
 TOOLS: list[Any] = [{"type": "function", "name": "count", "parameters": {"type": "object"}}]
 THOUGHT = "<think>\nhm, boxes\n</think>\n\n"

@@ -12,11 +12,11 @@ import pytest
 from gateway_support import chunk, make_renderer
 
 from rillflow.gateway.failures import CallRefused
-from rillflow.gateway.messages import Message, message
-from rillflow.gateway.placing import place
-from rillflow.gateway.record import SessionRecord
-from rillflow.gateway.rewards import Gift, Rewards
-from rillflow.gateway.tree import Node, TokenTree
+from rillflow.gateway.sessions.rewards import Gift, Rewards
+from rillflow.gateway.trees.messages import Message, message
+from rillflow.gateway.trees.placing import place
+from rillflow.gateway.trees.record import SessionRecord
+from rillflow.gateway.trees.tree import Node, TokenTree
 from rillflow.types import COLUMNS
 
 RENDERER = make_renderer()
@@ -151,7 +151,7 @@ def test_what_names_nothing_is_refused(played: Played, arguments: dict[str, Any]
 
 
 def test_the_numbers_of_leaves_are_bounded(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rillflow.gateway.rewards._MOST_LEAVES", 3)
+    monkeypatch.setattr("rillflow.gateway.sessions.rewards._MOST_LEAVES", 3)
     for leaf in range(3):
         played.rewards.give(1, leaf=leaf, policy="a")
     played.rewards.give(2, leaf=2, policy="a")

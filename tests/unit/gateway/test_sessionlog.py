@@ -19,8 +19,8 @@ from rillflow.config import GatewayConfig
 from rillflow.errors import DiskFull
 from rillflow.gateway import Sessions
 from rillflow.gateway.failures import CallRefused
-from rillflow.gateway.session import Session
-from rillflow.gateway.sessionlog import FileSessionLog
+from rillflow.gateway.sessions.session import Session
+from rillflow.gateway.sessions.sessionlog import FileSessionLog
 from rillflow.storage import log as frame_log
 from rillflow.storage.log import file_path
 

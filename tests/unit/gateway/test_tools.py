@@ -9,9 +9,9 @@ from gateway_support import CHATML, PLAIN
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rillflow.gateway.messages import ToolCall, message
-from rillflow.gateway.tools import STYLES, ParsedCall, Part, style_of
-from rillflow.gateway.tools.scanning import JsonScan
+from rillflow.gateway.reading.tools import STYLES, ParsedCall, Part, style_of
+from rillflow.gateway.reading.tools.scanning import JsonScan
+from rillflow.gateway.trees.messages import ToolCall, message
 
 CALL = '<tool_call>{"name": "count", "arguments": {"box": "red"}}</tool_call>'
 BARE = '{"name": "count", "parameters": {"box": "red"}}'

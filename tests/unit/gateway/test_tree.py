@@ -10,11 +10,11 @@ from gateway_support import COUNTING, FORGETFUL, chunk, make_renderer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rillflow.gateway.messages import Message, ToolCall, message
-from rillflow.gateway.placing import place
-from rillflow.gateway.record import SessionRecord, samples, transcript
-from rillflow.gateway.render import Renderer
-from rillflow.gateway.tree import Node, TokenTree
+from rillflow.gateway.trees.messages import Message, ToolCall, message
+from rillflow.gateway.trees.placing import place
+from rillflow.gateway.trees.record import SessionRecord, samples, transcript
+from rillflow.gateway.trees.render import Renderer
+from rillflow.gateway.trees.tree import Node, TokenTree
 from rillflow.types import COLUMNS
 
 RENDERER = make_renderer()

@@ -18,7 +18,7 @@ from rillflow.dataflow.units import FileUnit
 from rillflow.gateway import Gateway, Policy, Renderer
 from rillflow.gateway.control import Control
 from rillflow.gateway.feed import Feed
-from rillflow.gateway.sessionlog import FileSessionLog
+from rillflow.gateway.sessions.sessionlog import FileSessionLog
 from rillflow.rollout.episodes import Episodes
 from rillflow.rollout.late import LateRewards
 from rillflow.rollout.main import incarnation

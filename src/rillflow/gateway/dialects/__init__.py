@@ -11,7 +11,7 @@ from rillflow.config import GatewayConfig, SamplingConfig
 from rillflow.errors import RillflowError
 from rillflow.gateway.calls import Answer, Call
 from rillflow.gateway.dialects import chat, completions, messages, responses
-from rillflow.gateway.render import Renderer
+from rillflow.gateway.trees.render import Renderer
 
 
 class Dialect(Protocol):

@@ -39,8 +39,8 @@ from rillflow.gateway.dialects.openai import (
 )
 from rillflow.gateway.dialects.sse import DONE
 from rillflow.gateway.failures import CallRefused
-from rillflow.gateway.messages import Message, ToolCall, message
-from rillflow.gateway.render import Renderer
+from rillflow.gateway.trees.messages import Message, ToolCall, message
+from rillflow.gateway.trees.render import Renderer
 
 PATH = "/v1/chat/completions"
 __all__ = ["PATH", "decode", "error_body", "error_event", "stream", "to_call", "whole"]

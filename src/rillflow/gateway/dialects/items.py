@@ -15,7 +15,7 @@ import msgspec
 
 from rillflow.gateway.dialects.openai import Part, joined
 from rillflow.gateway.failures import CallRefused
-from rillflow.gateway.messages import Message, ToolCall, message
+from rillflow.gateway.trees.messages import Message, ToolCall, message
 
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _OWN_ID = re.compile(r"(?:rs|msg|fc|call)_([0-9a-z]+)_[0-9_]+")

@@ -21,8 +21,8 @@ from rillflow.gateway.dialects.openai import NonNegative, Positive, Share, Tempe
 from rillflow.gateway.dialects.openai import Text as NonEmpty
 from rillflow.gateway.dialects.sse import named_event
 from rillflow.gateway.failures import CallRefused
-from rillflow.gateway.messages import Body, Message, ToolCall, dump_object, message, parse_object
-from rillflow.gateway.render import Renderer, Tools
+from rillflow.gateway.trees.messages import Body, Message, ToolCall, dump_object, message, parse_object
+from rillflow.gateway.trees.render import Renderer, Tools
 
 PATH = "/v1/messages"
 COUNT_PATH = "/v1/messages/count_tokens"

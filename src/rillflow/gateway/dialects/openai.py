@@ -17,7 +17,7 @@ from rillflow.errors import ContextOverflow, RillflowError
 from rillflow.gateway.calls import Choice
 from rillflow.gateway.dialects.sse import event
 from rillflow.gateway.failures import CallRefused
-from rillflow.gateway.render import Renderer
+from rillflow.gateway.trees.render import Renderer
 from rillflow.types import Sampling
 
 Temperature = Annotated[float, msgspec.Meta(ge=0, le=10)]

@@ -8,8 +8,8 @@ from rillflow.gateway.calls import Piece
 from rillflow.gateway.dialects.items import call_item, message_item, reasoning_item, text_part
 from rillflow.gateway.dialects.openai import logprob_entries
 from rillflow.gateway.dialects.sse import named_event
-from rillflow.gateway.messages import ToolCall
-from rillflow.gateway.render import Renderer
+from rillflow.gateway.trees.messages import ToolCall
+from rillflow.gateway.trees.render import Renderer
 
 
 class ResponseEvents:

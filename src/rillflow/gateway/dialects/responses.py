@@ -16,7 +16,6 @@ import msgspec
 from rillflow.config import GatewayConfig, SamplingConfig
 from rillflow.errors import EngineError, RillflowError
 from rillflow.gateway.calls import Answer, Call, Choice
-from rillflow.gateway.continuing import INSTRUCTIONS
 from rillflow.gateway.dialects import openai
 from rillflow.gateway.dialects.items import Item, call_item, message_item, messages_of, reasoning_item, text_part
 from rillflow.gateway.dialects.openai import (
@@ -36,8 +35,9 @@ from rillflow.gateway.dialects.openai import (
 from rillflow.gateway.dialects.response_events import ResponseEvents
 from rillflow.gateway.dialects.sse import named_event
 from rillflow.gateway.failures import CallRefused
-from rillflow.gateway.messages import Message, message
-from rillflow.gateway.render import Renderer
+from rillflow.gateway.trees.continuing import INSTRUCTIONS
+from rillflow.gateway.trees.messages import Message, message
+from rillflow.gateway.trees.render import Renderer
 
 PATH = "/v1/responses"
 __all__ = ["PATH", "decode", "error_body", "error_event", "stream", "to_call", "whole"]

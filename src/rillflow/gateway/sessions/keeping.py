@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from rillflow.gateway.session import Session
-    from rillflow.gateway.tree import Node
+    from rillflow.gateway.sessions.session import Session
+    from rillflow.gateway.trees.tree import Node
 
 
 class Asked(NamedTuple):

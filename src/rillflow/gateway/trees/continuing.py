@@ -6,8 +6,8 @@ The trees keep every answer's messages: nothing is stored for this, nor lost wit
 from __future__ import annotations
 
 from rillflow.gateway.failures import CallRefused
-from rillflow.gateway.messages import Message
-from rillflow.gateway.session import Session
+from rillflow.gateway.sessions.session import Session
+from rillflow.gateway.trees.messages import Message
 
 INSTRUCTIONS = "instructions"  # marks, in a message's body, what is said to one call and not to those that follow it
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from rillflow.gateway.tools.parts import ParsedCall, Part, call_of
-from rillflow.gateway.tools.scanning import JsonScan
+from rillflow.gateway.reading.tools.parts import ParsedCall, Part, call_of
+from rillflow.gateway.reading.tools.scanning import JsonScan
 
 _FENCE = "```"
 # What an answer that may be calls begins with; each group may be missing where the text has come no further.

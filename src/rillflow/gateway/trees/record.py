@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rillflow.gateway.rewards import Rewards, Settled
-from rillflow.gateway.tree import Node, TokenTree
+from rillflow.gateway.sessions.rewards import Rewards, Settled
+from rillflow.gateway.trees.tree import Node, TokenTree
 from rillflow.types import COLUMNS
 
 _COLUMNS = ("tokens", "mask", "logprobs", "raw_logprobs", "temperatures", "versions")

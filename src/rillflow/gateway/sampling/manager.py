@@ -24,8 +24,8 @@ from typing import Any
 from rillflow.config.schema import PauseConfig
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import BadRequest, EngineLost
-from rillflow.gateway.fleet import Fleet
-from rillflow.gateway.triggers import Threshold
+from rillflow.gateway.sampling.fleet import Fleet
+from rillflow.gateway.sampling.triggers import Threshold
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from rillflow.gateway.frames import (
+from rillflow.gateway.sessions.frames import (
     Abandoned,
     Answered,
     Begun,
@@ -18,10 +18,10 @@ from rillflow.gateway.frames import (
     decode,
     make,
 )
-from rillflow.gateway.keeping import SessionLog
-from rillflow.gateway.rewards import Gift
-from rillflow.gateway.session import Session, prompt_digest
-from rillflow.gateway.tree import Node
+from rillflow.gateway.sessions.keeping import SessionLog
+from rillflow.gateway.sessions.rewards import Gift
+from rillflow.gateway.sessions.session import Session, prompt_digest
+from rillflow.gateway.trees.tree import Node
 
 
 @dataclass(slots=True)

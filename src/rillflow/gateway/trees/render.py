@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rillflow.errors import BadRequest, ConfigError
-from rillflow.gateway.messages import Body, Message
-from rillflow.gateway.probes import PROBES, STAND_IN, STAND_IN_CALLING, Probe
-from rillflow.gateway.tree import Canonical
+from rillflow.gateway.trees.messages import Body, Message
+from rillflow.gateway.trees.probes import PROBES, STAND_IN, STAND_IN_CALLING, Probe
+from rillflow.gateway.trees.tree import Canonical
 from rillflow.weights.models import load_tokenizer, model_folder
 
 Tools = list[Body] | None

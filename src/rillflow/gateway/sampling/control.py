@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rillflow.errors import BadRequest
-from rillflow.gateway.manager import RolloutManager
+from rillflow.gateway.sampling.manager import RolloutManager
 from rillflow.wire import Service
 from rillflow.wire.server import read_body
 

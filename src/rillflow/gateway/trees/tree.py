@@ -18,8 +18,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 from typing import Literal, NamedTuple
 
-from rillflow.gateway.messages import Message
-from rillflow.gateway.spots import Match, Spot, longest
+from rillflow.gateway.trees.messages import Message
+from rillflow.gateway.trees.spots import Match, Spot, longest
 from rillflow.types import Chunk, FinishReason
 
 Kind = Literal["root", "given", "sampled"]

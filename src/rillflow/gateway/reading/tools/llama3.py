@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rillflow.gateway.stops import held_back
-from rillflow.gateway.tools.parts import Part, parse_call
-from rillflow.gateway.tools.scanning import JsonScan
+from rillflow.gateway.reading.stops import held_back
+from rillflow.gateway.reading.tools.parts import Part, parse_call
+from rillflow.gateway.reading.tools.scanning import JsonScan
 
 TAG = "<|python_tag|>"
 

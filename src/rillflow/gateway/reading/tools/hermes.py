@@ -6,9 +6,9 @@ become a marker is held back until it is decided. A closing marker inside a stri
 
 from __future__ import annotations
 
-from rillflow.gateway.stops import held_back
-from rillflow.gateway.tools.parts import Part, parse_call
-from rillflow.gateway.tools.scanning import JsonScan
+from rillflow.gateway.reading.stops import held_back
+from rillflow.gateway.reading.tools.parts import Part, parse_call
+from rillflow.gateway.reading.tools.scanning import JsonScan
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from rillflow.gateway.stops import held_back
+from rillflow.gateway.reading.stops import held_back
 
 OPEN, CLOSE = "<think>", "</think>"
 

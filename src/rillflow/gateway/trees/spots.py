@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from rillflow.gateway.messages import Message
+from rillflow.gateway.trees.messages import Message
 
 if TYPE_CHECKING:
-    from rillflow.gateway.tree import Node
+    from rillflow.gateway.trees.tree import Node
 
 
 class Spot:

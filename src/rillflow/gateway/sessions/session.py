@@ -27,10 +27,10 @@ from rillflow.config import GatewayConfig
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import QueueFull, RunError
 from rillflow.gateway.failures import CallRefused, session_gone, session_late
-from rillflow.gateway.keeping import Asked, SessionLog, Unkept
-from rillflow.gateway.record import SessionRecord
-from rillflow.gateway.rewards import Rewards
-from rillflow.gateway.tree import Node, TokenTree
+from rillflow.gateway.sessions.keeping import Asked, SessionLog, Unkept
+from rillflow.gateway.sessions.rewards import Rewards
+from rillflow.gateway.trees.record import SessionRecord
+from rillflow.gateway.trees.tree import Node, TokenTree
 
 LINGER = 600.0  # seconds after its deadline that a session which nobody closes is kept
 _GIVEN_BYTES, _SAMPLED_BYTES = 4, 16  # of a token: its id; also two log-probs and a version

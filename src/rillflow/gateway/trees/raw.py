@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from rillflow.gateway.failures import CallRefused
-from rillflow.gateway.messages import message
-from rillflow.gateway.render import Renderer
-from rillflow.gateway.tree import RAW, Node, TokenTree
+from rillflow.gateway.trees.messages import message
+from rillflow.gateway.trees.render import Renderer
+from rillflow.gateway.trees.tree import RAW, Node, TokenTree
 
 
 class _Cut(NamedTuple):

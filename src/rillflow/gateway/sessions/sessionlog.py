@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rillflow.gateway import frames
-from rillflow.gateway.frames import Kind
-from rillflow.gateway.keeping import Asked
-from rillflow.gateway.restoring import Restored
-from rillflow.gateway.rewards import Gift
-from rillflow.gateway.session import Session
-from rillflow.gateway.tree import Node
+from rillflow.gateway.sessions import frames
+from rillflow.gateway.sessions.frames import Kind
+from rillflow.gateway.sessions.keeping import Asked
+from rillflow.gateway.sessions.restoring import Restored
+from rillflow.gateway.sessions.rewards import Gift
+from rillflow.gateway.sessions.session import Session
+from rillflow.gateway.trees.tree import Node
 from rillflow.storage.log import FILE_BYTES, Damage, FrameLog
 
 Target = tuple[tuple[str, ...], int | None, str | None]

@@ -16,9 +16,9 @@ from rillflow.engine.build import build_engine
 from rillflow.engine.host import EngineHost
 from rillflow.engine.remote import RemoteEngine
 from rillflow.errors import RillflowError
-from rillflow.gateway.fleet import Fleet
-from rillflow.gateway.manager import RolloutManager
-from rillflow.gateway.pool import EnginePool
+from rillflow.gateway.sampling.fleet import Fleet
+from rillflow.gateway.sampling.manager import RolloutManager
+from rillflow.gateway.sampling.pool import EnginePool
 from rillflow.types import EngineInfo, Engines
 from rillflow.weights.refresh import Refresher
 from rillflow.weights.store import FolderStore

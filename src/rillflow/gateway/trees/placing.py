@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rillflow.gateway.messages import Message
-from rillflow.gateway.raw import place_raw
-from rillflow.gateway.render import Rendered, Renderer, Tools
-from rillflow.gateway.spots import Match
-from rillflow.gateway.tree import Fork, Node, TokenTree
+from rillflow.gateway.trees.messages import Message
+from rillflow.gateway.trees.raw import place_raw
+from rillflow.gateway.trees.render import Rendered, Renderer, Tools
+from rillflow.gateway.trees.spots import Match
+from rillflow.gateway.trees.tree import Fork, Node, TokenTree
 
 __all__ = ["count", "place", "place_raw"]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from rillflow.gateway.failures import CallRefused
-from rillflow.gateway.tree import Node, TokenTree
+from rillflow.gateway.trees.tree import Node, TokenTree
 
 _PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 _MOST_LEAVES = 16_384  # numbers may be named before there are such leaves

@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rillflow.gateway.keeping import Asked
-from rillflow.gateway.messages import Body, Message, ToolCall, dump_object, message
-from rillflow.gateway.rewards import Gift
-from rillflow.gateway.tree import Canonical, Fork, Node, Seam, TokenTree
+from rillflow.gateway.sessions.keeping import Asked
+from rillflow.gateway.sessions.rewards import Gift
+from rillflow.gateway.trees.messages import Body, Message, ToolCall, dump_object, message
+from rillflow.gateway.trees.tree import Canonical, Fork, Node, Seam, TokenTree
 from rillflow.types import Chunk, FinishReason
 
 

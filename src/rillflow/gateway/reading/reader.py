@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rillflow.gateway.detokenise import Detokeniser
-from rillflow.gateway.reasoning import ReasoningSplit, Thought
-from rillflow.gateway.stops import StopStrings
-from rillflow.gateway.tools import Part, ToolParser
+from rillflow.gateway.reading.detokenise import Detokeniser
+from rillflow.gateway.reading.reasoning import ReasoningSplit, Thought
+from rillflow.gateway.reading.stops import StopStrings
+from rillflow.gateway.reading.tools import Part, ToolParser
 
 Read = Part | Thought
 

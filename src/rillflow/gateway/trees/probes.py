@@ -10,7 +10,7 @@ from __future__ import annotations
 from itertools import product
 from typing import NamedTuple
 
-from rillflow.gateway.messages import Body
+from rillflow.gateway.trees.messages import Body
 
 
 def _user(text: str) -> Body:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
-from rillflow.gateway.messages import dump_object, parse_object
+from rillflow.gateway.trees.messages import dump_object, parse_object
 
 
 class ParsedCall(NamedTuple):

@@ -18,7 +18,7 @@ from contextlib import aclosing
 import msgspec
 
 from rillflow.errors import ContextOverflow, EngineLost, QueueFull, Unavailable
-from rillflow.gateway.fleet import Fleet, Member
+from rillflow.gateway.sampling.fleet import Fleet, Member
 from rillflow.types import Chunk, FinishReason, GenerateRequest
 
 _LOOK_SECONDS = 0.25  # between two looks at the engines while a call waits; news wakes it before

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rillflow.gateway.tools.hermes import Hermes
-from rillflow.gateway.tools.llama3 import Llama3
-from rillflow.gateway.tools.parts import ParsedCall, Part, ToolParser
-from rillflow.gateway.tools.plain_json import PlainJson
+from rillflow.gateway.reading.tools.hermes import Hermes
+from rillflow.gateway.reading.tools.llama3 import Llama3
+from rillflow.gateway.reading.tools.parts import ParsedCall, Part, ToolParser
+from rillflow.gateway.reading.tools.plain_json import PlainJson
 
 __all__ = ["STYLES", "ParsedCall", "Part", "ToolParser", "style_of"]
 

@@ -1,0 +1,1 @@
+"""Sessions, their log on disk, and their rewards."""
