@@ -75,8 +75,7 @@ async def wait_for(condition: object, seconds: float, what: str) -> None:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("on_update", "sessions", "every"),
-    # To compute hundreds of answers again every 50 ms is more than two cores can do and still get on.
-    [("keep", 200, 0.05), ("refill", 40, 0.25)],
+    [("keep", 200, 0.05), ("refill", 200, 0.05)],
 )
 async def test_updates_and_a_kill_under_streaming_sessions(
     tmp_path: Path, on_update: str, sessions: int, every: float

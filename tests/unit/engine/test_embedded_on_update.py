@@ -134,3 +134,28 @@ async def test_the_first_chunk_of_new_weights_says_that_there_is_a_seam(kit: Any
         await engine.resume()
         await unbegun
     assert {chunk.seam for chunk in chunks} == {""}, "nothing was cut: it had not begun"
+
+
+async def test_loads_without_a_pause_cannot_keep_answers_from_getting_on(kit: Any) -> None:
+    """Six answers of 200 tokens: to compute them again takes more steps than there are between two loads."""
+    model, _ = kit.pair()
+    tensors = weights(kit.build(seed=1))
+    async with kit.running(model, on_update="refill", slots=6, context=250) as engine:
+        engine._core._budget = 64
+        over = asyncio.Event()
+
+        async def load_for_ever() -> None:
+            version = 1
+            while not over.is_set():
+                await engine.load(tensors, version)
+                version += 1
+                await asyncio.sleep(0)
+
+        loading = asyncio.create_task(load_for_ever())
+        prompts = [kit.prompt(200, seed) for seed in range(6)]
+        asked = asyncio.gather(*(kit.ask(engine, prompt, max_tokens=12, seed=n) for n, prompt in enumerate(prompts)))
+        answers = await asyncio.wait_for(asked, 30)
+        over.set()
+        await loading
+    assert [len(answer.tokens) for answer in answers] == [12] * 6
+    assert all(answer.versions == sorted(answer.versions) for answer in answers)

@@ -84,6 +84,7 @@ class Core:
         self._aborted: deque[Ticket] = deque()
         self._budget = _PREFILL_TOKENS[self._cache.device.type]
         self._counts = _Counts()
+        self._owed: dict[Ticket, int] = {}  # how long the sequences were that are computed again after a load
         self._stained = False  # a failed step may have left values in the cache that are not finite
 
     # ------------------------------------------------------------ requests
@@ -143,10 +144,21 @@ class Core:
         if self._keep:
             self._slots.outdate()
             return
+        self._owed = {ticket: int(self._slots.length[ticket.slot]) for ticket in self._seated if ticket is not None}
         self._slots.forget()
         self._stained = True
         if not self._exact:
             self._share_again()
+
+    @property
+    def owes(self) -> bool:
+        """Whether a sequence that ran at the last load, and is computed again, has not had a token since."""
+        self._owed = {
+            ticket: length
+            for ticket, length in self._owed.items()
+            if not ticket.ended and self._slots.length[ticket.slot] <= length
+        }
+        return bool(self._owed)
 
     def _mark_seams(self) -> None:
         for ticket in self._seated:

@@ -15,6 +15,7 @@ import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import takewhile
 from typing import TYPE_CHECKING, Literal
 from weakref import WeakValueDictionary
@@ -33,6 +34,7 @@ _SEED_MASK = 2**64 - 1
 # Turns of the event loop between two steps: a request that arrives at a server in this loop takes about so many from
 # the socket to `generate`, and would otherwise wait for a whole step at each.
 _TURNS = 3
+_SETTLE_SECONDS = 5.0  # new weights wait no longer for sequences that are computed again under the last ones
 _HAND_OUT_SECONDS = 0.05  # tokens of unfinished requests are handed to their readers this often, not one by one
 
 
@@ -59,6 +61,7 @@ class EmbeddedEngine:
         self._worker = ThreadPoolExecutor(1, "engine") if model.device.type != "cpu" else None
         self._between = asyncio.Lock()
         self._wake = asyncio.Event()
+        self._stepped = asyncio.Event()
         self._paused = False
         self._closed = False
         self._driver: asyncio.Task[None] | None = None
@@ -88,6 +91,7 @@ class EmbeddedEngine:
             self._driver.cancel()
             await asyncio.wait([self._driver])
             self._driver = None
+        self._stepped.set()
         async with self._between:
             self._fail(_closed())
         if self._worker is not None:
@@ -105,6 +109,7 @@ class EmbeddedEngine:
 
     async def pause(self) -> None:
         self._paused = True
+        self._stepped.set()
         async with self._between:
             self._core.flush()
             self._hand_out()
@@ -114,9 +119,20 @@ class EmbeddedEngine:
         self._wake.set()
 
     async def load(self, tensors: Tensors, version: int) -> None:
+        await self._settle()
         async with self._between:
             await self._run(lambda: self._core.load(tensors, version))
             self._hand_out()
+
+    async def _settle(self) -> None:
+        """Let every running sequence have a token of the last load's weights: loads that come faster than sequences
+        are computed again would otherwise keep all of them from getting on."""
+        deadline = self._clock.monotonic() + _SETTLE_SECONDS
+        while self._core.owes and not (self._paused or self._closed) and self._clock.monotonic() < deadline:
+            self._stepped.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_SETTLE_SECONDS):
+                    await self._stepped.wait()
 
     # ------------------------------------------------------------ the driver
 
@@ -128,6 +144,7 @@ class EmbeddedEngine:
             async with self._between:
                 if not self._paused:
                     await self._step()
+            self._stepped.set()
             for _ in range(_TURNS):
                 await asyncio.sleep(0)
 
