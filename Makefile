@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 BENCHES := engine dataflow two_policies data_algorithms gateway
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all test-agents lint format docs bench clean
+.PHONY: help setup quickstart test test-all test-agents test-oracle lint format docs bench clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -32,6 +32,10 @@ test-all: setup  ## everything: also real training runs and killed processes
 test-agents: setup  ## other people's agent packages, each in an environment of its own
 	bash scripts/make_agents_venv.sh
 	RILLFLOW_REQUIRE_AGENTS=1 $(BIN)/python -m pytest -m agents tests/conformance
+
+test-oracle: setup  ## our losses and advantages against verl's and TRL's, in an environment of their own
+	bash scripts/make_oracle_venv.sh
+	RILLFLOW_REQUIRE_ORACLE=1 $(BIN)/python -m pytest -m oracle tests/conformance
 
 lint: setup  ## formatting, lint and types
 	$(BIN)/ruff format --check .

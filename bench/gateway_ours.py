@@ -8,6 +8,7 @@ and say what the last one left.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import sys
 from pathlib import Path
@@ -72,6 +73,8 @@ class Ours:
 async def main(upstream: str, folder: Path) -> None:
     ours = Ours(upstream, folder)
     url = await ours.gateway.start()
+    gc.collect()
+    gc.freeze()  # as a node does
     _say({"port": int(url.rpartition(":")[2])})
     while line := await asyncio.to_thread(sys.stdin.readline):
         ask = json.loads(line)

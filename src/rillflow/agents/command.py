@@ -19,10 +19,11 @@ import json
 import os
 import shlex
 import shutil
+import stat
 import sys
 import tempfile
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import unquote, urlsplit
@@ -60,7 +61,7 @@ class CommandAgent:
         self._base = os.environ if environment is None else environment
         self._reaper = Reaper()
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)  # what another user's process left there stays
 
     async def __call__(self, episode: Episode) -> dict[str, Any]:
         place = Path(tempfile.mkdtemp(dir=self._folder))
@@ -75,13 +76,9 @@ class CommandAgent:
 
     async def _run(self, episode: Episode, place: Path) -> dict[str, Any]:
         environment = environment_of(episode, place, self._base) | self._config.environment
-        output, errors = await _Tail.open(self._config.output), await _Tail.open(self._config.output)
-        try:
+        async with _Tail.open(self._config.output) as output, _Tail.open(self._config.output) as errors:
             code = await self._until_it_ends(place, environment, output, errors)
             await asyncio.wait({output.task, errors.task}, timeout=_DRAIN_SECONDS)
-        finally:
-            output.close()
-            errors.close()
         if code != 0:
             raise AgentFailed(f"the agent ended with code {code}: {errors.text()[-_SHOWN:].strip()}")
         answer = _read_answer(place / "answer", self._config.output)
@@ -105,8 +102,8 @@ class CommandAgent:
             finally:
                 output.started()
                 errors.started()
-        self._reaper.watch(process.pid)
         try:
+            self._reaper.watch(process.pid)
             return await process.wait()
         finally:
             kill_group(process.pid)
@@ -172,8 +169,13 @@ def environment_of(episode: Episode, place: Path, base: Mapping[str, str]) -> di
 
 
 def _read_answer(path: Path, limit: int) -> str | None:
+    """The end of the file; None where there is none, or something that is no file and might never end."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            about = os.fstat(file.fileno())
+            if not stat.S_ISREG(about.st_mode):
+                return None
+            file.seek(max(0, about.st_size - limit))
             return file.read(limit).decode(errors="replace")
     except OSError:
         return None
@@ -185,31 +187,42 @@ class _Tail:
     Not one of asyncio's own: those let nobody know of a program's end while a child of it holds the pipe.
     """
 
-    def __init__(self, write: int, transport: asyncio.ReadTransport, task: asyncio.Task[None], kept: bytearray) -> None:
+    def __init__(self, write: int, task: asyncio.Task[None], kept: bytearray) -> None:
         self.write = write
         self.task = task
-        self._transport = transport
         self._kept = kept
 
     @classmethod
-    async def open(cls, limit: int) -> _Tail:
-        read, write = os.pipe()
+    @asynccontextmanager
+    async def open(cls, limit: int) -> AsyncIterator[_Tail]:
+        try:
+            read, write = os.pipe()
+        except OSError as error:
+            raise AgentFailed(f"the agent could not be started: {error}") from error
         file: IO[bytes] = os.fdopen(read, "rb", 0)
         reader = asyncio.StreamReader()
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), file
-        )
+        try:
+            transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+                lambda: asyncio.StreamReaderProtocol(reader), file
+            )
+        except BaseException:
+            file.close()
+            os.close(write)
+            raise
         kept = bytearray()
-        return cls(write, transport, asyncio.create_task(_follow(reader, kept, limit)), kept)
+        tail = cls(write, asyncio.create_task(_follow(reader, kept, limit)), kept)
+        try:
+            yield tail
+        finally:
+            tail.started()
+            tail.task.cancel()
+            transport.close()
 
     def started(self) -> None:
         """The program has its own copy of the writing end now, or never will."""
-        with suppress(OSError):
-            os.close(self.write)
-
-    def close(self) -> None:
-        self.task.cancel()
-        self._transport.close()
+        write, self.write = self.write, -1
+        if write >= 0:
+            os.close(write)
 
     def text(self) -> str:
         return self._kept.decode(errors="replace")

@@ -78,7 +78,7 @@ class Feed:
                 return
             await _check(response)
             yield None
-            async for line in response.content:
+            async for line in _lines(response.content):
                 yield msgspec.json.decode(line, type=OutsideTask) if line.strip() else None
 
     async def end(
@@ -117,6 +117,17 @@ class Feed:
                 "is the run still there? its folder's logs tell",
             ) from error
         await asyncio.sleep(_PAUSE)
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Lines of any length: the reader's own end with its buffer, and a task may be a whole document."""
+    begun: list[bytes] = []
+    async for block in content.iter_any():
+        first, *others = block.split(b"\n")
+        begun.append(first)
+        for other in others:
+            yield b"".join(begun)
+            begun = [other]
 
 
 async def _check(response: aiohttp.ClientResponse) -> None:

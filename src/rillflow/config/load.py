@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,7 @@ from rillflow.storage import write_atomic
 _PACKAGE = Path(__file__).resolve().parent.parent
 _CODE = ("workflow", "reward", "generator")
 _HOOKS = ("filters", "curators", "sampler")
+_FOREIGN = ("arguments", "environment")  # another program's own: what they mean is its business
 
 
 def _shipped_folder() -> Path:
@@ -115,7 +117,7 @@ def _parse(path: Path) -> dict[str, Any]:
 def _anchor(raw: dict[str, Any], folder: Path) -> None:
     """Make references to files absolute: `play.py:play` becomes `/where/play.py:play`."""
     for key, value in raw.items():
-        if key in ("arguments", "environment"):  # another program's own: what they mean is its business
+        if key in _FOREIGN:
             continue
         if key in _HOOKS:
             several = isinstance(value, list)
@@ -148,8 +150,10 @@ def _anchored(key: str, value: str, folder: Path) -> str:
         return f"{(folder / file).resolve()}:{name}" if colon and (folder / file).is_file() else value
     if key in ("command", "run"):
         return _anchored_command(value, folder)
+    if key not in ("path", "model", "dataset", "folder"):
+        return value
     path = folder / Path(value).expanduser()
-    if key == "path" or (key in ("model", "dataset", "folder") and value != "tiny" and path.is_dir()):
+    if key == "path" or (value != "tiny" and path.is_dir()):
         return str(path.resolve())
     return value
 
@@ -160,7 +164,8 @@ def _anchored_command(command: str, folder: Path) -> str:
         words = shlex.split(command)
     except ValueError:
         return command  # refused, with the reason, when the command is looked at
-    files = {word: str((folder / word).resolve()) for word in words if (folder / word).is_file()}
+    # Not `Path.is_file`, which raises where a word, a script say, is longer than any file's name.
+    files = {word: str((folder / word).resolve()) for word in words if os.path.isfile(folder / word)}
     return shlex.join(files.get(word, word) for word in words) if files else command
 
 
@@ -198,7 +203,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
     # On the command line a relative path starts where the user is. An item of a list is what the list says it is.
     listed = isinstance(where, list)
     change = {parents[-1]: [_scalar(text)]} if listed else {last: _scalar(text)}
-    if "arguments" not in parents:
+    if not any(parent in _FOREIGN for parent in parents):
         _anchor(change, Path.cwd())
     if listed:
         (where[_index(where, last, key)],) = change[parents[-1]]
@@ -229,7 +234,7 @@ def _scalar(text: str) -> Any:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{text!r} is not a valid value: {error}", "quote it") from None
-    if isinstance(value, str):
+    if isinstance(value, str) and value == text.strip():  # what is quoted is text
         try:
             return float(value)  # YAML 1.1 reads 1e-4 as a string
         except ValueError:

@@ -278,7 +278,7 @@ class DataflowConfig(Section):
 class GatewayConfig(Section):
     """The bounds on what agents may ask for. Each is checked before the work that it bounds."""
 
-    body: Positive = Field(8 << 20, description="bytes of one request")
+    body: Positive = Field(4 << 20, description="bytes of one request")
     messages: Positive = Field(2048, description="of one request")
     tools: Positive = Field(128, description="of one request")
     choices: Positive = Field(64, description="answers to one request (`n`)")

@@ -26,10 +26,10 @@ _DRAIN_SECONDS = 2.0
 _FLUSH = 0.05  # for chunks that a paused engine has already let go to reach their reader
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Hold:
     move: bool
-    timer: asyncio.TimerHandle | None
+    timer: asyncio.TimerHandle | None = None
 
 
 class EngineHost:
@@ -77,7 +77,8 @@ class EngineHost:
         """Send running answers away, for good, and wait until their readers have them."""
         await self.hold(_STOPPING, move=True, seconds=math.inf)
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._empty.wait(), _DRAIN_SECONDS)
+            async with asyncio.timeout(_DRAIN_SECONDS):
+                await self._empty.wait()
 
     # ------------------------------------------------------------ who may sample
 
@@ -86,16 +87,21 @@ class EngineHost:
         async with self._one_at_a_time:
             self._forget(reason)
             loop = asyncio.get_running_loop()
-            timer = None if math.isinf(seconds) else loop.call_later(seconds, self._expire, reason)
-            self._holds[reason] = _Hold(move, timer)
+            hold = self._holds[reason] = _Hold(move)
+            if not math.isinf(seconds):
+                hold.timer = loop.call_later(seconds, self._expire, reason, hold)
             await asyncio.gather(*(engine.pause() for engine in self.engines.values()))
             if move and self._cut is not None and not self._cut.done():
                 self._cut.set_result(None)
             return self.known
 
     async def release(self, reason: str) -> EngineInfo:
+        return await self._release(reason)
+
+    async def _release(self, reason: str, only: _Hold | None = None) -> EngineInfo:
+        """With `only`, that hold and not one that has come in its place."""
         async with self._one_at_a_time:
-            if self._forget(reason) and not self._holds:
+            if only in (None, self._holds.get(reason)) and self._forget(reason) and not self._holds:
                 await asyncio.gather(*(engine.resume() for engine in self.engines.values()))
             return self.known
 
@@ -105,8 +111,8 @@ class EngineHost:
             hold.timer.cancel()
         return hold is not None
 
-    def _expire(self, reason: str) -> None:
-        task = asyncio.ensure_future(self.release(reason))
+    def _expire(self, reason: str, hold: _Hold) -> None:
+        task = asyncio.ensure_future(self._release(reason, hold))
         self._expiring.add(task)
         task.add_done_callback(self._expiring.discard)
 

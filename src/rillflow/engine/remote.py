@@ -1,34 +1,37 @@
 """An engine host in another process.
 
 An engine that cannot be reached, that hangs up or that is silent for `stall` seconds is EngineLost: what came before
-stands, the rest can be sampled elsewhere. What is wrong with the request itself comes back as the error that it is.
+stands, the rest can be sampled elsewhere. What is wrong with the request itself comes back as the error that it is;
+whatever else is said there, perhaps by another program that has the engine's port now, is a loss too.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 
 import aiohttp
 import msgspec
+from yarl import URL
 
 from rillflow.engine.frames import LENGTH, LONGEST, Frame, Generate, Hold, Release, decode
 from rillflow.engine.host import HOLD_SECONDS
-from rillflow.errors import EngineLost, ErrorBody, from_body
+from rillflow.errors import BadRequest, EngineError, EngineLost, ErrorBody, RillflowError, from_body
 from rillflow.types import Chunk, EngineInfo, GenerateRequest
 
 STALL_SECONDS = 10.0
 CONNECT_SECONDS = 3.0
 CONTROL_SECONDS = 2.0
+NEWS_SECONDS = 2.0  # what others say of an engine may be so old: a beat, and a look at the roster
 _CONNECTIONS = 8192  # bounded by the gateway's calls, which are bounded before they come here
 _END_SECONDS = 1.0
-# What says that the engine, not the request, is the matter.
-_LOST = (502, 503, 504)
+_OF_REQUESTS = (BadRequest, EngineError)
 
 
 class RemoteEngine:
-    """One engine process, by name and address. `known` is what was last heard of it, from whomever."""
+    """One engine process, by name and address. `known` is the newest that was heard of it, from whomever."""
 
     def __init__(
         self, name: str, url: str, token: str, *, stall: float = STALL_SECONDS, connect: float = CONNECT_SECONDS
@@ -36,16 +39,27 @@ class RemoteEngine:
         self.name = name
         self.known = EngineInfo(name=name, url=url, versions={}, context=0, slots=1)
         self._url = url
+        self._generate = URL(f"{url}/generate")
         self._stall = stall
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect)
         self._headers = {"authorization": f"Bearer {token}"}
         self._session: aiohttp.ClientSession | None = None
         self._limits: set[asyncio.Timeout] = set()
         self._closed = False
+        self._told_at = -math.inf  # when the engine itself last said how it is
+        self._noted_at: dict[str, float] = {}  # when a policy's tokens last said that it has newer weights
         self._encode = msgspec.msgpack.Encoder().encode
 
     def hear(self, info: EngineInfo) -> None:
-        self.known = info
+        """What others say of it; its own word, if it is newer, counts for more."""
+        known, since = self.known, asyncio.get_running_loop().time() - NEWS_SECONDS
+        newer = {
+            policy: version
+            for policy, version in known.versions.items()
+            if max(self._told_at, self._noted_at.get(policy, -math.inf)) > since
+        }
+        paused = known.paused if self._told_at > since else info.paused
+        self.known = msgspec.structs.replace(info, versions=info.versions | newer, paused=paused)
 
     async def info(self) -> EngineInfo:
         """Ask it; EngineLost when it does not answer."""
@@ -66,7 +80,8 @@ class RemoteEngine:
                 body = await response.read()
                 if response.status != 200:
                     raise _refusal(self.name, response.status, body)
-            self.hear(msgspec.msgpack.decode(body, type=EngineInfo))
+            self.known = msgspec.msgpack.decode(body, type=EngineInfo)
+            self._told_at = asyncio.get_running_loop().time()
         return self.known
 
     async def close(self) -> None:
@@ -86,7 +101,7 @@ class RemoteEngine:
         body = self._encode(Generate(policy=policy, request=request, floor=floor))
         with self._losses(self._stall):
             async with self._watched():
-                response = await self._open().post(f"{self._url}/generate", data=body)
+                response = await self._open().post(self._generate, data=body)
             async with response:
                 if response.status != 200:
                     async with self._watched():
@@ -112,17 +127,20 @@ class RemoteEngine:
             return None
         frame: Frame = decode(await stream.readexactly(size))
         if frame.error is not None:
-            raise from_body(frame.error)
+            raise _said(self.name, from_body(frame.error))
         return frame.chunk
 
     def _note(self, policy: str, version: int) -> None:
         # Streams are read at different speeds: what is older than known is old news.
         if self.known.versions.get(policy, -1) < version:
             self.known = msgspec.structs.replace(self.known, versions=self.known.versions | {policy: version})
+            self._noted_at[policy] = asyncio.get_running_loop().time()
 
     @asynccontextmanager
     async def _watched(self) -> AsyncGenerator[None]:
         """A wait for the engine: it ends with the stall deadline, and when this is closed."""
+        if self._closed:  # a closed session's answers are not even lost in good order
+            raise self._gone()
         async with asyncio.timeout(self._stall) as limit:
             self._limits.add(limit)
             try:
@@ -146,11 +164,21 @@ class RemoteEngine:
 
     def _open(self) -> aiohttp.ClientSession:
         if self._closed:
-            raise EngineLost(f"engine {self.name} has gone from {self._url}")
+            raise self._gone()
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=_CONNECTIONS, keepalive_timeout=30.0)
-            self._session = aiohttp.ClientSession(headers=self._headers, timeout=self._timeout, connector=connector)
+            self._session = aiohttp.ClientSession(
+                headers=self._headers,
+                timeout=self._timeout,
+                connector=connector,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                skip_auto_headers=("accept", "accept-encoding", "user-agent", "content-type"),
+                auto_decompress=False,
+            )
         return self._session
+
+    def _gone(self) -> EngineLost:
+        return EngineLost(f"engine {self.name} has gone from {self._url}")
 
 
 async def _to_the_end(response: aiohttp.ClientResponse) -> None:
@@ -160,9 +188,14 @@ async def _to_the_end(response: aiohttp.ClientResponse) -> None:
             await response.read()
 
 
-def _refusal(name: str, status: int, body: bytes) -> Exception:
+def _refusal(name: str, status: int, body: bytes) -> RillflowError:
     try:
-        error = from_body(msgspec.msgpack.decode(body, type=ErrorBody))
+        return _said(name, from_body(msgspec.msgpack.decode(body, type=ErrorBody)))
     except msgspec.MsgspecError:
         return EngineLost(f"engine {name} answered with status {status}")
-    return EngineLost(f"engine {name}: {error.message}") if error.status in _LOST else error
+
+
+def _said(name: str, error: RillflowError) -> RillflowError:
+    if isinstance(error, _OF_REQUESTS) and not isinstance(error, EngineLost):
+        return error
+    return EngineLost(f"engine {name}: {error.message}", error.hint)

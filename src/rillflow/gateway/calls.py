@@ -69,7 +69,7 @@ class Policy(NamedTuple):
 
 class Answer:
     """All choices of one call. `show` is awaited before its first piece leaves, `keep` before a choice ends;
-    `failed` is told once, when the agent will see none of them."""
+    `failed` is told once, when the agent will see none of them. Once all ends have left, nothing is taken back."""
 
     def __init__(
         self,
@@ -91,6 +91,7 @@ class Answer:
         self._show = show
         self._keep = keep
         self._failed: Callable[[], None] | None = failed
+        self._ended = False
 
     @property
     def prompt_tokens(self) -> int:
@@ -102,12 +103,16 @@ class Answer:
 
     async def pieces(self) -> AsyncGenerator[Piece]:
         """The pieces of all choices, as they come."""
+        left = len(self.choices)
         try:
             async with aclosing(self._stream()) as stream:
-                first = await anext(stream)
-                await self._show()
-                yield first
+                shown = False
                 async for piece in stream:
+                    if not shown:
+                        await self._show()
+                        shown = True
+                    left -= piece.finish is not None
+                    self._ended = left == 0
                     yield piece
         except BaseException:
             self.abandon()
@@ -124,7 +129,9 @@ class Answer:
             raise
 
     def abandon(self) -> None:
-        """The agent sees none of it."""
+        """The agent sees none of it, or not the end of all."""
+        if self._ended:
+            return
         for choice in self.choices:
             if choice.node.finish != "abort":
                 choice.node.abandon()
@@ -173,7 +180,9 @@ def plain_temperature(sampling: Sampling) -> float:
 
 def begin(session: Session, policy: Policy, call: Call, id: str, created: int) -> Answer:
     """Find the call's place in the tree and make its choices; nothing is sampled before `pieces`."""
+    _refuse_giants(policy, call)
     given = _place(session, policy.renderer, call)
+    session.count(given)  # it is kept, whether or not there is room for an answer
     prompt = given.prompt()
     room = policy.engine.context - len(prompt)
     if room < 1:
@@ -197,6 +206,15 @@ def begin(session: Session, policy: Policy, call: Call, id: str, created: int) -
 
     show, keep = partial(session.shown, asked), partial(session.ended, asked)
     return Answer(id, created, prompt, choices, policy.engine, show=show, keep=keep, failed=failed)
+
+
+def _refuse_giants(policy: Policy, call: Call) -> None:
+    """Tokenising megabytes takes seconds, in which nobody else is served: what cannot fit is not even begun."""
+    texts = [call.prompt] if isinstance(call.prompt, str) else [message.body["content"] for message in call.history]
+    context = policy.engine.context
+    least = sum(policy.renderer.least_tokens(text) for text in texts)
+    if least >= context:
+        raise ContextOverflow(f"this model's context is {context} tokens, the prompt has more than {least}")
 
 
 def _choices(

@@ -82,18 +82,18 @@ class Control:
         gateway.operations |= OPERATIONS
 
     async def _reward(self, request: Request) -> Response:
-        session = self._gateway.session_of(request)
         gift = await self._body(request, GiveReward)
+        session = self._gateway.session_of(request)  # now, not before its body: what is acknowledged counts
         await session.reward(gift.value, call=gift.call, turn=gift.turn, leaf=gift.leaf, policy=gift.policy)
         self._on_reward(session.id)
         return _json(Rewarded(session=session.id))
 
     async def _end(self, request: Request) -> Response:
+        said = await self._body(request, EndSession)
         known = self._feed.outcome(request.path_params["session"])
         if known is not None:
             return _json(known)
         session = self._gateway.session_of(request)
-        said = await self._body(request, EndSession)
         offer = self._feed.end(session.id, said)
         if offer.ended.result() is said:  # the first word; it is kept, so that a gateway which dies now carries it out
             self._gateway.sessions.note(session.id, {**session.detail, SAID: msgspec.to_builtins(said)})
@@ -110,12 +110,14 @@ class Control:
     async def _take(self, request: Request) -> Response:
         ask = await self._body(request, TakeTask)
         asker = self._feed.join(1)
+        gone = asyncio.ensure_future(_gone(request.receive))
         try:
-            await _first(asker.news.wait(), _gone(request.receive), seconds=min(max(ask.wait, 0.0), LONGEST_WAIT))
+            await _first(asker.news.wait(), gone, seconds=min(max(ask.wait, 0.0), LONGEST_WAIT))
             if self._feed.closed:
                 raise run_ended()
-            task = await self._fetched(asker)
+            task = None if gone.done() else await self._fetched(asker)
         finally:
+            gone.cancel()
             self._feed.leave(asker)
         return Response(status_code=204) if task is None else _json(task)
 

@@ -117,9 +117,11 @@ class Feed:
         return offer
 
     def go_on(self, session: str) -> Offer:
-        """A session that an agent took from the node before this one."""
-        offer = self._offers[session] = Offer(session, _taken_before)
-        offer.taken.set_result(None)
+        """A session that an agent took from the node before this one; asked again, it is the same offer."""
+        offer = self._offers.get(session)
+        if offer is None:
+            offer = self._offers[session] = Offer(session, _taken_before)
+            offer.taken.set_result(None)
         return offer
 
     def over(self, session: str, *, accepted: bool, reason: str = "") -> None:

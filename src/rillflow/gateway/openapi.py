@@ -35,6 +35,7 @@ STATUSES = {
     500: "The engine failed.",
     503: "The engine is going away: come back after `Retry-After` seconds.",
     504: "The session's deadline has passed.",
+    507: "The disk is full: nothing of the call is kept.",
 }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 
 import msgspec
 import openai
@@ -55,7 +56,6 @@ class Episodes:
         player: Player,
         reward: Reward | None,
         gateway: Gateway,
-        gateway_url: str,
         client: openai.AsyncOpenAI,
         pusher: Pusher,
         late: LateRewards,
@@ -64,6 +64,7 @@ class Episodes:
         self.stopping = False
         self.waiting = 0
         self.finished = 0
+        self.gateway_url = ""  # known once the gateway listens, before the first task is leased
         self.on_room: Callable[[], None] = lambda: None
         self._limits = limits
         self._policies = policies
@@ -71,7 +72,6 @@ class Episodes:
         self._reward = reward
         self._gateway = gateway
         self._sessions = gateway.sessions
-        self._url = gateway_url
         self._client = client
         self._pusher = pusher
         self._late = late
@@ -92,7 +92,10 @@ class Episodes:
         return await self._life(kept, self._player.play(lease.attempt, lambda: self._open(kept)))
 
     def going_on(self, restored: Sequence[Session]) -> list[Session]:
-        """Those sessions of the node before this one that go on; the agents of the others died with it."""
+        """Those sessions of the node before this one that go on; the agents of the others died with it.
+
+        Asked before the gateway listens: agents from outside may end theirs as soon as it does.
+        """
         going_on = {session.id: session for session in restored if self._goes_on(session)}
         for session in restored:
             if session.id not in going_on:
@@ -104,15 +107,17 @@ class Episodes:
             kept = msgspec.convert(session.detail, Kept)
         except msgspec.ValidationError:
             return False
-        return isinstance(self._player, OutsidePlayer) or kept.rewarded_until is not None
+        if isinstance(self._player, OutsidePlayer):
+            self._player.expect(session.id, kept.said if kept.rewarded_until is None else EndSession())
+            return True
+        return kept.rewarded_until is not None
 
     async def go_on(self, session: Session) -> bool:
         """Play a session of the node before this one to its end."""
         kept = msgspec.convert(session.detail, Kept)
         if isinstance(self._player, OutsidePlayer):
-            said = kept.said if kept.rewarded_until is None else EndSession()
             seconds = session.deadline - self._clock.monotonic()
-            return await self._life(kept, self._player.go_on(session.id, seconds, said))
+            return await self._life(kept, self._player.go_on(session.id, seconds))
         return await self._life(kept, _played(Played(None)))
 
     def _open(self, kept: Kept) -> RunningEpisode:
@@ -129,7 +134,7 @@ class Episodes:
             task,
             client=self._client,
             policies=self._policies,
-            url=anthropic_url(self._url, attempt),
+            url=anthropic_url(self.gateway_url, attempt),
             api_key=key,
             clock=self._clock,
             seconds=self._limits.episode_timeout,
@@ -166,6 +171,8 @@ class Episodes:
             record = self._sessions.close(lease.attempt, keep=True)
             check_record(record, rewards, answer_is_reward=self._reward is None)
         except EpisodeFailed as failure:
+            with suppress(CallRefused):  # never opened, or closed
+                self._sessions.end(lease.attempt)
             return await self._pusher.fail(lease, failure)
         return await self._pusher.complete(lease, record, rewards, seconds)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import uuid
 from collections.abc import Callable, Sequence
@@ -66,27 +67,28 @@ async def run_node(
         # The gateway goes first: no agent is to see the engines go.
         for close in (dataflow.close, writer.close, client.close, sessions.close, engines.close, gateway.stop):
             stack.push_async_callback(close)
-        restored = gateway.sessions.restore()
-        await engines.start()
-        url = await _listen(gateway, host, port)
-        log.info("node %s: gateway at %s", name, url)
         episodes = Episodes(
             recipe.rollout,
             list(recipe.policies),
             player=player,
             reward=reward,
             gateway=gateway,
-            gateway_url=url,
             client=client,
             pusher=Pusher(name, dataflow, writer),
             late=late,
             clock=clock,
         )
-        going_on = episodes.going_on(restored)
+        going_on = episodes.going_on(gateway.sessions.restore())
+        await engines.start()
+        url = episodes.gateway_url = await _listen(gateway, host, port)
+        log.info("node %s: gateway at %s", name, url)
         node = Node(
             name, incarnation(folder, going_on), recipe.rollout, dataflow=dataflow, engines=engines, episodes=episodes
         )
         feed.on_ask = node.wake
+        # Modules, models, templates: what is here now stays, and every full collection would stop all calls for it.
+        gc.collect()
+        gc.freeze()
         on_ready(url)
         await node.run(going_on)
         feed.close()

@@ -104,12 +104,15 @@ class OutsidePlayer:
             raise NotTaken
         return await self._ended(offer, opened[0].seconds_left())
 
-    async def go_on(self, attempt: str, seconds: float, said: EndSession | None) -> Played:
-        """A session that an agent took from the node before this one, and perhaps ended there."""
+    def expect(self, attempt: str, said: EndSession | None) -> None:
+        """A session that an agent took from the node before this one, and perhaps ended there, may be ended now."""
         offer = self._feed.go_on(attempt)
         if said is not None:
             offer.ended.set_result(said)
-        return await self._ended(offer, seconds)
+
+    async def go_on(self, attempt: str, seconds: float) -> Played:
+        """Play a session that is expected to its end."""
+        return await self._ended(self._feed.go_on(attempt), seconds)
 
     async def _ended(self, offer: Offer, seconds: float) -> Played:
         await asyncio.wait({offer.ended}, timeout=max(seconds, 0.0))

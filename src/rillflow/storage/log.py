@@ -2,7 +2,8 @@
 
 What `sync` was awaited for is on disk. Frames that come while a write is under way share the next one, so that
 many owners pay for one sync. A write that fails is cut away again, and with it everything that was added behind it:
-what is in the log is always all that was added up to some moment. A file goes once none of its owners is alive.
+what is in the log is always all that was added up to some moment; but for frames that are *owed*, which nobody would
+add again: the next write brings them along. A file goes once none of its owners is alive.
 
 A frame is believed only where its checksums match, and they are bound to its place. Reading tells a torn tail (a
 process or a machine died while it wrote: nobody was told that this was kept) from damage, and names the owners who
@@ -104,6 +105,7 @@ class _Batch:
     """Frames that share a write, whom to tell that they are kept, and whom that they are lost."""
 
     frames: list[Frame] = field(default_factory=list)
+    owed: list[Frame] = field(default_factory=list)  # those of the frames that are told only once
     size: int = 0
     waiters: list[asyncio.Future[None]] = field(default_factory=list)
     losses: list[Callable[[], None]] = field(default_factory=list)
@@ -219,6 +221,7 @@ class FrameLog:
         self._thread = ThreadPoolExecutor(1, "log-writes")
         self._batch = _Batch()
         self._writing: _Batch | None = None
+        self._owed: list[Frame] = []
 
     # ------------------------------------------------------------ reading
 
@@ -259,20 +262,36 @@ class FrameLog:
         queued = self._batch.size + (self._writing.size if self._writing else 0)
         if queued + len(payload) > self._pending:
             raise Unavailable(f"{queued >> 20} MiB wait for the disk of {self._folder}", "the disk is too slow")
-        if not self._batch.frames and self._writing is None:
-            # Not at once: what else ends in this turn of the loop shares the write.
-            asyncio.get_running_loop().call_soon(self._write_next)
-        self._batch.frames.append(Frame(owner, kind, payload))
-        self._batch.size += len(payload)
+        self._bring_along()
+        self._queue(Frame(owner, kind, payload))
         if lost is not None:
             self._batch.losses.append(lost)
 
+    def owe(self, owner: int, kind: int, payload: bytes) -> None:
+        """Queue a small frame that is never refused and, where a write fails, comes with the next one."""
+        self._owed.append(Frame(owner, kind, payload))
+        self._bring_along()
+
     def end(self, owner: int) -> None:
         """The owner's last frame: from then on, nothing of it is wanted."""
-        self.add(owner, END, b"")
+        self.owe(owner, END, b"")
+
+    def _bring_along(self) -> None:
+        owed, self._owed = self._owed, []
+        for frame in owed:
+            self._queue(frame)
+            self._batch.owed.append(frame)
+
+    def _queue(self, frame: Frame) -> None:
+        if not self._batch.frames and self._writing is None:
+            # Not at once: what else ends in this turn of the loop shares the write.
+            asyncio.get_running_loop().call_soon(self._write_next)
+        self._batch.frames.append(frame)
+        self._batch.size += len(frame.payload)
 
     def sync(self) -> asyncio.Future[None]:
         """Done once everything added so far is on disk, or with what the disk said instead."""
+        self._bring_along()
         waiter = asyncio.get_running_loop().create_future()
         batch = self._batch if self._batch.frames else self._writing
         if batch is None:
@@ -298,6 +317,7 @@ class FrameLog:
             # What was added meanwhile may build on what is lost.
             behind, self._batch = self._batch, _Batch()
             log.warning("%d frames could not be kept in %s: %s", len(batch.frames + behind.frames), self._folder, error)
+            self._owed = self._still_owed(batch.owed + behind.owed)
             batch.fail(error)
             behind.fail(error)
             return
@@ -308,6 +328,12 @@ class FrameLog:
         self._write_next()
         if any(frame.kind == END for frame in batch.frames):
             self._drop_files(written.result())
+
+    def _still_owed(self, frames: list[Frame]) -> list[Frame]:
+        """Of an owner who has ended only the end, and nothing where the disk has nothing of it: a disk that stays full
+        must not fill the memory."""
+        ended = {frame.owner for frame in frames if frame.kind == END}
+        return [f for f in frames if f.owner not in ended or (f.kind == END and f.owner in self._alive)]
 
     # ------------------------------------------------------------ files that nobody wants
 
@@ -330,7 +356,7 @@ class FrameLog:
         """Everything added is on disk, or its owner was told; the folder is free for another process."""
         try:
             with suppress(RillflowError):
-                while self._batch.frames or self._writing is not None:
+                while self._owed or self._batch.frames or self._writing is not None:
                     await self.sync()
         finally:
             await asyncio.to_thread(self._thread.shutdown)

@@ -33,7 +33,7 @@ def hold(descriptor: int, path: Path) -> bool:
         return False  # it is being dropped
     except OSError:
         pass  # a file system without locks: nobody keeps a file there either
-    return _is_at(descriptor, path)
+    return is_at(descriptor, path)
 
 
 def keep(path: Path) -> bool:
@@ -66,7 +66,7 @@ def reuse(path: Path) -> int | None:
             descriptor = os.open(kept, os.O_RDWR | os.O_CLOEXEC)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if _is_at(descriptor, kept) and os.fstat(descriptor).st_nlink == 1:
+                if is_at(descriptor, kept) and os.fstat(descriptor).st_nlink == 1:
                     os.rename(kept, path)
                     return descriptor
             except BaseException:
@@ -93,7 +93,7 @@ def _lock(descriptor: int, kind: int) -> None:
     fcntl.fcntl(descriptor, _SET_LOCK, struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 0, 0))
 
 
-def _is_at(descriptor: int, path: Path) -> bool:
+def is_at(descriptor: int, path: Path) -> bool:
     """Whether the open file is the one at `path`."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))

@@ -26,7 +26,7 @@ import numpy as np
 from rillflow.errors import CorruptData, DiskFull
 from rillflow.storage.files import disk_errors, fsync_folder, write_atomic
 from rillflow.storage.records import Place, Sealed, seal, view_of
-from rillflow.storage.recycling import discard, keep, reuse
+from rillflow.storage.recycling import discard, is_at, keep, reuse
 
 if TYPE_CHECKING:
     from rillflow.contracts import Buffer
@@ -110,7 +110,8 @@ def _unwritten(folder: Path, number: int) -> Iterator[bool]:
         return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        free = True
+        # Not the file that we have opened: a writer has put another in its place meanwhile (see `reuse`).
+        free = is_at(descriptor, segment_path(folder, number)) or not segment_path(folder, number).exists()
     except BlockingIOError:
         free = False
     try:

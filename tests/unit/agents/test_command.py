@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shlex
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -245,3 +247,71 @@ def test_what_a_dead_node_left_is_removed(tmp_path: Path) -> None:
     (tmp_path / "own" / "old").mkdir(parents=True)
     CommandAgent(CommandConfig(run="sh"), tmp_path / "own")
     assert list((tmp_path / "own").iterdir()) == []
+
+
+@pytest.mark.parametrize("made", ["os.mkfifo(answer)", "os.mkdir(answer)", "os.symlink('/dev/zero', answer)"])
+async def test_an_answer_that_is_no_file_is_none(world: World, made: str) -> None:
+    """A pipe that nobody writes into would hold the whole node up."""
+    agent = world.agent(f"import os\nanswer = os.environ['RILLFLOW_ANSWER']\n{made}\n")
+    helped: list[Path] = []
+
+    def help_out() -> None:
+        helped.extend(path / "answer" for path in world.left_over)
+        for pipe in helped:
+            os.close(os.open(pipe, os.O_RDWR))
+
+    help_later = threading.Timer(20.0, help_out)  # a node that hangs fails this test, and holds no other up
+    help_later.start()
+    left = await agent(episode())
+    help_later.cancel()
+    assert left["answer"] is None
+    assert not helped
+
+
+async def test_of_a_long_answer_the_end_is_kept(world: World) -> None:
+    agent = world.agent(
+        "import os, pathlib\npathlib.Path(os.environ['RILLFLOW_ANSWER']).write_text('x' * 5000 + 'the end')\n",
+        output=1024,
+    )
+    answer = (await agent(episode()))["answer"]
+    assert (len(answer), answer[-7:]) == (1024, "the end")
+
+
+async def test_a_pipe_that_could_not_be_made_leaves_none_behind(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent, made, pipe = world.agent("print('said')"), [], os.pipe
+
+    def one_only() -> tuple[int, int]:
+        if made:
+            raise OSError(24, "Too many open files")
+        made.append(pipe())
+        return made[0]
+
+    monkeypatch.setattr(os, "pipe", one_only)
+    with pytest.raises(AgentFailed, match="Too many open files"):
+        await agent(episode())
+    await asyncio.sleep(0)
+    for descriptor in made[0]:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
+
+
+def test_a_folder_that_cannot_be_emptied_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container may leave files that belong to another user."""
+    (tmp_path / "own" / "foreign").mkdir(parents=True)
+    monkeypatch.setattr("shutil.rmtree", lambda path, ignore_errors: None)
+    CommandAgent(CommandConfig(run="python -V"), tmp_path / "own").close()
+
+
+async def test_a_program_that_cannot_be_watched_over_is_killed(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent, started = world.agent("import time\ntime.sleep(600)\n"), []
+
+    def fails(reaper: Reaper, group: int) -> None:
+        started.append(group)
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(Reaper, "watch", fails)
+    with pytest.raises(OSError, match="Too many"):
+        await agent(episode())
+    await asyncio.to_thread(wait_until, lambda: not psutil.pid_exists(started[0]), "its end", 20.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,25 @@ def test_the_shipped_recipes_say_who_plays(name: str) -> None:
     recipe = load_recipe(name)
     assert recipe.workflow is None
     assert (recipe.command is not None, recipe.outside) == (name == "command_agent", name == "outside_agent")
+
+
+def test_a_word_may_be_longer_than_a_files_name(tmp_path: Path) -> None:
+    script = "echo hello; " * 50
+    command = load_recipe(written(tmp_path, command=f"sh -c '{script}'")).command
+    assert command is not None
+    assert shlex.split(command.run) == ["sh", "-c", script]
+
+
+def test_text_may_begin_as_a_home_does(tmp_path: Path) -> None:
+    assert load_recipe(written(tmp_path, command="sh", description="~50 steps")).description == "~50 steps"
+
+
+@pytest.mark.parametrize("given", ["path=foo", "run=foo", "FLAG='1'", 'FLAG="1e3"'])
+def test_variables_can_be_set_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    """What is quoted is text, and none of it is a path of ours."""
+    (tmp_path / "foo").write_text("")
+    monkeypatch.chdir(tmp_path)
+    command = load_recipe(written(tmp_path, command={"run": "sh"}), [f"command.environment.{given}"]).command
+    name, _, value = given.partition("=")
+    assert command is not None
+    assert command.environment == {name: value.strip("'\"")}

@@ -150,3 +150,26 @@ async def test_real_engine_moves_lossless(kit: Any) -> None:
         await task
         assert len(tokens(chunks)) == engine.stats().generated_tokens < 60
         assert tokens(chunks) == whole.tokens[: len(tokens(chunks))]
+
+
+async def test_a_hold_that_was_renewed_in_time_does_not_end_with_the_old_one() -> None:
+    engine = CountingEngine()
+    host = EngineHost("e", {"p": engine})
+    await host.hold("tag", seconds=0.01)
+    plain, go = engine.pause, asyncio.Event()
+
+    async def slow() -> None:
+        await go.wait()
+        await plain()
+
+    engine.pause = slow  # type: ignore[method-assign]
+    other = asyncio.create_task(host.hold("other", seconds=60))
+    await asyncio.sleep(0)
+    renewed = asyncio.create_task(host.hold("tag", seconds=60))
+    await asyncio.sleep(0.05)  # the first hold's time is over meanwhile
+    go.set()
+    await asyncio.gather(other, renewed)
+    await host.release("other")
+    await asyncio.sleep(0.01)
+    assert host.known.paused == "tag"
+    await host.release("tag")

@@ -8,14 +8,16 @@ from contextlib import aclosing
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
 from counting_engine import CountingEngine, expected, request, until
+from rillflow.engine import remote as module
 from rillflow.engine.frames import KEEP_ALIVE, Frame, Hold, encode
 from rillflow.engine.host import EngineHost
 from rillflow.engine.remote import RemoteEngine
 from rillflow.engine.service import EngineService
-from rillflow.errors import BadRequest, ContextOverflow, EngineLost, QueueFull, Unauthorized
+from rillflow.errors import BadRequest, ContextOverflow, EngineLost, QueueFull
 from rillflow.types import Chunk
 
 TOKEN = "t" * 32
@@ -185,9 +187,9 @@ async def test_an_engine_that_is_not_there_is_lost() -> None:
 
 async def test_another_token_opens_nothing(world: World) -> None:
     stranger = RemoteEngine("e", world.url, "x" * 32)
-    with pytest.raises(Unauthorized):
+    with pytest.raises(EngineLost, match="token"):
         await collect(stranger, request())
-    with pytest.raises(Unauthorized):
+    with pytest.raises(EngineLost, match="token"):
         await stranger.hold("mischief")
     await stranger.close()
 
@@ -237,3 +239,54 @@ async def test_bad_bodies_and_holds_are_refused(world: World) -> None:
     for hold in [Hold(reason=""), Hold(reason="x", seconds=-1.0), Hold(reason="x", seconds=float("nan"))]:
         with pytest.raises(BadRequest):
             await world.remote.hold(hold.reason, seconds=hold.seconds)
+
+
+async def test_an_answer_that_is_not_awaited_when_its_engine_goes_ends_at_once_too(slow: World) -> None:
+    patient = RemoteEngine("e", slow.url, TOKEN, stall=60)
+    stream = patient.generate("p", request())
+    slow.engine.give(1)
+    await anext(stream)
+    await patient.close()
+    async with asyncio.timeout(10):
+        with pytest.raises(EngineLost):
+            await anext(stream)
+
+
+async def test_what_an_engine_would_not_say_of_a_request_is_a_loss() -> None:
+    """Another program may have its port, or another run's engine."""
+    stranger = EngineService(EngineHost("x", {"p": CountingEngine()}), "s" * 32)
+    remote = RemoteEngine("e", await stranger.start(), TOKEN)
+    with pytest.raises(EngineLost):
+        await collect(remote, request())
+    for ask in (remote.info(), remote.hold("r"), remote.release("r")):
+        with pytest.raises(EngineLost):
+            await ask
+    await remote.close()
+    await stranger.stop()
+
+
+async def test_what_the_engine_said_itself_is_not_undone_by_older_news(world: World, monkeypatch: Any) -> None:
+    """The roster's news are up to a beat and a look old."""
+    old = await world.remote.info()
+    await world.engine.load({}, 5)
+    await world.remote.hold("train")
+    world.remote.hear(msgspec.structs.replace(old, running=3))
+    known = world.remote.known
+    assert (known.versions, known.paused, known.running) == ({"p": 5}, "train", 3)
+    await world.remote.release("train")
+    world.remote.hear(msgspec.structs.replace(old, paused="train"))
+    assert world.remote.known.paused == ""
+    await world.engine.load({}, 6)
+    await collect(world.remote, request())
+    monkeypatch.setattr(module, "NEWS_SECONDS", 0.0)
+    world.remote.hear(old)
+    assert world.remote.known == old, "later, whoever knows something is believed"
+
+
+async def test_news_of_one_policy_do_not_hide_those_of_another(world: World) -> None:
+    world.remote.hear(msgspec.structs.replace(world.remote.known, versions={"p": 0, "q": 0}))
+    await world.engine.load({}, 1)
+    await collect(world.remote, request())
+    world.remote.hear(msgspec.structs.replace(world.remote.known, versions={"p": 0, "q": 4}, paused="train"))
+    assert world.remote.known.versions == {"p": 1, "q": 4}
+    assert world.remote.known.paused == "train"

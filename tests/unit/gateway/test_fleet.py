@@ -13,7 +13,7 @@ from counting_engine import CountingEngine, request, until
 from rillflow.engine.host import EngineHost
 from rillflow.engine.remote import RemoteEngine
 from rillflow.engine.service import EngineService
-from rillflow.gateway.sampling.fleet import Fleet
+from rillflow.gateway.sampling.fleet import PROBE_EVERY, Fleet
 from rillflow.gateway.sampling.pool import EnginePool
 from rillflow.types import Chunk, EngineInfo
 
@@ -156,3 +156,51 @@ async def test_versions_of_a_group_do_not_go_back_when_it_changes_engines() -> N
     assert set(versions) == {2}
     assert pool._floors[group] == 2
     await fleet.close()
+
+
+@pytest.mark.parametrize("turns", range(4))
+async def test_a_wait_for_news_that_is_cut_as_they_come_is_cut(turns: int) -> None:
+    fleet = Fleet()
+    task = asyncio.create_task(fleet.news(60))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    fleet.tell()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    if task.cancel():  # it had not ended yet
+        await asyncio.wait([task])
+        assert task.cancelled()
+
+
+async def test_a_stranger_at_an_engines_address_is_a_lost_engine(fleet: Fleet) -> None:
+    """Its port may be another run's by now."""
+    stranger = EngineService(EngineHost("e", {"p": CountingEngine()}), "s" * 32)
+    url = await stranger.start()
+    fleet.hear([info("strange", url), info("gone")], open_engine)
+    fleet.add(EngineHost("own", {"p": CountingEngine()}))
+    pool = EnginePool("p", fleet, context=100)
+    group = next(g for g in map(str, range(100)) if fleet.pick("p", g, -1) is fleet.members["strange"])
+    chunks = [chunk async for chunk in pool.generate(request(group=group))]
+    assert chunks[-1].finish == "length"
+    assert not fleet.members["strange"].up
+    await asyncio.sleep(2 * PROBE_EVERY)
+    assert fleet._reviving is not None
+    assert not fleet._reviving.done(), "others are still asked"
+    await stranger.stop()
+
+
+async def test_an_engine_that_the_roster_forgot_is_asked_whether_it_lives(fleet: Fleet) -> None:
+    """Nobody may have called it for long; what it served then would hold back the node for ever."""
+    service = EngineService(EngineHost("new", {"p": CountingEngine(version=7)}), TOKEN)
+    new = info("new", await service.start(), version=7)
+    fleet.hear([new, info("old", version=3)], open_engine)
+    assert fleet.versions(["p"]) == {"p": 3}
+    fleet.hear([new], open_engine)
+    await until(lambda: not fleet.members["old"].up)
+    assert fleet.versions(["p"]) == {"p": 7}
+    fleet.hear([], open_engine)
+    assert set(fleet.members) == {"new"}
+    for _ in range(3):
+        await asyncio.sleep(PROBE_EVERY)
+        assert fleet.members["new"].up, "it lives, whatever the roster says"
+    await service.stop()

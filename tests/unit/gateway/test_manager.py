@@ -19,7 +19,7 @@ from rillflow.gateway.sampling.control import add_engine_routes
 from rillflow.gateway.sampling.fleet import Fleet
 from rillflow.gateway.sampling.manager import LEASE, RENEW, RolloutManager
 from rillflow.gateway.sampling.pool import EnginePool
-from rillflow.types import Chunk, GenerateRequest, Sampling
+from rillflow.types import Chunk, EngineInfo, GenerateRequest, Sampling
 from rillflow.wire import Service
 
 TOKEN = "t" * 32
@@ -267,3 +267,48 @@ async def test_real_engines_continue_a_preempted_answer_as_if_nothing_had_happen
     assert [token for chunk in chunks for token in chunk.tokens] == whole
     assert {chunk.seam for chunk in chunks} == {"", "preempted"}
     await fleet.close()
+
+
+async def test_a_reason_that_is_renewed_as_it_goes_is_gone(made: list[World]) -> None:
+    world = make(made)
+    await world.manager.interrupt("maintenance")
+    world.clock.time += RENEW
+    resumed = asyncio.create_task(world.manager.resume("maintenance"))
+    renewed = asyncio.create_task(world.manager.tick())
+    await asyncio.gather(resumed, renewed)
+    assert world.paused == ["", ""]
+
+
+async def test_a_hold_that_arrives_after_its_release_is_taken_back(
+    made: list[World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make(made)
+    plain, go = world.hosts[0].hold, asyncio.Event()
+
+    async def late(reason: str, **how: Any) -> EngineInfo:
+        await go.wait()
+        return await plain(reason, **how)
+
+    monkeypatch.setattr(world.hosts[0], "hold", late)
+    interrupted = asyncio.create_task(world.manager.interrupt("maintenance"))
+    await until(lambda: world.paused[1] != "")
+    await world.manager.resume("maintenance")
+    go.set()
+    await interrupted
+    assert world.paused == ["", ""]
+
+
+async def test_an_engine_that_refuses_to_be_told_does_not_end_the_manager(
+    made: list[World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make(made)
+
+    async def refuse(*_: Any, **__: Any) -> EngineInfo:
+        raise BadRequest("this is no engine")
+
+    monkeypatch.setattr(world.hosts[0], "hold", refuse)
+    monkeypatch.setattr(world.hosts[0], "release", refuse)
+    await world.manager.interrupt("maintenance")
+    assert world.paused == ["", "node-0: maintenance"]
+    await world.manager.resume("maintenance")
+    assert world.paused == ["", ""]

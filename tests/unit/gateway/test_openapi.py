@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator
 import pytest
 from serving import TOKEN, Served, add_control, served
 
+from rillflow.errors import BadRequest, ContextOverflow, DiskFull, EngineError, QueueFull, Unauthorized, Unavailable
+
 
 @pytest.fixture
 async def bench() -> AsyncIterator[Served]:
@@ -23,6 +25,13 @@ async def test_every_route_is_described(bench: Served) -> None:
     assert {"/v1/messages", "/s/{session}/v1/chat/completions", "/s/{session}/reward", "/engines", "/feed"} <= {
         path for _, path in found
     }
+
+
+async def test_every_status_that_a_call_may_end_with_is_described(bench: Served) -> None:
+    _, described, _ = await bench.call("GET", "/openapi.json")
+    mine = {BadRequest, ContextOverflow, DiskFull, EngineError, QueueFull, Unauthorized, Unavailable}
+    statuses = described["paths"]["/v1/messages"]["post"]["responses"]
+    assert {str(error.status) for error in mine} <= set(statuses)
 
 
 async def test_every_reference_leads_somewhere(bench: Served) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
@@ -11,11 +11,11 @@ import pytest
 
 from counting_engine import CountingEngine, expected, request, until
 from rillflow.engine.host import EngineHost
-from rillflow.errors import ContextOverflow, QueueFull, Unavailable
+from rillflow.errors import ContextOverflow, EngineLost, QueueFull, Unavailable
 from rillflow.gateway.sampling import pool as module
 from rillflow.gateway.sampling.fleet import Fleet
 from rillflow.gateway.sampling.pool import EnginePool
-from rillflow.types import Chunk, GenerateRequest, Sampling
+from rillflow.types import Chunk, EngineInfo, GenerateRequest, Sampling
 
 
 class Call:
@@ -290,3 +290,36 @@ async def test_closing_aborts(two: World) -> None:
     await stream.aclose()
     assert two.engines[0].open == 0
     assert all(member.calls == 0 for member in two.fleet.members.values())
+
+
+class Fickle:
+    """An engine that does with each call what comes next in its plan, and serves it at the end."""
+
+    def __init__(self, plan: list[str]) -> None:
+        self.plan = plan
+        self.host = EngineHost("fickle", {"p": CountingEngine()})
+        self.name, self.info, self.close = self.host.name, self.host.info, self.host.close
+        self.hold, self.release = self.host.hold, self.host.release
+
+    @property
+    def known(self) -> EngineInfo:
+        return self.host.known
+
+    async def generate(self, policy: str, asked: GenerateRequest, floor: int = -1) -> AsyncGenerator[Chunk]:
+        what = self.plan.pop(0) if self.plan else ""
+        if what == "lost":
+            raise EngineLost("lost")
+        if what == "away":
+            yield Chunk(tokens=[], logprobs=[], raw_logprobs=[], version=0, finish="abort", seam="preempted")
+            return
+        async for chunk in self.host.generate(policy, asked, floor):
+            yield chunk
+
+
+async def test_calls_that_were_sent_away_often_have_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_FIRST_PAUSE", 0.0)
+    monkeypatch.setattr("rillflow.gateway.sampling.fleet.PROBE_EVERY", 0.001)
+    fleet = Fleet([Fickle(["away"] * 10 + ["lost", "away", "lost"])])
+    call = Call(EnginePool("p", fleet, context=4096), request())
+    await call.ended()
+    await fleet.close()

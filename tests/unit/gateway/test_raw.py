@@ -111,17 +111,34 @@ def test_prompts_that_cannot_be_sampled_from(prompt: str | list[int]) -> None:
     assert caught.value.param == "prompt"
 
 
-def test_a_tokenizer_that_opens_every_text() -> None:
+def opening_renderer() -> tuple[Renderer, int]:
+    """Of a tokenizer that opens every text, and the id that it opens them with."""
     tokenizer = make_tokenizer()
     tokenizer.bos_token = "<|endoftext|>"
     bos = tokenizer.bos_token_id
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", bos)]
     )
-    renderer = Renderer(tokenizer)
+    return Renderer(tokenizer), bos
+
+
+def test_a_tokenizer_that_opens_every_text() -> None:
+    renderer, bos = opening_renderer()
     tree = TokenTree()
     first = place_raw(tree, renderer, "hello")
     assert first.prompt() == [bos, *renderer.encode("hello")]
     assert place_raw(tree, renderer, "<|endoftext|>hello").prompt() == first.prompt()
     node = answered(tree, first, ODD, "abc")
     assert place_raw(tree, renderer, "helloabc go").parent is node
+
+
+def test_ids_without_the_opening_are_not_the_text_that_has_it() -> None:
+    renderer, bos = opening_renderer()
+    tree = TokenTree()
+    bare = place_raw(tree, renderer, renderer.encode("hello"))
+    answered(tree, bare, ODD, "abc")
+    text = place_raw(tree, renderer, "hello")
+    assert text.prompt() == [bos, *renderer.encode("hello")]
+    assert place_raw(tree, renderer, "hello") is text
+    assert place_raw(tree, renderer, "helloabc").prompt() == [bos, *renderer.encode("helloabc")]
+    assert place_raw(tree, renderer, renderer.encode("hello")) is bare

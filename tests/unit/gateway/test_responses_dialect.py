@@ -268,6 +268,14 @@ async def test_a_previous_response_is_known_after_a_restart(tmp_path: Path) -> N
         await log.close()
 
 
+async def test_what_followed_a_raw_prompt_is_no_previous_response() -> None:
+    async with asking() as asked:
+        asked.script("one", "two")
+        completed = await asked.complete("hello")
+        with pytest.raises(openai.NotFoundError, match="no response with the id"):
+            await asked.respond("more", previous_response_id=f"resp_{completed.id.removeprefix('cmpl-')}")
+
+
 async def test_an_unknown_previous_response() -> None:
     async with asking() as asked:
         asked.served.gateway.sessions.open("s2", seed=1, group="g", deadline_seconds=60)

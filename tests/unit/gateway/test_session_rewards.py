@@ -215,3 +215,12 @@ def test_transcripts_show_rewards_and_seams(played: Played) -> None:
     assert entries[2]["rewards"] == [{"message": 1, "reward": 1.0}]
     assert entries[0]["rewards"] == [{"message": 1, "reward": 2.0}]
     assert not {"seams", "rewards"} & entries[1].keys()
+
+
+def test_the_names_of_policies_are_bounded(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rillflow.gateway.sessions.rewards._MOST_POLICIES", 2, raising=False)
+    for policy in ("a", "unknown"):
+        played.rewards.give(1, policy=policy)
+    played.rewards.give(2, policy="a")
+    with pytest.raises(CallRefused, match="at most 2"):
+        played.rewards.give(1, policy="another")

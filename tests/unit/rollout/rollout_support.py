@@ -190,8 +190,6 @@ class World:
         )
         late = LateRewards(self.clock)
         Control(self.gateway, self.feed, late.given)
-        restored = self.gateway.sessions.restore()
-        self.url = await self.gateway.start("127.0.0.1", self._port)
         writer = UnitWriter(self.dataflow.units, TOKEN)
         client = openai.AsyncOpenAI(
             base_url="http://unset", api_key="unset", max_retries=0,
@@ -202,10 +200,10 @@ class World:
             self._stack.push_async_callback(close)
         self.episodes = Episodes(
             self._rollout, self._policies, player=self._player, reward=self._reward, gateway=self.gateway,
-            gateway_url=self.url, client=client, pusher=Pusher("n", self.dataflow, writer), late=late,
-            clock=self.clock,
+            client=client, pusher=Pusher("n", self.dataflow, writer), late=late, clock=self.clock,
         )  # fmt: skip
-        going_on = self.episodes.going_on(restored)
+        going_on = self.episodes.going_on(self.gateway.sessions.restore())
+        self.url = self.episodes.gateway_url = await self.gateway.start("127.0.0.1", self._port)
         engines: Any = self.engines
         self.incarnation = incarnation(self.folder, going_on)
         self.node = Node(

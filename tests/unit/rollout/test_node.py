@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
-from rollout_support import Dataflow, NoEngines, World, until
+from rollout_support import Dataflow, NoEngines, World, call, until
 
 from rillflow.config.schema import RolloutConfig
 from rillflow.contracts import Episode
 from rillflow.errors import RillflowError, Unauthorized
 from rillflow.rollout import node as module
 from rillflow.rollout.node import Node
-from rillflow.types import HeartbeatReply, LeaseTasks, TaskLeases
+from rillflow.types import Ack, FailTask, HeartbeatReply, LeaseTasks, TaskLeases
 
 
 class NoEpisodes:
@@ -189,3 +190,25 @@ async def test_a_record_with_holes_is_never_trained(tmp_path: Path) -> None:
         await world.dataflow.until(1)
     (failed,) = world.dataflow.failed
     assert (failed.cause, failed.error) == ("record_incomplete", "a frame of its log is damaged")
+
+
+async def test_an_episode_that_failed_answers_no_more_calls(tmp_path: Path) -> None:
+    """What it left behind may go on: nothing is sampled for it while the run is told."""
+    sessions: list[Episode] = []
+    telling, told = asyncio.Event(), asyncio.Event()
+
+    async def fails(episode: Episode) -> float:
+        sessions.append(episode)
+        raise ValueError("no idea")
+
+    async def fail(news: FailTask, deadline: float) -> Ack:
+        telling.set()
+        await told.wait()
+        return Ack(accepted=True)
+
+    async with World(tmp_path, 1, workflow=fails) as world:
+        world.dataflow.fail = fail
+        await asyncio.wait_for(telling.wait(), 20)
+        with pytest.raises(openai.NotFoundError):
+            await call(sessions[0].base_url, sessions[0].api_key)
+        told.set()

@@ -209,3 +209,32 @@ def test_without_locks_files_are_removed(tmp_path, written, monkeypatch, error):
     assert read(tmp_path, [place]) == [b"value"]
     drop_segments(tmp_path, [0])
     assert kept(tmp_path) == [] == segment_numbers(tmp_path)
+
+
+def test_who_looks_while_a_file_takes_anothers_place_finds_it_written(tmp_path, written, monkeypatch):
+    """The look had the file that was there before: that one is nobody's any more, its place is."""
+    written(b"old")
+    drop_segments(tmp_path, [0])
+    opened, swapped, found = threading.Event(), threading.Event(), []
+    lock, take = segments.fcntl.flock, segments.reuse
+    looker = threading.Thread(target=lambda: found.extend(segments.closed_segments(tmp_path, [1])))
+
+    def locked(descriptor, how):
+        if threading.current_thread() is looker:
+            opened.set()
+            assert swapped.wait(20)
+        lock(descriptor, how)
+
+    def taken(path):
+        looker.start()
+        assert opened.wait(20)
+        return take(path)
+
+    monkeypatch.setattr(segments.fcntl, "flock", locked)
+    monkeypatch.setattr(segments, "reuse", taken)
+    writer = SegmentWriter(tmp_path, LIMIT)
+    writer.write([{"tokens": b"new"}])
+    swapped.set()
+    looker.join(20)
+    writer.close()
+    assert found == []

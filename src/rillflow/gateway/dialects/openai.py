@@ -30,6 +30,9 @@ ToolChoice = Literal["none", "auto", "required"] | dict[str, Any] | None
 
 Decoded = TypeVar("Decoded")
 
+# Engines hold these as 32-bit numbers. Past them nothing changes: no vocabulary is so large, no nucleus so small.
+_MOST_K, _LEAST_P = (1 << 31) - 1, 1e-6
+
 _PATH = re.compile(r" - at `\$\.?(.*)`$")
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
@@ -109,8 +112,8 @@ def sampling(request: Sampled, defaults: SamplingConfig, max_tokens: int | None,
     """The agent's own sampling wins over the recipe's, field by field."""
     return Sampling(
         temperature=defaults.temperature if request.temperature is None else request.temperature,
-        top_p=request.top_p or defaults.top_p,
-        top_k=defaults.top_k if request.top_k is None else request.top_k,
+        top_p=max(request.top_p or defaults.top_p, _LEAST_P),
+        top_k=min(defaults.top_k if request.top_k is None else request.top_k, _MOST_K),
         max_tokens=max_tokens or defaults.max_tokens,
         seed=seed,
     )

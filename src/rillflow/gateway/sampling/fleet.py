@@ -15,7 +15,7 @@ from typing import Protocol
 from xxhash import xxh3_64_intdigest
 
 from rillflow.engine.remote import RemoteEngine
-from rillflow.errors import EngineLost
+from rillflow.errors import RillflowError
 from rillflow.types import Chunk, EngineInfo, GenerateRequest
 
 PROBE_EVERY = 0.25
@@ -47,10 +47,11 @@ class PoolEngine(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One engine, and how many calls of this process are at work on it."""
+    """One engine, and how many calls of this process are at work on it. `missed`: the roster knows it no more."""
 
     engine: PoolEngine
     up: bool = True
+    missed: bool = False
     calls: int = 0
 
     @property
@@ -101,24 +102,35 @@ class Fleet:
             elif isinstance(member.engine, RemoteEngine):
                 member.engine.hear(info)
         for name, member in list(self.members.items()):
-            if name not in infos and not member.up:
+            member.missed = name not in infos
+            if member.missed and not member.up:
                 self.remove(name)
+        self._ask_the_doubtful()
         self.tell()
 
     def doubt(self, member: Member) -> None:
         """It is lost, or it sends calls away: no call goes there until it has answered how it is."""
         member.up = False
-        if self._reviving is None or self._reviving.done():
+        self._ask_the_doubtful()
+
+    def _ask_the_doubtful(self) -> None:
+        if self._doubtful() and (self._reviving is None or self._reviving.done()):
             self._reviving = asyncio.create_task(self._revive(), name="probe-engines")
 
+    def _doubtful(self) -> list[Member]:
+        return [member for member in self.members.values() if not member.up or member.missed]
+
     async def _revive(self) -> None:
-        while down := [member for member in self.members.values() if not member.up]:
-            await asyncio.gather(*map(self._probe, down))
+        while doubtful := self._doubtful():
+            await asyncio.gather(*map(self._probe, doubtful))
             await asyncio.sleep(PROBE_EVERY)
 
     async def _probe(self, member: Member) -> None:
-        with suppress(EngineLost):
+        try:
             await member.engine.info()
+        except RillflowError:
+            member.up = False
+        else:
             member.up = True
             self.tell()
 
@@ -140,7 +152,9 @@ class Fleet:
     async def news(self, seconds: float) -> None:
         """Until something has changed, for so many seconds at most."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._news.wait(), seconds)
+            # Not `wait_for`: in Python 3.11 news that come with a cancellation would hide it.
+            async with asyncio.timeout(seconds):
+                await self._news.wait()
 
     # ------------------------------------------------------------ choosing
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from rillflow.config.schema import PauseConfig
 from rillflow.contracts import Clock, SystemClock
-from rillflow.errors import BadRequest, EngineLost
+from rillflow.errors import BadRequest, RillflowError
 from rillflow.gateway.sampling.fleet import Fleet
 from rillflow.gateway.sampling.triggers import Threshold
 
@@ -96,7 +96,8 @@ class RolloutManager:
 
     async def resume(self, reason: str, engines: Iterable[str] | None = None) -> None:
         """The reason is gone; engines that have no other sample again."""
-        gone = [key for key in self._held if key[1] == reason and (engines is None or key[0] in set(engines))]
+        named = None if engines is None else set(engines)
+        gone = [key for key in self._held if key[1] == reason and (named is None or key[0] in named)]
         await asyncio.gather(*(self._release(*key) for key in gone))
 
     def _named(self, engines: Iterable[str] | None) -> list[str]:
@@ -115,7 +116,7 @@ class RolloutManager:
         if member is not None:
             try:
                 await member.engine.release(self._said(reason))
-            except EngineLost as error:
+            except RillflowError as error:
                 log.info("%s: not released, its reasons end by themselves: %s", engine, error.message)
         self._fleet.tell()
 
@@ -126,14 +127,18 @@ class RolloutManager:
         await asyncio.gather(*(self._hold(engine, reason, now) for engine, reason in due))
 
     async def _hold(self, engine: str, reason: str, now: float) -> None:
-        held, member = self._held[engine, reason], self._fleet.members.get(engine)
+        held, member = self._held.get((engine, reason)), self._fleet.members.get(engine)
+        if held is None:
+            return
         held.renewed = now
         if member is None:
             return
         try:
             await member.engine.hold(self._said(reason), move=held.move, seconds=LEASE)
-        except EngineLost as error:
+        except RillflowError as error:
             log.info("%s: not reached, it is told again: %s", engine, error.message)
+        if (engine, reason) not in self._held:  # released meanwhile, perhaps before this arrived
+            await self._release(engine, reason)
 
     def _said(self, reason: str) -> str:
         return f"{self._name}: {reason}"

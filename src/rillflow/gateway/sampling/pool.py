@@ -22,7 +22,7 @@ from rillflow.gateway.sampling.fleet import Fleet, Member
 from rillflow.types import Chunk, FinishReason, GenerateRequest
 
 _LOOK_SECONDS = 0.25  # between two looks at the engines while a call waits; news wakes it before
-_TRIES = 8  # in a row without one token
+_TRIES = 8  # on engines that were lost, in a row without one token
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
 _GROUPS = 16384  # whose last version is remembered
 
@@ -32,7 +32,8 @@ class Progress:
 
     def __init__(self, request: GenerateRequest, context: int) -> None:
         self.produced: list[int] = []
-        self.tries = 0
+        self.cuts = 0  # since the last token
+        self.losses = 0  # of them, those by an engine that was lost
         self.cause = ""
         self._request = request
         self._context = context
@@ -43,7 +44,7 @@ class Progress:
             return chunk
         seam = self.cause if self.cause and self.produced else chunk.seam
         self.produced += chunk.tokens
-        self.cause, self.tries = "", 0
+        self.cause, self.cuts, self.losses = "", 0, 0
         return chunk if seam == chunk.seam else msgspec.structs.replace(chunk, seam=seam)
 
     def rest(self) -> GenerateRequest:
@@ -136,13 +137,14 @@ class EnginePool:
         """The call goes on elsewhere: at once, and after a pause where that has brought nothing before."""
         self.fleet.doubt(member)
         progress.cause = cause
-        progress.tries += 1
-        if error is not None and progress.tries >= _TRIES:
+        progress.cuts += 1
+        progress.losses += error is not None
+        if error is not None and progress.losses >= _TRIES:
             raise Unavailable(
                 f"no engine could sample this answer, tried {_TRIES} times: {error.message}", error.hint
             ) from error
-        if progress.tries > 1:
-            pause = min(_FIRST_PAUSE * 2 ** (progress.tries - 2), _LONGEST_PAUSE)
+        if progress.cuts > 1:
+            pause = min(_FIRST_PAUSE * 2 ** min(progress.cuts - 2, 16), _LONGEST_PAUSE)
             await asyncio.sleep(pause * (0.5 + self._random.random()))
 
     async def _choose(self, request: GenerateRequest, progress: Progress, full: set[str], version: int) -> Member:

@@ -1,7 +1,8 @@
 """The events of a session as bytes: what each adds to those before it, and nothing twice.
 
 Ids take two bytes each where all of a node's fit, else four; log-probs are float32, as the columns that are trained
-on; untempered ones are left out where they are the same; versions and seams are runs.
+on; untempered ones are left out where they are the same; versions and seams are runs. Whole numbers that msgpack has
+no room for, as a call's arguments may have them, are written out.
 """
 
 from __future__ import annotations
@@ -109,19 +110,39 @@ class Abandoned(msgspec.Struct, array_like=True, frozen=True):
 
 Event = Opened | Noted | Begun | Answered | Abandoned | list[Gift]
 
+_WIDE = 1  # the code of a whole number of more than 64 bits
+
+
+def _read_wide(code: int, data: memoryview) -> int:
+    if code != _WIDE:
+        raise ValueError(f"an extension of code {code}")
+    return int.from_bytes(data, "little", signed=True)
+
+
 _encode = msgspec.msgpack.Encoder().encode
 _DECODERS: dict[int, msgspec.msgpack.Decoder[Any]] = {
-    Kind.OPENED: msgspec.msgpack.Decoder(Opened),
-    Kind.NOTED: msgspec.msgpack.Decoder(Noted),
+    Kind.OPENED: msgspec.msgpack.Decoder(Opened, ext_hook=_read_wide),
+    Kind.NOTED: msgspec.msgpack.Decoder(Noted, ext_hook=_read_wide),
     Kind.BEGUN: msgspec.msgpack.Decoder(Begun),
-    Kind.ANSWERED: msgspec.msgpack.Decoder(Answered),
+    Kind.ANSWERED: msgspec.msgpack.Decoder(Answered, ext_hook=_read_wide),
     Kind.ABANDONED: msgspec.msgpack.Decoder(Abandoned),
     Kind.REWARDED: msgspec.msgpack.Decoder(list[Gift]),
 }
 
 
 def encode(event: Event) -> bytes:
-    return _encode(event)
+    try:
+        return _encode(event)
+    except OverflowError:
+        return _encode(_written_out(msgspec.to_builtins(event, builtin_types=(bytes,))))
+
+
+def _written_out(value: Any) -> Any:
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+        return msgspec.msgpack.Ext(_WIDE, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+    if isinstance(value, dict):
+        return {key: _written_out(item) for key, item in value.items()}
+    return [_written_out(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def decode(kind: int, payload: bytes) -> Event:
@@ -135,7 +156,7 @@ def decode(kind: int, payload: bytes) -> Event:
 
 def answered(asked: Asked, calls: int, node: Node, pieces: list[Piece]) -> bytes:
     call, policy, draw, choices, _ = asked
-    return _encode(Answered(call, policy, draw, choices, calls, node.id, pieces))
+    return encode(Answered(call, policy, draw, choices, calls, node.id, pieces))
 
 
 def piece_of(node: Node, tree: TokenTree) -> Piece:

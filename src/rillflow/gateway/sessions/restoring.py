@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +48,7 @@ class Restored:
         self._abandoned: set[int] = set()
         self._gifts: list[Gift] = []
         self._made = 0
+        self._numbers = 0  # of nodes that were given, also to those that nobody wrote down
         self._incomplete = ""
 
     def damaged(self, what: str) -> None:
@@ -64,21 +66,27 @@ class Restored:
             self._noted = event
         elif isinstance(event, Begun):
             self._live[event.call] = set(event.nodes)
+            self._number(event.nodes)
             self._made = max(self._made, event.calls)
         elif isinstance(event, Answered):
             self._answer(event)
         elif isinstance(event, Abandoned):
             self._abandoned |= set(event.nodes)
+            self._number(event.nodes)
             self._live.pop(event.call, None)
             self._calls.pop(event.call, None)
         else:
             self._gifts += event
+
+    def _number(self, nodes: Iterable[int]) -> None:
+        self._numbers = max(self._numbers, *(node + 1 for node in nodes), 0)
 
     def _answer(self, event: Answered) -> None:
         self._made = max(self._made, event.calls)
         for piece in event.pieces:
             self._pieces[piece.id] = (event.policy, piece)
             self.written.add(piece.id)
+            self._number([piece.id])
         if event.draw >= 0:
             call = self._calls.setdefault(event.call, _Call(event.policy, event.draw, event.choices))
             call.nodes.add(event.node)
@@ -142,7 +150,7 @@ class Restored:
                 continue
             nodes[number] = node
             session.count(node)
-        session.numbers.next = max(self._pieces, default=-1) + 1
+        session.numbers.next = self._numbers
         return nodes
 
     def _draw(self, session: Session, call: _Call, nodes: dict[int, Node]) -> None:

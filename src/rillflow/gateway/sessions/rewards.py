@@ -18,6 +18,8 @@ from rillflow.gateway.trees.tree import Node, TokenTree
 
 _PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 _MOST_LEAVES = 16_384  # numbers may be named before there are such leaves
+_HIGHEST_LEAF = (1 << 31) - 1
+_MOST_POLICIES = 1024  # the same of policies
 _LONGEST_NAME = 256
 _NAMED = 8  # of the calls that there are, in a refusal
 
@@ -82,7 +84,7 @@ class Rewards:
         elif leaf is not None:
             gift = self._leaf(float(value), leaf, policy or self._only_policy())
         else:
-            gift = Gift(float(value), policy=policy)
+            gift = self._whole(float(value), policy)
         self.restore([gift])
         return gift
 
@@ -148,11 +150,16 @@ class Rewards:
         return tuple(node.call for node in list(calls.values())[turn])
 
     def _leaf(self, value: float, leaf: int, policy: str) -> Gift:
-        if leaf < 0:
-            raise CallRefused("leaves are numbered from 0", param="leaf")
+        if not 0 <= leaf <= _HIGHEST_LEAF:
+            raise CallRefused(f"leaves are numbered from 0, and not beyond {_HIGHEST_LEAF}", param="leaf")
         if (policy, leaf) not in self._leaves and len(self._leaves) >= _MOST_LEAVES:
             raise CallRefused(f"at most {_MOST_LEAVES} leaves have a reward", code="reward_limit_exceeded")
         return Gift(value, leaf=leaf, policy=policy)
+
+    def _whole(self, value: float, policy: str | None) -> Gift:
+        if policy not in self._session and len(self._session) >= _MOST_POLICIES:
+            raise CallRefused(f"at most {_MOST_POLICIES} policies have a reward", code="reward_limit_exceeded")
+        return Gift(value, policy=policy)
 
     def _only_policy(self) -> str:
         if len(self._trees) == 1:

@@ -124,9 +124,6 @@ class Session:
 
     def begun(self, asked: Asked, nodes: Sequence[Node]) -> None:
         """A call's answers, one for each node, are about to be sampled below one given node."""
-        given = nodes[0].parent
-        if given is not None:
-            self.count(given)
         self.log.begun(self, asked, nodes)
 
     async def shown(self, asked: Asked) -> None:
@@ -194,7 +191,7 @@ def prompt_digest(policy: str, prompt: Sequence[int]) -> bytes:
 def size_of(node: Node) -> int:
     """Bytes kept of a node: its tokens and what the agent said or saw."""
     each = _SAMPLED_BYTES if node.kind == "sampled" else _GIVEN_BYTES
-    return each * len(node.tokens) + sum(len(message.key) for message in node.messages)
+    return each * len(node.tokens) + sum(message.size for message in node.messages)
 
 
 def _seed(head: blake2b, index: int) -> int:

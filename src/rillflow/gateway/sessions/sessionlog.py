@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rillflow.errors import Unavailable
 from rillflow.gateway.sessions import frames
 from rillflow.gateway.sessions.frames import Kind
 from rillflow.gateway.sessions.keeping import Asked
@@ -94,17 +96,23 @@ class FileSessionLog:
         kept = self._kept.get(session.name)
         if kept is not None:
             self._open(session, kept)
-            self._add(kept, Kind.NOTED, frames.encode(frames.Noted(session.closed, dict(session.detail))))
+            noted = frames.Noted(session.closed, dict(session.detail))
+            self._log.owe(kept.owner, Kind.NOTED, frames.encode(noted))
 
     def begun(self, session: Session, asked: Asked, nodes: Sequence[Node]) -> None:
-        """Only of live calls: of others nothing is seen before they end."""
+        """Only of live calls: of others nothing is seen before they end. Where it is refused, `shown` says so."""
         kept = self._kept.get(session.name)
         if kept is None or not asked.live:
             return
-        self._open(session, kept)
         event = frames.Begun(asked.call, session.calls, [node.id for node in nodes])
-        self._add(kept, Kind.BEGUN, frames.encode(event))
-        kept.begun[asked.call] = self._log.sync()
+        try:
+            self._open(session, kept)
+            self._add(kept, Kind.BEGUN, frames.encode(event))
+            kept.begun[asked.call] = self._log.sync()
+        except Unavailable as error:
+            kept.begun[asked.call] = refused = asyncio.get_running_loop().create_future()
+            refused.set_exception(error)
+            refused.exception()  # a call that fails before does not ask for it
 
     async def shown(self, session: Session, asked: Asked) -> None:
         kept = self._kept.get(session.name)
@@ -115,9 +123,9 @@ class FileSessionLog:
     async def ended(self, session: Session, asked: Asked, node: Node) -> None:
         kept = self._kept.get(session.name)
         if kept is not None:
-            kept.begun.pop(asked.call, None)
             self._answer(session, kept, asked, node)
             await self._log.sync()
+            await self.shown(session, asked)  # no end of a live call without its beginning
 
     def abandoned(self, session: Session, asked: Asked, nodes: Sequence[Node]) -> None:
         kept = self._kept.get(session.name)
@@ -126,12 +134,12 @@ class FileSessionLog:
         kept.begun.pop(asked.call, None)
         gone = [node.id for node in nodes if node.abandoned]
         if asked.live or not kept.nodes.isdisjoint(gone):
-            self._open(session, kept)
-            self._add(kept, Kind.ABANDONED, frames.encode(frames.Abandoned(asked.call, gone)))
+            self._log.owe(kept.owner, Kind.ABANDONED, frames.encode(frames.Abandoned(asked.call, gone)))
         for node in nodes:
-            # What the engine cut off stays part of the session.
+            # What the engine cut off stays part of the session, as far as there is room: its call has failed anyway.
             if node.finish == "abort" and not node.abandoned and node.tokens:
-                self._answer(session, kept, asked._replace(draw=-1), node)
+                with suppress(Unavailable):
+                    self._answer(session, kept, asked._replace(draw=-1), node)
 
     def rewarded(self, session: Session) -> None:
         kept = self._kept.get(session.name)

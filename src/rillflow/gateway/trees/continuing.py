@@ -1,6 +1,7 @@
 """A call that follows an earlier answer of its session by naming it, as `previous_response_id` does.
 
-The trees keep every answer's messages: nothing is stored for this, nor lost with a restart.
+The trees keep every answer's messages: nothing is stored for this, nor lost with a restart. What followed a raw prompt
+is no message of a conversation.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.sessions.session import Session
 from rillflow.gateway.trees.messages import Message
+from rillflow.gateway.trees.tree import RAW
 
 INSTRUCTIONS = "instructions"  # marks, in a message's body, what is said to one call and not to those that follow it
 
@@ -23,11 +25,11 @@ def _plain(messages: list[Message]) -> list[Message]:
 
 
 def _up_to(session: Session, answer: str) -> list[Message]:
-    call = f"{answer}_0"
     for tree in session.trees.values():
-        for node in tree.nodes():
-            if node.call == call and node.finish is not None and not node.abandoned:
-                return [message for before in node.path() for message in before.messages]
+        for node in tree.calls.get(answer, ()):
+            path = node.path()
+            if node.usable and path[0].parent is not tree.roots().get(RAW):
+                return [message for before in path for message in before.messages]
     raise CallRefused(
         f"no response with the id 'resp_{answer}' was given in this session",
         status=404,

@@ -41,6 +41,12 @@ class Message(NamedTuple):
     call_ids: frozenset[str] = frozenset()
     reasoning: str = ""
 
+    @property
+    def size(self) -> int:
+        """Bytes kept of it, about: also of what its key ignores."""
+        ids = sum(map(len, self.call_ids)) + len(self.body.get("tool_call_id", ""))
+        return len(self.key) + len(self.reasoning) + ids
+
 
 def message(
     role: str, text: str, calls: Sequence[ToolCall] = (), *, reasoning: str = "", name: str = "", call_id: str = ""

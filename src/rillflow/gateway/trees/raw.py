@@ -39,10 +39,10 @@ def place_raw(tree: TokenTree, renderer: Renderer, prompt: str | list[int]) -> N
 
 
 def _place_text(tree: TokenTree, renderer: Renderer, prompt: str) -> Node:
-    cut = _longest(_cuts_of_text(tree.root(RAW), renderer, prompt), len(prompt))
+    opening = renderer.opening(prompt)
+    cut = _longest(_cuts_of_text(tree.root(RAW), renderer, prompt, opening), len(prompt))
     if cut is not None and cut.node.kind == "given" and not cut.copied:
         return cut.node
-    opening = renderer.opening(prompt)
     if cut is not None:
         rest = cut.copied + array("i", renderer.encode(prompt[cut.at :]))
         ids = [*cut.node.prompt(), *rest]
@@ -83,13 +83,19 @@ def _cuts_of_ids(root: Node, ids: array[int]) -> Iterator[_Cut]:
                 stack.append((child, end))
 
 
-def _cuts_of_text(root: Node, renderer: Renderer, prompt: str) -> Iterator[_Cut]:
-    """Behind what was sampled, or at the end: text between two pieces of given text is tokenised in one piece."""
+def _cuts_of_text(root: Node, renderer: Renderer, prompt: str, opening: list[int]) -> Iterator[_Cut]:
+    """Behind what was sampled, or at the end: text between two pieces of given text is tokenised in one piece.
+
+    Prompts of ids may have the same text without its `opening`: those are others.
+    """
+    opened = array("i", opening)
     stack = [(root, 0)]
     while stack:
         node, at = stack.pop()
         for child in node.children:
             if not child.usable or not prompt.startswith(_shown(child), at):
+                continue
+            if node is root and child.tokens[: len(opened)] != opened:
                 continue
             text = _shown(child) if child.kind == "given" else renderer.decode(child.tokens)
             end = at + len(text)

@@ -60,6 +60,7 @@ class Renderer:
         self.template = written if isinstance(written, str) else "\n".join(written.values())
         self._prompts: OrderedDict[bytes, Rendered] = OrderedDict()
         self._stand_ins: dict[tuple[int, bool], str] = {}
+        self._longest = max((len(token) for token in tokenizer.get_vocab()), default=1)
         eos = tokenizer.eos_token_id
         stops = [*([] if eos is None else [eos]), *stop_tokens]
         self.end_text, self.end_token, self._gap = self._turn_end(stops)
@@ -94,6 +95,11 @@ class Renderer:
         bos = self._tokenizer.bos_token_id
         adds = bos is not None and list(self._tokenizer.encode("", add_special_tokens=True))[:1] == [bos]
         return [bos] if adds and not text.startswith(self._tokenizer.bos_token) else []
+
+    def least_tokens(self, text: str) -> int:
+        """So many tokens `text` has at least, by its length alone. Half of what the longest token would give, for
+        tokenizers that drop some of a text."""
+        return len(text) // (2 * self._longest)
 
     @property
     def vocabulary(self) -> int:
