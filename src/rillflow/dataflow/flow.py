@@ -189,6 +189,8 @@ class News:
         self.waiting += 1
         try:
             with suppress(TimeoutError):
-                await asyncio.wait_for(event.wait(), seconds)
+                # Not `wait_for`: on Python 3.11 it swallows a cancellation that comes with the event.
+                async with asyncio.timeout(seconds):
+                    await event.wait()
         finally:
             self.waiting -= 1

@@ -108,7 +108,8 @@ class Supervised:
         if self._process is None:
             return True
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._process.wait()
         return self._process.returncode is not None
 
     def _tail(self) -> str:
