@@ -72,7 +72,8 @@ def fleet(run: Started, url: str) -> Iterator[Path]:
 @pytest.mark.slow
 def test_a_session_goes_on_when_its_node_is_killed(cli: Cli) -> None:
     """The agent sees slower answers, no error; what it did before and after the kill is one trained sample."""
-    run = cli.start("run", "outside_agent", *SHORT, "dataflow.filters=[]")
+    # On-policy: the first batch needs the group of this session, so the run cannot end before its agent comes back.
+    run = cli.start("run", "outside_agent", *SHORT, "dataflow.filters=[]", "dataflow.staleness=0")
     door = Door(run)
     task = door.post("/sessions", {"wait": 60})
     client = OpenAI(base_url=task["base_url"], api_key=task["api_key"], max_retries=40)
