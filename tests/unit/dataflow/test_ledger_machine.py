@@ -21,5 +21,6 @@ class TestLedgerMachine(LedgerMachine.TestCase):  # type: ignore[misc, name-defi
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 class TestLedgerMachineForLonger(LedgerMachine.TestCase):  # type: ignore[misc, name-defined]
     settings = _settings(500, 50)

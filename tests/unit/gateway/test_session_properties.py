@@ -49,7 +49,8 @@ def test_what_trains_is_what_was_sampled(template: str, moves: list[Move]) -> No
 
 
 @pytest.mark.slow
-@settings(QUICK, max_examples=5000)
+@pytest.mark.timeout(900)
+@settings(QUICK, max_examples=3000)
 @given(TEMPLATE, MOVES)
 def test_what_trains_is_what_was_sampled_at_length(template: str, moves: list[Move]) -> None:
     play(template, moves)
