@@ -6,6 +6,7 @@ No input makes a 5xx, every status is a documented one, every answer has the sha
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from serving import TOKEN, add_control
 
 from rillflow.config import GatewayConfig, SamplingConfig
 from rillflow.gateway import Gateway, Policy
+from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.openapi import description
 from rillflow.types import Chunk, GenerateRequest
 from rillflow.wire import LoopThread
@@ -44,13 +46,13 @@ class Quick:
 
 
 class Target:
-    """A gateway in a thread of its own, with a session that lives as long as the test."""
+    """A gateway in a thread of its own, with a session that is a fresh one for each operation: some of them end it."""
 
     def __init__(self, thread: LoopThread) -> None:
         self._thread = thread
         self.gateway: Gateway = thread.run(self._make(), 10)
         self.url = thread.run(self.gateway.start(), 10)
-        self.key = self._open()
+        self.renew()
         self.operations = [
             result.ok() for result in schemathesis.openapi.from_dict(self._described()).get_all_operations()
         ]
@@ -62,7 +64,12 @@ class Target:
         add_control(gateway)
         return gateway
 
-    def _open(self) -> str:
+    def renew(self) -> None:
+        self.key = self._thread.run(self._open(), 10)
+
+    async def _open(self) -> str:
+        with suppress(CallRefused):
+            self.gateway.sessions.close("s1")
         return self.gateway.sessions.open("s1", seed=7, group="g1", deadline_seconds=3600)
 
     def _described(self) -> dict[str, Any]:
@@ -96,6 +103,7 @@ def fuzz(target: Target, examples: int, mode: GenerationMode, *, answered: bool)
     seen = {}
     for operation in target.operations:
         # A session's routes without its name have the same behind them.
+        target.renew()
         wanted = examples if operation.body and not operation.path.startswith("/v1/") else 2
         seen[operation.path] = play(target, operation, wanted, mode, answered=answered)
     return seen
