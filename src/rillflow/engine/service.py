@@ -7,6 +7,7 @@ stream. While nothing is sampled, also while the engines are held, a frame goes 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -21,6 +22,8 @@ from rillflow.errors import BadRequest, RillflowError, to_body
 from rillflow.types import Chunk, EngineInfo
 from rillflow.wire import Service
 from rillflow.wire.server import read_body
+
+log = logging.getLogger(__name__)
 
 SEND_SECONDS = 30.0  # a reader that takes nothing for so long has gone
 BODY_LIMIT = 64 << 20
@@ -90,6 +93,9 @@ class FrameStream(Response):
         watching = asyncio.create_task(_gone(receive))
         try:
             await asyncio.wait({sending, watching}, return_when=asyncio.FIRST_COMPLETED)
+            # The reader sees that the answer broke off, and goes elsewhere; why it did is to be read here.
+            if sending.done() and (error := sending.exception()) is not None:
+                log.error("an answer broke off", exc_info=error)
         finally:
             sending.cancel()
             watching.cancel()

@@ -290,3 +290,16 @@ async def test_news_of_one_policy_do_not_hide_those_of_another(world: World) -> 
     world.remote.hear(msgspec.structs.replace(world.remote.known, versions={"p": 0, "q": 4}, paused="train"))
     assert world.remote.known.versions == {"p": 1, "q": 4}
     assert world.remote.known.paused == "train"
+
+
+async def test_an_answer_that_breaks_off_by_our_own_fault_is_in_the_log(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def frames(*_: Any) -> AsyncIterator[Chunk]:
+        yield Chunk(tokens=[1], logprobs=[0.0], raw_logprobs=[0.0], version=0)
+        raise ZeroDivisionError("a mistake of ours")
+
+    monkeypatch.setattr(world.host, "frames", frames)
+    with pytest.raises(EngineLost):
+        await collect(world.remote, request())
+    assert "a mistake of ours" in caplog.text
