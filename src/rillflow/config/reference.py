@@ -12,6 +12,7 @@ from rillflow.config import schema
 
 SECTIONS: dict[str, type[BaseModel]] = {
     "top level": schema.Recipe,
+    "command": schema.CommandConfig,
     "data": schema.DataConfig,
     "data.prompts, data.heldout": schema.SourceConfig,
     "policies.NAME": schema.PolicyConfig,
@@ -21,6 +22,8 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "dataflow": schema.DataflowConfig,
     "dataflow.units": schema.UnitsConfig,
     "rollout": schema.RolloutConfig,
+    "rollout.pause_after": schema.PauseConfig,
+    "gateway": schema.GatewayConfig,
     "evaluation": schema.EvaluationConfig,
     "observe": schema.ObserveConfig,
     "runtime": schema.RuntimeConfig,

@@ -2,10 +2,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rillflow.config.reference import reference
+from rillflow.config import schema
+from rillflow.config.reference import SECTIONS, reference
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "recipes.md"
 
 
 def test_the_page_of_recipe_keys_is_up_to_date() -> None:
     assert PAGE.read_text() == reference(), "run `python -m rillflow.config.reference > docs/recipes.md`"
+
+
+def test_no_section_of_a_recipe_is_left_out() -> None:
+    written_short = {schema.Section, schema.HookConfig, schema.AlgorithmConfig}
+    sections = {kind for kind in vars(schema).values() if isinstance(kind, type) and issubclass(kind, schema.Section)}
+    assert sections - written_short == set(SECTIONS.values())
