@@ -229,6 +229,16 @@ class Replayer(Protocol):
         """Ids of `pool` that a new batch of `groups` groups gets before any fresh one; may be empty."""
 
 
+class Generator(Protocol):
+    """The rollout of a process that also trains: it samples only between `begin` and `end`."""
+
+    def begin(self, tensors: Tensors, version: int) -> None:
+        """Take over these weights, which stay as they are until `end`, and sample with them."""
+
+    def end(self) -> None:
+        """Returns once no token is being sampled. Episodes that are under way wait for the next `begin`."""
+
+
 class PromptSource(Protocol):
     """Yields prompts in an order fixed by its seed; `length` prompts make one epoch."""
 

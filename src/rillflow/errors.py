@@ -20,6 +20,7 @@
     ├── RewardError            no reward could be computed; it is never counted as 0
     ├── WeightsError           weights are missing or do not fit the model
     ├── CheckpointError        a checkpoint is missing, torn or corrupt
+    ├── GraphError             a step graph cannot be planned, or a node broke what it declares
     └── RunError               a run cannot be started, resumed or finished
 
 Errors cross process borders by the name of their class: `to_body` on the server, `from_body` in the client.
@@ -117,6 +118,10 @@ class WeightsError(RillflowError):
 
 
 class CheckpointError(RillflowError):
+    pass
+
+
+class GraphError(RillflowError):
     pass
 
 

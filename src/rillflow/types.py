@@ -100,7 +100,8 @@ class SampleMeta(Wire, frozen=True):
     """What the ledger is told of a sample: everything but its tokens.
 
     `fork` says why its path left another one ("history": the agent's messages did; "template": the chat template wrote
-    them anew), `seams` how often its sampling was cut and continued.
+    them anew), `seams` how often its sampling was cut and continued. `agent` is whom the calls said to be of, `turn`
+    which of that agent's calls in the episode begins it, from 0.
     """
 
     policy: str
@@ -113,6 +114,8 @@ class SampleMeta(Wire, frozen=True):
     truncated: bool = False
     fork: str = ""
     seams: int = 0
+    agent: str = ""
+    turn: int = 0
 
 
 class CompleteTask(Wire, frozen=True):
@@ -210,6 +213,7 @@ class BatchSample(Wire, frozen=True):
     """One training row by reference, with the statistics of its group over the episodes of the same policy.
 
     `policy` sampled it; `staleness` counts versions of that policy. `extra` are rows of columns that stages added.
+    `member` is the place of its group in the batch; `agent` and `turn` are as in `SampleMeta`.
     """
 
     id: str
@@ -227,6 +231,9 @@ class BatchSample(Wire, frozen=True):
     task: str = ""
     extra: list[Row] = []
     replayed: bool = False
+    member: int = 0
+    agent: str = ""
+    turn: int = 0
 
 
 class Batch(Wire, frozen=True):

@@ -1,5 +1,6 @@
 """One schema per part; unknown keys are refused with the nearest valid name."""
 
+from rillflow.config.algorithm import CriticConfig, KlConfig, OverlongConfig
 from rillflow.config.load import load_recipe, recipes, resolve_object, write_resolved
 from rillflow.config.schema import (
     CommandConfig,
@@ -17,19 +18,24 @@ from rillflow.config.schema import (
     RuntimeConfig,
     SamplingConfig,
     SourceConfig,
-    TrainerConfig,
     UnitsConfig,
 )
+from rillflow.config.trainer import LoraConfig, NodeConfig, TrainerConfig
 
 __all__ = [
     "CommandConfig",
+    "CriticConfig",
     "DataConfig",
     "DataflowConfig",
     "EngineConfig",
     "EvaluationConfig",
     "GatewayConfig",
     "HookConfig",
+    "KlConfig",
+    "LoraConfig",
+    "NodeConfig",
     "ObserveConfig",
+    "OverlongConfig",
     "PauseConfig",
     "PolicyConfig",
     "Recipe",

@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from rillflow.config import schema
+from rillflow.config import algorithm, schema, trainer
 
 SECTIONS: dict[str, type[BaseModel]] = {
     "top level": schema.Recipe,
@@ -18,7 +18,12 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "policies.NAME": schema.PolicyConfig,
     "policies.NAME.sampling": schema.SamplingConfig,
     "policies.NAME.engine": schema.EngineConfig,
-    "trainer, policies.NAME.trainer": schema.TrainerConfig,
+    "trainer, policies.NAME.trainer": trainer.TrainerConfig,
+    "trainer.critic": algorithm.CriticConfig,
+    "trainer.kl": algorithm.KlConfig,
+    "trainer.overlong": algorithm.OverlongConfig,
+    "trainer.lora": trainer.LoraConfig,
+    "trainer.graph, trainer.nodes": trainer.NodeConfig,
     "dataflow": schema.DataflowConfig,
     "dataflow.units": schema.UnitsConfig,
     "rollout": schema.RolloutConfig,

@@ -8,24 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
-# Names become names of folders and processes.
-_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
-Name = Annotated[str, Field(pattern=_NAME, max_length=100)]
-
-
-class Section(BaseModel):
-    """Base of every section: unknown keys and numbers that are not finite are refused; immutable.
-
-    A number may be written as text, because YAML takes `1e-4` for one.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+from rillflow.config.base import Name, NonNegative, Positive, Seconds, Section
+from rillflow.config.trainer import TrainerConfig
 
 
 class SourceConfig(Section):
@@ -99,95 +85,6 @@ class EngineConfig(Section):
     dtype: Literal["fp32", "bf16"] = "fp32"
 
 
-_AdvantageName = Literal[
-    "grpo", "grpo_whitened", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
-]  # fmt: skip
-_AggregationName = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
-_Factor = Annotated[float, Field(gt=0)]
-_CLIPPED = frozenset({"grpo", "dr_grpo", "dapo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"})
-# Which algorithms have an option; those not listed are for all.
-_OPTION_OF: dict[str, frozenset[str]] = {
-    "clip_low": _CLIPPED | {"gspo", "cispo", "m2po"},
-    "clip_high": _CLIPPED | {"gspo", "cispo", "m2po"},
-    "clip_dual": _CLIPPED | {"m2po"},
-    "sapo_tau": frozenset({"sapo"}),
-    "m2_threshold": frozenset({"m2po"}),
-    "m2_variant": frozenset({"m2po"}),
-    "weight_bound": frozenset({"reinforce", "decoupled_ppo"}),
-    "weight_level": frozenset({"reinforce"}),
-}
-
-
-class AlgorithmConfig(Section):
-    """An algorithm and its options. An option that the algorithm does not have is refused, never ignored."""
-
-    algorithm: Literal[
-        "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "m2po", "rloo", "reinforce_plus_plus",
-        "reinforce_plus_plus_baseline", "reinforce", "decoupled_ppo",
-    ] = "grpo"  # fmt: skip
-    advantage: _AdvantageName | None = Field(None, description="default: the algorithm's own")
-    aggregation: _AggregationName | None = Field(None, description="default: the algorithm's own")
-    norm_tokens: Positive | None = Field(
-        None, description="length that seq_mean_token_sum_norm (dr_grpo) divides by: the most tokens of an answer"
-    )
-    convention: Literal["verl", "trl", "astraflow"] = Field(
-        "verl", description="whose epsilon, lone rows and bounds to follow where the reference implementations differ"
-    )
-    clip_low: _Factor | None = Field(None, description="default: the algorithm's own")
-    clip_high: _Factor | None = Field(None, description="default: the algorithm's own")
-    clip_dual: Annotated[float, Field(gt=1)] | None = Field(None, description="default: the algorithm's own")
-    sapo_tau: tuple[_Factor, _Factor] | None = Field(
-        None, description="SAPO's temperatures for positive and negative advantages; default 1.0 and 1.05"
-    )
-    m2_threshold: _Factor | None = Field(None, description="most mean second moment of M2PO; default 0.01")
-    m2_variant: Literal["clip", "mask"] | None = Field(None, description="of M2PO; default clip")
-    weight_bound: _Factor | None = Field(
-        None, description="of importance weights: cut to it (reinforce, 2) or dropped beyond it (decoupled_ppo, 5)"
-    )
-    weight_level: Literal["token", "sequence"] | None = Field(
-        None, description="whether importance weights are of tokens or of whole samples; default token"
-    )
-    overlong_filter: bool = Field(False, description="mask samples whose answer was cut (DAPO)")
-
-    @model_validator(mode="after")
-    def _options(self) -> AlgorithmConfig:
-        for name, owners in _OPTION_OF.items():
-            if getattr(self, name) is not None and self.algorithm not in owners:
-                raise ValueError(f"{self.algorithm} has no {name}: it is an option of {', '.join(sorted(owners))}")
-        if self.algorithm == "m2po" and self.m2_variant != "mask" and (self.clip_low or self.clip_high):
-            raise ValueError("m2po finds its clip bounds by itself; clip_low and clip_high need m2_variant=mask")
-        own = "seq_mean_token_sum_norm" if self.algorithm == "dr_grpo" else None
-        if (self.aggregation or own) == "seq_mean_token_sum_norm" and self.norm_tokens is None:
-            raise ValueError("seq_mean_token_sum_norm needs norm_tokens: give the most tokens that an answer may have")
-        return self
-
-
-class TrainerConfig(AlgorithmConfig):
-    """One trainer, of one policy."""
-
-    steps: Positive = Field(100, description="optimizer steps of the whole run")
-    batch_groups: Positive = Field(8, description="groups in a batch; a batch is one optimizer step")
-    micro_tokens: Positive = Field(8192, description="most tokens, padding included, of one forward pass")
-    lr: Annotated[float, Field(gt=0)] = 1e-6
-    warmup_steps: NonNegative = 0
-    betas: tuple[Beta, Beta] = (0.9, 0.999)
-    eps: Annotated[float, Field(gt=0)] = Field(
-        1e-8, description="AdamW's; a larger one damps the steps of weights whose gradients are tiny"
-    )
-    weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    dtype: Literal["fp32", "bf16"] = Field("fp32", description="of the forward pass; masters are always fp32")
-    device: str = Field("auto", description="auto, cpu, cuda, cuda:0 …")
-    stream_groups: NonNegative = Field(
-        0,
-        description="serve a batch in parts of at least so many groups, as soon as they are ready, so that gradients "
-        "accumulate while the rest is still played; 0 serves whole batches",
-    )
-    checkpoint_every: Positive = Field(10, description="optimizer steps between checkpoints")
-    keep_checkpoints: Positive = 2
-    batch_wait: Seconds = Field(600.0, description="longest wait for a batch before the run fails, saying why")
-
-
 class PolicyConfig(Section):
     model: str = Field(description="folder of a Hugging Face model, or `tiny` for the shipped policy")
     staleness: NonNegative | None = Field(None, description="default: dataflow.staleness")
@@ -248,6 +145,11 @@ class UnitsConfig(Section):
 
 class DataflowConfig(Section):
     group_size: Positive = Field(8, description="episodes of one prompt")
+    grouping: Literal["policy", "agent", "turn"] = Field(
+        "policy",
+        description="what a sample is compared with: all samples of its prompt by the same policy, only those of the "
+        "same agent (Dr. MAS), or only those of the same agent and turn (AT-GRPO)",
+    )
     staleness: NonNegative = Field(4, description="most versions between sampling and training; 0 is on-policy")
     filters: list[HookConfig] = Field(
         [HookConfig(name="zero_variance")], description="names, module:Class or {name: options}, in order"
@@ -339,6 +241,11 @@ class ObserveConfig(Section):
 
 
 class RuntimeConfig(Section):
+    mode: Literal["asynchronous", "colocated"] = Field(
+        "asynchronous",
+        description="nodes and trainers at work at once; or one kind of process that generates a batch, then trains on "
+        "it, then generates again",
+    )
     deterministic: bool = Field(
         False, description="on-policy, one sequence per forward pass: a resumed run is bit-identical (slow)"
     )
@@ -381,6 +288,10 @@ class Recipe(Section):
         bounds = {name: self.staleness(name) for name in self.policies}
         if self.runtime.deterministic and any(bounds.values()):
             raise ValueError("runtime.deterministic needs dataflow.staleness=0: only on-policy runs are repeatable")
+        if self.runtime.mode == "colocated" and (len(self.policies) > 1 or self.rollout.engines or self.outside):
+            raise ValueError(
+                "runtime.mode=colocated is for one policy, with workflow or command, and rollout.engines=0"
+            )
         for name, policy in self.policies.items():
             for other in policy.trains_on or ():
                 if other not in self.policies:

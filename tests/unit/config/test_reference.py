@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rillflow.config import schema
+from rillflow.config import algorithm, base, schema, trainer
 from rillflow.config.reference import SECTIONS, reference
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "recipes.md"
@@ -13,6 +13,11 @@ def test_the_page_of_recipe_keys_is_up_to_date() -> None:
 
 
 def test_no_section_of_a_recipe_is_left_out() -> None:
-    written_short = {schema.Section, schema.HookConfig, schema.AlgorithmConfig}
-    sections = {kind for kind in vars(schema).values() if isinstance(kind, type) and issubclass(kind, schema.Section)}
+    written_short = {base.Section, schema.HookConfig, algorithm.AlgorithmConfig}
+    sections = {
+        kind
+        for module in (algorithm, schema, trainer)
+        for kind in vars(module).values()
+        if isinstance(kind, type) and issubclass(kind, base.Section)
+    }
     assert sections - written_short == set(SECTIONS.values())

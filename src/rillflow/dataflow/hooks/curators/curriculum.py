@@ -9,7 +9,7 @@ import math
 from statistics import fmean
 from typing import TypeGuard
 
-from rillflow.config.schema import Positive
+from rillflow.config.base import Positive
 from rillflow.contracts import Group
 from rillflow.dataflow.hooks.keyed import KeyedState, of_prompt
 from rillflow.dataflow.hooks.options import options

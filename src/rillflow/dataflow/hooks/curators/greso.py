@@ -10,7 +10,7 @@ from __future__ import annotations
 from statistics import fmean
 from typing import Literal
 
-from rillflow.config.schema import NonNegative
+from rillflow.config.base import NonNegative
 from rillflow.contracts import Group
 from rillflow.dataflow.hooks.keyed import KeyedState, of_prompt
 from rillflow.dataflow.hooks.options import Share, options

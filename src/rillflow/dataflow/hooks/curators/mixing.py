@@ -11,7 +11,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from rillflow.config.schema import Positive
+from rillflow.config.base import Positive
 from rillflow.contracts import Group
 from rillflow.dataflow.hooks.keyed import KeyedState
 from rillflow.dataflow.hooks.options import Weight, options

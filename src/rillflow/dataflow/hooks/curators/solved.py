@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import fmean
 
-from rillflow.config.schema import Positive
+from rillflow.config.base import Positive
 from rillflow.contracts import Group
 from rillflow.dataflow.hooks.keyed import KeyedState, of_prompt
 from rillflow.dataflow.hooks.options import options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import fmean
 
-from rillflow.config.schema import NonNegative, Positive
+from rillflow.config.base import NonNegative, Positive
 from rillflow.contracts import Group
 from rillflow.dataflow.hooks.options import options
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rillflow.config.schema import NonNegative
+from rillflow.config.base import NonNegative
 from rillflow.contracts import Group
 from rillflow.dataflow.hooks.options import options
 

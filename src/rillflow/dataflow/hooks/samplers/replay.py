@@ -11,7 +11,7 @@ from typing import Any, Literal
 import xxhash
 
 from rillflow.config import HookConfig
-from rillflow.config.schema import NonNegative, Positive
+from rillflow.config.base import NonNegative, Positive
 from rillflow.contracts import ReadyGroup, Replayer, Sampler
 from rillflow.dataflow.hooks.build import build
 from rillflow.dataflow.hooks.options import Share, options

@@ -1,0 +1,63 @@
+"""What the ranks of a trainer say to each other. All of them call the same methods in the same order.
+
+Invariant: every rank gets the same answer, bit for bit, so that no two of them ever decide differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Peers(Protocol):
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        """The sum over all ranks of each value, in float64."""
+
+    def highest(self, values: Sequence[float]) -> list[float]:
+        """The maximum over all ranks of each value."""
+
+    def first(self, message: bytes) -> bytes:
+        """What rank 0 says; what the others say is not heard."""
+
+    def everyone(self, message: bytes) -> list[bytes]:
+        """What each rank says, in their order. For small things: every rank gets all of it."""
+
+    def exchange(self, messages: Sequence[bytes | memoryview]) -> list[bytes]:
+        """`messages[r]` goes to rank r; the answer holds what each rank had for this one."""
+
+    def add(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Each tensor becomes its sum over all ranks, in place."""
+
+
+class Alone:
+    """One rank, which has nobody to ask."""
+
+    rank = 0
+    size = 1
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        return list(values)
+
+    def highest(self, values: Sequence[float]) -> list[float]:
+        return list(values)
+
+    def first(self, message: bytes) -> bytes:
+        return message
+
+    def everyone(self, message: bytes) -> list[bytes]:
+        return [message]
+
+    def exchange(self, messages: Sequence[bytes | memoryview]) -> list[bytes]:
+        return [bytes(messages[0])]
+
+    def add(self, tensors: Sequence[torch.Tensor]) -> None:
+        pass
