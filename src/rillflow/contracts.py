@@ -151,6 +151,10 @@ class Group(Protocol):
     @property
     def staleness(self) -> int: ...
 
+    @property
+    def flat(self) -> bool:
+        """Whether there are several of everything that is compared (`dataflow.grouping`), and they got the same."""
+
 
 class Stateful(Protocol):
     """A hook that learns: its state is JSON and is checkpointed with the ledger, in the same transaction."""
@@ -286,6 +290,9 @@ class Episode(Protocol):
     def seed(self) -> int: ...
 
     def seconds_left(self) -> float: ...
+
+    def agent(self, name: str) -> AsyncOpenAI:
+        """`client` for calls of one of several agents, which recipes may compare with their like alone."""
 
     def reward(
         self,

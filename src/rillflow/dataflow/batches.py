@@ -16,7 +16,7 @@ from rillflow.dataflow.groups import Groups
 from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.lineage import Lineage
 from rillflow.dataflow.part import Base, Part
-from rillflow.dataflow.serving import batch_rows, batch_samples, of_rank
+from rillflow.dataflow.serving import batch_rows, batch_samples, compared, of_rank
 from rillflow.dataflow.shares import Shares
 from rillflow.dataflow.steps import Steps
 from rillflow.dataflow.streams import Ready, Streams
@@ -189,7 +189,11 @@ class Batches(Part):
             attempt=row["attempt"],
             policy=stream,
             version=row["version"],
-            samples=batch_samples(self._db, rows, stream, self._rules.policies[stream].stages),
+            samples=compared(
+                self._db,
+                batch_samples(self._db, rows, stream, self._rules.policies[stream].stages),
+                self._rules.grouping,
+            ),
             seconds=row["deadline"] - self._clock.now(),
             groups=row["members"],
             complete=bool(row["complete"]),

@@ -31,6 +31,7 @@ from rillflow.types import Ack, CompleteTask, SampleMeta
 NO_MODEL_CALL, BAD_REWARD = "no_model_call", "bad_reward"
 PAYLOAD_GONE = "payload_gone"
 _MOST_TOKENS = 1 << 31  # of one sample: sums over a group stay within 64 bits
+_LONGEST_AGENT = 100
 _LARGEST_REWARD = 3.4e38  # a trainer's numbers have 32 bits; statistics of larger ones are no numbers
 _ATTEMPTS = (
     "SELECT t.id, t.grp, t.lane, t.place, t.attempt, t.node, t.failures, t.returns, a.id AS asked, "
@@ -144,6 +145,7 @@ class Completions(Part):
             whole = 0 <= sample.trained <= sample.tokens <= _MOST_TOKENS and (
                 sample.trained == 0 or 0 <= sample.oldest <= sample.newest <= NEWEST
             )
+            whole = whole and len(sample.agent) <= _LONGEST_AGENT and 0 <= sample.turn <= NEWEST
             if not whole or not math.isfinite(sample.reward):
                 raise BadRequest(f"a sample of {news.task!r:.80} contradicts itself: {sample}", "check the node")
 
@@ -205,7 +207,7 @@ class Completions(Part):
             [_task_values(one.news) for one in ends],
         )
         self._db.many(
-            "INSERT INTO samples VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO samples VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             [values for one in ends for values in _sample_values(one)],
         )
         self._db.many(_VERSIONS, _versions(ends))
@@ -265,7 +267,7 @@ def _sample_values(one: _Good) -> Iterator[tuple[str | int | float, ...]]:
         at = sample.row
         yield (
             *(group, place, n, sample.policy, at.unit, at.segment, at.offset, at.length, sample.tokens, sample.trained),
-            *(sample.oldest, sample.newest, sample.reward, int(sample.truncated), int(live)),
+            *(sample.oldest, sample.newest, sample.reward, int(sample.truncated), int(live), sample.agent, sample.turn),
         )
 
 

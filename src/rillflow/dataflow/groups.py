@@ -7,7 +7,6 @@ the luckiest.
 
 from __future__ import annotations
 
-import math
 import sqlite3
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from rillflow.dataflow.nodes import Nodes
 from rillflow.dataflow.part import Base, Part
 from rillflow.dataflow.rows import Rows
 from rillflow.dataflow.rules import derive_seed
+from rillflow.dataflow.serving import alike, spread
 from rillflow.dataflow.shares import Shares, Statistics
 from rillflow.dataflow.tables import GROUP_ENDED, SHARE_OPEN
 from rillflow.errors import DataError
@@ -40,6 +40,12 @@ class CompleteGroup:
     lengths: Sequence[int]
     truncated: Sequence[bool]
     staleness: int
+    alike: Sequence[Sequence[float]] = ()  # rewards of what is compared, where that is not all of `rewards`
+
+    @property
+    def flat(self) -> bool:
+        several = [rewards for rewards in (self.alike or [self.rewards]) if len(rewards) > 1]
+        return bool(several) and all(min(rewards) == max(rewards) for rewards in several)
 
 
 class Groups(Part):
@@ -222,6 +228,7 @@ class Groups(Part):
             lengths=[episode["trained"] for episode in episodes],
             truncated=[bool(episode["truncated"]) for episode in episodes],
             staleness=max(0, self._lineage.head(producer) - statistics.oldest),
+            alike=self._alike(row["id"], producer),
         )
         if producer == self._rules.policy:
             self._hooks.observe(view)
@@ -236,6 +243,10 @@ class Groups(Part):
             held = held or end[0] == "ready"
         if not held:
             self._rows.release(row["id"], producer)
+
+    def _alike(self, group: str, producer: str) -> list[list[float]]:
+        grouping = self._rules.grouping
+        return [] if grouping == "policy" else list(alike(self._db, group, producer, grouping).values())
 
     def _remember(self, group: str, episodes: dict[str, list[sqlite3.Row]]) -> None:
         """What a stream's next step says of what was played: of its own policy's part in it, if it has one."""
@@ -383,12 +394,12 @@ class Groups(Part):
 
 def _statistics(episodes: Sequence[sqlite3.Row]) -> Statistics:
     rewards = [episode["reward"] for episode in episodes]
-    mean = fmean(rewards)
+    mean, std = spread(rewards)
     return Statistics(
         oldest=min(episode["oldest"] for episode in episodes),
         newest=max(episode["newest"] for episode in episodes),
         mean=mean,
-        std=math.sqrt(fmean((reward - mean) ** 2 for reward in rewards)),
+        std=std,
         size=len(rewards),
         samples=sum(episode["samples"] for episode in episodes),
         tokens=sum(episode["tokens"] for episode in episodes),

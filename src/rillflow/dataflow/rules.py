@@ -51,6 +51,7 @@ class Rules:
     policies: Mapping[str, PolicyRules]
     seed: int = 0
     group_size: int = 8
+    grouping: str = "policy"  # what a sample is compared with: see DataflowConfig
     attempts: int = 3
     task_lease: float = 30.0
     batch_lease: float = 300.0
@@ -109,6 +110,7 @@ class Rules:
             policies={name: _policy_rules(recipe, name) for name in recipe.policies},
             seed=recipe.seed,
             group_size=flow.group_size,
+            grouping=flow.grouping,
             attempts=flow.attempts,
             task_lease=flow.task_lease,
             batch_lease=flow.batch_lease,

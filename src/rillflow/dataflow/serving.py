@@ -6,19 +6,24 @@ on top of the parts before it. Asking again gives the same.
 
 from __future__ import annotations
 
+import math
 import sqlite3
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from statistics import fmean
+
+from msgspec.structs import replace
 
 from rillflow.dataflow.database import Database
 from rillflow.dataflow.hooks.samplers.token_balanced import partition
 from rillflow.types import BatchSample, Row
 
+Key = tuple[str, int]  # agent, turn
 SampleKey = tuple[str, str, int, int]  # group, producer, place, n
 
 _COLUMNS = (  # in the order in which `_batch_sample` takes them apart
     "m.n AS member, m.part, m.head, m.replayed, h.mean, h.std, h.size, s.grp, s.place, s.n, s.policy, s.unit, "
-    "s.segment, s.offset, s.length, s.tokens, s.trained, s.oldest, s.reward, s.truncated"
+    "s.segment, s.offset, s.length, s.tokens, s.trained, s.oldest, s.reward, s.truncated, s.agent, s.turn"
 )
 _SAMPLES = (
     "JOIN shares h ON h.grp = m.grp AND h.producer = m.producer AND h.stream = ? "
@@ -61,6 +66,39 @@ def batch_samples(db: Database, rows: Sequence[sqlite3.Row], stream: str, stages
     return [_batch_sample(row, extras) for row in rows]
 
 
+def compared(db: Database, samples: Sequence[BatchSample], grouping: str) -> list[BatchSample]:
+    """With the statistics of what each sample is compared with, where that is not all of its policy in its group."""
+    if grouping == "policy":
+        return list(samples)
+    shares = sorted({(sample.group, sample.policy) for sample in samples})
+    found = {share: alike(db, *share, grouping) for share in shares}
+    return [_comparing(sample, found[sample.group, sample.policy][key_of(sample, grouping)]) for sample in samples]
+
+
+def alike(db: Database, group: str, producer: str, grouping: str) -> dict[Key, list[float]]:
+    """The rewards of a producer's samples in a group, by what they are compared with."""
+    found: dict[Key, list[float]] = {}
+    query = "SELECT reward, agent, turn FROM samples WHERE grp = ? AND policy = ? AND trained > 0 ORDER BY place, n"
+    for reward, agent, turn in db.all(query, (group, producer)):
+        found.setdefault((agent, turn if grouping == "turn" else 0), []).append(reward)
+    return found
+
+
+def key_of(sample: BatchSample, grouping: str) -> Key:
+    return sample.agent, sample.turn if grouping == "turn" else 0
+
+
+def _comparing(sample: BatchSample, rewards: Sequence[float]) -> BatchSample:
+    mean, std = spread(rewards)
+    return replace(sample, group_mean=mean, group_std=std, group_size=len(rewards))
+
+
+def spread(rewards: Sequence[float]) -> tuple[float, float]:
+    """Their mean and standard deviation, of the rewards as a whole population."""
+    mean = fmean(rewards)
+    return mean, math.sqrt(fmean((reward - mean) ** 2 for reward in rewards))
+
+
 def _extras(db: Database, shares: Iterable[tuple[str, str]], stream: str) -> dict[SampleKey, list[Row]]:
     """The rows that stages have added to samples of these shares, in the order of the stages' names."""
     found: dict[SampleKey, list[Row]] = {}
@@ -77,8 +115,8 @@ def _extras(db: Database, shares: Iterable[tuple[str, str]], stream: str) -> dic
 
 def _batch_sample(row: sqlite3.Row, extras: dict[SampleKey, list[Row]]) -> BatchSample:
     # Taken apart at once: a batch has thousands of samples, and asking for each column by its name takes longer.
-    _, _, head, replayed, mean, std, size, group, place, n, policy, *rest = row
-    unit, segment, offset, length, tokens, trained, oldest, reward, truncated = rest
+    member, _, head, replayed, mean, std, size, group, place, n, policy, *rest = row
+    unit, segment, offset, length, tokens, trained, oldest, reward, truncated, agent, turn = rest
     task = f"{group}.{place}"
     return BatchSample(
         id=f"{task}.{n}",
@@ -96,4 +134,7 @@ def _batch_sample(row: sqlite3.Row, extras: dict[SampleKey, list[Row]]) -> Batch
         task=task,
         extra=extras.get((group, policy, place, n), []) if extras else [],
         replayed=replayed != 0,
+        member=member,
+        agent=agent,
+        turn=turn,
     )

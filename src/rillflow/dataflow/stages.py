@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from rillflow.dataflow.lineage import Lineage
 from rillflow.dataflow.part import Base, Part
 from rillflow.dataflow.rows import Rows
-from rillflow.dataflow.serving import batch_samples, stage_rows
+from rillflow.dataflow.serving import batch_samples, compared, stage_rows
 from rillflow.dataflow.shares import Shares
 from rillflow.errors import BadRequest, LeaseLost
 from rillflow.types import Ack, Batch, CommitStage, LeaseStage, RenewBatch, SampleColumns
@@ -99,7 +99,11 @@ class Stages(Part):
             attempt=row["attempt"],
             policy=row["stream"],
             version=row["version"],
-            samples=batch_samples(self._db, rows, row["stream"], self._rules.policies[row["stream"]].stages),
+            samples=compared(
+                self._db,
+                batch_samples(self._db, rows, row["stream"], self._rules.policies[row["stream"]].stages),
+                self._rules.grouping,
+            ),
             seconds=row["deadline"] - self._clock.now(),
             groups=len({(sample["grp"], sample["policy"]) for sample in rows}),
         )

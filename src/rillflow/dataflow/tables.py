@@ -19,7 +19,7 @@ States:
 
 from __future__ import annotations
 
-FORMAT = 2
+FORMAT = 3
 NEWEST = (1 << 62) - 1  # above every version and position
 
 GROUP_OPEN = ("playing", "open")
@@ -123,6 +123,7 @@ CREATE TABLE IF NOT EXISTS samples (      -- sample n of the task at `place`; it
     tokens INTEGER NOT NULL, trained INTEGER NOT NULL, oldest INTEGER NOT NULL, newest INTEGER NOT NULL,
     reward REAL NOT NULL, truncated INTEGER NOT NULL,
     live INTEGER NOT NULL,                -- whether its row may still be asked for
+    agent TEXT NOT NULL, turn INTEGER NOT NULL,
     PRIMARY KEY (grp, place, n)
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS samples_row ON samples (unit, segment, offset) WHERE live = 1;

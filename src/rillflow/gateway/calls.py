@@ -41,7 +41,7 @@ class Call:
     """What an agent asks for. `tools_key` tells equal tool lists; `live`: text is wanted while it is sampled.
 
     `previous` is the id of an answer of this session that `history` follows. A raw `prompt`, text or ids, stands in
-    place of a history; its answer is text and nothing else.
+    place of a history; its answer is text and nothing else. `agent` is whom of the episode's agents it is of.
     """
 
     policy: str
@@ -56,6 +56,7 @@ class Call:
     logprobs: bool = False
     previous: str | None = None
     prompt: str | list[int] | None = None
+    agent: str = ""
 
 
 class Policy(NamedTuple):
@@ -226,7 +227,7 @@ def _choices(
     inside = opened_by(policy.renderer.decode(prompt_end)) if _reasons(policy, call) else None
     choices = []
     for index, request in enumerate(requests):
-        node = tree.sample(given, temperature, request.id)
+        node = tree.sample(given, temperature, request.id, call.agent)
         reader = _reader(policy, call, inside)
         eager = call.live or bool(call.stops)
         choices.append(Choice(index, node, request, reader, eager=eager, logprobs=call.logprobs))

@@ -8,7 +8,9 @@ shape, errors included; our own processes as everywhere on our wire.
 from __future__ import annotations
 
 import hmac
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from hashlib import blake2b
 from urllib.parse import quote
 
@@ -34,6 +36,8 @@ from rillflow.wire.server import Endpoint, error_headers, read_body
 
 JSON = "application/json"
 DESCRIPTION = "/openapi.json"
+AGENT_HEADER = b"x-rillflow-agent"
+_AGENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 OURS = ("/health", "/metrics")  # of every service, and as there: no provider's shape
 
 
@@ -115,6 +119,8 @@ class Gateway(Service):
             asked = dialect.decode(await read_body(request, self.limits.body), self.limits)
             policy = self._policy(asked.model)
             call = dialect.to_call(asked, self._defaults[asked.model])
+            if agent := agent_of(request.scope):
+                call = replace(call, agent=agent)
             # From here to the running task nothing awaits: a call that was counted in is at work.
             now = self._clock.monotonic()
             number = session.admit(self.limits, now)
@@ -174,6 +180,21 @@ def presented_key(scope: Scope) -> str:
         if name == b"x-api-key":
             key = value.decode("latin-1").strip()
     return key
+
+
+def agent_of(scope: Scope) -> str:
+    """Whom of an episode's agents a call is of, as its header says; empty where it does not."""
+    for name, value in scope["headers"]:
+        if name == AGENT_HEADER:
+            agent = str(value.decode("latin-1"))
+            if not _AGENT.fullmatch(agent):
+                raise CallRefused(
+                    f"the header {AGENT_HEADER.decode()} is no name: use up to 100 letters, digits, dots, dashes and "
+                    "underscores",
+                    param=AGENT_HEADER.decode(),
+                )
+            return agent
+    return ""
 
 
 def session_url(base: str, session: str) -> str:

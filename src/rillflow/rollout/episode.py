@@ -19,6 +19,7 @@ import openai
 from rillflow.agents.command import AgentFailed
 from rillflow.contracts import Clock
 from rillflow.errors import RewardError, WorkflowError
+from rillflow.gateway.server import AGENT_HEADER
 from rillflow.rollout.rewards import rewards_of
 from rillflow.types import Prompt, Task
 
@@ -88,6 +89,9 @@ class RunningEpisode:
 
     def seconds_left(self) -> float:
         return max(0.0, self._end - self._clock.monotonic())
+
+    def agent(self, name: str) -> openai.AsyncOpenAI:
+        return self.client.with_options(default_headers={AGENT_HEADER.decode(): name})
 
     def reward(
         self,

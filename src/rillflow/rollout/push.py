@@ -104,4 +104,6 @@ def describe(sample: Sample, row: Row, reward: float) -> SampleMeta:
         truncated=sample.truncated,
         fork=sample.fork,
         seams=sample.seams,
+        agent=sample.agent,
+        turn=sample.turn,
     )

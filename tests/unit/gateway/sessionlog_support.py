@@ -88,6 +88,7 @@ class Player:
             choices=self.random.choice([1, 1, 1, 3]),
             live=self.random.random() < 0.4,
             parse_tools=tools is not None,
+            agent=self.random.choice(["", "writer"]),
         )
         for name, value in changes.items():
             object.__setattr__(call, name, value)
@@ -164,6 +165,7 @@ def _node(policy: str, node: Node) -> tuple[Any, ...]:
         node.finish,
         node.messages,
         node.call,
+        node.agent,
         node.fork,
         node.canonical,
     )

@@ -33,6 +33,14 @@ def test_what_a_workflow_sees() -> None:
     assert 0 < running.seconds_left() <= 5
 
 
+def test_a_client_for_one_of_several_agents() -> None:
+    running = episode()
+    client = running.agent("checker")
+    assert client.default_headers["x-rillflow-agent"] == "checker"
+    assert client.base_url == running.client.base_url
+    assert "x-rillflow-agent" not in running.client.default_headers
+
+
 def test_a_workflow_gives_rewards_to_parts_of_its_session() -> None:
     given: list[Any] = []
     running = episode(give=lambda value, **where: given.append((value, where)))

@@ -86,6 +86,7 @@ class Sampled(msgspec.Struct, array_like=True, frozen=True, tag=2):
     temperature: float
     finish: FinishReason
     messages: list[Body]
+    agent: str = ""
 
 
 Piece = Root | Given | Sampled
@@ -180,6 +181,7 @@ def piece_of(node: Node, tree: TokenTree) -> Piece:
         node.temperature,
         node.finish,
         bodies,
+        node.agent,
     )
 
 
@@ -215,7 +217,7 @@ def make(piece: Piece, tree: TokenTree, nodes: dict[int, Node]) -> Node | None:
         canonical = None if piece.canonical is None else Canonical(*piece.canonical)
         said = [_message(body) for body in piece.messages]
         return tree.give(parent, _read_ids(piece.tokens), said, canonical=canonical, fork=piece.fork)
-    node = tree.sample(parent, piece.temperature, piece.choice)
+    node = tree.sample(parent, piece.temperature, piece.choice, piece.agent)
     _fill(node, piece)
     node.end(piece.finish, _message(piece.messages[0]))
     return node

@@ -8,6 +8,7 @@ all samples together are exactly the tokens that were sampled and not abandoned,
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rillflow.gateway.sessions.rewards import Rewards, Settled
-from rillflow.gateway.trees.tree import Node, TokenTree
+from rillflow.gateway.trees.tree import Node, TokenTree, answer_id
 from rillflow.types import COLUMNS
 
 _COLUMNS = ("tokens", "mask", "logprobs", "raw_logprobs", "temperatures", "versions")
@@ -28,7 +29,8 @@ class Sample:
     """One training row. `truncated`: the last answer of the path was cut by its length.
 
     `fork` says why the path left another one, `seams` how often the sampling of what trains here was cut and
-    continued; `reward` is the leaf's own, None where it was given none.
+    continued; `reward` is the leaf's own, None where it was given none. `agent` is whom the first answer that trains
+    here was of, `turn` which of that agent's calls it was.
     """
 
     policy: str
@@ -37,6 +39,8 @@ class Sample:
     fork: str
     seams: int = 0
     reward: float | None = None
+    agent: str = ""
+    turn: int = 0
 
     @property
     def tokens(self) -> int:
@@ -94,11 +98,12 @@ class SessionRecord:
 def samples(policy: str, tree: TokenTree, settled: Settled = _NOTHING) -> list[Sample]:
     trained: set[Node] = set()
     made: list[Sample] = []
-    own = settled.leaves.get(policy, {})
+    own, turns = settled.leaves.get(policy, {}), _turns(tree)
     for number, leaf in enumerate(tree.leaves()):
         path = leaf.path()
         fresh = {node for node in path if node.kind == "sampled" and node.tokens} - trained
         trained |= fresh
+        first = min(fresh, key=lambda node: node.id)
         forks = [node.fork for node in path if node.fork]
         made.append(
             Sample(
@@ -108,9 +113,22 @@ def samples(policy: str, tree: TokenTree, settled: Settled = _NOTHING) -> list[S
                 fork=forks[-1] if forks else "",
                 seams=sum(len(node.seams) for node in fresh),
                 reward=own.get(number),
+                agent=first.agent,
+                turn=turns.get(answer_id(first.call), 0),
             )
         )
     return made
+
+
+def _turns(tree: TokenTree) -> dict[str, int]:
+    """Which of its agent's calls each call is, from 0, in the order in which they were begun; without what failed."""
+    seen: Counter[str] = Counter()
+    turns: dict[str, int] = {}
+    for call, nodes in sorted(tree.calls.items(), key=lambda item: item[1][0].id):
+        if not all(node.abandoned for node in nodes):
+            turns[call] = seen[nodes[0].agent]
+            seen[nodes[0].agent] += 1
+    return turns
 
 
 def _columns(path: list[Node], fresh: set[Node], rewards: Mapping[str, float]) -> dict[str, npt.NDArray[Any]]:

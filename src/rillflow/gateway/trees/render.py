@@ -169,6 +169,10 @@ class Renderer:
         """Of the prompt for `messages`."""
         return canonical_of(self._text(bodies(messages), tools, prompt=True))
 
+    def text(self, messages: Sequence[Message], tools: Tools, *, prompt: bool) -> str:
+        """What the template writes for a conversation, with the generation prompt behind it or without."""
+        return self._text(bodies(messages), tools, prompt=prompt)
+
     def _rendered(self, text: str, canonical: Canonical | None) -> Rendered:
         return Rendered(array("i", self.encode(text)), canonical)
 

@@ -46,11 +46,13 @@ class Seam(NamedTuple):
 class Node:
     """One piece of the tree. `finish` is None while the engine still samples it; only sampled nodes are added to.
 
-    `call` is the id of its answer with the number of the choice: `{id}_{choice}`.
+    `call` is the id of its answer with the number of the choice: `{id}_{choice}`; `agent` is whom the call was of,
+    where it said so.
     """
 
     __slots__ = (
         "abandoned",
+        "agent",
         "call",
         "canonical",
         "children",
@@ -86,6 +88,7 @@ class Node:
         self.finish: FinishReason | None = None
         self.abandoned = False
         self.call = ""
+        self.agent = ""
         self.fork: Fork = ""
         self.canonical: Canonical | None = None
         self.spot: Spot | None = None
@@ -199,10 +202,11 @@ class TokenTree:
         parent.children.append(node)
         return node
 
-    def sample(self, given: Node, temperature: float, call: str = "") -> Node:
+    def sample(self, given: Node, temperature: float, call: str = "", agent: str = "") -> Node:
         """Begin an answer below `given`, drawn at a `temperature` (0: not by temperature alone), for a `call`."""
         node = Node(next(self._numbers), "sampled", given)
         node.call = call
+        node.agent = agent
         node.temperature = temperature
         given.children.append(node)
         if call:

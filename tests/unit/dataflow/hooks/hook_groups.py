@@ -24,6 +24,10 @@ class Played:
     id: str = "g"
     policy: str = "agent"
 
+    @property
+    def flat(self) -> bool:
+        return len(self.rewards) > 1 and min(self.rewards) == max(self.rewards)
+
 
 def played(name: str, *rewards: float, **more: Any) -> Played:
     return Played(prompt(name), list(rewards), **more)

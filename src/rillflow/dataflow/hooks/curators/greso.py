@@ -65,7 +65,7 @@ class Greso(KeyedState):
     def observe(self, group: Group) -> None:
         if len(group.rewards) < 2:
             return  # nothing to take a variance of
-        flat = min(group.rewards) == max(group.rewards)
+        flat = group.flat
         kind: KindOfPrompt = "easy" if fmean(group.rewards) > self._easy_above else "hard"
         self._count("groups", *([kind] if flat else []))
         z, before, draws = self.get(of_prompt(group.prompt.id), (0, kind, 0))

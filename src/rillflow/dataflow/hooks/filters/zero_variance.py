@@ -1,4 +1,4 @@
-"""Drop groups whose episodes all got the same reward: they carry no advantage and no gradient (dynamic sampling)."""
+"""Drop groups in which all that is compared got the same reward: no advantage, no gradient (dynamic sampling)."""
 
 from __future__ import annotations
 
@@ -9,5 +9,4 @@ class ZeroVariance:
     """Keeps groups of one, where there is no variance to speak of."""
 
     def keep(self, group: Group) -> bool | str:
-        same = len(group.rewards) > 1 and min(group.rewards) == max(group.rewards)
-        return "zero_variance" if same else True
+        return "zero_variance" if group.flat else True

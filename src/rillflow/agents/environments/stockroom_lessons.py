@@ -1,0 +1,91 @@
+"""What can be learned of the stockroom without playing: demonstrations, comparisons of two plays, graded steps.
+
+Each generator yields the same rows for the same arguments, in the shapes of `rillflow fit`. Questions are those of
+`stockroom.prompts`, so the splits share no (box, item) pair.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rillflow.agents.environments import stockroom
+
+Message = dict[str, Any]
+Payload = Mapping[str, Any]
+_SHARE_RIGHT = 0.5  # of graded steps
+
+
+def demonstrations(split: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Of sft: the right box and item are counted, and the number is repeated."""
+    for prompt in stockroom.prompts(split, count, seed):
+        payload = prompt["payload"]
+        messages = [_question(payload), *_call(payload, payload["box"], payload["item"]), _answer(_truth(payload))]
+        yield {"id": prompt["id"], "payload": {"messages": messages, "tools": stockroom.TOOLS}}
+
+
+def comparisons(split: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Of reward: a right play, and one that opens a wrong box, counts a wrong item or misreads the number."""
+    generator = random.Random(f"comparisons/{split}/{seed}")
+    for prompt in stockroom.prompts(split, count, seed):
+        payload = prompt["payload"]
+        right = [*_call(payload, payload["box"], payload["item"]), _answer(_truth(payload))]
+        wrong = _play(payload, generator, generator.choice(("box", "item", "number")))
+        row = {
+            "messages": [_question(payload)],
+            "chosen": right,
+            "rejected": [message for step in wrong for message in step],
+            "tools": stockroom.TOOLS,
+        }
+        yield {"id": prompt["id"], "payload": row}
+
+
+def graded_steps(split: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Of process_reward: the call is good when it counts what was asked for, the answer when it is the number."""
+    generator = random.Random(f"graded_steps/{split}/{seed}")
+    for prompt in stockroom.prompts(split, count, seed):
+        payload = prompt["payload"]
+        mistake = "" if generator.random() < _SHARE_RIGHT else generator.choice(("box", "item", "number"))
+        call, answer = _play(payload, generator, mistake)
+        labels = (float(mistake in ("", "number")), stockroom.reward(payload, answer[0]["content"]))
+        steps = [{"messages": said, "label": label} for said, label in zip((call, answer), labels, strict=True)]
+        row = {"messages": [_question(payload)], "steps": steps, "tools": stockroom.TOOLS}
+        yield {"id": prompt["id"], "payload": row}
+
+
+def _play(payload: Payload, generator: random.Random, mistake: str) -> tuple[list[Message], list[Message]]:
+    """The call with what the tool said, and the answer; `mistake` is what is wrong, if anything."""
+    box, item = payload["box"], payload["item"]
+    if mistake == "box":
+        box = generator.choice([other for other in stockroom.BOXES if other != box])
+    elif mistake == "item":
+        item = generator.choice([other for other in stockroom.ITEMS if other != item])
+    found = stockroom.count(payload, {"box": box, "item": item})
+    if mistake == "number":
+        said = str(generator.choice([other for other in stockroom.COUNTS if str(other) != found]))
+    else:
+        said = found
+    return _call(payload, box, item), [_answer(said)]
+
+
+def _truth(payload: Payload) -> str:
+    return str(payload["stock"][payload["box"]][payload["item"]])
+
+
+def _question(payload: Payload) -> Message:
+    return {"role": "user", "content": payload["question"]}
+
+
+def _call(payload: Payload, box: str, item: str) -> list[Message]:
+    arguments = {"box": box, "item": item}
+    call = {"id": "call_0", "type": "function", "function": {"name": "count", "arguments": json.dumps(arguments)}}
+    return [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_0", "content": stockroom.count(payload, arguments)},
+    ]
+
+
+def _answer(said: str) -> Message:
+    return {"role": "assistant", "content": said}
