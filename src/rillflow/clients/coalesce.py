@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import DeadlineExceeded, RillflowError, Unavailable, WireError
@@ -58,7 +58,7 @@ class Coalesced(Generic[Item, Answer]):
         if len(self._sending) < UNDER_WAY:
             sending = asyncio.create_task(self._send(), name="coalesced")
             self._sending.add(sending)
-            sending.add_done_callback(self._sending.discard)
+            sending.add_done_callback(self._sending.discard)  # for one that is cancelled before it begins
         try:
             async with asyncio.timeout(deadline):
                 return await mine.answer
@@ -74,6 +74,13 @@ class Coalesced(Generic[Item, Answer]):
         _fail(self._waiting, _closed())
 
     async def _send(self) -> None:
+        try:
+            await self._send_all()
+        finally:
+            # At once, not when the loop comes round to it: who comes in between must not count on this one.
+            self._sending.discard(cast("asyncio.Task[None]", asyncio.current_task()))
+
+    async def _send_all(self) -> None:
         while self._waiting:
             group, self._waiting = self._waiting[:MOST], self._waiting[MOST:]
             group = [one for one in group if not one.answer.done()]  # those who still wait for it

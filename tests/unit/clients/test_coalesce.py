@@ -143,3 +143,32 @@ async def test_too_few_answers_are_an_error() -> None:
 
     with pytest.raises(RillflowError, match="0 answers to 1 calls"):
         await Coalesced(short)(1, 5.0)
+
+
+async def test_who_comes_when_both_senders_have_just_ended_is_sent() -> None:
+    gates: list[asyncio.Future[None]] = []
+
+    async def call(items: Sequence[int], deadline: float) -> list[int]:
+        gates.append(asyncio.get_running_loop().create_future())
+        await gates[-1]
+        return list(items)
+
+    coalesced = Coalesced[int, int](call)
+    first = []
+    for number in range(2):  # one after the other, or they would travel together
+        first.append(asyncio.create_task(coalesced(number, 20.0)))
+        await turns()
+    assert len(gates) == 2
+
+    async def right_after() -> int:
+        await gates[1]  # goes on in the same turn of the loop as the second sender, after it
+        return await coalesced(2, 20.0)
+
+    late = asyncio.create_task(right_after())
+    await asyncio.sleep(0)
+    for gate in gates[:2]:
+        gate.set_result(None)
+    assert await asyncio.gather(*first) == [0, 1]
+    await turns()
+    gates[2].set_result(None)
+    assert await late == 2
