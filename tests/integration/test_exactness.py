@@ -8,19 +8,20 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-import torch
 
 from engine_log import LoggedEngine, trained_turns
 from rillflow.agents.environments.stockroom import prompts
 from rillflow.agents.workflows.stockroom import play
-from rillflow.config import SamplingConfig
+from rillflow.config import SamplingConfig, TrainerConfig
 from rillflow.contracts import SystemClock
 from rillflow.gateway import Gateway, Policy, Renderer, anthropic_url
 from rillflow.gateway.trees.record import Sample
 from rillflow.rollout.episode import RunningEpisode
 from rillflow.trainer.batches import make_rows
 from rillflow.trainer.forward import PolicyForward
-from rillflow.trainer.packing import Plan, collate, input_length
+from rillflow.trainer.graph.databuffer import Databuffer
+from rillflow.trainer.learner import Learner
+from rillflow.trainer.parallel.peers import Alone
 from rillflow.types import BatchSample, Prompt, Row, Task
 from rillflow.weights.models import load_policy_model, pick_device
 
@@ -72,8 +73,9 @@ async def test_what_is_trained_is_what_was_sampled(sampling: SamplingConfig) -> 
     assert sorted(turn for sample in samples for turn in trained_turns(sample)) == sorted(engine.log)
 
     rows = make_rows(as_batch(samples), [sample.columns for sample in samples])
-    nothing = np.zeros(len(samples))
-    micro = collate(Plan(rows, input_length(rows), nothing, nothing), np.arange(len(samples)), torch.device("cpu"))
-    with torch.no_grad():
-        new_T, _ = PolicyForward(load_policy_model("tiny", "fp32", pick_device("cpu")))(micro)
-    assert (new_T - micro.old_T).abs().max() < 1e-5
+    for attention in ("padded", "sdpa"):
+        config = TrainerConfig(attention=attention, trees=attention == "sdpa", micro_tokens=500)
+        model = load_policy_model("tiny", "fp32", pick_device("cpu"))
+        actor = Learner("actor", model, PolicyForward(model, config), None, config, Alone())
+        new_N = actor.infer(Databuffer(rows))
+        assert np.abs(new_N - rows.old_N)[rows.mask_N].max() < 1e-5

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 import rillflow
-from rillflow.errors import CheckpointError, ConfigError, DataError, RillflowError
+from rillflow.errors import CheckpointError, ConfigError, DataError, GraphError, RillflowError
 from rillflow.runtime.process import GIVE_UP, GiveUp, signals_held
 
 app = typer.Typer(
@@ -26,7 +26,7 @@ app = typer.Typer(
 )
 errors = Console(stderr=True)
 # Only a person can mend these.
-_FOR_GOOD = (ConfigError, DataError, CheckpointError, GiveUp)
+_FOR_GOOD = (ConfigError, DataError, CheckpointError, GraphError, GiveUp)
 RunArgument = Annotated[Path, typer.Argument(help="A run folder, such as runs/quickstart-…", metavar="RUN")]
 
 
@@ -88,6 +88,51 @@ def resume(folder: RunArgument) -> None:
 
 
 @app.command()
+def fit(
+    recipe: Annotated[
+        str | None, typer.Argument(help="A shipped recipe's name, or the path of a YAML file with a `task`")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Changes to the recipe, such as trainer.steps=20 seed=3")
+    ] = None,
+    *,
+    runs: Annotated[Path, typer.Option(help="Where run folders are made")] = Path("runs"),
+    resume: Annotated[
+        Path | None, typer.Option("--resume", help="Go on with this run folder, exactly where it was", metavar="RUN")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check and print the resolved recipe, train nothing")
+    ] = False,
+    rank: Annotated[
+        int | None, typer.Option(help="Which rank this process is; all ranks resume the same folder")
+    ] = None,
+    ranks: Annotated[int, typer.Option(help="How many ranks there are, where each is started by hand")] = 1,
+    rendezvous: Annotated[str, typer.Option(help="Where ranks meet, HOST:PORT of rank 0's machine")] = "",
+) -> None:
+    """Train on rows that do not change: answers (SFT), a reward model or a process reward model."""
+    from rillflow.cli.fit import fit_folder, fit_rank, new_folder
+    from rillflow.cli.run import show_recipe
+    from rillflow.config.supervised import load_fit
+    from rillflow.runtime.folder import RunFolder
+
+    with clear_errors(role=rank is not None):
+        if (recipe is None) == (resume is None):
+            raise ConfigError("give a recipe, or --resume RUN", "rillflow fit sft; rillflow fit --resume runs/sft-…")
+        if resume is not None:
+            folder = RunFolder.open(resume)
+            if rank is not None:
+                from rillflow.trainer.parallel.address import Place
+
+                raise typer.Exit(fit_rank(folder, Place(rank, ranks, rendezvous)))
+            raise typer.Exit(fit_folder(folder))
+        loaded = load_fit(str(recipe), overrides or ())
+        if dry_run:
+            show_recipe(loaded)
+            return
+        raise typer.Exit(fit_folder(new_folder(loaded, runs)))
+
+
+@app.command()
 def audit(
     folder: RunArgument,
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole report as JSON")] = False,
@@ -117,15 +162,63 @@ def balance(
 
 
 @app.command()
+def graph(
+    recipe: Annotated[str, typer.Argument(help="A shipped recipe's name, or the path of a YAML file")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Changes to the recipe, such as trainer.algorithm=ppo")
+    ] = None,
+    policy: Annotated[str | None, typer.Option(help="Whose trainer  [default: the recipe's first]")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Draw it into this file", dir_okay=False, metavar="FILE")] = None,
+) -> None:
+    """Show what a trainer does with every batch: the nodes of its step, in order, with the columns they read and make.
+
+    Nothing is run. A graph that cannot work is refused here as `rillflow run` would refuse it.
+    """
+    from rillflow.cli.graph import show_graph
+
+    with clear_errors():
+        show_graph(recipe, overrides or (), policy, svg)
+
+
+@app.command()
+def export(
+    folder: RunArgument,
+    target: Annotated[Path, typer.Argument(help="The folder to make; it must not exist", metavar="OUT")],
+    policy: Annotated[str | None, typer.Option(help="The policy to export  [default: the run's first]")] = None,
+    which: Annotated[
+        str, typer.Option("--version", help="latest, best (by held-out reward) or a version's number", metavar="V")
+    ] = "latest",
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Only what LoRA has trained, as a peft folder, instead of all weights")
+    ] = False,
+) -> None:
+    """Write a version of a policy as a plain Hugging Face model folder."""
+    from rillflow.cli.export import Exporter
+    from rillflow.runtime.folder import RunFolder
+
+    with clear_errors():
+        exporter = Exporter(RunFolder.open(folder), policy)
+        choice = exporter.choose(which)
+        (exporter.export_adapter if adapter else exporter.export)(choice.version, target)
+        Console().print(
+            f"version {choice.version} of {exporter.policy} ({choice.why}) is in {target}",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+@app.command()
 def recipes() -> None:
     """List the shipped recipes."""
-    from rillflow.config import load_recipe
     from rillflow.config import recipes as shipped
+    from rillflow.config.load import FIT, read_raw
 
-    table = Table("recipe", "what it does", "file")
+    table = Table("recipe", "start it with", "what it does", "file")
     with clear_errors():
         for name, path in shipped().items():
-            table.add_row(name, load_recipe(name).description, str(path))
+            raw = read_raw(name)
+            command = "fit" if FIT in raw else "run"
+            table.add_row(name, f"rillflow {command} {name}", str(raw.get("description", "")), str(path))
     Console().print(table)
 
 
@@ -187,6 +280,11 @@ def rollout(folder: RunArgument, name: Annotated[str, typer.Option(help="The nod
 def trainer(
     folder: RunArgument,
     policy: Annotated[str | None, typer.Option(help="The policy to train  [default: the run's first]")] = None,
+    rank: Annotated[
+        int | None, typer.Option(help="Start this rank only, to join others  [default: all, on this machine]", min=0)
+    ] = None,
+    ranks: Annotated[int | None, typer.Option(help="How many there are  [default: the recipe's]", min=1)] = None,
+    rendezvous: Annotated[str, typer.Option(help="Where ranks meet, HOST:PORT on the host of rank 0")] = "",
 ) -> None:
     """Train one policy of a run."""
     from rillflow.runtime.folder import RunFolder
@@ -194,4 +292,5 @@ def trainer(
 
     with clear_errors(role=True):
         opened = RunFolder.open(folder)
-        raise typer.Exit(trainer_role(opened, policy or opened.recipe.policy))
+        policy = policy or opened.recipe.policy
+        raise typer.Exit(trainer_role(opened, policy, rank=rank, ranks=ranks, rendezvous=rendezvous))

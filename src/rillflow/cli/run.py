@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 import yaml
+from pydantic import BaseModel
 from rich.console import Console
 from rich.text import Text
 
@@ -26,7 +27,7 @@ console = Console(stderr=True)
 INTERRUPTED = 130
 
 
-def show_recipe(recipe: Recipe) -> None:
+def show_recipe(recipe: BaseModel) -> None:
     print(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False), end="")
 
 
@@ -35,11 +36,13 @@ def check(recipe: Recipe) -> None:
     from rillflow.dataflow.hooks import Hooks
     from rillflow.dataflow.sources import open_source, open_sources
     from rillflow.rollout.players import check_players
+    from rillflow.trainer.graph.builtin import chain_of
     from rillflow.weights.models import model_folder
 
     check_players(recipe)
     for policy in recipe.policies.values():
         model_folder(policy.model)
+        chain_of(policy.trainer, recipe.runtime.mode)
     Hooks.of(recipe.dataflow)
     open_sources(recipe.data.prompts, seed=recipe.seed, shuffle=False)
     if recipe.data.heldout is not None:

@@ -16,8 +16,8 @@ _Factor = Annotated[float, Field(gt=0)]
 _CLIPPED = frozenset({"ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"})
 # Which algorithms have an option; those not listed are for all.
 _OPTION_OF: dict[str, frozenset[str]] = {
-    "clip_low": _CLIPPED | {"gspo", "cispo", "m2po"},
-    "clip_high": _CLIPPED | {"gspo", "cispo", "m2po"},
+    "clip_low": _CLIPPED | {"gspo", "cispo", "m2po", "decoupled_ppo"},
+    "clip_high": _CLIPPED | {"gspo", "cispo", "m2po", "decoupled_ppo"},
     "clip_dual": _CLIPPED | {"m2po"},
     "sapo_tau": frozenset({"sapo"}),
     "m2_threshold": frozenset({"m2po"}),

@@ -14,19 +14,23 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from rillflow.config.base import Section
 from rillflow.config.schema import Recipe
 from rillflow.errors import ConfigError
 from rillflow.storage import write_atomic
 
+S = TypeVar("S", bound=Section)
+FIT = "task"  # the key that only recipes of `rillflow fit` have
 _PACKAGE = Path(__file__).resolve().parent.parent
-_CODE = ("workflow", "reward", "generator")
+_CODE = ("workflow", "reward", "generator", "function", "loss")
 _HOOKS = ("filters", "curators", "sampler")
-_FOREIGN = ("arguments", "environment")  # another program's own: what they mean is its business
+_NODES = ("graph", "nodes")
+_FOREIGN = ("arguments", "environment", "options")  # another program's own: what they mean is its business
 
 
 def _shipped_folder() -> Path:
@@ -59,28 +63,37 @@ def find_recipe(name: str) -> Path:
 
 def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
     """The validated recipe, with file references made absolute, so that a run folder can be resumed anywhere."""
+    return validate(read_raw(name, overrides))
+
+
+def read_raw(name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """What a recipe says, of whatever kind, before anything is checked."""
     raw = _read(find_recipe(name), seen=())
     for override in overrides:
         _apply_override(raw, override)
-    return validate(raw)
+    return raw
 
 
 def read_resolved(path: Path) -> Recipe:
     """The recipe that `write_resolved` wrote, perhaps changed by hand since."""
-    return validate(_parse(path))
+    return validate(parse(path))
 
 
 def validate(raw: dict[str, Any]) -> Recipe:
+    if FIT in raw:
+        raise ConfigError("the recipe has a `task`: it is for supervised training", "use `rillflow fit`")
     _share_trainer(raw)
+    return validated(raw, Recipe)
+
+
+def validated(raw: dict[str, Any], kind: type[S]) -> S:
     try:
-        return Recipe.model_validate(raw)
+        return kind.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError(
-            "\n".join(_explain(error)), "`rillflow run --help` and docs/recipes.md list the keys"
-        ) from None
+        raise ConfigError("\n".join(_explain(error, kind)), "`--help` and docs/recipes.md list the keys") from None
 
 
-def write_resolved(recipe: Recipe, path: Path) -> None:
+def write_resolved(recipe: Section, path: Path) -> None:
     text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
     write_atomic(path, text.encode())
 
@@ -92,7 +105,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     path = path.resolve()
     if path in seen:
         raise ConfigError(f"{path} extends itself", "remove one `extends` of the circle")
-    raw = _parse(path)
+    raw = parse(path)
     base_name = raw.pop("extends", None)
     _anchor(raw, path.parent)
     if base_name is None:
@@ -102,7 +115,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     return _merged(base, raw)
 
 
-def _parse(path: Path) -> dict[str, Any]:
+def parse(path: Path) -> dict[str, Any]:
     try:
         raw = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
@@ -126,6 +139,8 @@ def _anchor(raw: dict[str, Any], folder: Path) -> None:
             for item in value:
                 if isinstance(item, dict):
                     _anchor(item, folder)
+            if key in _NODES:
+                raw[key] = [_anchored("function", item, folder) if isinstance(item, str) else item for item in value]
         elif isinstance(value, dict):
             _anchor(value, folder)
         elif isinstance(value, str):
@@ -150,7 +165,7 @@ def _anchored(key: str, value: str, folder: Path) -> str:
         return f"{(folder / file).resolve()}:{name}" if colon and (folder / file).is_file() else value
     if key in ("command", "run"):
         return _anchored_command(value, folder)
-    if key not in ("path", "model", "dataset", "folder"):
+    if key not in ("path", "model", "reference", "dataset", "folder"):
         return value
     path = folder / Path(value).expanduser()
     if key == "path" or (value != "tiny" and path.is_dir()):
@@ -245,11 +260,11 @@ def _scalar(text: str) -> Any:
 # ---------------------------------------------------------------- explaining
 
 
-def _explain(error: ValidationError) -> Iterator[str]:
+def _explain(error: ValidationError, kind: type[BaseModel]) -> Iterator[str]:
     for item in error.errors():
         where = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
-            valid = _fields_at(item["loc"][:-1])
+            valid = _fields_at(item["loc"][:-1], kind)
             yield f"unknown key {where}; {_nearest(str(item['loc'][-1]), valid)}valid: {', '.join(valid)}"
         elif item["type"] == "missing":
             yield f"{where} is missing"
@@ -258,9 +273,9 @@ def _explain(error: ValidationError) -> Iterator[str]:
             yield f"{where}: {what} (got {item.get('input')!r:.80})" if where else what
 
 
-def _fields_at(location: tuple[int | str, ...]) -> list[str]:
+def _fields_at(location: tuple[int | str, ...], kind: type[BaseModel]) -> list[str]:
     """The valid keys of the section at `location`."""
-    model: type[BaseModel] = Recipe
+    model = kind
     for part in location:
         field = model.model_fields.get(str(part))
         inner = _section_of(field.annotation) if field else None

@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from rillflow.config import algorithm, schema, trainer
+from rillflow.config import algorithm, schema, supervised, trainer
 
 SECTIONS: dict[str, type[BaseModel]] = {
     "top level": schema.Recipe,
@@ -32,6 +32,9 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "evaluation": schema.EvaluationConfig,
     "observe": schema.ObserveConfig,
     "runtime": schema.RuntimeConfig,
+    "top level (rillflow fit)": supervised.FitRecipe,
+    "data (rillflow fit)": supervised.FitDataConfig,
+    "runtime (rillflow fit)": supervised.FitRuntimeConfig,
 }
 
 _HEAD = """# Recipes
@@ -40,7 +43,7 @@ A recipe is a YAML file. `rillflow run RECIPE key=value …` overrides keys by t
 (`trainer.lr=1e-4`, `data.prompts.0.limit=100`), and `rillflow run RECIPE --dry-run` prints the resolved recipe.
 `extends: other` starts from another recipe and changes what the file says. A top-level `trainer:` is shared by all
 policies. Paths are relative to the recipe, in overrides to where you are. Unknown keys are refused with the nearest
-valid name.
+valid name. A recipe with a `task` is for `rillflow fit`; its sections stand at the end of this page.
 """
 
 

@@ -87,7 +87,9 @@ class TrainerConfig(AlgorithmConfig):
         description="padded runs any model; sdpa, varlen (GPU) and flex (GPU) pack rows end to end without padding",
     )
     trees: bool = Field(False, description="compute the common prefixes of a micro-batch's rows once")
-    recompute: bool = Field(False, description="activation checkpointing: less memory for a third more computing")
+    recompute: bool = Field(
+        False, description="activation checkpointing, also of the head: less memory for a third more computing"
+    )
     compile: bool = Field(False, description="torch.compile the model's layers (GPU)")
     head_tokens: Positive = Field(
         1024, description="tokens whose logits exist at once: the head runs in pieces of so many"

@@ -46,6 +46,7 @@ class Episodes:
     """All episodes of one node. `waiting` of them were played and wait for their reward.
 
     `on_room` is told when there is room for another; `stopping` leaves what is under way to the node that comes after.
+    While the node is `resting` there is room for none.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Episodes:
         clock: Clock,
     ) -> None:
         self.stopping = False
+        self.resting = False
         self.waiting = 0
         self.finished = 0
         self.gateway_url = ""  # known once the gateway listens, before the first task is leased
@@ -79,6 +81,8 @@ class Episodes:
 
     def room(self, under_way: int) -> int:
         """How many tasks to ask for when so many are under way."""
+        if self.resting:
+            return 0
         played = under_way - self.waiting
         free = min(self._limits.episodes - played, self._gateway.limits.sessions - under_way)
         wanted = self._player.wanted()

@@ -26,6 +26,7 @@ from rillflow.gateway.sessions.session import Session
 from rillflow.gateway.sessions.sessionlog import FileSessionLog
 from rillflow.gateway.trees.render import Renderer
 from rillflow.rollout.episodes import Episodes
+from rillflow.rollout.handover import Handover
 from rillflow.rollout.late import LateRewards
 from rillflow.rollout.node import Node
 from rillflow.rollout.players import load_player, load_reward
@@ -47,10 +48,12 @@ async def run_node(
     on_ready: Callable[[str], None],
     host: str = "127.0.0.1",
     port: int = 0,
+    handover: Handover | None = None,
 ) -> None:
     """Play until the run has ended or the caller cancels; `on_ready` gets the gateway's URL.
 
-    `folder` is the node's own and outlives it; `port` is where the gateway was before, if it was.
+    `folder` is the node's own and outlives it; `port` is where the gateway was before, if it was. With a `handover` the
+    node plays only when a trainer in the same process lets it, with that trainer's weights.
     """
     clock, feed = SystemClock(), Feed()
     late = LateRewards(clock)
@@ -61,7 +64,8 @@ async def run_node(
         dataflow = DataflowClient(Client(dataflow_url, token, peer="dataflow"))
         writer = UnitWriter(dataflow.units, token, segment_bytes=recipe.dataflow.units.segment_bytes)
         client, sessions = _client(), FileSessionLog(folder / "sessions")
-        engines = node_engines(recipe, name=name, token=token, weights=weights, roster=dataflow.engines)
+        handed = {recipe.policy: handover.weights} if handover is not None else {}
+        engines = node_engines(recipe, name=name, token=token, weights=weights, roster=dataflow.engines, stores=handed)
         gateway = build_gateway(recipe, token, engines, sessions)
         Control(gateway, feed, late.given)
         # The gateway goes first: no agent is to see the engines go.
@@ -80,6 +84,9 @@ async def run_node(
         )
         going_on = episodes.going_on(gateway.sessions.restore())
         await engines.start()
+        if handover is not None:
+            await handover.attach(engines, episodes)
+            stack.callback(handover.detach)
         url = episodes.gateway_url = await _listen(gateway, host, port)
         log.info("node %s: gateway at %s", name, url)
         node = Node(

@@ -26,6 +26,7 @@ from typing import IO, Any, Literal
 
 from rillflow.config import Recipe, write_resolved
 from rillflow.config.load import read_resolved
+from rillflow.config.supervised import FitRecipe
 from rillflow.errors import RunError
 from rillflow.storage import disk_errors, read_json, write_json
 
@@ -39,7 +40,7 @@ class RunFolder:
     root: Path
 
     @classmethod
-    def create(cls, recipe: Recipe, parent: Path, *, now: float | None = None) -> RunFolder:
+    def create(cls, recipe: Recipe | FitRecipe, parent: Path, *, now: float | None = None) -> RunFolder:
         """A new folder with the resolved recipe, a fresh token and the versions of what it runs on."""
         now = time.time() if now is None else now
         wanted = parent / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}"

@@ -93,7 +93,9 @@ class LocalRun:
         engines = [f"engine-{index}" for index in range(self._recipe.rollout.engines)]
         for name in engines:
             self._start(name, "engine", "--name", name)
-        for index in range(self._recipe.rollout.nodes):
+        # Colocated, every trainer plays by itself.
+        nodes = self._recipe.rollout.nodes if self._recipe.runtime.mode == "asynchronous" else 0
+        for index in range(nodes):
             self._start(f"rollout-{index}", "rollout", "--name", f"rollout-{index}")
         for policy in self._recipe.policies:
             self._start(f"trainer-{policy}", "trainer", "--policy", policy)

@@ -9,10 +9,16 @@ import asyncio
 import logging
 import os
 import re
+import sys
+from typing import TYPE_CHECKING, NoReturn
 
+from rillflow.contracts import Generator
 from rillflow.errors import RunError
 from rillflow.runtime.folder import RunFolder
-from rillflow.runtime.process import STOPPED, GiveUp, LoopWatchdog, prepare, run_until_signal
+from rillflow.runtime.process import STOPPED, GiveUp, LoopWatchdog, child_environment, prepare, run_until_signal
+
+if TYPE_CHECKING:
+    from rillflow.trainer.parallel.address import Place
 
 log = logging.getLogger(__name__)
 
@@ -119,35 +125,84 @@ def rollout_role(folder: RunFolder, name: str) -> int:
     prepare()
     with folder.locked(name, PREDECESSOR_WAIT):
         code = run_until_signal(main())
-    logging.shutdown()
-    # A reward function that never returned still has its thread: nothing is left to wait for.
-    os._exit(code)
+    _leave(code)
 
 
-def trainer_role(folder: RunFolder, policy: str) -> int:
-    from rillflow.trainer.main import run_trainer
-    from rillflow.trainer.parts import NoBatch
+def trainer_role(
+    folder: RunFolder, policy: str, *, rank: int | None = None, ranks: int | None = None, rendezvous: str = ""
+) -> int:
+    """One rank of a trainer, which in a colocated run also plays; without `rank`, all of them."""
+    from rillflow.trainer.parallel.address import Place
 
     recipe = folder.recipe
     if policy not in recipe.policies:
         raise RunError(f"there is no policy {policy!r} in this run", f"one of: {', '.join(recipe.policies)}")
+    ranks = ranks or recipe.policies[policy].trainer.ranks
     prepare()
+    if rank is None and ranks > 1:
+        return _all_ranks(folder, policy, ranks)
+    return _one_rank(folder, policy, Place(rank or 0, ranks, rendezvous))
+
+
+def _all_ranks(folder: RunFolder, policy: str, ranks: int) -> int:
+    from rillflow.trainer.parallel.launch import launch
+
+    def command(rank: int, rendezvous: str) -> list[str]:
+        options = ("--rank", str(rank), "--ranks", str(ranks), "--rendezvous", rendezvous)
+        return [sys.executable, "-m", "rillflow", "trainer", str(folder.root), "--policy", policy, *options]
+
+    name = f"trainer-{policy}"
+    with folder.locked(name, PREDECESSOR_WAIT):
+        environment = child_environment(folder.recipe.runtime.threads)
+        return launch(command, ranks, environment, lambda rank: folder.log(f"{name}-rank{rank}"))
+
+
+def _one_rank(folder: RunFolder, policy: str, place: Place) -> int:
+    from rillflow.trainer.main import run_trainer
+    from rillflow.trainer.parallel.launch import LEFT_ALONE
+    from rillflow.trainer.parallel.peers import GivenUp, PeerLost
+    from rillflow.trainer.parts import NoBatch
+
+    recipe = folder.recipe
     _use_threads(recipe.runtime.threads)
     url = asyncio.run(wait_for_endpoint(folder, "dataflow"))
     name = f"trainer-{policy}"
-    with folder.locked(name, PREDECESSOR_WAIT):
+
+    def train(generator: Generator | None = None) -> bool:
+        return run_trainer(
+            recipe,
+            policy,
+            folder.root,
+            dataflow_url=url,
+            token=folder.token,
+            on_ready=lambda own: folder.publish_endpoint(name, own),
+            generator=generator,
+            place=place,
+        )
+
+    with folder.locked(name if place.ranks == 1 else f"{name}-rank{place.rank}", PREDECESSOR_WAIT):
         try:
-            finished = run_trainer(
-                recipe,
-                policy,
-                folder.root,
-                dataflow_url=url,
-                token=folder.token,
-                on_ready=lambda own: folder.publish_endpoint(name, own),
-            )
+            if recipe.runtime.mode == "colocated":
+                from rillflow.runtime.colocated import run_colocated
+
+                finished = run_colocated(folder, f"colocated-{place.rank}", url, train)
+            else:
+                finished = train()
         except NoBatch as error:
             raise GiveUp(error.message, error.hint) from error
-    return 0 if finished else STOPPED
+        except (GivenUp, PeerLost) as error:
+            log.error("%s", error)
+            return LEFT_ALONE
+    code = 0 if finished else STOPPED
+    if recipe.runtime.mode == "colocated":
+        _leave(code)
+    return code
+
+
+def _leave(code: int) -> NoReturn:
+    """For who has played: a reward function that never returned still has its thread, and nobody waits for it."""
+    logging.shutdown()
+    os._exit(code)
 
 
 def _check_name(name: str) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rillflow.clients.payloads import DamagedRows
+from rillflow.config import TrainerConfig
 from rillflow.errors import CorruptData
 from rillflow.types import COLUMNS, BatchSample
 
@@ -32,7 +33,8 @@ class Rows:
     """A batch, or a part of one, in memory. Row r is `[start_R[r], start_R[r] + length_R[r])` of the arrays over N.
 
     `old_N` are log-probs at `temperature_N`. Tokens that no temperature alone explains (greedy, top-p, top-k) are
-    scored under the untempered distribution, on both sides of the ratio.
+    scored under the untempered distribution, on both sides of the ratio. `member_R` is the place of the row's group in
+    the batch, whatever its part and rank; `step_reward_N` the reward of the answer that ends with a token, else NaN.
     """
 
     tokens_N: npt.NDArray[np.int32]
@@ -48,6 +50,8 @@ class Rows:
     staleness_R: Ints
     truncated_R: Flags
     replayed_R: Flags
+    member_R: Ints
+    step_reward_N: npt.NDArray[np.float32]
 
     @property
     def trained_R(self) -> Ints:
@@ -80,9 +84,48 @@ def make_rows(samples: Sequence[BatchSample], payload: Sequence[Arrays]) -> Rows
         staleness_R=np.array([sample.staleness for sample in samples], dtype=np.int64),
         truncated_R=np.array([sample.truncated for sample in samples], dtype=np.bool_),
         replayed_R=np.array([sample.replayed for sample in samples], dtype=np.bool_),
+        member_R=np.array([sample.member for sample in samples], dtype=np.int64),
+        step_reward_N=_step_rewards(payload, length_R, samples),
     )
     _check(rows, samples)
     return rows
+
+
+def columns_of(config: TrainerConfig) -> tuple[str, ...]:
+    """What a trainer reads of each row."""
+    return (*TRAINED_COLUMNS, "rewards") if config.step_rewards is not None else TRAINED_COLUMNS
+
+
+def no_rows() -> Rows:
+    """The share of a rank that has none."""
+    ints, flags, floats = np.empty(0, np.int64), np.empty(0, np.bool_), np.empty(0)
+    return Rows(
+        tokens_N=np.empty(0, np.int32),
+        mask_N=flags,
+        old_N=np.empty(0, np.float32),
+        temperature_N=np.empty(0, np.float32),
+        start_R=ints,
+        length_R=ints,
+        reward_R=floats,
+        group_mean_R=floats,
+        group_std_R=floats,
+        group_size_R=ints,
+        staleness_R=ints,
+        truncated_R=flags,
+        replayed_R=flags,
+        member_R=ints,
+        step_reward_N=np.empty(0, np.float32),
+    )
+
+
+def _step_rewards(payload: Sequence[Arrays], length_R: Ints, samples: Sequence[BatchSample]) -> npt.NDArray[np.float32]:
+    """A row whose answers have no rewards of their own has no such column."""
+    none = [np.full(length, np.nan, np.float32) for length in length_R.tolist()]
+    given = [{"rewards": row.get("rewards", missing)} for row, missing in zip(payload, none, strict=True)]
+    reward_N = _column("rewards", given, length_R, samples)
+    at_R = np.logical_or.reduceat(np.isinf(reward_N), np.cumsum(length_R) - length_R)
+    _refuse(at_R, samples, "the reward of one of its answers is not finite")
+    return reward_N
 
 
 def _column(name: str, payload: Sequence[Arrays], length_R: Ints, samples: Sequence[BatchSample]) -> npt.NDArray[Any]:

@@ -1,58 +1,77 @@
-"""Log-probs of the trained tokens under the current weights, at the temperature they were sampled with.
+"""Scores of the trained tokens under the current weights: log-probs of a policy, values of a scalar model.
 
-The model's head runs on the hidden states of the trained positions only: a hook hands it those, so that whatever a
-model does to its logits afterwards (scaling, soft caps) stays the model's own. A model without a separate head runs
-in full and its logits are picked. Both give the numbers of a full `log_softmax`.
+Log-probs are at the temperature that their tokens were sampled with, and equal those of a full `log_softmax`.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from rillflow.trainer.packing import MicroBatch
+from rillflow.config import TrainerConfig
+from rillflow.errors import ConfigError
+from rillflow.trainer.attention import choose, hidden_states
+from rillflow.trainer.heads import PolicyHead
+from rillflow.trainer.layout import MicroBatch
+from rillflow.trainer.lora import adapters_off
+from rillflow.trainer.parallel.sharding import entered
+from rillflow.weights.models import DTYPES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 class PolicyForward:
-    """Calls a causal language model; `dtype` bf16 runs it under autocast, its weights staying fp32."""
+    """Calls a causal language model; without `adapters`, as if LoRA had not been."""
 
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, model: PreTrainedModel, config: TrainerConfig, *, adapters: bool = True) -> None:
         self._model = model
-        self._dtype = dtype
-        self._select_T: torch.Tensor | None = None
-        head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        self._has_head = head is not None
-        if head is not None:
-            head.register_forward_pre_hook(self._pick)
+        self._adapters = adapters
+        self._backend = _backend(model, config)
+        self._head = entered(model, PolicyHead)(model, config)
+        self._run = entered(model, self._scores)
 
     def __call__(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs of the targets, with gradient, and the entropy of their distributions, without."""
-        scaled_TV = self._logits(micro).float() / micro.temperature_T[:, None]
-        all_TV = torch.log_softmax(scaled_TV, -1)
-        with torch.no_grad():
-            entropy_T = -(all_TV.exp() * all_TV).sum(-1)
-        return all_TV.gather(-1, micro.target_T[:, None]).squeeze(-1), entropy_T
+        """Log-probs of the targets, with gradient, and the entropy of their distributions, which has one only where
+        the recipe gives an entropy bonus."""
+        with self._as_asked():
+            return self._run(micro)
 
-    def _logits(self, micro: MicroBatch) -> torch.Tensor:
-        self._select_T = micro.select_T
-        try:
-            with self._precision(micro.tokens_BL.device):
-                logits: torch.Tensor = self._model(input_ids=micro.tokens_BL, use_cache=False).logits
-        finally:
-            self._select_T = None
-        return logits if self._has_head else logits.flatten(0, 1).index_select(0, micro.select_T)
+    def _scores(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden_PD = hidden_states(self._model, micro.layout, self._backend)
+        hidden_TD = hidden_PD.index_select(0, micro.select_T)
+        return self._head(hidden_TD, micro.target_T, micro.columns["temperature_T"])
 
-    def _pick(self, head: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if self._select_T is None:
-            return None  # somebody else uses the model
-        return (inputs[0].flatten(0, 1).index_select(0, self._select_T), *inputs[1:])
+    def _as_asked(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._adapters else adapters_off(self._model)
 
-    def _precision(self, device: torch.device) -> AbstractContextManager[Any]:
-        if self._dtype is torch.float32:
-            return nullcontext()
-        return torch.autocast(device.type, dtype=self._dtype)
+
+class ScalarForward:
+    """Calls a model whose head `score` gives one number a token."""
+
+    def __init__(self, model: PreTrainedModel, config: TrainerConfig) -> None:
+        head = getattr(model, "score", None)
+        if not isinstance(head, torch.nn.Linear):
+            raise ConfigError(
+                f"{type(model).__name__} has no head `score`", "use a decoder-only model for critics and rewards"
+            )
+        self._model = model
+        self._head = head
+        self._backend = _backend(model, config)
+        self._run = entered(model, self._values)
+
+    def __call__(self, micro: MicroBatch) -> torch.Tensor:
+        """A float32 value for each trained token, with gradient."""
+        return self._run(micro)
+
+    def _values(self, micro: MicroBatch) -> torch.Tensor:
+        hidden_PD = hidden_states(self._model, micro.layout, self._backend)
+        values_T1: torch.Tensor = self._head(hidden_PD.index_select(0, micro.select_T))
+        return values_T1.sum(-1).float()  # over one value: not a view, which FSDP would have to guard
+
+
+def _backend(model: PreTrainedModel, config: TrainerConfig) -> str:
+    device = next(model.parameters()).device
+    return choose(model, config.attention, device, dtype=DTYPES[config.dtype], trees=config.trees)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ class Layout:
 @dataclass(frozen=True)
 class MicroBatch:
     """The hidden state at packed position `select_T` gives the score of a trained token, `target_T`, whose row (of
-    `rows` in this micro-batch) is `row_T`. `columns` are over the same tokens: `old_T`, `temperature_T`, …
+    `rows` in this micro-batch) is `row_T`. `columns` are over the same tokens: `old_T`, `temperature_T`, …; `source_T`
+    says which token of the databuffer each of them is.
 
     A token that several rows share appears once for each row that trains it, perhaps at the same position.
     """
@@ -44,3 +46,11 @@ class MicroBatch:
     row_T: torch.Tensor
     rows: int
     columns: Mapping[str, torch.Tensor]
+    source_T: Ints
+
+
+def runs(first: Ints, count: Ints) -> Ints:
+    """`first[i], first[i] + 1, …`, `count[i]` of them, one run after the other."""
+    before = np.cumsum(count) - count
+    run: Ints = np.arange(int(count.sum())) + np.repeat(first - before, count)
+    return run

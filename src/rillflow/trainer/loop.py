@@ -1,42 +1,83 @@
-"""The trainer's loop: join, then lease, step, publish, commit, and a checkpoint every so often.
+"""The trainer's loop: join, then lease, step, commit, publish, and a checkpoint every so often.
 
 Order is what makes a kill at any moment safe:
 
-1. A version is published before its batch is committed, so a committed version can always be pulled.
-2. A checkpoint of a version is written after that version is committed, so a trainer never restarts from weights
-   that the ledger does not know.
-3. A restart takes the newest valid checkpoint c, joins with c (the ledger returns what was committed after c),
-   rewinds the store to c (later versions become orphans) and goes on above the highest number ever used.
+1. A version is committed with its batch, then published from a copy of the weights while the next step computes. Its
+   publication has ended before the next version is committed, so the ledger is at most one version ahead of the store.
+   Nobody minds: nodes follow the store's head, and one that hears of a version that is not there yet goes on with what
+   it has as far as the staleness bound allows (with bound 0 it waits). Samples of a version come after its publication,
+   and so after its commit.
+2. The last version of a run is published before it is committed: the commit that ends a run must not be followed by
+   anything that a kill could take away. So is every version when `publish_delay` is 0, and where `publish_first` says
+   so: nodes must have it before they may sample on, or any commit may be the last.
+3. A checkpoint of a version is begun after that version is committed, so a trainer never restarts from weights that
+   the ledger does not know. It may be durable before its version is published.
+4. A restart takes the newest valid checkpoint c, publishes c if the store has not got it whole, joins with c (the
+   ledger returns what was committed after c), rewinds the store to c (later versions become orphans) and goes on above
+   the highest number that store or ledger has ever seen.
+
+What fails in the background (a full disk) ends the process before the next commit; nothing of it is visible.
 
 A batch that was leased and not committed returns to the stream by itself. One that is lost or cannot be read before
 its update is abandoned, and another is leased. When a commit finds the lease lost, or the answer to it is lost for
-good, this process's weights are on no line: the error ends the process, and its supervisor starts it again at step 3.
+good, this process's weights are on no line: the error ends the process, and its supervisor starts it again at step 4.
+
+Every rank runs this loop, with the same decisions in the same order. Rank 0 alone speaks to the ledger and publishes;
+what it finds wrong there ends all.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
+import msgspec
 import torch
 
 from rillflow.clients.payloads import DamagedRows
 from rillflow.config import TrainerConfig
-from rillflow.contracts import Clock, SystemClock
+from rillflow.contracts import Clock, Generator, SystemClock
 from rillflow.errors import LeaseLost, RillflowError, RunError
-from rillflow.trainer.checkpoint import Checkpoint, Checkpoints, State, random_state, restore_random
+from rillflow.trainer.batches import Rows
+from rillflow.trainer.checkpoint import Checkpoints, State, random_state, restore_random
+from rillflow.trainer.parallel.peers import Alone, Peers
 from rillflow.trainer.parts import Parts, Stopped
-from rillflow.trainer.step import Learner
+from rillflow.trainer.publisher import Publisher
 from rillflow.trainer.stream import Stream
 from rillflow.weights import FolderStore
+from rillflow.weights.adapters import Adapter
+
+if TYPE_CHECKING:
+    from rillflow.contracts import Tensors
 
 log = logging.getLogger(__name__)
 
-# Versions that stay pullable for nodes that lag, besides those that checkpoints need.
-KEEP_VERSIONS = 4
 # Batches in a row that may be abandoned: whatever takes them away or damages them does not pass by itself.
 MOST_ABANDONED = 8
+
+
+class Trained(Protocol):
+    """What the loop asks of a worker (`graph.worker`)."""
+
+    steps: int
+
+    def step(
+        self, parts: Iterable[Rows], check: Callable[[], None], publish: Callable[[], None]
+    ) -> dict[str, float]: ...
+
+    def weights(self, dtype: torch.dtype) -> Tensors:
+        """Whole tensors, at least on rank 0. All ranks call it together."""
+
+    def adapter(self) -> Adapter | None:
+        """The trained adapter of a LoRA policy, which every rank has; None of any other."""
+
+    def masters(self) -> Tensors: ...
+
+    def moments(self) -> Tensors: ...
+
+    def restore(self, masters: Tensors, moments: Tensors, steps: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -52,27 +93,34 @@ class TrainerLoop:
     def __init__(
         self,
         stream: Stream,
-        learner: Learner,
+        worker: Trained,
         store: FolderStore,
         checkpoints: Checkpoints,
         config: TrainerConfig,
         *,
+        peers: Peers | None = None,
         publish_dtype: torch.dtype = torch.float32,
+        publish_first: bool = False,
         recipe_hash: str = "",
         stop: Callable[[], bool] = lambda: False,
         report: Callable[[StepReport], None] = lambda report: None,
         clock: Clock | None = None,
+        generator: Generator | None = None,
     ) -> None:
         self._stream = stream
-        self._learner = learner
+        self._worker = worker
         self._store = store
         self._checkpoints = checkpoints
+        self._publisher = Publisher(store, publish_dtype, lambda: checkpoints.needed)
         self._config = config
+        self._peers = peers or Alone()
         self._dtype = publish_dtype
         self._recipe = recipe_hash
         self._stop = stop
         self._report = report
         self._clock = clock or SystemClock()
+        self._generator = generator
+        self._delayed = config.publish_delay > 0 and not publish_first
         self._version = 0
         self._next = 1
         self._saved = 0
@@ -81,27 +129,58 @@ class TrainerLoop:
     def run(self) -> None:
         self._begin()
         try:
+            stopped = self._train()
+            self._end()
+        except BaseException:
+            self._publisher.close()
+            self._checkpoints.close()
+            raise
+        if self._generator is not None and not stopped:
+            # For the evaluation after the last step, until the run has ended.
+            self._generator.begin(self._weights(), self._version)
+
+    def _train(self) -> bool:
+        """Step after step; whether somebody has stopped it."""
+        try:
             while self._wants_more() and self._train_next():
                 pass
         except Stopped:
             log.info("step abandoned: its batch returns to the stream")
+            return True
         finally:
             self._stream.abandon()
-        if self._version != self._saved:
-            self._checkpoint()
+        return self._stop()
 
     def _wants_more(self) -> bool:
         """A policy that has done its steps is finished, though the run goes on while others have not."""
-        return not self._stop() and self._learner.steps < self._config.steps
+        return not self._stop() and self._worker.steps < self._config.steps
 
-    # ------------------------------------------------------------ start
+    def _weights(self) -> Tensors:
+        return self._worker.weights(self._dtype)
+
+    # ------------------------------------------------------------ start and end
 
     def _begin(self) -> None:
         """Restore, take over the line and learn which version number comes next."""
         self._version = self._saved = self._restore()
-        weights = self._learner.weights(self._dtype)
+        weights = self._weights()
+        self._on_first(lambda: self._take_over(weights))
+        self._next = msgspec.json.decode(self._peers.first(msgspec.json.encode(self._next)), type=int)
+
+    def _restore(self) -> int:
+        found = self._checkpoints.latest_valid(self._worker.masters())
+        if found is None:
+            return 0
+        if found.state.recipe != self._recipe:
+            log.warning("the recipe has changed since checkpoint %d: going on with the new one", found.state.version)
+        self._worker.restore(found.masters, found.moments, found.state.step)
+        restore_random(found.state.random_of(self._peers.rank))
+        return found.state.version
+
+    def _take_over(self, weights: Tensors) -> None:
         if self._store.highest() < self._version:
-            # A store without this version's number: a new run, or one whose weights were removed.
+            # A store without this version's number: a new run, one whose weights were removed, or one that was ended
+            # between a checkpoint and the publication of its version.
             self._store.publish(weights, self._version, parent=None)
         else:
             self._store.mend(weights, self._version)
@@ -115,26 +194,46 @@ class TrainerLoop:
         self._next = max(self._store.highest(), joined.highest) + 1
         log.info("from version %d; orphaned %s; next version %d", self._version, orphaned, self._next)
 
-    def _restore(self) -> int:
-        found = self._checkpoints.latest_valid()
-        if found is None:
-            return 0
-        if found.state.recipe != self._recipe:
-            log.warning("the recipe has changed since checkpoint %d: going on with the new one", found.state.version)
-        self._learner.restore(found.masters, found.moments, found.state.step)
-        restore_random(found.state.random)
-        return found.state.version
+    def _on_first(self, action: Callable[[], None]) -> None:
+        """What rank 0 does for all; if it fails, all raise."""
+        error: Exception | None = None
+        if self._peers.rank == 0:
+            try:
+                action()
+            except Exception as raised:
+                error = raised
+        self._peers.agree(error)
+
+    def _end(self) -> None:
+        """Nothing is left to be written."""
+        self._publisher.finish()
+        if self._version != self._saved:
+            self._checkpoint()
+        self._checkpoints.finish()
+        if self._peers.rank == 0:
+            self._publisher.prune()
 
     # ------------------------------------------------------------ one step
 
     def _train_next(self) -> bool:
         """One step, or an attempt at one; False when there will be no more batches."""
-        parts = Parts(self._stream, self._version, patience=self._config.batch_wait, stop=self._stop, clock=self._clock)
+        self._publisher.check()
+        self._checkpoints.check()
+        parts = Parts(
+            self._stream,
+            self._version,
+            patience=self._config.batch_wait,
+            stop=self._stop,
+            clock=self._clock,
+            peers=self._peers,
+            generator=self._generator,
+            weights=self._weights,
+        )
         if not parts.open():
             return False
         started = self._clock.monotonic()
         try:
-            metrics = self._learner.step(parts, self._check)
+            metrics = self._worker.step(parts, self._check, self._take)
         except (LeaseLost, DamagedRows) as error:
             self._abandon(parts, error)
             return True
@@ -159,10 +258,30 @@ class TrainerLoop:
                 "check the disks and logs of the storage units; `rillflow audit` names what was set aside",
             ) from error
 
+    def _take(self) -> None:
+        """Copy what the step has made, for publication."""
+        adapter = self._worker.adapter()
+        if adapter is None:
+            weights = self._weights()
+            if self._peers.rank == 0:
+                self._publisher.take(weights)
+        elif self._peers.rank == 0:  # a LoRA policy is whole on every rank: nobody else needs to take part
+            self._publisher.take_adapter(adapter, self._weights)
+
     def _finish(self, parts: Parts, metrics: dict[str, float], started: float) -> None:
-        """Publish what the step made, commit its batch and write down what is due."""
+        """Commit the batch, publish what was taken and write down what is due."""
         version = self._next
-        self._store.publish(self._learner.weights(self._dtype), version, parent=self._version)
+        self._on_first(lambda: self._commit_and_publish(parts, version, metrics, started))
+        self._version = version
+        self._next = version + 1
+        if self._worker.steps % self._config.checkpoint_every == 0:
+            self._checkpoint()
+        self._report(StepReport(step=self._worker.steps, version=version, metrics=metrics))
+
+    def _commit_and_publish(self, parts: Parts, version: int, metrics: dict[str, float], started: float) -> None:
+        first = not self._delayed or self._worker.steps >= self._config.steps
+        if first:
+            self._publisher.publish(version, self._version)
         self._stream.commit(
             parts.batch,
             version,
@@ -171,17 +290,10 @@ class TrainerLoop:
             wait=parts.opening + parts.waited,
             restorable=min(self._checkpoints.versions(), default=0),
         )
-        self._version = version
-        self._next = version + 1
-        if self._learner.steps % self._config.checkpoint_every == 0:
-            self._checkpoint()
-        # Version 0 stays: a run whose checkpoints were removed begins there again.
-        self._store.prune(KEEP_VERSIONS, protect={0, *self._checkpoints.versions()})
-        self._report(StepReport(step=self._learner.steps, version=version, metrics=metrics))
+        if not first:
+            self._publisher.begin(version, self._version)
 
     def _checkpoint(self) -> None:
-        state = State(version=self._version, step=self._learner.steps, recipe=self._recipe, random=random_state())
-        self._checkpoints.save(
-            Checkpoint(state=state, masters=self._learner.masters(), moments=self._learner.moments())
-        )
+        state = State(version=self._version, step=self._worker.steps, recipe=self._recipe, random=random_state())
+        self._checkpoints.begin(state, self._worker.masters(), self._worker.moments())
         self._saved = self._version

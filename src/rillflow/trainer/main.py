@@ -1,4 +1,4 @@
-"""Wires a trainer: model, learner, weight store, checkpoints, the stream of batches, health and metrics.
+"""Wires a trainer: worker, weight store, checkpoints, the stream of batches, health and metrics.
 
 The loop computes in the process's main thread; everything that speaks HTTP lives in a thread of its own.
 """
@@ -7,28 +7,30 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
-import signal
 import threading
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from typing import Self
 
-import torch
 from prometheus_client import CollectorRegistry, Gauge
 
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.clients.payloads import PayloadReader
-from rillflow.config import PolicyConfig, Recipe
-from rillflow.trainer.algorithms import ALGORITHMS
+from rillflow.config import Recipe
+from rillflow.contracts import Generator
+from rillflow.trainer.batches import columns_of
 from rillflow.trainer.checkpoint import Checkpoints
+from rillflow.trainer.graph.worker import build_worker
 from rillflow.trainer.loop import StepReport, TrainerLoop
-from rillflow.trainer.step import Learner
+from rillflow.trainer.parallel.address import Place
+from rillflow.trainer.parallel.peers import Peers
+from rillflow.trainer.parallel.ranks import RankStream
+from rillflow.trainer.parallel.rendezvous import connect, device_of
+from rillflow.trainer.process import prepare_torch, stops_on_signal
 from rillflow.trainer.stream import RemoteStream, Stream
 from rillflow.weights import FolderStore
-from rillflow.weights.models import DTYPES, load_policy_model, pick_device
+from rillflow.weights.models import DTYPES
 from rillflow.wire import Client, LoopThread, Service
 
 log = logging.getLogger(__name__)
@@ -44,42 +46,85 @@ def run_trainer(
     token: str,
     *,
     on_ready: Callable[[str], None] | None = None,
+    generator: Generator | None = None,
+    place: Place | None = None,
 ) -> bool:
     """Train `policy` until the run has no more batches, or False when SIGTERM came first.
 
-    `on_ready` gets the URL of the metrics. Any error ends the trainer; started again, it goes on from its last
-    checkpoint.
+    `on_ready` gets the URL of the metrics. A `generator` samples in this process while no step computes. Any error ends
+    the trainer; started again, it goes on from its last checkpoint. Of several ranks each runs this at its own `place`;
+    rank 0 speaks for all of them.
     """
     stop = threading.Event()
-    thread = LoopThread("trainer-wire")
-    service = Service(f"trainer-{policy}", token)
-    dataflow = DataflowClient(Client(dataflow_url, token, peer="dataflow"))
-    reader = PayloadReader(dataflow.units, token)
-    settings = recipe.policies[policy].trainer
-    try:
-        url = thread.run(service.start(), _CALL)
+    place = place or Place()
+    device = device_of(recipe.policies[policy].trainer.device, place.rank)
+    with stops_on_signal(stop), connect(place, device) as peers, _Wire(dataflow_url, token, policy) as wire:
+        if peers.rank == 0:
+            wire.listen(on_ready)
+        build_loop(
+            recipe,
+            policy,
+            folder,
+            _stream(recipe, policy, wire, peers, stop=stop.is_set, own_samples=generator is not None),
+            peers,
+            # Several ranks stop together: their stream tells them when.
+            stop=stop.is_set if peers.size == 1 else _never,
+            report=Gauges(wire.service.registry, policy),
+            generator=generator,
+        ).run()
+    return not stop.is_set()
+
+
+class _Wire:
+    """What speaks HTTP, in a thread of its own."""
+
+    def __init__(self, dataflow_url: str, token: str, policy: str) -> None:
+        self.thread = LoopThread("trainer-wire")
+        self.service = Service(f"trainer-{policy}", token)
+        self.dataflow = DataflowClient(Client(dataflow_url, token, peer="dataflow"))
+        self.reader = PayloadReader(self.dataflow.units, token)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def listen(self, on_ready: Callable[[str], None] | None) -> None:
+        url = self.thread.run(self.service.start(), _CALL)
         log.info("metrics at %s/metrics", url)
         if on_ready is not None:
             on_ready(url)
-        stream = RemoteStream(
-            thread,
-            dataflow,
-            reader,
-            policy=policy,
-            incarnation=uuid.uuid4().hex,
-            groups=settings.batch_groups,
-            # Which groups come together depends on timing, and with them the rounding of their sum.
-            least=0 if recipe.runtime.deterministic else settings.stream_groups,
-        )
-        with _stops_on_signal(stop):
-            report = Gauges(service.registry, policy)
-            build_loop(recipe, policy, folder, stream, stop=stop.is_set, report=report).run()
-        return not stop.is_set()
-    finally:
-        thread.run(service.stop(), _CALL)
-        thread.run(reader.close(), _CALL)
-        thread.run(dataflow.close(), _CALL)
-        thread.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.thread.run(self.service.stop(), _CALL)
+        self.thread.run(self.reader.close(), _CALL)
+        self.thread.run(self.dataflow.close(), _CALL)
+        self.thread.close()
+
+
+def _stream(
+    recipe: Recipe, policy: str, wire: _Wire, peers: Peers, *, stop: Callable[[], bool], own_samples: bool
+) -> Stream:
+    settings = recipe.policies[policy].trainer
+    remote = RemoteStream(
+        wire.thread,
+        wire.dataflow,
+        wire.reader,
+        policy=policy,
+        incarnation=peers.first(uuid.uuid4().hex.encode()).decode(),
+        groups=settings.batch_groups,
+        # Which groups come together depends on timing, and with them the rounding of their sum. Who samples by
+        # itself would stop for every part.
+        least=0 if recipe.runtime.deterministic or own_samples else settings.stream_groups,
+        columns=columns_of(settings),
+        rank=peers.rank,
+        ranks=peers.size,
+    )
+    if peers.size == 1:
+        return remote
+    return RankStream(remote, peers, stop=stop, sharded=settings.sharding != "none")
+
+
+def _never() -> bool:
+    return False
 
 
 def build_loop(
@@ -87,59 +132,36 @@ def build_loop(
     policy: str,
     folder: Path,
     stream: Stream,
+    peers: Peers,
     *,
     stop: Callable[[], bool],
     report: Callable[[StepReport], None],
+    generator: Generator | None = None,
 ) -> TrainerLoop:
     """The loop of a policy on its part of the run folder."""
     settings = recipe.policies[policy]
-    _seed(recipe)
+    prepare_torch(recipe.seed, recipe.runtime.threads, deterministic=recipe.runtime.deterministic)
     return TrainerLoop(
         stream,
-        _learner(settings, in_order=recipe.runtime.deterministic),
+        build_worker(recipe, policy, peers, device=device_of(settings.trainer.device, peers.rank)),
         FolderStore(folder / "weights" / policy),
-        Checkpoints(folder / "checkpoints" / policy, settings.trainer.keep_checkpoints),
+        Checkpoints(folder / "checkpoints" / policy, settings.trainer.keep_checkpoints, peers),
         settings.trainer,
+        peers=peers,
         # Engines refuse weights of another dtype than theirs.
         publish_dtype=DTYPES[settings.engine.dtype],
+        publish_first=_publishes_first(recipe, policy, generator),
         recipe_hash=hashlib.sha256(recipe.model_dump_json().encode()).hexdigest(),
         stop=stop,
         report=report,
+        generator=generator,
     )
 
 
-def _learner(settings: PolicyConfig, *, in_order: bool) -> Learner:
-    config = settings.trainer
-    model = load_policy_model(settings.model, "fp32", pick_device(config.device))
-    return Learner(model, ALGORITHMS[config.algorithm](config), config, in_order=in_order)
-
-
-def _seed(recipe: Recipe) -> None:
-    torch.manual_seed(recipe.seed)
-    if recipe.runtime.threads:
-        torch.set_num_threads(recipe.runtime.threads)
-    if recipe.runtime.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-
-
-@contextmanager
-def _stops_on_signal(stop: threading.Event) -> Iterator[None]:
-    """SIGTERM and SIGINT ask for an orderly end: the step in progress is given up, a checkpoint is written."""
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        log.info("signal %d: stopping", number)
-        stop.set()
-
-    if threading.current_thread() is not threading.main_thread():
-        yield  # signals belong to the main thread's owner
-        return
-    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _publishes_first(recipe: Recipe, policy: str, generator: Generator | None) -> bool:
+    """Where a delay would gain nothing, because nodes may not sample on before they have the new weights; and where any
+    commit may end the run, because the prompts do."""
+    return (recipe.staleness(policy) == 0 and generator is None) or recipe.data.epochs is not None
 
 
 class Gauges:

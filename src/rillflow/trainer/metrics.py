@@ -1,106 +1,96 @@
-"""The numbers of one step, over all parts of its batch.
+"""The numbers of one step, over all parts of its batch and all ranks.
 
 Sums stay on the device until the step ends, so a micro-batch never waits for the host.
 """
 
 from __future__ import annotations
 
-from math import isfinite
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from math import isfinite, sqrt
 
 import numpy as np
 import torch
 
-from rillflow.trainer.algorithms.common import Loss, WholeRows, ratio
 from rillflow.trainer.batches import Rows
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from rillflow.trainer.batches import Floats
+from rillflow.trainer.objective import Measured
+from rillflow.trainer.parallel.peers import Peers
 
 
 class Totals:
-    """Sums over the trained tokens of a batch, one micro-batch after the other."""
+    """What an objective measures, one micro-batch after the other."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._sums = torch.zeros(7, dtype=torch.float64, device=device)
-        self._highest = torch.zeros((), device=device)
+    def __init__(self, sums: Sequence[str], peaks: Sequence[str], device: torch.device) -> None:
+        self._names = (list(sums), list(peaks))
+        self._sums = torch.zeros(len(sums), dtype=torch.float64, device=device)
+        self._peaks = torch.full((len(peaks),), -torch.inf, dtype=torch.float64, device=device)
 
     @torch.no_grad()
-    def add(self, loss: torch.Tensor, of: Loss, tokens: WholeRows, entropy_T: torch.Tensor) -> None:
-        """`loss` is the micro-batch's value of the loss `of`; `tokens` carry no gradient."""
-        ratio_T = ratio(tokens.new_T, tokens.old_T)
-        low_T, high_T = of.held(tokens)
-        sums = (
-            loss,
-            low_T.sum(),
-            high_T.sum(),
-            # k3 estimator of KL(old || new) on tokens that old has sampled: r - 1 - log r.
-            (ratio_T - 1 - (tokens.new_T - tokens.old_T)).sum(),
-            ratio_T.sum(),
-            ratio_T.square().sum(),
-            entropy_T.sum(),
-        )
-        self._sums += torch.stack([value.double() for value in sums])
-        self._highest = torch.maximum(self._highest, ratio_T.max())
+    def add(self, measured: Measured) -> None:
+        sums, peaks = measured
+        if sums:
+            self._sums += torch.stack([value.double() for value in sums])
+        if peaks:
+            self._peaks = torch.maximum(self._peaks, torch.stack([value.double() for value in peaks]))
 
-    def values(self, trained: int, scale: float) -> dict[str, float]:
-        """Means over the batch's trained tokens; ESS is the fraction of them that the ratios leave effective.
-
-        `scale` is one over the count that the algorithm divides the loss by.
-        """
-        loss, low, high, kl, ratios, squares, entropy = self._sums.tolist()
-        count = max(trained, 1)
-        return {
-            "loss": loss * scale,
-            "clip_low": low / count,
-            "clip_high": high / count,
-            "approx_kl": kl / count,
-            "ratio_mean": ratios / count,
-            "ratio_max": float(self._highest),
-            "ess": ratios * ratios / (count * squares) if squares else 0.0,
-            "entropy": entropy / count,
-            "trained_tokens": float(trained),
-        }
+    def values(self, peers: Peers) -> tuple[dict[str, float], dict[str, float]]:
+        """Sums and peaks over all ranks, by their names."""
+        sums, peaks = peers.total(self._sums.tolist()), peers.highest(self._peaks.tolist())
+        return dict(zip(self._names[0], sums, strict=True)), dict(zip(self._names[1], peaks, strict=True))
 
 
 class RowValues:
-    """What the rows of a batch say by themselves, whether they are trained or filtered out."""
+    """What the rows of a batch say by themselves, as they were sampled: before anything is shaped or filtered."""
 
     def __init__(self) -> None:
-        self._parts: list[dict[str, npt.NDArray[np.generic]]] = []
+        self._sums = np.zeros(8)
+        self._stalest = 0.0
+        self._parts = 0
+        self._varied_G: dict[int, bool] = {}
 
-    def add(self, rows: Rows, advantage_R: Floats) -> None:
-        self._parts.append(
-            {
-                "reward": rows.reward_R,
-                "advantage": advantage_R,
-                "trained": rows.trained_R,
-                "length": rows.length_R,
-                "truncated": rows.truncated_R,
-                "staleness": rows.staleness_R,
-                "replayed": rows.replayed_R,
-            }
+    def add(self, rows: Rows) -> None:
+        columns = (
+            np.ones(len(rows.length_R)),
+            rows.length_R,
+            rows.reward_R,
+            rows.reward_R**2,
+            rows.trained_R,
+            rows.truncated_R,
+            rows.staleness_R,
+            rows.replayed_R,
         )
+        self._sums += [column_R.sum() for column_R in columns]
+        self._stalest = max(self._stalest, float(rows.staleness_R.max(initial=0)))
+        self._parts += 1
+        for member, varies in zip(rows.member_R.tolist(), (rows.group_std_R > 0).tolist(), strict=True):
+            self._varied_G[member] = self._varied_G.get(member, False) or varies
 
-    def values(self) -> dict[str, float]:
-        of = {name: np.concatenate([part[name] for part in self._parts]) for name in self._parts[0]}
+    def values(self, peers: Peers) -> dict[str, float]:
+        samples, tokens, reward, square, trained, truncated, staleness, replayed = peers.total(self._sums.tolist())
+        stalest, parts, last = peers.highest([self._stalest, self._parts, max(self._varied_G, default=-1)])
+        rows = max(samples, 1.0)
         return {
-            "reward_mean": float(of["reward"].mean()),
-            "reward_std": float(of["reward"].std()),
-            "advantage_std": float(of["advantage"].std()),
-            "response_length": float(of["trained"].mean()),
-            "truncated": float(of["truncated"].mean()),
-            "staleness_mean": float(of["staleness"].mean()),
-            "staleness_max": float(of["staleness"].max()),
-            "replayed_fraction": float(of["replayed"].mean()),
-            "samples": float(len(of["length"])),
-            "tokens": float(of["length"].sum()),
-            "parts": float(len(self._parts)),
+            "reward_mean": reward / rows,
+            "reward_std": sqrt(max(square / rows - (reward / rows) ** 2, 0.0)),
+            "response_length": trained / rows,
+            "truncated": truncated / rows,
+            "staleness_mean": staleness / rows,
+            "staleness_max": stalest,
+            "replayed_fraction": replayed / rows,
+            "zero_variance": self._without_variance(int(last) + 1, peers),
+            "samples": samples,
+            "tokens": tokens,
+            "parts": parts,
         }
 
+    def _without_variance(self, groups: int, peers: Peers) -> float:
+        """The fraction of groups whose rewards are all equal; the rows of a group may be on several ranks."""
+        there = [float(member in self._varied_G) for member in range(groups)]
+        varied = [float(self._varied_G.get(member, False)) for member in range(groups)]
+        both = peers.total([*there, *varied])
+        seen = sum(count > 0 for count in both[:groups])
+        return 1.0 - sum(count > 0 for count in both[groups:]) / seen if seen else 0.0
 
-def finite(values: dict[str, float]) -> dict[str, float]:
+
+def finite(values: Mapping[str, float]) -> dict[str, float]:
     """Without what is not a number: nothing downstream can plot or store it."""
     return {name: value for name, value in values.items() if isfinite(value)}

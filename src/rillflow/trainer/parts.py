@@ -2,6 +2,9 @@
 
 Invariant: every group of the batch is read exactly once, in the order in which the parts were served. Time spent
 waiting for parts is kept apart from the time of the step; every wait for one is bounded by `patience`.
+
+A trainer that samples by itself (colocated) has a generator, which samples with the weights that are trained, while
+a part is waited for and at no other time.
 """
 
 from __future__ import annotations
@@ -9,21 +12,23 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
-from rillflow.contracts import Clock
+from rillflow.contracts import Clock, Generator
 from rillflow.errors import CorruptData, DeadlineExceeded, LeaseLost
 from rillflow.trainer.batches import Rows
+from rillflow.trainer.parallel.peers import Alone, Peers, Stopped
 from rillflow.trainer.stream import Stream
 from rillflow.types import Batch, BatchReply
 
+if TYPE_CHECKING:
+    from rillflow.contracts import Tensors
+
+__all__ = ["NoBatch", "Parts", "Stopped"]
 log = logging.getLogger(__name__)
 
 # How long one call waits for a part: short, so that a signal is seen soon.
 POLL = 1.0
-
-
-class Stopped(Exception):
-    """Somebody asked the trainer to end, or the run has: the step in progress is given up."""
 
 
 class NoBatch(DeadlineExceeded):
@@ -31,16 +36,31 @@ class NoBatch(DeadlineExceeded):
 
 
 class Parts:
-    """Iterate it once, after `open` has said that there is a batch."""
+    """Iterate it once, after `open` has said that there is a batch. `weights` are what a `generator` samples with.
+
+    All ranks of a trainer go through equally many parts, of which some may have no rows for one of them.
+    """
 
     def __init__(
-        self, stream: Stream, version: int, *, patience: float, stop: Callable[[], bool], clock: Clock
+        self,
+        stream: Stream,
+        version: int,
+        *,
+        patience: float,
+        stop: Callable[[], bool],
+        clock: Clock,
+        peers: Peers | None = None,
+        generator: Generator | None = None,
+        weights: Callable[[], Tensors] = dict,
     ) -> None:
         self._stream = stream
         self._version = version
         self._patience = patience
         self._stop = stop
         self._clock = clock
+        self._peers = peers or Alone()
+        self._generator = generator
+        self._weights = weights
         self._attempt = uuid.uuid4().hex
         self._batch: Batch | None = None
         self.opening = 0.0  # seconds until the first part was there
@@ -67,15 +87,15 @@ class Parts:
 
     def __iter__(self) -> Iterator[Rows]:
         """Raises LeaseLost when the batch was taken away, DamagedRows when it cannot be read, Stopped."""
-        empty = True
+        samples = 0
         while True:
             part = self.batch
-            if part.samples:
-                empty = False
+            samples += len(part.samples)
+            if part.samples or self._peers.size > 1:
                 yield self._stream.read(part)
-            if part.complete and empty:
-                raise CorruptData(f"batch {part.id} has no samples", "check the ledger with `rillflow audit`")
             if part.complete:
+                if not self._peers.total([samples])[0]:
+                    raise CorruptData(f"batch {part.id} has no samples", "check the ledger with `rillflow audit`")
                 return
             asked = self._clock.monotonic()
             self._batch = self._next(have=part.groups)
@@ -85,6 +105,15 @@ class Parts:
 
     def _next(self, have: int) -> Batch | None:
         """What follows after `have` groups; None when nothing will. NoBatch says what it has waited for."""
+        if self._generator is None:
+            return self._wait(have)
+        self._generator.begin(self._weights(), self._version)
+        try:
+            return self._wait(have)
+        finally:
+            self._generator.end()
+
+    def _wait(self, have: int) -> Batch | None:
         deadline = self._clock.monotonic() + self._patience
         while not self._stop():
             left = deadline - self._clock.monotonic()
@@ -94,7 +123,7 @@ class Parts:
             if reply.phase != "training":
                 log.info("the run is %s", reply.phase)
                 return None
-            if left <= 0:
+            if self._peers.highest([left <= 0])[0]:
                 raise self._nothing(reply)
         return None
 

@@ -82,7 +82,10 @@ class Reader(Protocol):
 
 
 class RemoteStream:
-    """`Stream` over the wire. A fresh `incarnation` for every start of the process; `least` as in `LeaseBatch`."""
+    """`Stream` over the wire. A fresh `incarnation` for every start of the trainer; `least` as in `LeaseBatch`.
+
+    One `rank` of several leases and reads its own part of each batch; only rank 0 renews, joins and commits.
+    """
 
     def __init__(
         self,
@@ -94,6 +97,9 @@ class RemoteStream:
         incarnation: str,
         groups: int,
         least: int = 0,
+        columns: Sequence[str] = TRAINED_COLUMNS,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
         self._thread = thread
         self._dataflow = dataflow
@@ -102,6 +108,9 @@ class RemoteStream:
         self._incarnation = incarnation
         self._groups = groups
         self._least = least
+        self._columns = columns
+        self._rank = rank
+        self._ranks = ranks
         self._renewal: Renewal | None = None
         self._renewing: asyncio.Task[None] | None = None
 
@@ -123,6 +132,8 @@ class RemoteStream:
             wait=wait,
             have=have,
             least=self._least,
+            rank=self._rank,
+            ranks=self._ranks,
         )
         try:
             reply = self._thread.run(self._dataflow.lease_batch(ask), wait + _GRACE)
@@ -130,7 +141,7 @@ class RemoteStream:
             # The service may be restarting. The loop asks again until its own deadline, with the same attempt: had
             # a batch been leased to it, that batch comes again.
             return BatchReply(batch=None, phase="training", waiting_for="the dataflow service to answer")
-        if reply.batch is not None:
+        if reply.batch is not None and self._rank == 0:
             self._thread.run(self._renew(reply.batch), CALL_DEADLINE)
         return reply
 
@@ -161,7 +172,7 @@ class RemoteStream:
     def read(self, part: Batch) -> Rows:
         wanted = [[sample.row, *sample.extra] for sample in part.samples]
         try:
-            columns = self._thread.run(self._reader.read_samples(wanted, TRAINED_COLUMNS), READ_DEADLINE + _GRACE)
+            columns = self._thread.run(self._reader.read_samples(wanted, self._columns), READ_DEADLINE + _GRACE)
             return make_rows(part.samples, columns)
         except DamagedRows as error:
             news = LoseRows(rows=list(error.rows), reason=error.message)

@@ -1,21 +1,42 @@
 """Tensors to bytes and back: safetensors, each shared tensor once, in shards that bound the memory of a reader.
 
-Invariant: `decode` of what `encode` made has the same names, dtypes, shapes and bits; names that shared one tensor
-share one again.
+Invariants: `decode` of what `encode` made has the same names, dtypes, shapes and bits; names that shared one tensor
+share one again. A tensor that lies on the host, contiguous, is written from where it lies, without a copy.
 """
 
 from __future__ import annotations
 
+import json
+import struct
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import load
 
-from rillflow.errors import CorruptData
+from rillflow.errors import CorruptData, WeightsError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 SHARD_BYTES = 2 << 30
+_ALIGNMENT = 8
+# As the format calls them.
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 class TensorFacts(msgspec.Struct, frozen=True):
@@ -42,12 +63,40 @@ def unique(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor]
     return kept, aliases
 
 
-def encode(tensors: Mapping[str, torch.Tensor], stem: str = "model") -> Iterator[tuple[str, bytes]]:
-    """Named shards, made one at a time. `tensors` must be `unique`."""
+def encode(
+    tensors: Mapping[str, torch.Tensor], stem: str = "model", notes: Mapping[str, str] | None = None
+) -> Iterator[tuple[str, Iterator[bytes | memoryview]]]:
+    """Named shards and their bytes, made as they are asked for. `tensors` must be `unique`; `notes` go into each
+    shard's header, where any reader of the format finds them."""
     shards = list(_shards(tensors))
     for number, names in enumerate(shards, start=1):
         name = f"{stem}.safetensors" if len(shards) == 1 else f"{stem}-{number:05d}.safetensors"
-        yield name, save({key: _own(tensors[key]) for key in names})
+        yield name, _file({key: tensors[key] for key in names}, notes or {})
+
+
+def _file(tensors: Mapping[str, torch.Tensor], notes: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+    """A safetensors file, piece by piece: the widest numbers first, so that all of them lie aligned."""
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **notes}}
+    at = 0
+    for name in order:
+        tensor = tensors[name]
+        if tensor.dtype not in _DTYPES:
+            raise WeightsError(f"{name} has dtype {tensor.dtype}, which no file can hold", "convert it to another one")
+        end = at + tensor.nbytes
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    yield struct.pack("<Q", len(text)) + text
+    for name in order:
+        yield _bytes(tensors[name])
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    array: npt.NDArray[np.uint8] = flat.view(torch.uint8).numpy()
+    return array.data
 
 
 def decode(data: bytes, source: str) -> dict[str, torch.Tensor]:
@@ -69,10 +118,3 @@ def _shards(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
         size += tensor.nbytes
     if names:
         yield names
-
-
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """On the CPU, in memory of its own: safetensors refuses views that share storage."""
-    tensor = tensor.detach().cpu().contiguous()
-    whole = tensor.untyped_storage().nbytes() == tensor.nbytes
-    return tensor if whole else tensor.clone()

@@ -21,6 +21,7 @@ Dtype = Literal["fp32", "bf16"]
 
 DTYPES: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _TINY = Path(__file__).resolve().parent.parent / "assets" / "tiny"
+_SCORE = "score.weight"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -57,9 +58,28 @@ def load_policy_model(name: str, dtype: Dtype, device: torch.device) -> PreTrain
     return loaded
 
 
-def _refuse_invented(name: str, found: dict[str, Any]) -> None:
+def load_scalar_model(name: str, dtype: Dtype, device: torch.device) -> tuple[PreTrainedModel, bool]:
+    """The model with a head of one output, `score`, without dropout; and whether that head is new: not in the files."""
+    from transformers import AutoModelForSequenceClassification
+
+    model, found = _load(
+        AutoModelForSequenceClassification,
+        name,
+        dtype=DTYPES[dtype],
+        attn_implementation="sdpa",
+        use_safetensors=True,
+        output_loading_info=True,
+        num_labels=1,
+    )
+    new = _SCORE in found.get("missing_keys", ())
+    _refuse_invented(name, found, apart=_SCORE)
+    return model.to(device).eval(), new
+
+
+def _refuse_invented(name: str, found: dict[str, Any], apart: str = "") -> None:
     """Weights that a file does not hold would be drawn at random, other ones in every process."""
     missing = sorted(str(key) for key in (*found.get("missing_keys", ()), *found.get("mismatched_keys", ())))
+    missing = [key for key in missing if key != apart]
     if missing:
         raise ConfigError(
             f"the files of {name} lack {len(missing)} weights that its config.json asks for, such as {missing[0]}",

@@ -11,14 +11,15 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from rillflow.errors import CorruptData, StorageError
-from rillflow.storage import disk_errors, fsync_folder
+from rillflow.storage import disk_errors, file_hash, fsync_folder
 
 MANIFEST = "manifest.json"
 _TEMPORARY = ".tmp"
@@ -43,40 +44,61 @@ class AlreadySealed(StorageError):
     """The folder exists: what is sealed is never written again."""
 
 
-def seal(target: Path, files: Iterable[tuple[str, bytes]], facts: Mapping[str, Any]) -> None:
+Content = bytes | Iterable[bytes | memoryview]
+
+
+def seal(target: Path, files: Iterable[tuple[str, Content]], facts: Mapping[str, Any]) -> None:
     """Write `files` and a manifest with `facts` so that `target` appears at once or not at all.
 
     AlreadySealed when `target` is there; DiskFull when the disk is, with nothing left behind.
     """
-    temporary = target.with_name(f".{target.name}.{os.getpid()}{_TEMPORARY}")
+    temporary = unfinished(target, str(os.getpid()))
+    with cleaned(temporary, target):
+        shutil.rmtree(temporary, ignore_errors=True)
+        close(temporary, target, fill(temporary, files), facts)
+
+
+def unfinished(target: Path, writer: str) -> Path:
+    """Where the files of `target` lie until they are all there."""
+    return target.with_name(f".{target.name}.{writer}{_TEMPORARY}")
+
+
+@contextmanager
+def cleaned(temporary: Path, target: Path) -> Iterator[None]:
+    """Whatever is raised leaves nothing behind, and says what to do."""
     with disk_errors(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
         try:
-            _fill(temporary, files, facts)
-            _rename(temporary, target)
+            yield
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        fsync_folder(target.parent)
 
 
-def _fill(folder: Path, files: Iterable[tuple[str, bytes]], facts: Mapping[str, Any]) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    written: dict[str, FileFacts] = {}
-    for name, data in files:
-        _write(folder / name, data)
-        written[name] = FileFacts(sha256=hashlib.sha256(data).hexdigest(), size=len(data))
+def fill(folder: Path, files: Iterable[tuple[str, Content]]) -> dict[str, FileFacts]:
+    """Write files into a folder that is not sealed yet; each is durable before the next one begins."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return {name: _write(folder / name, content) for name, content in files}
+
+
+def close(temporary: Path, target: Path, written: Mapping[str, FileFacts], facts: Mapping[str, Any]) -> None:
+    """The manifest, then the rename that makes it all visible."""
     manifest = msgspec.json.encode({**facts, "files": written})
-    _write(folder / MANIFEST, msgspec.json.format(manifest, indent=2) + b"\n")
-    fsync_folder(folder)
+    _write(temporary / MANIFEST, msgspec.json.format(manifest, indent=2) + b"\n")
+    fsync_folder(temporary)
+    _rename(temporary, target)
+    fsync_folder(target.parent)
 
 
-def _write(path: Path, data: bytes) -> None:
+def _write(path: Path, content: Content) -> FileFacts:
+    digest, size = hashlib.sha256(), 0
     with open(path, "xb") as file:
-        file.write(data)
+        for piece in (content,) if isinstance(content, bytes) else content:
+            file.write(piece)
+            digest.update(piece)
+            size += len(piece)
         file.flush()
         os.fsync(file.fileno())
+    return FileFacts(sha256=digest.hexdigest(), size=size)
 
 
 def _rename(temporary: Path, target: Path) -> None:
@@ -98,24 +120,47 @@ def read_manifest(folder: Path, kind: type[M]) -> M:
 
 def read_file(folder: Path, name: str, manifest: Manifest) -> bytes:
     """The file's bytes, whose size and hash are those of the manifest."""
+    facts = _facts(folder, name, manifest)
+    with _readable(folder / name):
+        data = (folder / name).read_bytes()
+    _compare(folder / name, facts, len(data), hashlib.sha256(data).hexdigest())
+    return data
+
+
+def verify_file(folder: Path, name: str, manifest: Manifest) -> None:
+    """The same check, block by block, for who then reads only parts of the file."""
+    facts = _facts(folder, name, manifest)
+    with _readable(folder / name):
+        size, digest = (folder / name).stat().st_size, file_hash(folder / name)
+    _compare(folder / name, facts, size, digest)
+
+
+def _facts(folder: Path, name: str, manifest: Manifest) -> FileFacts:
     facts = manifest.files.get(name)
     # A manifest is data: it must not make a reader open anything outside its folder.
     if facts is None or not _FILE_NAME.fullmatch(name) or (folder / name).is_symlink():
         raise CorruptData(f"{folder} does not hold a file {name!r}", "the manifest is damaged")
+    return facts
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
     try:
-        data = (folder / name).read_bytes()
+        yield
     except OSError as error:
-        raise CorruptData(f"{folder / name} cannot be read: {error}", "the folder is damaged") from error
-    if len(data) != facts.size:
-        raise CorruptData(f"{folder / name} has {len(data)} bytes instead of {facts.size}", "it was cut or changed")
-    if hashlib.sha256(data).hexdigest() != facts.sha256:
-        raise CorruptData(f"{folder / name} does not match its hash", "it was changed after it was written")
-    return data
+        raise CorruptData(f"{path} cannot be read: {error}", "the folder is damaged") from error
+
+
+def _compare(path: Path, facts: FileFacts, size: int, digest: str) -> None:
+    if size != facts.size:
+        raise CorruptData(f"{path} has {size} bytes instead of {facts.size}", "it was cut or changed")
+    if digest != facts.sha256:
+        raise CorruptData(f"{path} does not match its hash", "it was changed after it was written")
 
 
 def remove(folder: Path) -> None:
     """Take a sealed folder away; readers see it whole or not at all."""
-    gone = folder.with_name(f".{folder.name}.{os.getpid()}{_TEMPORARY}")
+    gone = unfinished(folder, str(os.getpid()))
     with disk_errors(folder):
         os.rename(folder, gone)
     shutil.rmtree(gone, ignore_errors=True)

@@ -1,11 +1,13 @@
 """The weight store of one policy: a folder of immutable, hashed versions and a head that names the live one.
 
     v00000012/model.safetensors, manifest.json      sealed: whole or absent, never changed
+    v00000013/adapter.safetensors, manifest.json    of a LoRA policy: the adapter alone, and which version it belongs to
     head.json                                       {"head": 12, "orphaned": [9, 10]}
 
-Invariants: a version number is used once, also after pruning; `head.json` moves only after the version it names is
-in place; what `pull` returns matches the manifest; a version is written again only by `mend`, when it is damaged.
-There is one writer (the policy's trainer) and any number of readers, which need nothing but the files.
+Invariants: a version number is used once, also after pruning; `head.json` moves only after the version it names is in
+place; what `pull` returns matches the manifests, and is always whole: readers need not know of adapters; the base of an
+adapter that is kept is kept; a version is written again only by `mend`, when it is damaged. There is one writer (the
+policy's trainer) and any number of readers, which need nothing but the files.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import os
 import re
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +27,7 @@ import torch
 from rillflow.errors import CorruptData, WeightsError
 from rillflow.storage import read_json, write_json
 from rillflow.weights import sealed
+from rillflow.weights.adapters import Adapter, AdapterFacts, merged
 from rillflow.weights.codec import TensorFacts, decode, encode, tensor_facts, unique
 
 if TYPE_CHECKING:
@@ -35,13 +39,15 @@ _VERSION = re.compile(r"v(\d{8,})")
 
 
 class VersionManifest(sealed.Manifest, frozen=True, kw_only=True):
-    """`aliases` names tensors that are the same as another one (tied weights) and are stored once."""
+    """`aliases` names tensors that are the same as another one (tied weights) and are stored once. With `adapter` the
+    tensors are an adapter's."""
 
     version: int
     parent: int | None
     created: float
     tensors: dict[str, TensorFacts]
     aliases: dict[str, str]
+    adapter: AdapterFacts | None = None
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -61,6 +67,7 @@ class FolderStore:
         self._folder = folder
         self._seen: tuple[int, int] | None = None
         self._line = _EMPTY
+        self._base: tuple[str, dict[str, torch.Tensor]] | None = None  # by the hash of its manifest
 
     # ------------------------------------------------------------ reading
 
@@ -110,7 +117,19 @@ class FolderStore:
     def pull(self, version: int) -> dict[str, torch.Tensor]:
         """All tensors of a version; CorruptData when one bit differs from what was published."""
         manifest = self.manifest(version)
-        folder = self._path(version)
+        adapter = self._adapter(manifest)
+        return self._read(manifest) if adapter is None else merged(self._base_of(manifest), adapter)
+
+    def adapter(self, version: int) -> Adapter | None:
+        """What a version published of itself, if that is an adapter."""
+        return self._adapter(self.manifest(version))
+
+    def _adapter(self, manifest: VersionManifest) -> Adapter | None:
+        facts = manifest.adapter
+        return None if facts is None else Adapter(self._read(manifest), facts.rank, facts.alpha)
+
+    def _read(self, manifest: VersionManifest) -> dict[str, torch.Tensor]:
+        folder = self._path(manifest.version)
         tensors: dict[str, torch.Tensor] = {}
         for name in manifest.files:
             tensors |= decode(sealed.read_file(folder, name, manifest), str(folder / name))
@@ -120,12 +139,36 @@ class FolderStore:
             raise CorruptData(f"{folder} has aliases of tensors it does not hold", "the manifest was changed")
         return tensors | {alias: tensors[name] for alias, name in manifest.aliases.items()}
 
+    def _base_of(self, manifest: VersionManifest) -> dict[str, torch.Tensor]:
+        """The full version that an adapter belongs to. It is kept: every version of the policy has the same."""
+        assert manifest.adapter is not None
+        try:
+            base = self.manifest(manifest.adapter.base)
+        except WeightsError as error:
+            raise CorruptData(
+                f"version {manifest.version} belongs to {manifest.adapter.base}, which is not there", "it was removed"
+            ) from error
+        if base.adapter is not None:
+            raise CorruptData(f"version {base.version} is a base and an adapter", "the manifest was changed")
+        key = str(sorted((name, facts.sha256) for name, facts in base.files.items()))
+        if self._base is None or self._base[0] != key:
+            self._base = (key, self._read(base))
+        return self._base[1]
+
     # ------------------------------------------------------------ writing
 
     def publish(self, tensors: Tensors, version: int, parent: int | None) -> None:
         """Write a version and make it the head. `parent` is the head it was trained from; None for a root."""
         self._check_new(version, parent)
         self._write(tensors, version, parent)
+        self._move(version, self.line().orphaned)
+
+    def publish_adapter(self, adapter: Adapter, version: int, parent: int | None, base: int) -> None:
+        """The same for a version that is an adapter of `base`, a full one."""
+        self._check_new(version, parent)
+        if self.manifest(base).adapter is not None:
+            raise WeightsError(f"version {base} is an adapter itself", "adapters belong to a version of all weights")
+        self._write(adapter.tensors, version, parent, AdapterFacts(adapter.rank, adapter.alpha, base))
         self._move(version, self.line().orphaned)
 
     def mend(self, tensors: Tensors, version: int) -> bool:
@@ -145,7 +188,7 @@ class FolderStore:
         self._write(tensors, version, parent=None)
         return True
 
-    def _write(self, tensors: Tensors, version: int, parent: int | None) -> None:
+    def _write(self, tensors: Tensors, version: int, parent: int | None, adapter: AdapterFacts | None = None) -> None:
         kept, aliases = unique(tensors)
         facts = {
             "version": version,
@@ -153,9 +196,10 @@ class FolderStore:
             "created": time.time(),
             "tensors": {name: tensor_facts(tensor) for name, tensor in kept.items()},
             "aliases": aliases,
+            "adapter": adapter,
         }
         try:
-            sealed.seal(self._path(version), encode(kept), facts)
+            sealed.seal(self._path(version), encode(kept, "model" if adapter is None else "adapter"), facts)
         except sealed.AlreadySealed as error:
             raise WeightsError(f"version {version} exists already", "version numbers are never used twice") from error
 
@@ -173,14 +217,25 @@ class FolderStore:
         return orphaned
 
     def prune(self, keep: int, protect: Collection[int] = ()) -> list[int]:
-        """Remove orphaned and old versions, never the head, the newest `keep` or those in `protect`."""
+        """Remove orphaned and old versions, never the head, the newest `keep`, those in `protect`, or their bases."""
         line = self.line()
         live = [version for version in self.versions() if version not in line.orphaned]
         kept = {line.head, *live[-keep:], *protect} if keep else {line.head, *protect}
+        kept |= self._bases(kept)
         gone = [version for version in self.versions() if version not in kept]
         for version in gone:
             sealed.remove(self._path(version))
         return gone
+
+    def _bases(self, versions: Collection[int | None]) -> set[int]:
+        """The versions that these, as far as they are there and whole, belong to."""
+        bases: set[int] = set()
+        for version in self.versions():
+            if version in versions:
+                with suppress(CorruptData):
+                    adapter = self.manifest(version).adapter
+                    bases |= {adapter.base} if adapter is not None else set()
+        return bases
 
     def _check_new(self, version: int, parent: int | None) -> None:
         highest = self.highest()

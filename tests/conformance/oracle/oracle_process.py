@@ -18,6 +18,7 @@ import torch
 
 warnings.simplefilter("ignore")
 
+from oracle_whole import whole_steps  # noqa: E402
 from trl import GRPOTrainer  # noqa: E402
 from trl.rewards import get_soft_overlong_punishment  # noqa: E402
 from trl.trainer.utils import nanstd  # noqa: E402
@@ -178,7 +179,7 @@ def main(source: str, target: str) -> None:
     with np.load(source) as arrays:
         for seed in sorted({name.split("/")[0] for name in arrays}):
             batch = {n.split("/")[1]: torch.from_numpy(arrays[n]) for n in arrays if n.startswith(f"{seed}/")}
-            for make in (verl_losses, verl_advantages, trl_losses, trl_advantages):
+            for make in (verl_losses, verl_advantages, trl_losses, trl_advantages, whole_steps):
                 copies = {name: tensor.clone() for name, tensor in batch.items()}
                 for name, value in make(copies):
                     assert f"{seed}/{name}" not in found, name

@@ -130,7 +130,7 @@ def test_a_role_that_can_never_work_says_so_to_its_supervisor(command: str, tmp_
 
 def test_a_trainer_needs_no_policy_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained: list[str] = []
-    monkeypatch.setattr("rillflow.runtime.roles.trainer_role", lambda folder, policy: trained.append(policy))
+    monkeypatch.setattr("rillflow.runtime.roles.trainer_role", lambda folder, policy, **_: trained.append(policy))
     assert runner.invoke(app, ["trainer", str(run_folder_of(tmp_path).root)]).exit_code == 0
     assert trained == ["agent"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rillflow.config import load_recipe
+from rillflow.config import Recipe, load_recipe
 from rillflow.errors import DeadlineExceeded
 from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.local import LocalRun
@@ -159,14 +159,10 @@ class Recorded:
         self.kept = keep
 
 
-async def test_units_come_before_those_who_use_them_and_stay_until_they_have_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = load_recipe("quickstart", ["dataflow.units.count=2", "rollout.nodes=2"])
-    two = {name: recipe.policies["agent"] for name in ("solver", "checker")}
-    folder = RunFolder.create(recipe, tmp_path)
+async def recorded_run(folder: RunFolder, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What a run of the recipe starts that ends at once."""
     run = LocalRun(folder, lambda status: None)
-    run._recipe = recipe.model_copy(update={"policies": two})
+    run._recipe = recipe
     recorded: Any = Recorded()
     run.supervisor = recorded
 
@@ -175,6 +171,22 @@ async def test_units_come_before_those_who_use_them_and_stay_until_they_have_end
 
     monkeypatch.setattr(run, "_start_dataflow", service)
     await run._run()
+    return recorded
+
+
+async def test_a_colocated_run_has_no_nodes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load_recipe("quickstart_colocated")
+    recorded = await recorded_run(RunFolder.create(recipe, tmp_path), recipe, monkeypatch)
+    assert [spec.name for spec in recorded.started] == ["unit-0", "trainer-agent"]
+
+
+async def test_units_come_before_those_who_use_them_and_stay_until_they_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load_recipe("quickstart", ["dataflow.units.count=2", "rollout.nodes=2"])
+    two = {name: recipe.policies["agent"] for name in ("solver", "checker")}
+    folder = RunFolder.create(recipe, tmp_path)
+    recorded = await recorded_run(folder, recipe.model_copy(update={"policies": two}), monkeypatch)
     root = str(folder.root)
     assert [(spec.name, *spec.arguments) for spec in recorded.started] == [
         ("unit-0", "unit", root, "--name", "unit-0"),

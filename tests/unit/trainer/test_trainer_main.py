@@ -8,113 +8,25 @@ import signal
 import threading
 import time
 import urllib.request
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from trainer_helpers import random_samples, small_model
+from dataflow_peer import TOKEN, Peer, recipe_for
 
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.clients.payloads import PayloadReader
 from rillflow.config import Recipe
-from rillflow.dataflow.units import FileUnit
 from rillflow.errors import LeaseLost
 from rillflow.trainer.checkpoint import Checkpoints
 from rillflow.trainer.main import run_trainer
 from rillflow.trainer.stream import RemoteStream
-from rillflow.types import (
-    Ack,
-    Batch,
-    BatchReply,
-    BatchSample,
-    CommitBatch,
-    JoinTrainer,
-    LeaseBatch,
-    LoseRows,
-    RenewBatch,
-    TrainerJoined,
-    Units,
-)
+from rillflow.types import CommitBatch
 from rillflow.weights import FolderStore
-from rillflow.wire import Client, LoopThread, Service
-
-TOKEN = "t" * 32
-
-
-class Peer(Service):
-    """Serves `total` batches of three groups, then says that the run is finishing. `lease` is that of a batch."""
-
-    def __init__(self, folder: Path, total: int) -> None:
-        super().__init__("dataflow", TOKEN)
-        self.total = total
-        self.lease = 60.0
-        self.commits: list[CommitBatch] = []
-        self.renewed: list[RenewBatch] = []
-        self.lost: list[LoseRows] = []
-        self.leases: list[LeaseBatch] = []
-        self.accept = True
-        self.on_commit: Callable[[CommitBatch], Awaitable[None]] | None = None
-        self.unit = FileUnit(folder / "units" / "unit-0")
-        self.samples = [self._stored(number) for number in range(total)]
-        self.post("/trainers/join", self._join, JoinTrainer)
-        self.post("/batches/lease", self._lease, LeaseBatch)
-        self.post("/batches/renew", self._renew, RenewBatch)
-        self.post("/batches/commit", self._commit, CommitBatch)
-        self.post("/rows/lost", self._lose, LoseRows)
-        self.get("/units", self._units)
-
-    def _stored(self, number: int) -> list[BatchSample]:
-        """Its samples, whose columns lie in two rows each, as those of stages do."""
-        samples, payload = random_samples(number)
-        rows = self.unit.put([{name: row[name] for name in ("tokens", "mask", "temperatures")} for row in payload])
-        extra = self.unit.put([{name: row[name] for name in ("logprobs", "raw_logprobs")} for row in payload])
-        return [
-            msgspec.structs.replace(sample, row=row, extra=[more])
-            for sample, row, more in zip(samples, rows, extra, strict=True)
-        ]
-
-    async def _join(self, news: JoinTrainer) -> TrainerJoined:
-        self.commits = [commit for commit in self.commits if commit.version <= news.checkpoint]
-        return TrainerJoined(
-            version=news.checkpoint, highest=news.checkpoint, steps=len(self.commits), orphaned=[], rolled_back=0
-        )
-
-    async def _lease(self, ask: LeaseBatch) -> BatchReply:
-        self.leases.append(ask)
-        number = len(self.commits)
-        if number >= self.total:
-            return BatchReply(batch=None, phase="finishing" if self.total else "training", waiting_for="samples")
-        groups = min(ask.have + ask.least, 3) if ask.least else 3
-        batch = Batch(
-            id=str(number), attempt=ask.attempt, policy=ask.policy, version=ask.version, seconds=self.lease,
-            samples=[sample for sample in self.samples[number] if ask.have <= int(sample.group[1:]) < groups],
-            groups=groups, complete=groups == 3,
-        )  # fmt: skip
-        return BatchReply(batch=batch, phase="training")
-
-    async def _renew(self, news: RenewBatch) -> Ack:
-        self.renewed.append(news)
-        return Ack(accepted=True)
-
-    async def _commit(self, news: CommitBatch) -> Ack:
-        if self.on_commit is not None:
-            await self.on_commit(news)
-        if self.accept:
-            self.commits.append(news)
-        return Ack(accepted=self.accept, reason="too late")
-
-    async def _lose(self, news: LoseRows) -> Ack:
-        """The episodes are played again, which gives other rows."""
-        self.lost.append(news)
-        number = len(self.commits)
-        self.samples[number] = self._stored(number)
-        return Ack(accepted=True)
-
-    async def _units(self) -> Units:
-        return Units(units=[self.unit.info()])
+from rillflow.wire import Client, LoopThread
 
 
 @pytest.fixture
@@ -128,20 +40,6 @@ def thread() -> Iterator[LoopThread]:
 def _settings_back() -> Iterator[None]:
     yield
     torch.use_deterministic_algorithms(False)
-
-
-def recipe_for(tmp_path: Path, *, deterministic: bool = True, **trainer: Any) -> Recipe:
-    small_model().save_pretrained(tmp_path / "model")
-    return Recipe.model_validate(
-        {
-            "name": "unit",
-            "workflow": "x:y",
-            "data": {"prompts": {"path": "x"}},
-            "dataflow": {"staleness": 0},
-            "runtime": {"deterministic": deterministic},
-            "policies": {"p": {"model": str(tmp_path / "model"), "trainer": {"lr": 1e-2, **trainer}}},
-        }
-    )
 
 
 def run(recipe: Recipe, folder: Path, peer: Peer, thread: LoopThread, **options: Any) -> bool:
@@ -189,7 +87,7 @@ def test_a_commit_that_came_too_late_ends_the_trainer(tmp_path: Path, thread: Lo
     peer.accept = False
     with pytest.raises(LeaseLost, match="too late"):
         run(recipe_for(tmp_path), tmp_path, peer, thread)
-    assert FolderStore(tmp_path / "weights" / "p").head() == 1
+    assert FolderStore(tmp_path / "weights" / "p").head() == 0  # what was not committed is not published
 
 
 def test_sigterm_while_waiting_ends_soon_with_a_checkpoint(tmp_path: Path, thread: LoopThread) -> None:

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
 
 from rillflow.config import TrainerConfig
 from rillflow.trainer.algorithms import ALGORITHMS
 from rillflow.trainer.batches import Rows, make_rows
-from rillflow.trainer.step import Learner
+from rillflow.trainer.forward import PolicyForward, ScalarForward
+from rillflow.trainer.graph.builtin import chain_of
+from rillflow.trainer.graph.worker import Worker
+from rillflow.trainer.learner import Learner
+from rillflow.trainer.optimizer import Optimizer
+from rillflow.trainer.parallel.peers import Alone, Peers
 from rillflow.types import BatchSample, Row
 
 VOCAB = 32
+# Ranks may be threads, which share torch's generator.
+_SEEDED = threading.Lock()
 
 
 def small_model(seed: int = 0, *, tied: bool = True) -> PreTrainedModel:
-    torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCAB,
         hidden_size=16,
@@ -31,8 +38,13 @@ def small_model(seed: int = 0, *, tied: bool = True) -> PreTrainedModel:
         max_position_embeddings=128,
         initializer_range=0.3,
     )
-    model: PreTrainedModel = Qwen3ForCausalLM(config).eval()
-    return model
+    return _made(Qwen3ForCausalLM, config, seed)
+
+
+def _made(kind: type[PreTrainedModel], config: Qwen3Config, seed: int) -> PreTrainedModel:
+    with _SEEDED:
+        torch.manual_seed(seed)
+        return kind(config).eval()
 
 
 def random_samples(
@@ -71,6 +83,7 @@ def random_samples(
                     group_size=size,
                     staleness=int(rng.integers(0, 3)),
                     truncated=bool(rng.random() < 0.25),
+                    member=group,
                 )
             )
     return samples, payload
@@ -88,6 +101,39 @@ def in_parts(seed: int, sizes: tuple[int, ...]) -> list[Rows]:
     return [make_rows(samples[e - n : e], payload[e - n : e]) for n, e in zip(sizes, ends, strict=True)]
 
 
-def learner(model: PreTrainedModel | None = None, *, in_order: bool = False, **settings: Any) -> Learner:
+def small_critic(seed: int = 5) -> PreTrainedModel:
+    """Of the shape of `small_model`, with a head of one number."""
+    config = small_model().config
+    config.num_labels, config.pad_token_id = 1, 0
+    return _made(Qwen3ForSequenceClassification, config, seed)
+
+
+def learners(
+    config: TrainerConfig, model: PreTrainedModel | None = None, *, peers: Peers = Alone(), in_order: bool = False
+) -> dict[str, Learner]:
+    """The roles that the recipe's graph has, small. The reference is `small_model(9)`."""
+    roles = chain_of(config).roles
+    actor = model or small_model()
+    forward = PolicyForward(actor, config)
+    made = {
+        "actor": Learner("actor", actor, forward, Optimizer(actor, config, peers), config, peers, in_order=in_order)
+    }
+    if "critic" in roles:
+        critic = small_critic()
+        optimizer = Optimizer(critic, config, peers)
+        made["critic"] = Learner(
+            "critic", critic, ScalarForward(critic, config), optimizer, config, peers, in_order=in_order
+        )
+    if "reference" in roles:
+        reference = small_model(9).requires_grad_(False)
+        made["reference"] = Learner("reference", reference, PolicyForward(reference, config), None, config, peers)
+    return made
+
+
+def learner(
+    model: PreTrainedModel | None = None, *, peers: Peers = Alone(), in_order: bool = False, **settings: Any
+) -> Worker:
+    """All that trains a small policy, by the graph of its algorithm."""
     config = TrainerConfig(**{"lr": 1e-2, **settings})
-    return Learner(model or small_model(), ALGORITHMS[config.algorithm](config), config, in_order=in_order)
+    models = learners(config, model, peers=peers, in_order=in_order)
+    return Worker(chain_of(config), models, ALGORITHMS[config.algorithm](config), config, peers)

@@ -15,7 +15,9 @@ from rillflow.agents.environments import stockroom
 
 Message = dict[str, Any]
 Payload = Mapping[str, Any]
-_SHARE_RIGHT = 0.5  # of graded steps
+_SHARE_RIGHT = 0.5  # of plays whose steps are graded
+# What can be wrong with a play, and how often it is.
+MISTAKES = {"guess": 4, "no such box": 4, "another box": 1, "another item": 1, "another number": 1}
 
 
 def demonstrations(split: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
@@ -27,12 +29,12 @@ def demonstrations(split: str, count: int, seed: int) -> Iterator[dict[str, Any]
 
 
 def comparisons(split: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Of reward: a right play, and one that opens a wrong box, counts a wrong item or misreads the number."""
+    """Of reward: a right play, and one with a mistake."""
     generator = random.Random(f"comparisons/{split}/{seed}")
     for prompt in stockroom.prompts(split, count, seed):
         payload = prompt["payload"]
         right = [*_call(payload, payload["box"], payload["item"]), _answer(_truth(payload))]
-        wrong = _play(payload, generator, generator.choice(("box", "item", "number")))
+        wrong = _play(payload, generator, _mistake(generator))
         row = {
             "messages": [_question(payload)],
             "chosen": right,
@@ -47,27 +49,32 @@ def graded_steps(split: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
     generator = random.Random(f"graded_steps/{split}/{seed}")
     for prompt in stockroom.prompts(split, count, seed):
         payload = prompt["payload"]
-        mistake = "" if generator.random() < _SHARE_RIGHT else generator.choice(("box", "item", "number"))
-        call, answer = _play(payload, generator, mistake)
-        labels = (float(mistake in ("", "number")), stockroom.reward(payload, answer[0]["content"]))
-        steps = [{"messages": said, "label": label} for said, label in zip((call, answer), labels, strict=True)]
+        mistake = "" if generator.random() < _SHARE_RIGHT else _mistake(generator)
+        *calls, answer = _play(payload, generator, mistake)
+        steps = [{"messages": call, "label": float(mistake in ("", "another number"))} for call in calls]
+        steps.append({"messages": answer, "label": stockroom.reward(payload, answer[0]["content"])})
         row = {"messages": [_question(payload)], "steps": steps, "tools": stockroom.TOOLS}
         yield {"id": prompt["id"], "payload": row}
 
 
-def _play(payload: Payload, generator: random.Random, mistake: str) -> tuple[list[Message], list[Message]]:
-    """The call with what the tool said, and the answer; `mistake` is what is wrong, if anything."""
+def _mistake(generator: random.Random) -> str:
+    return generator.choices(list(MISTAKES), list(MISTAKES.values()))[0]
+
+
+def _play(payload: Payload, generator: random.Random, mistake: str) -> list[list[Message]]:
+    """Its steps: the call with what the tool said, unless it is a guess, and the answer."""
     box, item = payload["box"], payload["item"]
-    if mistake == "box":
+    if mistake == "another box":
         box = generator.choice([other for other in stockroom.BOXES if other != box])
-    elif mistake == "item":
+    elif mistake == "another item":
         item = generator.choice([other for other in stockroom.ITEMS if other != item])
-    found = stockroom.count(payload, {"box": box, "item": item})
-    if mistake == "number":
-        said = str(generator.choice([other for other in stockroom.COUNTS if str(other) != found]))
-    else:
-        said = found
-    return _call(payload, box, item), [_answer(said)]
+    elif mistake == "no such box":
+        box = item
+    said = stockroom.count(payload, {"box": box, "item": item})
+    if mistake in ("guess", "no such box", "another number"):
+        said = str(generator.choice([other for other in stockroom.COUNTS if str(other) != _truth(payload)]))
+    call = [] if mistake == "guess" else [_call(payload, box, item)]
+    return [*call, [_answer(said)]]
 
 
 def _truth(payload: Payload) -> str:

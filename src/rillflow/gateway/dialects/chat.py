@@ -43,7 +43,7 @@ from rillflow.gateway.trees.messages import Message, ToolCall, message
 from rillflow.gateway.trees.render import Renderer
 
 PATH = "/v1/chat/completions"
-__all__ = ["PATH", "decode", "error_body", "error_event", "stream", "to_call", "whole"]
+__all__ = ["PATH", "decode", "error_body", "error_event", "stream", "to_call", "to_message", "whole"]
 
 _ROLES = {"developer": "system"}
 
@@ -122,7 +122,7 @@ def to_call(request: ChatRequest, defaults: SamplingConfig) -> Call:
     tools = request.tools or None
     return Call(
         policy=request.model,
-        history=[_message(place, given) for place, given in enumerate(request.messages)],
+        history=[to_message(place, given) for place, given in enumerate(request.messages)],
         tools=tools,
         tools_key=msgspec.json.encode(tools, order="sorted") if tools else b"",
         sampling=sampling(request, defaults, _max_tokens(request), request.seed),
@@ -134,7 +134,8 @@ def to_call(request: ChatRequest, defaults: SamplingConfig) -> Call:
     )
 
 
-def _message(place: int, given: ChatMessage) -> Message:
+def to_message(place: int, given: ChatMessage) -> Message:
+    """`place` is where it stands among the messages."""
     calls = [ToolCall(call.id, call.function.name, call.function.arguments) for call in given.tool_calls or ()]
     return message(
         _ROLES.get(given.role, given.role),

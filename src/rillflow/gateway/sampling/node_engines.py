@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from rillflow.config import Recipe
-from rillflow.contracts import Clock
+from rillflow.contracts import Clock, WeightStore
 from rillflow.engine.build import build_engine
 from rillflow.engine.host import EngineHost
 from rillflow.engine.remote import RemoteEngine
@@ -139,15 +139,16 @@ def node_engines(
     token: str,
     weights: Path,
     roster: Roster | None = None,
+    stores: Mapping[str, WeightStore] | None = None,
     clock: Clock | None = None,
 ) -> NodeEngines:
-    """The engines that the recipe asks for; `weights` is the folder of all policies' weight stores."""
+    """The engines that the recipe asks for; `weights` is the folder of all weight stores but those in `stores`."""
     if recipe.rollout.engines:
         return NodeEngines(recipe, name=name, token=token, roster=roster, clock=clock)
     exact = recipe.runtime.deterministic
     engines = {policy: build_engine(settings, exact=exact) for policy, settings in recipe.policies.items()}
-    refreshers = {
-        policy: Refresher(policy, engine, FolderStore(weights / policy)) for policy, engine in engines.items()
-    }
+    opened: dict[str, WeightStore] = {policy: FolderStore(weights / policy) for policy in engines}
+    opened |= stores or {}
+    refreshers = {policy: Refresher(policy, engine, opened[policy]) for policy, engine in engines.items()}
     host = EngineHost(name, engines)
     return NodeEngines(recipe, name=name, token=token, host=host, refreshers=refreshers, clock=clock)

@@ -14,6 +14,7 @@ from rillflow.trainer.algorithms.dr_grpo import dr_grpo
 from rillflow.trainer.algorithms.grpo import grpo
 from rillflow.trainer.algorithms.gspo import gspo
 from rillflow.trainer.algorithms.m2po import m2po
+from rillflow.trainer.algorithms.ppo import ppo
 from rillflow.trainer.algorithms.reinforce import reinforce
 from rillflow.trainer.algorithms.reinforce_plus_plus import reinforce_plus_plus, reinforce_plus_plus_baseline
 from rillflow.trainer.algorithms.rloo import rloo
@@ -32,6 +33,7 @@ ALGORITHMS: dict[str, Callable[[TrainerConfig], Algorithm]] = {
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
     "reinforce": reinforce,
     "decoupled_ppo": decoupled_ppo,
+    "ppo": ppo,
 }
 
 __all__ = ["ALGORITHMS", "Algorithm"]

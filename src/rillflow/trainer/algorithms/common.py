@@ -7,13 +7,14 @@ sees the whole batch once, without gradient, before it becomes the loss of that 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
 from rillflow.trainer.batches import Rows
+from rillflow.trainer.parallel.peers import Peers
 
 if TYPE_CHECKING:
     from rillflow.trainer.algorithms.aggregation import Aggregation
@@ -24,12 +25,20 @@ _LOG_RATIO_BOUND = 20.0
 
 @dataclass(frozen=True)
 class Tokens:
-    """Trained tokens: log-probs `new_T` under the weights in training (the only ones with a gradient), `old_T` as the
-    engine recorded them, and advantages."""
+    """Trained tokens: log-probs `new_T` under the weights in training (with gradient), `old_T` as the engine recorded
+    them, and advantages. Where a node of the step has made them: `proximal_T`, under the weights before the batch's
+    first update, and `reference_T`, of the reference model. `entropy_T` has a gradient where the recipe wants a bonus.
+
+    `more` has every column that nodes have made, by its name over T.
+    """
 
     new_T: torch.Tensor
     old_T: torch.Tensor
     advantage_T: torch.Tensor
+    proximal_T: torch.Tensor | None = field(default=None, kw_only=True)
+    reference_T: torch.Tensor | None = field(default=None, kw_only=True)
+    entropy_T: torch.Tensor | None = field(default=None, kw_only=True)
+    more: Mapping[str, torch.Tensor] = field(default_factory=dict, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -57,19 +66,25 @@ class Loss(Protocol):
 
 @runtime_checkable
 class BatchLoss(Protocol):
-    def fit(self, batch: WholeRows, /) -> tuple[Loss, dict[str, float]]:
-        """The loss of this batch, and what of the fit is worth a metric."""
+    def fit(self, batch: WholeRows, /, peers: Peers = ...) -> tuple[Loss, dict[str, float]]:
+        """The loss of this batch, of which each rank has its own rows, and what of the fit is worth a metric."""
+
+
+class Whiten(Protocol):
+    def __call__(self, value: Floats, count: Ints | None = None, *, peers: Peers = ...) -> Floats: ...
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """`advantage` gives one number a row, from the row and the statistics of its group alone; `whiten` changes those
-    of a whole batch, knowing how many tokens of each row are trained."""
+    """`advantage` gives one number a row, from the row and the statistics of its group alone; None where a critic makes
+    them. `to_go`: where tokens have rewards of their own, a token is worth those from it on. `whiten` changes the
+    advantages of a whole batch, knowing how many tokens share each."""
 
     loss: Loss | BatchLoss
-    advantage: Callable[[Rows], Floats]
+    advantage: Callable[[Rows], Floats] | None
     aggregation: Aggregation
-    whiten: Callable[[Floats, Ints], Floats] | None = None
+    whiten: Whiten | None = None
+    to_go: bool = False
 
 
 def ratio(new_T: torch.Tensor, old_T: torch.Tensor) -> torch.Tensor:

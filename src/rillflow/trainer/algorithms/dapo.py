@@ -1,7 +1,7 @@
 """DAPO: GRPO's advantages, clip 0.2 / 0.28 (dual clip 10, as verl's recipe), mean over the batch's tokens, no KL.
 
-Its other parts live where they act: dynamic sampling is a filter of the dataflow layer, the overlong filter a setting
-of the trainer, the soft punishment (`advantages.shaping`) a part of the reward.
+Its other parts live where they act: dynamic sampling is a filter of the dataflow layer, the overlong filter
+(`trainer.overlong_filter`) and the soft punishment (`trainer.overlong`) are nodes before the advantages.
 """
 
 from __future__ import annotations

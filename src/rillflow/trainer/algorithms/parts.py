@@ -25,6 +25,8 @@ from rillflow.trainer.algorithms.aggregation import (
 )
 from rillflow.trainer.algorithms.common import Algorithm, BatchLoss, Loss
 from rillflow.trainer.algorithms.losses.clip import Clip
+from rillflow.trainer.algorithms.losses.own import OwnLoss
+from rillflow.trainer.algorithms.losses.terms import Terms
 from rillflow.trainer.batches import Rows
 
 if TYPE_CHECKING:
@@ -52,15 +54,20 @@ _AGGREGATIONS: dict[str, Aggregation] = {
 }
 
 
-def assemble(config: TrainerConfig, loss: Loss | BatchLoss, *, advantage: str, aggregation: str) -> Algorithm:
-    """`advantage` and `aggregation` are the algorithm's own; those that the recipe names win."""
+def assemble(config: TrainerConfig, loss: Loss | BatchLoss, *, advantage: str | None, aggregation: str) -> Algorithm:
+    """`loss`, `advantage` and `aggregation` are the algorithm's own; those that the recipe names win.
+
+    Without an advantage there is a critic, whose advantages are whitened.
+    """
     name = config.advantage or advantage
     whitening = standardise if config.convention == "astraflow" else whiten
+    own = OwnLoss.load(config.loss) if config.loss is not None else loss
     return Algorithm(
-        loss=loss,
-        advantage=_of_rows(ADVANTAGES[name], CONVENTIONS[config.convention]),
+        loss=Terms.of(config).around(own),
+        advantage=_of_rows(ADVANTAGES[name], CONVENTIONS[config.convention]) if name is not None else None,
         aggregation=_aggregation(config, config.aggregation or aggregation),
-        whiten=whitening if name in _WHITENED else None,
+        whiten=whitening if name is None or name in _WHITENED else None,
+        to_go=name == "reinforce_plus_plus",
     )
 
 

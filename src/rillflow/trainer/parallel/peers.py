@@ -8,8 +8,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from rillflow.errors import LeaseLost, RunError
+
 if TYPE_CHECKING:
     import torch
+
+
+class Stopped(Exception):
+    """Somebody asked the trainer to end, or the run has: the step in progress is given up."""
+
+
+class PeerLost(RunError):
+    """Another rank has gone or hangs: this one can only end, and all are started anew."""
+
+
+class GivenUp(LeaseLost):
+    """Another rank has given the batch up, or ends."""
 
 
 class Peers(Protocol):
@@ -37,6 +51,14 @@ class Peers(Protocol):
     def add(self, tensors: Sequence[torch.Tensor]) -> None:
         """Each tensor becomes its sum over all ranks, in place."""
 
+    def agree(self, error: Exception | None) -> None:
+        """Raises on every rank when one of them comes here with an error: that error there, GivenUp or Stopped
+        elsewhere.
+
+        The one exception to "the same methods": a rank with an error meets the others wherever they are, and they
+        raise at their next call of any method.
+        """
+
 
 class Alone:
     """One rank, which has nobody to ask."""
@@ -61,3 +83,7 @@ class Alone:
 
     def add(self, tensors: Sequence[torch.Tensor]) -> None:
         pass
+
+    def agree(self, error: Exception | None) -> None:
+        if error is not None:
+            raise error

@@ -9,7 +9,7 @@ from rillflow.trainer.algorithms.advantages.agents import at_grpo, dr_mas, flow_
 from rillflow.trainer.algorithms.advantages.groups import CONVENTIONS, Groups, centred, leave_one_out, normalised
 from rillflow.trainer.algorithms.advantages.process import step_advantages
 from rillflow.trainer.algorithms.advantages.returns import gae, outcome_rewards, returns_to_go
-from rillflow.trainer.algorithms.advantages.shaping import kl_in_reward, soft_overlong
+from rillflow.trainer.algorithms.advantages.shaping import soft_overlong
 from rillflow.trainer.algorithms.advantages.whitening import standardise, whiten
 
 VERL, TRL, ASTRAFLOW = (CONVENTIONS[name] for name in ("verl", "trl", "astraflow"))
@@ -125,4 +125,3 @@ def test_whitening_counts_tokens_not_rows() -> None:
 
 def test_shaping() -> None:
     np.testing.assert_allclose(soft_overlong(np.array([5, 12, 16, 20, 30]), 20, 8), [0, 0, -0.5, -1, -1])
-    np.testing.assert_allclose(kl_in_reward(np.array([0.0, 1.0]), np.array([0.5, 2.0]), 0.1), [-0.05, 0.8])

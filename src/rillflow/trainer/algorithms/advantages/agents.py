@@ -1,7 +1,8 @@
 """Groups where an episode leaves several rows: one for each call of each agent.
 
-The dataflow layer takes its statistics over the episodes of one prompt and one policy, which is Dr. MAS's grouping
-where every agent is a policy of its own.
+The dataflow layer takes the statistics: `dataflow.grouping: agent` is Dr. MAS's grouping, `turn` AT-GRPO's, and every
+sample of an episode carries its outcome unless the workflow gives it another reward, which is Flow-GRPO. These are the
+definitions that it is checked against.
 """
 
 from __future__ import annotations

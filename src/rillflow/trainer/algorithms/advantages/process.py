@@ -7,6 +7,7 @@ belongs to none and has advantage 0.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,19 +20,25 @@ if TYPE_CHECKING:
 
 
 def step_advantages(
-    reward_T: Floats, row_T: Ints, group_R: Ints, convention: Convention, *, to_go: bool = False
+    reward_T: Floats,
+    row_T: Ints,
+    group_R: Ints,
+    convention: Convention,
+    *,
+    to_go: bool = False,
+    compare: Callable[[Floats, Ints], Groups] = Groups.of,
 ) -> Floats:
-    """Answers are normalised over all rewarded answers of their group.
+    """Answers are normalised over all rewarded answers of their group: `compare` gets their scores and groups.
 
     A token has its own answer's value, or, `to_go`, the sum of its own and all later ones of its row (GRPO's process
     supervision).
     """
     at_S = np.flatnonzero(~np.isnan(reward_T))
     value_T = np.zeros(len(reward_T))
+    score_S = reward_T[at_S]
+    value_T[at_S] = normalised(score_S, compare(score_S, group_R[row_T[at_S]]), convention)
     if not len(at_S):
         return value_T
-    score_S = reward_T[at_S]
-    value_T[at_S] = normalised(score_S, Groups.of(score_S, group_R[row_T[at_S]]), convention)
     if to_go:
         return returns_to_go(value_T, row_T)
     next_T = np.searchsorted(at_S, np.arange(len(reward_T)))

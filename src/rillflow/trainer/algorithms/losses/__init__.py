@@ -10,4 +10,6 @@ functions that say the formula.
     reinforce   plain policy gradient under truncated importance weights
     truncation  those weights, of tokens or of rows
     kl          distance from a reference; value: a critic's loss; entropy: a bonus
+    terms       truncation, distance and bonus around any of these, as the recipe says
+    own         a user's function
 """

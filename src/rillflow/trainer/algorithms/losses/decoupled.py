@@ -1,8 +1,8 @@
 """Decoupled PPO (AReaL): the clip is around a proximal policy, and what that one is away from the policy that sampled
 is an importance weight on top. Tokens whose weight passes the cap train nothing but still count.
 
-The step makes one update a batch, so its proximal policy is the one in training, before the update: the ratio is 1 and
-the weight carries all of the staleness.
+With one update a batch the proximal policy is the one in training, before the update: the ratio is 1 and the weight
+carries all of the staleness. With several, a node of the step has its log-probs from before the first.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rillflow.trainer.algorithms.common import Tokens, none_of, ratio
-from rillflow.trainer.algorithms.losses.clip import Clip, clipped_surrogate
+from rillflow.trainer.algorithms.common import Tokens, ratio
+from rillflow.trainer.algorithms.losses.clip import Clip, clipped_flags, clipped_surrogate
 
 
 def decoupled(tokens: Tokens, proximal_T: torch.Tensor, clip: Clip, cap: float | None) -> torch.Tensor:
@@ -29,7 +29,14 @@ class DecoupledLoss:
     cap: float
 
     def __call__(self, tokens: Tokens) -> torch.Tensor:
-        return decoupled(tokens, tokens.new_T, self.clip, self.cap)
+        return decoupled(tokens, _proximal(tokens), self.clip, self.cap)
 
     def held(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
-        return none_of(tokens), ratio(tokens.new_T, tokens.old_T) > self.cap
+        """By the clip; a token over the cap counts as held from above."""
+        proximal_T = _proximal(tokens)
+        low_T, high_T = clipped_flags(ratio(tokens.new_T, proximal_T), tokens.advantage_T, self.clip)
+        return low_T, high_T | (ratio(proximal_T, tokens.old_T) > self.cap)
+
+
+def _proximal(tokens: Tokens) -> torch.Tensor:
+    return tokens.new_T if tokens.proximal_T is None else tokens.proximal_T

@@ -1,7 +1,7 @@
 """Estimators of KL(new || reference) on tokens that new has sampled, by their names; x = new - reference.
 
-In a loss they keep their gradient and are added with a factor: `loss_T + beta * k3(new_T, reference_T)`; in a reward
-they are numbers (`advantages.shaping.kl_in_reward`).
+In a loss they keep their gradient and are added with a factor (`terms`); in a reward they are numbers that are taken
+off (the node `kl_reward`).
 """
 
 from __future__ import annotations

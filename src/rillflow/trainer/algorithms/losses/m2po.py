@@ -8,12 +8,15 @@ looks at all tokens and drops those above it from the loss; they still count in 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from rillflow.trainer.algorithms.common import Tokens, WholeRows
 from rillflow.trainer.algorithms.losses.clip import Clip, ClippedLoss
+from rillflow.trainer.parallel.peers import Alone, Peers
 
 WIDEST_LOW, WIDEST_HIGH = 0.95, 20.0
 
@@ -22,11 +25,43 @@ def moments(tokens: Tokens) -> torch.Tensor:
     return (tokens.new_T.detach() - tokens.old_T).square()
 
 
-def highest_kept(moment_T: torch.Tensor, threshold: float) -> torch.Tensor:
-    """The smallest moment stays, whatever the threshold. There must be one."""
-    ascending_T = moment_T.double().sort().values
-    mean_T = ascending_T.cumsum(0) / torch.arange(1, len(moment_T) + 1, device=moment_T.device)
-    return ascending_T[max(int((mean_T < threshold).sum()) - 1, 0)]
+def highest_kept(moment_T: torch.Tensor, threshold: float, peers: Peers = Alone()) -> float:
+    """The smallest moment of all ranks stays, whatever the threshold. There must be one.
+
+    Found by bisection over the doubles: the more of the smallest moments are kept, the higher is their mean. So only a
+    count and a sum travel, never a token.
+    """
+    ascending_T = moment_T.double().sort().values.cpu().numpy()
+    sum_T = np.concatenate([[0.0], np.cumsum(ascending_T)])
+
+    def stays(moment: float) -> bool:
+        below = int(np.searchsorted(ascending_T, moment))
+        count, added = peers.total([below, sum_T[below]])
+        return (added + moment) / (count + 1) < threshold
+
+    lowest = -peers.highest([-ascending_T[0] if len(ascending_T) else -np.inf])[0]
+    highest = peers.highest([ascending_T[-1] if len(ascending_T) else -np.inf])[0]
+    kept, dropped = _bits(lowest), _bits(highest) + 1
+    while dropped - kept > 1:
+        middle = (kept + dropped) // 2
+        kept, dropped = (middle, dropped) if stays(_double(middle)) else (kept, middle)
+    among = np.searchsorted(ascending_T, _double(kept), side="right")
+    return peers.highest([ascending_T[among - 1] if among else -np.inf])[0]
+
+
+def _bits(value: float) -> int:
+    """In the order of the doubles, as long as none is negative."""
+    return int(np.float64(value).view(np.int64))
+
+
+def _double(bits: int) -> float:
+    return float(np.int64(bits).view(np.float64))
+
+
+def _mean(value_T: torch.Tensor, peers: Peers) -> tuple[float, float]:
+    """Over all ranks, and of how many."""
+    total, count = peers.total([float(value_T.double().sum()), len(value_T)])
+    return total / max(count, 1.0), count
 
 
 @dataclass(frozen=True)
@@ -34,15 +69,14 @@ class M2poClip:
     threshold: float
     dual: float | None = None
 
-    def fit(self, batch: WholeRows) -> tuple[ClippedLoss, dict[str, float]]:
+    def fit(self, batch: WholeRows, peers: Peers = Alone()) -> tuple[ClippedLoss, dict[str, float]]:
         drift_T = (batch.new_T.detach() - batch.old_T) * batch.advantage_T.sign()
         moment_T = moments(batch)[drift_T > 0]
-        mean = float(moment_T.mean()) if len(moment_T) else 0.0
+        mean, _ = _mean(moment_T, peers)
         clip = Clip(WIDEST_LOW, WIDEST_HIGH, self.dual)
         if mean > self.threshold:
-            tau = highest_kept(moment_T, self.threshold).sqrt()
-            low, high = -torch.expm1(-tau), torch.expm1(tau)
-            clip = Clip(min(float(low), WIDEST_LOW), min(float(high), WIDEST_HIGH), self.dual)
+            tau = math.sqrt(highest_kept(moment_T, self.threshold, peers))
+            clip = Clip(min(-math.expm1(-tau), WIDEST_LOW), min(math.expm1(tau), WIDEST_HIGH), self.dual)
         return ClippedLoss(clip), {"m2": mean, "m2_clip_low": clip.low, "m2_clip_high": clip.high}
 
 
@@ -51,7 +85,7 @@ class MaskedLoss:
     """The clipped loss of the tokens whose second moment is at most `highest`; the others have none."""
 
     clipped: ClippedLoss
-    highest: torch.Tensor
+    highest: float
 
     def __call__(self, tokens: Tokens) -> torch.Tensor:
         return self.clipped(tokens) * (moments(tokens) <= self.highest)
@@ -68,10 +102,11 @@ class M2poMask:
     threshold: float
     clip: Clip
 
-    def fit(self, batch: WholeRows) -> tuple[MaskedLoss, dict[str, float]]:
+    def fit(self, batch: WholeRows, peers: Peers = Alone()) -> tuple[MaskedLoss, dict[str, float]]:
         moment_T = moments(batch)
-        if not len(moment_T):
-            return MaskedLoss(ClippedLoss(self.clip), moment_T.new_zeros(())), {}
-        highest = highest_kept(moment_T, self.threshold)
-        kept = float((moment_T <= highest).double().mean())
-        return MaskedLoss(ClippedLoss(self.clip), highest), {"m2": float(moment_T.mean()), "m2_kept": kept}
+        mean, count = _mean(moment_T, peers)
+        if not count:
+            return MaskedLoss(ClippedLoss(self.clip), 0.0), {}
+        highest = highest_kept(moment_T, self.threshold, peers)
+        kept, _ = _mean(moment_T <= highest, peers)
+        return MaskedLoss(ClippedLoss(self.clip), highest), {"m2": mean, "m2_kept": kept}

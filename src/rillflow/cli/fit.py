@@ -1,0 +1,156 @@
+"""`rillflow fit`: supervised training in one process, or in one process for each rank, with a line of progress."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from rillflow.config.supervised import FitRecipe, read_resolved_fit
+from rillflow.observe.progress import sparkline
+from rillflow.runtime.folder import RunFolder
+from rillflow.runtime.process import STOPPED, child_environment, prepare
+
+if TYPE_CHECKING:
+    from rillflow.trainer.parallel.address import Place
+    from rillflow.trainer.supervised.fit import Progress
+
+console = Console(stderr=True)
+INTERRUPTED = 130
+_PLAIN_EVERY = 5.0
+# Before transformers is loaded: nothing is fetched that the user has not asked for, and the progress shown is ours.
+_QUIET = {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+_FIRST = ("loss", "accuracy", "correlation", "auc", "perplexity", "grad_norm", "lr")
+
+
+def check(recipe: FitRecipe) -> None:
+    """Fail before anything is made where a look can tell that it cannot work."""
+    _quieten()
+    from rillflow.trainer.graph.planner import plan
+    from rillflow.trainer.supervised.functions import graph_of
+    from rillflow.weights.models import model_folder
+
+    model_folder(recipe.model)
+    plan(graph_of(recipe), ranks=recipe.trainer.ranks)
+
+
+def _quieten() -> None:
+    os.environ.update({name: value for name, value in _QUIET.items() if name not in os.environ})
+
+
+def fit_folder(folder: RunFolder) -> int:
+    """Train to the end; the exit code: 0, or 130 when interrupted."""
+    recipe = read_resolved_fit(folder.root / "recipe.yaml")
+    console.print(f"[bold]{recipe.name}[/] in {folder.root}", highlight=False, soft_wrap=True)
+    with folder.locked():
+        folder.set_state("running")
+        try:
+            code = _train(folder, recipe) if recipe.trainer.ranks == 1 else _launch(folder, recipe)
+        except BaseException as error:
+            folder.set_state("failed", str(error))
+            raise
+        folder.set_state({0: "finished", INTERRUPTED: "stopped"}.get(code, "failed"))  # type: ignore[arg-type]
+    if code == INTERRUPTED:
+        console.print(f"stopped; `rillflow fit --resume {folder.root}` goes on", highlight=False, soft_wrap=True)
+    elif code == 0:
+        console.print(f"the model is in {folder.root / 'model'}", highlight=False, soft_wrap=True)
+    return code
+
+
+def fit_rank(folder: RunFolder, place: Place) -> int:
+    """One rank's process; rank 0 shows the progress of all."""
+    prepare()
+    done = _fit(folder, read_resolved_fit(folder.root / "recipe.yaml"), place)
+    return 0 if done else STOPPED
+
+
+def _train(folder: RunFolder, recipe: FitRecipe) -> int:
+    return 0 if _fit(folder, recipe, None) else INTERRUPTED
+
+
+def _launch(folder: RunFolder, recipe: FitRecipe) -> int:
+    from rillflow.trainer.parallel.launch import launch
+
+    def command(rank: int, rendezvous: str) -> list[str]:
+        place = ["--rank", str(rank), "--ranks", str(recipe.trainer.ranks), "--rendezvous", rendezvous]
+        return [sys.executable, "-m", "rillflow", "fit", "--resume", str(folder.root), *place]
+
+    code = launch(
+        command,
+        recipe.trainer.ranks,
+        child_environment(recipe.runtime.threads),
+        lambda rank: folder.log(f"rank-{rank}"),
+    )
+    return INTERRUPTED if code == STOPPED else code
+
+
+def _fit(folder: RunFolder, recipe: FitRecipe, place: Place | None) -> bool:
+    from rillflow.dataflow.sources import open_source
+
+    _quieten()
+    from rillflow.trainer.supervised.main import run_fit
+
+    train = open_source(recipe.data.train, seed=recipe.seed, shuffle=False)
+    held = recipe.data.heldout
+    heldout = None if held is None else open_source(held, seed=recipe.seed, shuffle=False)
+    with View(recipe.name, quiet=place is not None and place.rank > 0) as view:
+        return run_fit(recipe, folder.root, train, heldout, place=place, report=view.show)
+
+
+class View:
+    """One line that changes, on a terminal; elsewhere a line every few seconds, and for every evaluation."""
+
+    def __init__(self, title: str, *, quiet: bool = False) -> None:
+        self._title = title
+        self._quiet = quiet
+        self._live = Live(console=console, refresh_per_second=4) if console.is_terminal and not quiet else None
+        self._losses: list[float] = []
+        self._heldout: Mapping[str, float] = {}
+        self._printed = 0.0
+
+    def __enter__(self) -> View:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, progress: Progress) -> None:
+        self._losses.append(progress.values.get("loss", 0.0))
+        fresh, self._heldout = progress.heldout is not self._heldout, progress.heldout
+        if self._live is not None:
+            line = Text.assemble((_line(self._title, progress), "bold"), ("  " + sparkline(self._losses, 30), "green"))
+            self._live.update(line)
+        elif not self._quiet and (
+            fresh or progress.step == progress.steps or time.monotonic() - self._printed >= _PLAIN_EVERY
+        ):
+            self._printed = time.monotonic()
+            console.print(_line(self._title, progress), highlight=False, markup=False, soft_wrap=True)
+
+
+def _line(title: str, progress: Progress) -> str:
+    heldout = f"  held-out: {_numbers(progress.heldout)}" if progress.heldout else ""
+    return f"{title}  step {progress.step}/{progress.steps}  {_numbers(progress.values)}{heldout}"
+
+
+def _numbers(values: Mapping[str, float]) -> str:
+    return "  ".join(f"{name} {values[name]:.4g}" for name in _FIRST if name in values)
+
+
+def new_folder(recipe: FitRecipe, runs: Path) -> RunFolder:
+    check(recipe)
+    return RunFolder.create(recipe, runs)

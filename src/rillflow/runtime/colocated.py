@@ -1,0 +1,179 @@
+"""A trainer that samples by itself: a rollout node in a thread of the trainer's process, and the switch between them.
+
+The node has an event loop of its own. It plays while the trainer waits for a batch and rests while a step computes, so
+the two never want the interpreter or the cores at once; only heartbeats go on meanwhile. Tasks, trajectories and
+batches pass through the dataflow layer as they do in an asynchronous run.
+
+A node that dies takes its trainer along: the process ends, and its supervisor starts both anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from rillflow.contracts import Generator
+from rillflow.errors import RunError
+from rillflow.rollout.handover import Handover
+from rillflow.rollout.main import run_node
+from rillflow.runtime.folder import RunFolder
+from rillflow.runtime.process import LoopWatchdog
+from rillflow.wire import LoopThread
+
+if TYPE_CHECKING:
+    from rillflow.contracts import Tensors
+
+log = logging.getLogger(__name__)
+
+_START = 120.0  # seconds for the node to load its model and listen
+_SWITCH = 120.0  # for weights to be copied, or for the token that is being sampled
+_CLOSE = 10.0
+_LOOK = 0.2
+
+Play = Callable[[Handover, Callable[[], None]], Coroutine[Any, Any, None]]
+
+
+def run_colocated(folder: RunFolder, name: str, dataflow_url: str, train: Callable[[Generator], bool]) -> bool:
+    """`train` with the node `name` as its generator, then play until the run has ended: the last evaluation is due.
+
+    False when a signal came first.
+    """
+    stop = threading.Event()
+    # The trainer hears of a failed node as of any reason to stop; its step is given up and a checkpoint written.
+    node = NodeThread(
+        folder.recipe.policy,
+        _playing(folder, name, dataflow_url),
+        on_failure=lambda: os.kill(os.getpid(), signal.SIGTERM),
+    )
+    with _noting_signals(stop):
+        try:
+            node.start()
+            finished = train(node)
+            node.check()
+            if finished:
+                log.info("trained; playing on until the run has ended")
+            while finished and not stop.is_set() and not node.has_ended(_LOOK):
+                pass
+            return finished and not stop.is_set()
+        finally:
+            node.close()
+
+
+def _playing(folder: RunFolder, name: str, dataflow_url: str) -> Play:
+    """The life of a node of this run, for a thread."""
+    recipe = folder.recipe
+
+    async def play(handover: Handover, on_ready: Callable[[], None]) -> None:
+        def listening(url: str) -> None:
+            folder.publish_endpoint(name, url)
+            on_ready()
+
+        watchdog = asyncio.create_task(LoopWatchdog(recipe.rollout.episode_timeout).run())
+        try:
+            await run_node(
+                name,
+                recipe,
+                dataflow_url=dataflow_url,
+                token=folder.token,
+                weights=folder.root / "weights",
+                folder=folder.gateway(name),
+                on_ready=listening,
+                host=recipe.runtime.host,
+                port=folder.last_port(name),
+                handover=handover,
+            )
+        finally:
+            watchdog.cancel()
+
+    return play
+
+
+@contextmanager
+def _noting_signals(stop: threading.Event) -> Iterator[None]:
+    """Before and after the trainer, which has handlers of its own."""
+
+    def note(number: int, frame: FrameType | None) -> None:
+        log.info("signal %d: stopping", number)
+        stop.set()
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class NodeThread:
+    """`contracts.Generator` over a node that `play` runs; `on_failure` is told, in the node's thread, when it raised.
+
+    `play` says when it is ready: then the node rests, and waits for the first `begin`.
+    """
+
+    def __init__(self, policy: str, play: Play, on_failure: Callable[[], None]) -> None:
+        self._handover = Handover(policy)
+        self._play = play
+        self._on_failure = on_failure
+        self._thread = LoopThread("node")
+        self._node: asyncio.Task[None] | None = None
+        self._error: Exception | None = None
+        self._ready = threading.Event()
+        self._ended = threading.Event()
+
+    def start(self) -> None:
+        self._thread.run(self._start(), _SWITCH)
+        if not self._ready.wait(_START):
+            raise RunError(f"the node did not start within {_START:.0f} s", "see the lines above this one in the log")
+        self.check()
+
+    async def _start(self) -> None:
+        self._node = asyncio.create_task(self._run(), name="node")
+
+    async def _run(self) -> None:
+        try:
+            await self._play(self._handover, self._ready.set)
+        except Exception as error:
+            log.exception("the node failed")
+            self._error = error
+            self._on_failure()
+        finally:
+            self._ended.set()
+            self._ready.set()
+
+    def begin(self, tensors: Tensors, version: int) -> None:
+        self.check()
+        self._thread.run(self._handover.begin(tensors, version), _SWITCH)
+
+    def end(self) -> None:
+        self._thread.run(self._handover.end(), _SWITCH)
+
+    def check(self) -> None:
+        """Raise what the node failed with, if it did."""
+        if self._error is not None:
+            raise self._error
+
+    def has_ended(self, seconds: float) -> bool:
+        """Whether the node has finished by itself within so many seconds."""
+        ended = self._ended.wait(seconds)
+        self.check()
+        return ended
+
+    def close(self) -> None:
+        """The node's sessions stay for the one that comes after it, if the run goes on."""
+        try:
+            self._thread.run(self._cancel(), _CLOSE)
+            self._thread.close()
+        except TimeoutError:
+            log.warning("the node did not end within %.0f s: it is left to end with the process", _CLOSE)
+
+    async def _cancel(self) -> None:
+        if self._node is not None:
+            self._node.cancel()
+            await asyncio.wait({self._node})

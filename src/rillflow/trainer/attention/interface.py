@@ -1,0 +1,66 @@
+"""How a transformers model reaches our attention: by its registry of attention functions, under one name.
+
+What a layer needs to know of a micro-batch travels as a keyword argument, `packed`, through the model's own calls, so
+that recomputing a layer in the backward pass finds it again. A call without it gets torch's attention with the mask
+that the model made: whoever else uses the model notices nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from rillflow.errors import ConfigError
+from rillflow.trainer.attention.spans import Heads
+
+NAME = "rillflow"
+# What a layer may ask for that we do not compute. A model that asks for it would be trained wrongly.
+_REFUSED = ("sliding_window", "softcap", "s_aux", "position_bias")
+
+Attention = Callable[[Heads, float], torch.Tensor]
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    packed: Attention | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """`query`, `key`, `value` are [1, heads, tokens, head size]; the answer is [1, tokens, heads, head size]."""
+    if packed is None:
+        shown: tuple[torch.Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
+        )
+        return shown
+    _check(module, dropout, options)
+    dtype = value.dtype
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+    heads = Heads(*(part.transpose(1, 2)[0].to(dtype) for part in (query, key, value)))
+    return packed(heads, scaling if scaling is not None else query.shape[-1] ** -0.5)[None], None
+
+
+def _check(module: torch.nn.Module, dropout: float, options: dict[str, Any]) -> None:
+    asked = [name for name in _REFUSED if options.get(name) is not None]
+    if dropout:
+        asked.append("dropout")
+    if asked:
+        raise ConfigError(
+            f"{type(module).__name__} uses {', '.join(asked)}, which packed attention does not have",
+            "set trainer.attention: padded",
+        )
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, sdpa_mask)

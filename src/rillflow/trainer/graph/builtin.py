@@ -1,0 +1,64 @@
+"""The graph of every algorithm, from what its section of the recipe asks for.
+
+    fetch or generate ─▶ scores of models (what the options need) ─▶ rewards ─▶ advantages ─▶ train ─▶ publish
+
+Advantages come from the statistics of groups, of the whole batch or from a critic (GAE); losses differ inside the
+train node. What a user adds by `trainer.nodes` finds its place by the columns it reads and makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from rillflow.config import NodeConfig, TrainerConfig
+from rillflow.trainer.graph.functions import needs_proximal
+from rillflow.trainer.graph.functions.advantages import chosen
+from rillflow.trainer.graph.nodes import Node, make_node
+from rillflow.trainer.graph.planner import Chain, plan
+from rillflow.trainer.graph.registry import REGISTRY, Registry
+
+Mode = Literal["asynchronous", "colocated"]
+_STATISTICS = ("group_mean_R", "group_std_R")
+
+
+def chain_of(config: TrainerConfig, mode: Mode = "asynchronous", *, registry: Registry = REGISTRY) -> Chain:
+    """The chain that a trainer runs: the recipe's own graph, or the algorithm's with the recipe's nodes."""
+    if config.graph is not None:
+        return plan(config.graph, registry, ranks=config.ranks)
+    nodes = [make_node(each, registry) for each in (*builtin(config, mode), *config.nodes)]
+    return plan(_regrouped(nodes, registry), registry, ranks=config.ranks)
+
+
+def builtin(config: TrainerConfig, mode: Mode = "asynchronous") -> list[NodeConfig]:
+    """The algorithm's own nodes, as a recipe would write them."""
+    return [NodeConfig(function=name) for name in _names(config, mode)]
+
+
+def _names(config: TrainerConfig, mode: Mode) -> Iterator[str]:
+    critic = config.algorithm == "ppo"
+    yield "generate" if mode == "colocated" else "fetch"
+    if needs_proximal(config):
+        yield "actor_logprobs"
+    if config.kl is not None:
+        yield "reference_logprobs"
+    if critic:
+        yield "critic_values"
+    if config.overlong is not None:
+        yield "punish_overlong"
+    if config.kl is not None and config.kl.where == "reward":
+        yield "kl_reward"
+    yield chosen(config)
+    if critic:
+        yield "train_critic"
+    yield "train_actor"
+    yield "publish"
+
+
+def _regrouped(nodes: list[Node], registry: Registry) -> list[Node]:
+    """Rewards made anew need statistics of their groups anew: the ledger's are of the rewards as played."""
+    working = [node for node in nodes if not node.is_source]
+    changed = any("reward_R" in node.gives for node in working)
+    given = any(column in node.gives for node in working for column in _STATISTICS)
+    used = any(column in node.reads for node in working for column in _STATISTICS)
+    return [*nodes, make_node("group_statistics", registry)] if changed and used and not given else nodes

@@ -1,0 +1,162 @@
+"""What a trainer's loop works with: the models of all roles, and the chain that is run for every batch.
+
+Invariants: a step that is abandoned changes nothing; `masters`, `moments` and `steps` are all there is to go on exactly
+from; every rank has the same chain. Tensors of a role besides the first one trained carry its name: `critic/…`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from rillflow.config import Recipe, TrainerConfig
+from rillflow.contracts import Clock, SystemClock
+from rillflow.trainer.algorithms import ALGORITHMS, Algorithm
+from rillflow.trainer.batches import Rows
+from rillflow.trainer.graph.builtin import chain_of
+from rillflow.trainer.graph.databuffer import Databuffer
+from rillflow.trainer.graph.pipeline import Pipeline
+from rillflow.trainer.graph.planner import Chain, agree
+from rillflow.trainer.graph.roles import Roles
+from rillflow.trainer.graph.step import Step
+from rillflow.trainer.learner import Learner
+from rillflow.trainer.metrics import finite
+from rillflow.trainer.optimizer import Optimizer
+from rillflow.trainer.parallel.peers import Peers
+from rillflow.weights.models import pick_device
+
+if TYPE_CHECKING:
+    from rillflow.contracts import Tensors
+    from rillflow.weights.adapters import Adapter
+
+# How many updates a role has made, among its moments: with mini-batches and warm-ups it is not the number of batches.
+_UPDATES = "updates"
+
+
+def _nothing() -> None:
+    """Nobody asks, nobody hears."""
+
+
+def build_worker(
+    recipe: Recipe, policy: str, peers: Peers, *, device: torch.device | None = None, clock: Clock | None = None
+) -> Worker:
+    """Everything that trains `policy` on this rank, by default on the device that the recipe names. Collective."""
+    settings = recipe.policies[policy]
+    config = settings.trainer
+    chain = chain_of(config, recipe.runtime.mode)
+    roles = Roles(settings, peers, device or pick_device(config.device), recipe.seed, recipe.runtime.deterministic)
+    algorithm = ALGORITHMS[config.algorithm](config)
+    return Worker(chain, roles.learners(chain.roles), algorithm, config, peers, clock=clock)
+
+
+class Worker:
+    """`models` are the roles' by name. The first role that trains, the actor where there is one, is what is published.
+
+    `steps` counts batches.
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        models: Mapping[str, Learner],
+        algorithm: Algorithm,
+        config: TrainerConfig,
+        peers: Peers,
+        *,
+        clock: Clock | None = None,
+    ) -> None:
+        agree(chain, peers)
+        self.steps = 0
+        self._chain = chain
+        self._models = models
+        self._algorithm = algorithm
+        self._config = config
+        self._peers = peers
+        self._clock = clock or SystemClock()
+
+    def step(
+        self,
+        parts: Iterable[Rows | Databuffer],
+        check: Callable[[], None] = _nothing,
+        publish: Callable[[], None] = _nothing,
+    ) -> dict[str, float]:
+        """Run the chain on one batch, whose parts may still be coming; returns the metrics of the whole.
+
+        What `check` or `parts` raises before the first update abandons the step: weights and optimizers are as before.
+        `publish` is called by the chain's last node, with the new weights in place.
+        """
+
+        def rows() -> Iterator[Databuffer]:
+            return (part if isinstance(part, Databuffer) else Databuffer(part) for part in parts)
+
+        step = Step(
+            number=self.steps,
+            config=self._config,
+            algorithm=self._algorithm,
+            models=self._models,
+            peers=self._peers,
+            fetch=rows,
+            generate=rows,
+            publish=publish,
+            check=check,
+        )
+        metrics = Pipeline(self._chain, step, self._clock).run()
+        self.steps += 1
+        return finite(metrics)
+
+    # ------------------------------------------------------------ weights and state
+
+    def weights(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """As engines load them, tied ones under each of their names; good until the next step. Collective."""
+        return self._main.weights(dtype)
+
+    def adapter(self) -> Adapter | None:
+        """What was trained of a LoRA policy; None of any other."""
+        return self._main.adapter()
+
+    def masters(self) -> dict[str, torch.Tensor]:
+        """The exact weights of all that trains, each tied one once."""
+        return {
+            prefix + name: tensor
+            for prefix, optimizer in self._trained()
+            for name, tensor in optimizer.masters().items()
+        }
+
+    def moments(self) -> dict[str, torch.Tensor]:
+        """The optimizers' states, by `moment/parameter`."""
+        return {
+            prefix + name: tensor
+            for prefix, optimizer in self._trained()
+            for name, tensor in (*optimizer.moments().items(), (_UPDATES, torch.tensor(optimizer.steps)))
+        }
+
+    def restore(self, masters: Tensors, moments: Tensors, steps: int) -> None:
+        """Continue exactly from what `masters`, `moments` and `steps` were."""
+        prefixes = [prefix for prefix, _ in self._trained() if prefix]
+        for prefix, optimizer in self._trained():
+            state = _under(moments, prefix, prefixes)
+            made = int(state.pop(_UPDATES, torch.tensor(steps)))
+            optimizer.restore(_under(masters, prefix, prefixes), state, made)
+        self.steps = steps
+
+    @property
+    def _main(self) -> Optimizer:
+        return self._trained()[0][1]
+
+    def _trained(self) -> list[tuple[str, Optimizer]]:
+        """The optimizers, each with the prefix of its tensors' names."""
+        roles = sorted(self._models, key=lambda role: (role != "actor", role))
+        found = [(role, optimizer) for role in roles if (optimizer := self._models[role].optimizer) is not None]
+        return [(f"{role}/" if place else "", optimizer) for place, (role, optimizer) in enumerate(found)]
+
+
+def _under(tensors: Tensors, prefix: str, prefixes: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Those of one role, by their own names."""
+    others = tuple(other for other in prefixes if other != prefix)
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(prefix) and not name.startswith(others)
+    }

@@ -1,0 +1,321 @@
+"""Log-probs and entropies from hidden states, without a full-vocabulary fp32 tensor.
+
+The head runs in pieces of some tokens. Forward keeps two numbers a token, the log of the partition sum and the entropy;
+backward makes the piece's logits again. In half precision, where memory is not to be saved (`recompute`), forward keeps
+the probabilities instead, rounded as their gradients are anyway, and backward needs no logits. What a model does to its
+logits (bias, scaling, soft cap) is known by the keys of its config; at construction the result is compared with the
+model's own logits, and a model that does something else runs its own head, piece by piece, recomputed in backward.
+
+Axes: T trained tokens, V the vocabulary, D the hidden size.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from rillflow.trainer.attention import decoder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from rillflow.config import TrainerConfig
+
+    Scores = tuple[torch.Tensor, torch.Tensor]
+
+# How far two ways of computing the same logits may be apart, relative to the largest of them.
+_ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What becomes of raw logits before the softmax: times `scale`, then bounded softly by `cap`."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def __call__(self, raw_TV: torch.Tensor, bias_V: torch.Tensor | None) -> torch.Tensor:
+        logits_TV = raw_TV if bias_V is None else raw_TV + bias_V
+        if self.scale != 1.0:
+            logits_TV = logits_TV * self.scale
+        return logits_TV if self.cap is None else self.cap * torch.tanh(logits_TV / self.cap)
+
+
+def shape_of(model: PreTrainedModel) -> Shape:
+    """By the keys that models have for it."""
+    config = model.config.get_text_config()
+    scale = (getattr(config, "logit_scale", None) or 1.0) * (getattr(config, "lm_head_multiplier", None) or 1.0)
+    return Shape(
+        scale=float(scale) / (getattr(config, "logits_scaling", None) or 1.0),
+        cap=getattr(config, "final_logit_softcapping", None),
+    )
+
+
+# ------------------------------------------------------------ one piece
+
+
+class _Piece(NamedTuple):
+    """Some tokens, with what the head's matrix makes of their hidden states."""
+
+    raw_TV: torch.Tensor
+    bias_V: torch.Tensor | None
+    target_T: torch.Tensor
+    temperature_T: torch.Tensor
+
+
+class _Stats(NamedTuple):
+    """Of each token: the log-prob of the target, the log of the partition sum, the entropy."""
+
+    logprob_T: torch.Tensor
+    total_T: torch.Tensor
+    entropy_T: torch.Tensor
+
+
+class _Slope(NamedTuple):
+    """What backward brings for some tokens: the slopes of their log-probs, and of their entropies if those count."""
+
+    logprob_T: torch.Tensor
+    entropy_T: torch.Tensor | None
+
+
+def _stats(piece: _Piece, shape: Shape) -> _Stats:
+    logits_TV = shape(piece.raw_TV, piece.bias_V) * piece.temperature_T.reciprocal()[:, None]
+    highest_T = logits_TV.amax(-1)
+    share_TV = (logits_TV - highest_T[:, None]).exp()
+    sum_T = share_TV.sum(-1)
+    total_T = highest_T + sum_T.log()
+    entropy_T = total_T - (share_TV * logits_TV).sum(-1) / sum_T
+    return _Stats(logits_TV.gather(-1, piece.target_T[:, None]).squeeze(-1) - total_T, total_T, entropy_T)
+
+
+def _slopes(piece: _Piece, shape: Shape, stats: _Stats, slope: _Slope, dtype: torch.dtype) -> torch.Tensor:
+    """The gradient with respect to the raw logits, in `dtype`."""
+    shaped_TV = shape(piece.raw_TV, piece.bias_V)
+    log_TV = torch.addcmul(-stats.total_T[:, None], shaped_TV, piece.temperature_T.reciprocal()[:, None])
+    # Every logit is pulled down by its probability; the target's is pushed up as well.
+    slope_TV = (log_TV.exp() * -(_pull(log_TV, stats, slope) * _factor(log_TV, piece, shape, stats))).to(dtype)
+    own_T1 = stats.logprob_T[:, None]
+    push_T1 = slope.logprob_T[:, None] - own_T1.exp() * _pull(own_T1, stats, slope)
+    at_target_T = (push_T1 * _factor(own_T1, piece, shape, stats))[:, 0].to(dtype)
+    slope_TV[torch.arange(len(slope_TV), device=slope_TV.device), piece.target_T] = at_target_T
+    return slope_TV
+
+
+def _shares(piece: _Piece, shape: Shape, total_T: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The probabilities, in `dtype`."""
+    scaled_TV = shape(piece.raw_TV, piece.bias_V) * piece.temperature_T.reciprocal()[:, None]
+    return (scaled_TV - total_T[:, None]).exp().to(dtype)
+
+
+def _scaled(
+    share_TV: torch.Tensor, stats: _Stats, slope: _Slope, target_T: torch.Tensor, factor_T: torch.Tensor
+) -> torch.Tensor:
+    """As `_slopes`, from the probabilities, where only log-probs have slopes and nothing bounds the logits."""
+    pull_T = slope.logprob_T * factor_T
+    slope_TV = (share_TV * -pull_T[:, None]).to(share_TV.dtype)
+    at_target_T = (pull_T * -torch.expm1(stats.logprob_T)).to(share_TV.dtype)
+    slope_TV[torch.arange(len(slope_TV), device=slope_TV.device), target_T] = at_target_T
+    return slope_TV
+
+
+def _pull(log_TV: torch.Tensor, stats: _Stats, slope: _Slope) -> torch.Tensor:
+    """The same for all logits of a token, unless its entropy has a slope."""
+    if slope.entropy_T is None:
+        return slope.logprob_T[:, None]
+    return slope.logprob_T[:, None] + slope.entropy_T[:, None] * (log_TV + stats.entropy_T[:, None])
+
+
+def _factor(log_TV: torch.Tensor, piece: _Piece, shape: Shape, stats: _Stats) -> torch.Tensor:
+    """How much a raw logit moves what the softmax sees, where the log-probs are these."""
+    scale_T1 = (shape.scale / piece.temperature_T)[:, None]
+    if shape.cap is None:
+        return scale_T1
+    shaped_TV = (log_TV + stats.total_T[:, None]) * piece.temperature_T[:, None]
+    return scale_T1 * (1 - (shaped_TV / shape.cap).square())
+
+
+_FUNCTIONS: tuple[Callable[..., Any], ...] = (_stats, _slopes, _shares, _scaled)
+
+
+def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    compiled: Callable[..., Any] = torch.compile(function)
+    return compiled
+
+
+def _product(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The matrix product in `dtype`; on a GPU nothing is rounded to the factors' dtype in between."""
+    if one.is_cuda and one.dtype is not dtype:
+        return torch.mm(one, other, out_dtype=dtype)
+    return (one @ other).to(dtype)
+
+
+# ------------------------------------------------------------ all pieces
+
+
+@dataclass(frozen=True)
+class _How:
+    shape: Shape
+    piece: int
+    entropy_slope: bool
+    keep: bool
+    stats: Callable[..., _Stats]
+    slopes: Callable[..., torch.Tensor]
+    shares: Callable[..., torch.Tensor]
+    scaled: Callable[..., torch.Tensor]
+
+
+class _Pieces(torch.autograd.Function):
+    """Saves the hidden states, the weight and vectors over tokens; probabilities in half precision; never logits."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917 (autograd passes them by place)
+        ctx: Any,
+        hidden_TD: torch.Tensor,
+        weight_VD: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        target_T: torch.Tensor,
+        temperature_T: torch.Tensor,
+        how: _How,
+    ) -> Scores:
+        wide = torch.promote_types(hidden_TD.dtype, torch.float32)
+        parts, kept = [], []
+        for at in _pieces(len(target_T), how.piece):
+            piece = _Piece(_product(hidden_TD[at], weight_VD.T, wide), bias_V, target_T[at], temperature_T[at])
+            parts.append(how.stats(piece, how.shape))
+            if how.keep:
+                kept.append(how.shares(piece, how.shape, parts[-1].total_T, hidden_TD.dtype))
+        stats = _Stats(*(torch.cat(column) for column in zip(*parts, strict=True)))
+        ctx.how = how
+        ctx.save_for_backward(hidden_TD, weight_VD, bias_V, target_T, temperature_T, *stats, *kept)
+        if not how.entropy_slope:
+            ctx.mark_non_differentiable(stats.entropy_T)
+        return stats.logprob_T, stats.entropy_T
+
+    @staticmethod
+    def backward(ctx: Any, logprob_slope_T: torch.Tensor, entropy_slope_T: torch.Tensor) -> tuple[Any, ...]:
+        hidden_TD, weight_VD, bias_V, target_T, temperature_T, *saved = ctx.saved_tensors
+        how: _How = ctx.how
+        stats, kept = saved[: len(_Stats._fields)], saved[len(_Stats._fields) :]
+        wide = stats[0].dtype
+        hidden_slope_TD = torch.empty_like(hidden_TD) if ctx.needs_input_grad[0] else None
+        weight_slope_VD = torch.zeros_like(weight_VD, dtype=wide) if ctx.needs_input_grad[1] else None
+        bias_slope_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=wide)
+        for number, at in enumerate(_pieces(len(target_T), how.piece)):
+            of_piece = _Stats(*(column[at] for column in stats))
+            slope = _Slope(logprob_slope_T[at], entropy_slope_T[at] if how.entropy_slope else None)
+            if how.keep:
+                factor_T = how.shape.scale / temperature_T[at]
+                slope_TV = how.scaled(kept[number], of_piece, slope, target_T[at], factor_T)
+            else:
+                raw_TV = _product(hidden_TD[at], weight_VD.T, wide)
+                piece = _Piece(raw_TV, bias_V, target_T[at], temperature_T[at])
+                slope_TV = how.slopes(piece, how.shape, of_piece, slope, hidden_TD.dtype)
+            if bias_slope_V is not None:
+                bias_slope_V += slope_TV.sum(0, dtype=wide)
+            if hidden_slope_TD is not None:
+                hidden_slope_TD[at] = slope_TV @ weight_VD
+            if weight_slope_VD is not None:
+                weight_slope_VD += _product(slope_TV.T, hidden_TD[at], wide)
+        return (
+            hidden_slope_TD,
+            None if weight_slope_VD is None else weight_slope_VD.to(weight_VD.dtype),
+            None if bias_slope_V is None or bias_V is None else bias_slope_V.to(bias_V.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def _pieces(count: int, size: int) -> Iterator[slice]:
+    return (slice(start, start + size) for start in range(0, max(count, 1), size))
+
+
+# ------------------------------------------------------------ the head of a model
+
+
+class PolicyHead:
+    """The head of a causal language model: from hidden states to log-probs of the targets and entropies.
+
+    The entropy has a gradient only where the recipe asks for an entropy bonus. Where the model is sharded, it must be
+    made and called where its weights are whole.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: TrainerConfig) -> None:
+        self._model = model
+        self._head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        self._how = _How(
+            shape_of(model),
+            config.head_tokens,
+            config.entropy > 0,
+            False,
+            *map(_compiled if config.compile else _as_it_is, _FUNCTIONS),
+        )
+        self._keeps = not config.recompute and config.entropy == 0 and self._how.shape.cap is None
+        self._known = type(self._head) is torch.nn.Linear and self._agrees()
+
+    def __call__(self, hidden_TD: torch.Tensor, target_T: torch.Tensor, temperature_T: torch.Tensor) -> Scores:
+        if self._known:
+            weight_VD, bias_V = self._head.weight, self._head.bias
+            keep = self._keeps and torch.is_grad_enabled() and hidden_TD.dtype.itemsize < 4
+            how = replace(self._how, keep=keep)
+            scores: Scores = _Pieces.apply(hidden_TD, weight_VD, bias_V, target_T, temperature_T, how)  # type: ignore[no-untyped-call]
+            return scores
+        parts = [
+            checkpoint(self._own, hidden_TD[at], target_T[at], temperature_T[at], use_reentrant=False)
+            for at in _pieces(len(target_T), self._how.piece)
+        ]
+        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+    def _own(self, hidden_TD: torch.Tensor, target_T: torch.Tensor, temperature_T: torch.Tensor) -> Scores:
+        """A piece by the model's own head, whatever that does."""
+        logits_TV = own_logits(self._model, hidden_TD)
+        wide = torch.promote_types(logits_TV.dtype, torch.float32)
+        logprob_T, _, entropy_T = _stats(_Piece(logits_TV.to(wide), None, target_T, temperature_T), Shape())
+        return logprob_T, entropy_T if self._how.entropy_slope else entropy_T.detach()
+
+    @torch.no_grad()
+    def _agrees(self) -> bool:
+        """Whether the model's own logits are what the keys of its config say, for small and for large hidden states."""
+        weight_VD = self._head.weight
+        drawn_TD = torch.randn(4, weight_VD.shape[1], generator=torch.Generator().manual_seed(0))
+        drawn_TD = (drawn_TD * torch.tensor([[0.1], [1.0], [10.0], [100.0]])).to(weight_VD.device, weight_VD.dtype)
+        ours_TV = self._how.shape(drawn_TD @ weight_VD.T, self._head.bias)
+        own_TV = own_logits(self._model, drawn_TD)
+        apart_T = (ours_TV - own_TV).abs().amax(-1) / own_TV.abs().amax(-1).clamp(min=1e-6)
+        return bool((apart_T < _ROUNDING[weight_VD.dtype]).all())
+
+
+def own_logits(model: PreTrainedModel, hidden_TD: torch.Tensor) -> torch.Tensor:
+    """What the model makes of these last hidden states."""
+    nothing_1T = torch.zeros(1, len(hidden_TD), dtype=torch.long, device=hidden_TD.device)
+    with _standing_in(decoder(model), hidden_TD[None]):
+        # The class's own: on a sharded model the hooks of a call are at work already.
+        logits_1TV: torch.Tensor = type(model).forward(model, input_ids=nothing_1T, use_cache=False).logits
+    return logits_1TV[0]
+
+
+@contextmanager
+def _standing_in(body: torch.nn.Module, hidden_1TD: torch.Tensor) -> Iterator[None]:
+    """Meanwhile the decoder computes nothing and answers with these."""
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+
+    before = body.__dict__.get("forward")
+    answer = BaseModelOutputWithPast(last_hidden_state=hidden_1TD)  # type: ignore[arg-type]
+    body.forward = lambda *_, **__: answer
+    try:
+        yield
+    finally:
+        del body.forward
+        if before is not None:
+            body.forward = before

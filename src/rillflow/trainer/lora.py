@@ -1,0 +1,111 @@
+"""Low-rank adapters on a frozen model (peft): only they train, in fp32, and only they are published.
+
+Invariant: with its adapters off, a model gives the numbers of the model it was made from, exactly.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rillflow.errors import ConfigError
+from rillflow.weights.adapters import A, Adapter, B, merged
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from rillflow.config import LoraConfig
+
+_NAME = "default"
+_BASE = ".base_layer."
+
+
+def wrap(model: PreTrainedModel, config: LoraConfig, seed: int = 0) -> None:
+    """Give the model's linear layers adapters that change nothing yet, and freeze all else. In place."""
+    peft = _peft()
+    model.requires_grad_(False)
+    wanted = peft.LoraConfig(
+        r=config.rank, lora_alpha=config.alpha, target_modules=config.targets, init_lora_weights=False
+    )
+    try:
+        with warnings.catch_warnings(action="ignore"):  # what it warns of is refused below
+            peft.inject_adapter_in_model(wanted, model, _NAME)
+    except ValueError as error:
+        raise ConfigError(
+            f"no adapters for this model: {error}", "trainer.lora.targets are names of its linear layers, or all-linear"
+        ) from error
+    _check(model)
+    _begin(model, seed)
+
+
+@contextmanager
+def adapters_off(model: PreTrainedModel) -> Iterator[None]:
+    """Meanwhile the model is the one that it was made from; one without adapters stays as it is."""
+    layers = [layer for _, layer in _layers(model)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def adapter(model: PreTrainedModel, config: LoraConfig) -> Adapter:
+    """The adapters as they are now, not copied, named by the weights that they change."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, layer in _layers(model):
+        tensors[f"{name}.weight{A}"] = layer.lora_A[_NAME].weight.detach()
+        tensors[f"{name}.weight{B}"] = layer.lora_B[_NAME].weight.detach()
+    return Adapter(tensors, config.rank, config.alpha)
+
+
+def merged_weights(model: PreTrainedModel, config: LoraConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The weights under the names of the model without adapters, as a reader makes them of a published adapter."""
+    cast: dict[int, torch.Tensor] = {}
+    base: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if ".lora_" not in name:
+            own = cast.setdefault(id(tensor), tensor.detach().to(dtype))
+            base[name.replace(_BASE, ".")] = own
+    return merged(base, adapter(model, config))
+
+
+def _layers(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
+    return ((name, module) for name, module in model.named_modules() if hasattr(module, "lora_A"))
+
+
+def _check(model: PreTrainedModel) -> None:
+    """A merged weight is W + scale * B A: other kinds of layers would need other formulas."""
+    tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
+    for name, layer in _layers(model):
+        if type(layer.get_base_layer()) is not torch.nn.Linear:
+            raise ConfigError(f"{name} is no linear layer", "take it out of trainer.lora.targets")
+        if tied and layer is model.get_output_embeddings():  # type: ignore[no-untyped-call]
+            raise ConfigError(f"{name} shares its weight with the embedding", "take it out of trainer.lora.targets")
+
+
+@torch.no_grad()
+def _begin(model: PreTrainedModel, seed: int) -> None:
+    """A as peft draws it, but the same on every device and rank; B is zero."""
+    generator = torch.Generator().manual_seed(seed)
+    for _, layer in _layers(model):
+        low, high = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
+        low.data = low.data.float()
+        high.data = torch.zeros_like(high, dtype=torch.float32)
+        drawn = torch.empty(low.shape)
+        torch.nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
+        low.copy_(drawn)
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError("trainer.lora needs the package peft", "pip install 'rillflow[lora]'") from error
+    return peft

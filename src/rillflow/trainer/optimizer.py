@@ -1,0 +1,237 @@
+"""AdamW on fp32 masters, whatever the forward pass runs in.
+
+Invariants: gradients are summed over the micro-batches in fp32 and over the ranks; all ranks apply the same update, or
+none; gradients that are not finite are never applied. The masters are
+- the parameters themselves, where those are fp32 and whole;
+- fp32 tensors of which the parameters are copies, where the model computes in bf16;
+- this rank's shards of the parameters, where those are sharded (DTensors): FSDP has summed their gradients already.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from rillflow.errors import CheckpointError
+from rillflow.trainer import lora
+from rillflow.trainer.parallel.sharding import whole
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from rillflow.config import TrainerConfig
+    from rillflow.contracts import Tensors
+    from rillflow.trainer.parallel.peers import Peers
+    from rillflow.weights.adapters import Adapter
+
+log = logging.getLogger(__name__)
+
+_SLOPES = ("exp_avg", "exp_avg_sq")
+_MOMENTS = (*_SLOPES, "step")
+
+
+class Optimizer:
+    """Of the model's parameters that train. A bf16 model is made here: its fp32 parameters become copies in bf16."""
+
+    def __init__(self, model: PreTrainedModel, config: TrainerConfig, peers: Peers) -> None:
+        self.steps = 0
+        self._model = model
+        self._config = config
+        self._peers = peers
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        # Adapters stay fp32: they are small, and what they add is smaller still.
+        lower = torch.bfloat16 if config.dtype == "bf16" and config.lora is None else None
+        self._masters = {name: _master(parameter, lower) for name, parameter in self._parameters.items()}
+        self._adamw = torch.optim.AdamW(
+            self._masters.values(),
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+
+    # ------------------------------------------------------------ gradients and updates
+
+    def zero(self) -> None:
+        """Forget the gradients."""
+        for tensor in (*self._parameters.values(), *self._masters.values()):
+            tensor.grad = None
+
+    @torch.no_grad()
+    def update(self, scale: float) -> dict[str, float]:
+        """Apply the gradients' sum over the ranks, times `scale`, at this step's learning rate."""
+        lr = self._config.lr * min(1.0, (self.steps + 1) / max(self._config.warmup_steps, 1))
+        for group in self._adamw.param_groups:
+            group["lr"] = lr
+        gradients = self._gradients()
+        if gradients:
+            torch._foreach_mul_(gradients, scale)
+        norm = self._norm()
+        applied = bool(norm.isfinite()) and bool(gradients)
+        if applied:
+            clip_grads_with_norm_(self._masters.values(), self._config.max_grad_norm, norm)
+            self._adamw.step()
+            self._lower()
+        else:
+            log.warning("step %d changes nothing: no gradient, or none that is finite", self.steps + 1)
+        self.steps += 1
+        return {"grad_norm": float(norm), "lr": lr, "skipped": float(not applied)}
+
+    def _gradients(self) -> list[torch.Tensor]:
+        """The masters' gradients, summed over the ranks."""
+        for parameter, master in self._pairs():
+            if isinstance(parameter, DTensor) and parameter.grad is not None:
+                assert isinstance(parameter.grad, DTensor)
+                master.grad = parameter.grad.to_local()
+        if self._peers.size > 1:
+            self._add_over_ranks()
+        return [master.grad for master in self._masters.values() if master.grad is not None]
+
+    def _add_over_ranks(self) -> None:
+        """A rank without rows has no gradients: where another has some, its own are zeros."""
+        there = self._peers.total([float(master.grad is not None) for master in self._masters.values()])
+        apart: list[torch.Tensor] = []
+        for (parameter, master), ranks in zip(self._pairs(), there, strict=True):
+            if not ranks:
+                continue
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+            if not isinstance(parameter, DTensor):
+                apart.append(master.grad)
+        self._peers.add(apart)
+
+    def _norm(self) -> torch.Tensor:
+        """Of the whole gradient, the same on every rank."""
+        shards = [m.grad for p, m in self._pairs() if m.grad is not None and isinstance(p, DTensor)]
+        rest = [m.grad for p, m in self._pairs() if m.grad is not None and not isinstance(p, DTensor)]
+        norm = get_total_norm(rest)
+        if not any(isinstance(parameter, DTensor) for parameter in self._parameters.values()):
+            return norm
+        square = self._peers.total([float(get_total_norm(shards)) ** 2])[0] + float(norm) ** 2
+        return torch.tensor(math.sqrt(square), device=next(iter(self._masters.values())).device)
+
+    def _lower(self) -> None:
+        """The parameters become what the masters are."""
+        pairs = [(p, m) for p, m in self._pairs() if p.dtype != m.dtype]
+        if pairs:
+            torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
+
+    def _pairs(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+        return list(zip(self._parameters.values(), self._masters.values(), strict=True))
+
+    # ------------------------------------------------------------ weights and state
+
+    def weights(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """The current weights as engines load them, whole, tied ones under each of their names; good until the next
+        update. With LoRA, adapters are merged. Where the model is sharded all ranks must ask."""
+        if self._config.lora is not None:
+            return lora.merged_weights(self._model, self._config.lora, dtype)
+        own, aliases = self._state()
+        cast = {name: whole(tensor.to(dtype)) for name, tensor in own.items()}
+        return cast | {alias: cast[name] for alias, name in aliases.items()}
+
+    def adapter(self) -> Adapter | None:
+        """What changes with LoRA; good until the next update."""
+        return None if self._config.lora is None else lora.adapter(self._model, self._config.lora)
+
+    def masters(self) -> dict[str, torch.Tensor]:
+        """The exact weights, each tied one once; with LoRA only the adapters. Sharded ones are DTensors."""
+        if self._config.lora is not None:
+            return {name: master.detach() for name, master in self._masters.items()}
+        return self._state()[0]
+
+    def moments(self) -> dict[str, torch.Tensor]:
+        """AdamW's state, by `moment/parameter`, sharded as the parameter is; empty before the first step."""
+        state = self._adamw.state
+        return {
+            f"{moment}/{name}": state[master][moment]
+            if moment == "step"
+            else _like(state[master][moment], self._parameters[name])
+            for name, master in self._masters.items()
+            for moment in _MOMENTS
+            if master in state
+        }
+
+    @torch.no_grad()
+    def restore(self, masters: Tensors, moments: Tensors, steps: int) -> None:
+        """Continue exactly from what `masters`, `moments` and `steps` were. Of a sharded one, this rank's shard."""
+        own = {name: _local(tensor) for name, tensor in self.masters().items()}
+        given = {name: _local(tensor) for name, tensor in masters.items()}
+        if {name: t.shape for name, t in own.items()} != {name: t.shape for name, t in given.items()}:
+            raise CheckpointError(
+                "the checkpoint is of another model", "resume with the recipe the run was started with"
+            )
+        for name, tensor in given.items():
+            own[name].copy_(tensor)
+        self._lower()
+        self._adamw.load_state_dict(self._adamw_state(moments))
+        self.steps = steps
+
+    def _adamw_state(self, moments: Tensors) -> dict[str, Any]:
+        state = {
+            number: {moment: _local(moments[f"{moment}/{name}"]).clone() for moment in _MOMENTS}
+            for number, name in enumerate(self._masters)
+            if f"step/{name}" in moments
+        }
+        return {"state": state, "param_groups": self._adamw.state_dict()["param_groups"]}
+
+    def _state(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """The model's state with masters in place of copies, each tied tensor once, and for each other name of a tied
+        one the name that stands for it."""
+        masters = {id(self._parameters[name]): master for name, master in self._masters.items()}
+        first: dict[int, str] = {}
+        kept: dict[str, torch.Tensor] = {}
+        aliases: dict[str, str] = {}
+        for name, tensor in self._model.state_dict(keep_vars=True).items():
+            if id(tensor) in first:
+                aliases[name] = first[id(tensor)]
+                continue
+            first[id(tensor)] = name
+            kept[name] = (tensor if isinstance(tensor, DTensor) else masters.get(id(tensor), tensor)).detach()
+        return kept, aliases
+
+
+def _master(parameter: torch.nn.Parameter, lower: torch.dtype | None) -> torch.Tensor:
+    """The fp32 tensor that updates are applied to. With `lower`, the parameter becomes a copy of that dtype."""
+    if isinstance(parameter, DTensor):
+        return _local(parameter.detach())
+    if lower is None:
+        return parameter
+    master = parameter.detach().clone()
+    parameter.data = parameter.data.to(lower)
+    parameter.register_post_accumulate_grad_hook(_adding_to(master))  # type: ignore[no-untyped-call]
+    return master
+
+
+def _adding_to(master: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    """A hook that takes the gradient of each micro-batch over into the master's, in fp32."""
+
+    def add(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        if master.grad is None:
+            master.grad = parameter.grad.to(master.dtype)
+        else:
+            master.grad.add_(parameter.grad)
+        parameter.grad = None
+
+    return add
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(shard: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that is sharded as the parameter is."""
+    if not isinstance(parameter, DTensor):
+        return shard
+    return DTensor.from_local(
+        shard, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+    )

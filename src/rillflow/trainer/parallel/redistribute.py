@@ -1,0 +1,100 @@
+"""Moves databuffers between stages that hold the data on different numbers of ranks.
+
+A stage of k ranks holds its rows on k ranks spread evenly (`holders`), so that between k and 2 k every holder keeps
+half of its rows; the others have the same columns without rows. The global order is that of the ranks, and within a
+rank that of its rows. Invariants: the global order stays; rows go with all of their
+columns, bit for bit; every rank of the new stage gets a run of rows with about the same number of tokens; no row passes
+through a rank that neither had it nor gets it; between stages of equal size nothing moves.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from rillflow.errors import GraphError
+from rillflow.trainer.graph.databuffer import Databuffer, from_columns
+from rillflow.trainer.parallel.peers import Peers
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from rillflow.trainer.batches import Ints
+
+    Columns = dict[str, npt.NDArray[Any]]
+
+
+class _Column(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    dtype: str
+    data: bytes
+
+
+class Redistribution:
+    """Counts the bytes that have left this rank for others, and those that came from them."""
+
+    def __init__(self, peers: Peers) -> None:
+        self.sent = 0
+        self.received = 0
+        self._peers = peers
+
+    def move(self, data: Databuffer, now: int, to: int) -> Databuffer:
+        """This rank's rows in a stage of `to` ranks; `data` are those in the stage of `now`. Of all ranks together."""
+        if now == to:
+            return data
+        self._check(data, now, to)
+        owner_R = self._owners(data.rows.length_R, to)
+        messages = [_packed(data, np.flatnonzero(owner_R == rank)) for rank in range(self._peers.size)]
+        answers = self._peers.exchange(messages)
+        self.sent += sum(len(message) for rank, message in enumerate(messages) if rank != self._peers.rank)
+        self.received += sum(len(message) for rank, message in enumerate(answers) if rank != self._peers.rank)
+        return _joined([_unpacked(message) for message in answers if message], data)
+
+    def _check(self, data: Databuffer, now: int, to: int) -> None:
+        if not (1 <= now <= self._peers.size and 1 <= to <= self._peers.size):
+            raise GraphError(f"data cannot move from {now} to {to} ranks", f"there are {self._peers.size} of them")
+        if len(data) and self._peers.rank not in (own := holders(now, self._peers.size)):
+            raise GraphError(f"rank {self._peers.rank} holds rows in a stage of {now} ranks", f"these do: {own}")
+
+    def _owners(self, length_R: Ints, to: int) -> Ints:
+        """Which rank gets each row: by where its middle lies among all tokens, so that no rank needs to know more of
+        the others' rows than how many tokens they have. Rows without tokens count as one."""
+        weight_R = np.maximum(length_R, 1)
+        tokens = self._peers.everyone(msgspec.msgpack.encode(int(weight_R.sum())))
+        of_rank = [msgspec.msgpack.decode(said, type=int) for said in tokens]
+        before, whole = sum(of_rank[: self._peers.rank]), max(sum(of_rank), 1)
+        twice_middle_R = 2 * (before + np.cumsum(weight_R)) - weight_R
+        owner_R: Ints = np.array(holders(to, self._peers.size))[twice_middle_R * to // (2 * whole)]
+        return owner_R
+
+
+def holders(stage: int, ranks: int) -> list[int]:
+    """The ranks that hold the rows of a stage of so many."""
+    return [place * ranks // stage for place in range(stage)]
+
+
+def _packed(data: Databuffer, index_R: Ints) -> bytes:
+    if not len(index_R):
+        return b""
+    rows = data if len(index_R) == len(data) else data.taking(index_R)
+    columns = {name: np.ascontiguousarray(rows[name]) for name in rows.names}
+    if any(column.dtype.hasobject for column in columns.values()):
+        raise GraphError("a column holds Python objects", "columns that move between ranks hold numbers or strings")
+    return msgspec.msgpack.encode([_Column(name, c.dtype.str, c.tobytes()) for name, c in columns.items()])
+
+
+def _unpacked(message: bytes) -> Columns:
+    columns = msgspec.msgpack.decode(message, type=list[_Column])
+    return {column.name: np.frombuffer(column.data, np.dtype(column.dtype)) for column in columns}
+
+
+def _joined(pieces: list[Columns], before: Databuffer) -> Databuffer:
+    """The pieces in the order of the ranks they came from; without any, the columns that were there, empty."""
+    if not pieces:
+        return before.taking(np.empty(0, np.int64))
+    if any(piece.keys() != pieces[0].keys() for piece in pieces):
+        raise GraphError("ranks hold different columns", "nodes make the same columns on every rank, if need be empty")
+    # Copied even where it is one piece: what was received is read-only.
+    return from_columns({name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]})

@@ -1,0 +1,88 @@
+"""Models whose weights lie in shards, one on each rank (FSDP2).
+
+Every decoder layer is gathered when it computes and let go of afterwards; the rest (embeddings, the last norm, the
+head) is gathered for the whole pass, so tied embeddings stay one weight. Gradients are summed over ranks, never
+averaged: what a batch's loss is divided by is the trainer's business. They are reduced after every backward pass: to
+wait for the last micro-batch would save messages, but would hold a whole gradient on every rank, which is what sharding
+is there to avoid. So every rank runs the same number of passes.
+
+Masters are the fp32 shards; in bf16 each weight is cast when it is gathered, and gradients are reduced in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from rillflow.config import TrainerConfig
+from rillflow.errors import ConfigError
+from rillflow.trainer.models import decoder_layers
+from rillflow.trainer.parallel.peers import Peers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_ENTRY = "rillflow_entry_{}"
+
+
+def shard(model: PreTrainedModel, config: TrainerConfig, peers: Peers, device: torch.device | None = None) -> None:
+    """Turn a model that is the same on every rank into shards on `device`, if the recipe wants it.
+
+    What trains of it is fp32. Without a rank to share with there is nothing to shard.
+    """
+    if config.sharding == "none" or peers.size == 1:
+        return
+    if any(parameter.requires_grad and parameter.dtype != torch.float32 for parameter in model.parameters()):
+        raise ConfigError("a model to be sharded must be loaded in fp32", "its shards are the masters")
+    device = device or next(model.parameters()).device
+    mesh = init_device_mesh(device.type, (peers.size,))
+    precision = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if config.dtype == "bf16" else None,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
+    )
+    for layer in decoder_layers(model):
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    fully_shard(model, mesh=mesh, mp_policy=precision)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # By plain sums: gloo has no others.
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def entered(model: nn.Module, run: Callable[P, T]) -> Callable[P, T]:
+    """`run`, as a forward pass of the model itself: inside, the weights of a sharded model are whole.
+
+    Backward must begin at what it returns.
+    """
+    if not isinstance(model, FSDPModule):
+        return run
+    name = next(name for number in range(1 << 16) if not hasattr(model, name := _ENTRY.format(number)))
+    setattr(model, name, run)
+    register_fsdp_forward_method(model, name)
+
+    def entry(*args: P.args, **kwargs: P.kwargs) -> T:
+        given: T = getattr(model, name)(*args, **kwargs)
+        if not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(given)):
+            model.reshard()  # no backward pass will: what was gathered would outlive the next update
+        return given
+
+    return entry
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The full tensor of a shard, which all ranks must ask for together; others as they are.
+
+    In the host's memory: taken one after the other, the device never holds more than one of them besides the shards.
+    """
+    return tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,94 @@
+"""A finished reward model at work: scores of answers, or of the steps towards one.
+
+    model = RewardModel.load("runs/reward_model-…/model")
+    model.score([{"messages": [{"role": "user", "content": "How many cups?"}], "answer": "17"}])
+    model.score_steps([{"prompt": "2 + 2 * 3", "steps": [{"text": "2 * 3 = 6"}, {"text": "2 + 6 = 8"}]}])
+
+Rows become text as they did in training, by the same code. The folder is a plain Hugging Face one
+(AutoModelForSequenceClassification with one label), so others' reward models can be loaded as well. A score depends on
+its row only, up to float rounding; nothing here waits for anything but the computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from rillflow.config import TrainerConfig
+from rillflow.errors import ConfigError
+from rillflow.trainer.forward import ScalarForward
+from rillflow.trainer.learner import Learner
+from rillflow.trainer.models import reward_model
+from rillflow.trainer.parallel.peers import Alone
+from rillflow.trainer.supervised.examples import SEPARATOR, Example, Examples, write_answer, write_steps
+from rillflow.trainer.supervised.functions import STEP_LOSS, StepLossName
+from rillflow.trainer.supervised.shapes import Answered, Stepwise, read_row
+from rillflow.trainer.supervised.texts import Writer, Written
+from rillflow.weights.models import Dtype, model_folder, pick_device
+
+FACTS = "rillflow.json"
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """How a reward model was trained, as far as its user must know; the defaults are for others' models."""
+
+    task: Literal["reward", "process_reward"] = "reward"
+    loss: StepLossName = STEP_LOSS
+    separator: str = SEPARATOR
+
+
+class RewardModel:
+    """`micro_tokens`: most tokens of one forward pass."""
+
+    def __init__(self, learner: Learner, writer: Writer, facts: Facts) -> None:
+        self._learner = learner
+        self._writer = writer
+        self.facts = facts
+
+    @classmethod
+    def load(cls, folder: str, *, device: str = "auto", dtype: Dtype = "fp32", micro_tokens: int = 8192) -> RewardModel:
+        config = TrainerConfig(device=device, dtype=dtype, micro_tokens=micro_tokens)
+        model = reward_model(folder, pick_device(device), config)
+        learner = Learner("reward", model, ScalarForward(model, config), None, config, Alone())
+        return cls(learner, Writer.load(folder), _facts(model_folder(folder)))
+
+    def score(self, rows: Sequence[Mapping[str, Any]]) -> list[float]:
+        """A score for each row: an `answer` (text or messages), behind a `prompt` (text or messages) or `messages`."""
+        written = [
+            write_answer(read_row(row, Answered, f"row {place}"), self._writer, f"row {place}")
+            for place, row in enumerate(rows)
+        ]
+        return [scores[0] for scores in self._scores(written)]
+
+    def score_steps(self, rows: Sequence[Mapping[str, Any]]) -> list[list[float]]:
+        """How good each of a row's `steps` is, on the scale of the labels it was trained with."""
+        written = [
+            write_steps(read_row(row, Stepwise, f"row {place}"), self._writer, self.facts.separator, f"row {place}")
+            for place, row in enumerate(rows)
+        ]
+        scores = self._scores(written)
+        if self.facts.loss == "mse":
+            return scores
+        return [[float(1 / (1 + np.exp(-score))) for score in row] for row in scores]
+
+    def _scores(self, written: Sequence[Written]) -> list[list[float]]:
+        if not written:
+            return []
+        data = Examples([Example([row]) for row in written], 0).take(range(len(written)))
+        score_N = self._learner.infer(data)
+        ends = np.cumsum([len(row.marked) for row in written])
+        return [part.tolist() for part in np.split(score_N[data["mask_N"]], ends[:-1])]
+
+
+def _facts(folder: Path) -> Facts:
+    path = folder / FACTS
+    if not path.is_file():
+        return Facts()
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Facts)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{path} is not what `rillflow fit` writes: {error}", "export the model again") from error

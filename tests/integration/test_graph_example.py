@@ -1,0 +1,32 @@
+"""Runs exactly the example of the page "Step graphs": a reward and a loss of one's own."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from commands import Cli
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "graphs.md"
+FILE = re.compile(r'```\w+ title="([^"]+)"\n(.*?)```', re.DOTALL)
+COMMAND = re.compile(r"```console\n(rillflow .*?)\n```", re.DOTALL)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_example_as_it_is_written(cli: Cli) -> None:
+    text = PAGE.read_text()
+    files = dict(FILE.findall(text))
+    assert set(files) == {"rewards.py", "losses.py", "short.yaml"}
+    for name, content in files.items():
+        (cli.cwd / name).write_text(content)
+    (command,) = COMMAND.findall(text)
+    run = cli.run(*shlex.split(command)[1:], seconds=600)
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert sum("node_shorter_seconds" in line for line in lines) == 12
+    first, *_, last = json.loads((run.folder / "summary.json").read_text())["heldout"]
+    assert last["reward"] > first["reward"] + 0.15

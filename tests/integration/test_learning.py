@@ -1,0 +1,27 @@
+"""GRPO and PPO with a critic learn the quickstart, asynchronous and colocated (test_quickstart has the fourth run)."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from commands import Cli
+from rillflow.observe.metrics import read_metrics
+
+STEPS = 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["quickstart_colocated", "ppo", "ppo_colocated"])
+def test_a_dozen_steps_are_enough_to_learn(cli: Cli, recipe: str) -> None:
+    folder = cli.run("run", recipe, f"trainer.steps={STEPS}", "evaluation.every=0", seconds=280.0).folder
+    before, after = json.loads((folder / "summary.json").read_text())["heldout"]
+    assert (before["version"], after["version"]) == (0, STEPS)
+    assert before["reward"] <= 0.45
+    assert after["reward"] >= 0.65
+    steps = read_metrics(folder / "metrics.jsonl", "agent").steps
+    assert max(step["staleness_max"] for step in steps) <= (0 if "colocated" in recipe else 2)
+    if "ppo" in recipe:
+        assert steps[-1]["value_loss"] < steps[0]["value_loss"], "the critic learns too"
+    cli.run("audit", str(folder))

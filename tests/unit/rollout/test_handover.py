@@ -1,0 +1,137 @@
+"""A node whose trainer is in the same process samples between `begin` and `end`, with the weights it was handed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from counting_engine import request, until
+from rillflow.config.load import validate
+from rillflow.errors import WeightsError
+from rillflow.gateway.sampling.node_engines import NodeEngines, node_engines
+from rillflow.rollout.handover import HandedWeights, Handover
+from rillflow.types import Chunk
+from rillflow.weights.models import load_policy_model
+
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def weights() -> Weights:
+    return dict(load_policy_model("tiny", "fp32", torch.device("cpu")).state_dict())
+
+
+class World:
+    """Real engines, and what a handover sees of the node's episodes."""
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "prompts.jsonl").write_text('{"id": "0"}\n')
+        recipe = validate(
+            {
+                "name": "n",
+                "policies": {"p": {"model": "tiny", "engine": {"context": 512, "slots": 4}}},
+                "workflow": "rillflow.agents.workflows.stockroom:play",
+                "data": {"prompts": {"path": str(folder / "prompts.jsonl")}},
+            }
+        )
+        self.woken = 0
+        self.handover = Handover("p")
+        self.engines: NodeEngines = node_engines(
+            recipe, name="node", token="t" * 32, weights=folder, stores={"p": self.handover.weights}
+        )
+        self.episodes: Any = SimpleNamespace(resting=False, on_room=self.wake)
+
+    def wake(self) -> None:
+        self.woken += 1
+
+    @property
+    def sampled(self) -> int:
+        return int(self.engines.stats()["p.generated_tokens"])
+
+    async def answer(self, count: int = 20) -> list[Chunk]:
+        return [chunk async for chunk in self.engines.pools["p"].generate(request(count=count))]
+
+
+def tokens_of(chunks: list[Chunk]) -> list[int]:
+    return [token for chunk in chunks for token in chunk.tokens]
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    world = World(tmp_path)
+    await world.engines.start()
+    await world.handover.attach(world.engines, world.episodes)
+    yield world
+    await world.engines.close()
+
+
+async def test_a_node_rests_until_it_is_told_to_begin(world: World, weights: Weights) -> None:
+    asked = asyncio.create_task(world.answer())
+    await asyncio.sleep(0.1)
+    assert world.episodes.resting
+    assert world.sampled == 0
+    await world.handover.begin(weights, 7)
+    chunks = await asyncio.wait_for(asked, 20)
+    assert {chunk.version for chunk in chunks} == {7}
+    assert not world.episodes.resting
+    assert world.woken == 1
+
+
+async def test_an_answer_that_is_cut_goes_on_under_the_next_weights(world: World, weights: Weights) -> None:
+    await world.handover.begin(weights, 1)
+    asked = asyncio.create_task(world.answer(480))
+    await until(lambda: world.sampled > 20)
+    await world.handover.end()
+    cut = world.sampled
+    await asyncio.sleep(0.1)
+    assert world.sampled == cut < 480
+    assert world.episodes.resting
+    other = {name: tensor * 1.01 for name, tensor in weights.items()}
+    await world.handover.begin(other, 2)
+    chunks = await asyncio.wait_for(asked, 60)
+    versions = [chunk.version for chunk in chunks for _ in chunk.tokens]
+    assert versions == [1] * cut + [2] * (len(versions) - cut)
+    assert any(chunk.seam for chunk in chunks)
+
+
+async def test_the_trainer_may_change_what_it_has_handed_over(world: World, weights: Weights) -> None:
+    mine = {name: tensor.clone() for name, tensor in weights.items()}
+    await world.handover.begin(mine, 1)
+    expected = await world.answer()
+    await world.handover.end()
+    for tensor in mine.values():
+        tensor.zero_()
+    await world.handover.begin(mine, 1)  # the version that it has already: nothing is copied
+    assert tokens_of(await world.answer()) == tokens_of(expected)
+
+
+async def test_weights_that_do_not_fit_are_refused_and_nothing_is_sampled(world: World, weights: Weights) -> None:
+    with pytest.raises(WeightsError, match="serves version 0, not version 3"):
+        await world.handover.begin({name: tensor.half() for name, tensor in weights.items()}, 3)
+    assert world.episodes.resting
+
+
+async def test_a_node_that_has_ended_is_left_alone(world: World, weights: Weights) -> None:
+    world.handover.detach()
+    await world.handover.begin(weights, 3)
+    await world.handover.end()
+    assert world.engines.versions() == {"p": 0}
+
+
+def test_handed_weights_are_there_until_they_are_taken(weights: Weights) -> None:
+    store = HandedWeights()
+    assert (store.head(), store.versions()) == (None, [])
+    store.publish(weights, 4, None)
+    assert (store.head(), store.versions(), store.rewind(4)) == (4, [4], [])
+    assert store.pull(4) == weights
+    with pytest.raises(WeightsError, match="version 3"):
+        store.pull(3)
+    store.taken()
+    with pytest.raises(WeightsError, match="version 4"):
+        store.pull(4)

@@ -1,0 +1,1 @@
+"""Lies beside the helpers, so that tests in the folders below find them."""

@@ -1,0 +1,213 @@
+"""The worker: models and chain together, over steps, abandoned steps and restarts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from trainer_helpers import in_parts, learner, random_rows
+
+from peer_threads import as_peers
+from rillflow.config import load_recipe
+from rillflow.errors import GraphError, LeaseLost
+from rillflow.trainer.graph import Databuffer, Step, function
+from rillflow.trainer.graph.worker import Worker, build_worker
+from rillflow.trainer.parallel.peers import Alone, Peers
+
+PPO: dict[str, Any] = {"algorithm": "ppo", "kl": {"where": "reward"}, "truncate": 2.0}
+
+
+def state(worker: Worker) -> dict[str, torch.Tensor]:
+    held = worker.masters() | {f"moments/{name}": tensor for name, tensor in worker.moments().items()}
+    return {name: tensor.clone() for name, tensor in held.items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def test_a_step_trains_publishes_and_counts() -> None:
+    worker = learner()
+    before = {name: tensor.clone() for name, tensor in worker.masters().items()}
+    published: list[bool] = []
+
+    def publish() -> None:
+        published.append(not same(before, worker.weights(torch.float32)))
+
+    metrics = worker.step([random_rows(0)], publish=publish)
+    assert published == [True]  # once, and with the new weights
+    assert worker.steps == 1
+    assert metrics["samples"] == 12
+    assert {"loss", "reward_mean", "node_fetch_seconds", "node_train_actor_seconds"} <= metrics.keys()
+
+
+def fails_at(count: int) -> Callable[[], None]:
+    left = [count]
+
+    def check() -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise LeaseLost("taken away")
+
+    return check
+
+
+@pytest.mark.parametrize("settings", [{}, PPO], ids=["grpo", "ppo"])
+def test_an_abandoned_step_changes_nothing(settings: dict[str, Any]) -> None:
+    worker, other = learner(micro_tokens=16, **settings), learner(micro_tokens=16, **settings)
+    worker.step([random_rows(0)])
+    other.step([random_rows(0)])
+    before = state(worker)
+    asked = 0
+    while True:
+        try:
+            worker.step([random_rows(1)], fails_at(asked))
+            break
+        except LeaseLost:
+            assert same(state(worker), before), f"after {asked} checks"
+            assert worker.steps == 1
+            asked += 1
+    assert asked > 4
+    # What was abandoned has left nothing behind: no gradients, no counts.
+    other.step([random_rows(1)])
+    assert same(state(worker), state(other))
+
+
+def test_a_damaged_part_abandons_the_step() -> None:
+    worker = learner(**PPO)
+    before = state(worker)
+
+    def parts() -> Any:
+        yield in_parts(0, (4, 8))[0]
+        raise LeaseLost("taken away")
+
+    with pytest.raises(LeaseLost):
+        worker.step(parts())
+    assert same(state(worker), before)
+
+
+@pytest.mark.parametrize("settings", [{}, PPO | {"updates": 2, "epochs": 2, "warmup_steps": 6}], ids=["grpo", "ppo"])
+def test_a_restored_worker_goes_on_bit_for_bit(settings: dict[str, Any]) -> None:
+    worker, restored = learner(**settings, batch_groups=3), learner(**settings, batch_groups=3)
+    for seed in range(2):
+        worker.step([random_rows(seed)])
+    restored.restore(worker.masters(), worker.moments(), worker.steps)
+    assert restored.steps == 2
+    one, other = worker.step([random_rows(2)]), restored.step([random_rows(2)])
+    assert same(state(worker), state(restored))
+    assert one["lr"] == other["lr"]
+    assert one["loss"] == other["loss"]
+
+
+def test_tensors_of_the_critic_carry_its_name() -> None:
+    worker = learner(**PPO)
+    worker.step([random_rows(0)])
+    names = [name for name in worker.masters() if name.startswith("critic/")]
+    assert "critic/score.weight" in names
+    assert "critic/exp_avg/score.weight" in worker.moments()
+    assert not any(name.startswith("critic/") for name in worker.weights(torch.float32))
+
+
+def test_only_the_critic_learns_while_it_warms_up() -> None:
+    worker = learner(algorithm="ppo", critic={"warmup_batches": 1})
+    before = state(worker)
+    worker.step([random_rows(0)])
+    after = state(worker)
+    moved = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
+    assert moved
+    assert all("critic/" in name for name in moved)
+    worker.step([random_rows(1)])
+    assert not torch.equal(worker.masters()["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
+
+
+@function("doubled", role="reward", kind="compute", needs=["reward_R"], gives=["reward_R"])
+def doubled(step: Step, data: Databuffer) -> dict[str, Any]:
+    return {"reward_R": 2 * data["reward_R"] + 1}
+
+
+def test_a_node_of_ones_own_is_one_line_and_groups_are_compared_anew() -> None:
+    """GRPO does not mind rewards twice as high, if the statistics of their groups are too."""
+    plain, own = learner(), learner(nodes=[f"{__file__}:doubled"])
+    metrics = plain.step([random_rows(0)]), own.step([random_rows(0)])
+    assert metrics[0]["loss"] == pytest.approx(metrics[1]["loss"], rel=1e-4)
+    assert "node_doubled_seconds" in metrics[1]
+    assert "node_group_statistics_seconds" in metrics[1]
+
+
+def test_a_graph_of_ones_own_runs_as_written() -> None:
+    written = [
+        {"role": "actor", "kind": "fetch"},
+        "actor_logprobs",
+        {"id": "mine", "function": "advantages", "needs": ["fetch"]},
+        "train_actor",
+        "publish",
+    ]
+    metrics = learner(graph=written).step([random_rows(0)])
+    assert {"node_mine_seconds", "node_actor_logprobs_seconds"} <= metrics.keys()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["runtime.mode=colocated", "trainer.algorithm=ppo", "trainer.kl.where=reward"],
+        ["trainer.lora.rank=4", "trainer.kl.coefficient=0.1"],
+    ],
+    ids=["grpo", "ppo", "lora"],
+)
+def test_workers_are_built_from_recipes(overrides: list[str]) -> None:
+    worker = build_worker(load_recipe("quickstart", overrides), "agent", Alone())
+    metrics = worker.step([random_rows(0)])
+    assert metrics["skipped"] == 0.0
+    assert metrics["grad_norm"] > 0
+    assert (worker.adapter() is not None) == ("trainer.lora.rank=4" in overrides)
+    if "trainer.kl.coefficient=0.1" in overrides:
+        assert metrics["kl"] == pytest.approx(0.0, abs=1e-6)  # the reference is the policy itself, adapters off
+
+
+def test_functions_may_lie_beside_the_recipe(tmp_path: Path) -> None:
+    source = "from rillflow.trainer.graph import function\n\n\n@function('mine', role='reward', kind='compute', "
+    source += "needs=['reward_R'], gives=['reward_R'])\ndef mine(step, data, factor=1.0):\n"
+    source += "    return {'reward_R': factor * data['reward_R']}\n"
+    (tmp_path / "mine.py").write_text(source)
+    (tmp_path / "mine.yaml").write_text(
+        "extends: quickstart\ntrainer:\n  nodes: [mine.py:mine, {id: again, function: mine.py:mine, "
+        "options: {factor: 0.5}}]\n"
+    )
+    worker = build_worker(load_recipe(str(tmp_path / "mine.yaml")), "agent", Alone())
+    metrics = worker.step([random_rows(0)])
+    assert {"node_mine_seconds", "node_again_seconds"} <= metrics.keys()
+    assert np.isfinite(metrics["loss"])
+
+
+@pytest.mark.parametrize("settings", [{}, PPO, {"updates": 3, "epochs": 2}], ids=["grpo", "ppo", "mini-batches"])
+def test_two_ranks_do_what_one_does(settings: dict[str, Any]) -> None:
+    """Their shares cut through groups, whose rewards a node has changed."""
+    options = {**settings, "nodes": [f"{__file__}:doubled"], "batch_groups": 3}
+    alone = learner(**options)
+    expected = [alone.step([random_rows(seed)]) for seed in range(3)]
+
+    def work(peers: Peers) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+        worker = learner(peers=peers, **options)
+        metrics = [worker.step([in_parts(seed, (6, 6))[peers.rank]]) for seed in range(3)]
+        return metrics, worker.masters()
+
+    for metrics, masters in as_peers(2, work, seconds=60):
+        for one, two in zip(expected, metrics, strict=True):
+            assert one.keys() == two.keys()
+            for name in ("loss", "grad_norm", "reward_mean", "advantage_std", "approx_kl", "entropy"):
+                assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
+        for name, tensor in alone.masters().items():
+            torch.testing.assert_close(masters[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_ranks_with_different_recipes_refuse_to_begin() -> None:
+    def work(peers: Peers) -> None:
+        learner(peers=peers, nodes=[f"{__file__}:doubled"] if peers.rank else [])
+
+    with pytest.raises(GraphError, match="ranks 1 have another step graph than rank 0"):
+        as_peers(2, work)

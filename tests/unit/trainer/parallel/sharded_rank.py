@@ -1,0 +1,120 @@
+"""One rank of `test_sharding.py`: what a sharded model computes, against the same model whole."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from rillflow.config import TrainerConfig
+from rillflow.trainer.parallel.address import Place
+from rillflow.trainer.parallel.peers import Peers
+from rillflow.trainer.parallel.rendezvous import connect
+from rillflow.trainer.parallel.sharding import entered, shard, whole
+
+CPU = torch.device("cpu")
+
+
+def model_of(*, tied: bool = True) -> PreTrainedModel:
+    """Sizes that do not divide by the number of ranks."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 33, "hidden_size": 16, "intermediate_size": 25, "head_dim": 8}
+    heads: dict[str, Any] = {"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model: PreTrainedModel = Qwen3ForCausalLM(
+        Qwen3Config(**sizes, **heads, tie_word_embeddings=tied, initializer_range=0.3)
+    )
+    return model.eval()
+
+
+def loss_of(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
+    """Through the decoder and the head apart, as the trainer does."""
+    hidden = model.model(tokens).last_hidden_state
+    logits = torch.nn.functional.linear(hidden, model.lm_head.weight).float()
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+
+
+def tokens_of(rank: int, micro: int) -> torch.Tensor:
+    return torch.randint(0, 33, (2, 7 + rank), generator=torch.Generator().manual_seed(10 * rank + micro))
+
+
+def assert_near(got: torch.Tensor, expected: torch.Tensor) -> None:
+    """To the rounding of its largest value: sums over tokens nearly cancel out elsewhere."""
+    torch.testing.assert_close(got, expected, rtol=0.0, atol=2e-5 * float(expected.abs().max()))
+
+
+def gradients_are_summed(peers: Peers, *, tied: bool) -> None:
+    """Two micro-batches on each rank, then an update; against one process with all of them."""
+    plain, sharded = model_of(tied=tied), model_of(tied=tied)
+    shard(sharded, TrainerConfig(sharding="fsdp"), peers, CPU)
+    assert all(isinstance(parameter, DTensor) for parameter in sharded.parameters())
+    run = entered(sharded, lambda tokens: loss_of(sharded, tokens))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1e-4) for model in (plain, sharded)]
+    for step in range(3):
+        losses = [loss_of(plain, tokens_of(rank, micro)) for rank in range(peers.size) for micro in (step, step + 9)]
+        sum(losses).backward()
+        with torch.no_grad():  # scoring gathers weights too: they must not outlive the update
+            scored = run(tokens_of(peers.rank, step))
+        torch.testing.assert_close(scored, losses[2 * peers.rank].detach(), rtol=1e-5, atol=1e-5)
+        for micro in (step, step + 9):
+            run(tokens_of(peers.rank, micro)).backward()
+        expected = dict(plain.named_parameters())
+        for name, parameter in sharded.named_parameters():
+            assert parameter.grad is not None
+            assert parameter.grad.dtype == torch.float32
+            assert_near(whole(parameter.grad), expected[name].grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, parameter in sharded.named_parameters():
+        assert_near(whole(parameter.detach()), dict(plain.named_parameters())[name].detach())
+    assert ("lm_head.weight" in dict(sharded.named_parameters())) is not tied
+    assert (sharded.lm_head.weight is sharded.model.embed_tokens.weight) is tied
+
+
+def bf16_computes_low_and_keeps_high(peers: Peers) -> None:
+    sharded = model_of()
+    shard(sharded, TrainerConfig(sharding="fsdp", dtype="bf16"), peers, CPU)
+    seen = []
+
+    def look(tokens: torch.Tensor) -> torch.Tensor:
+        seen.append((sharded.lm_head.weight.dtype, sharded.model(tokens).last_hidden_state.dtype))
+        return loss_of(sharded, tokens)
+
+    entered(sharded, look)(tokens_of(peers.rank, 0)).backward()
+    assert seen == [(torch.bfloat16, torch.bfloat16)]
+    for parameter in sharded.parameters():
+        assert parameter.dtype == torch.float32
+        assert parameter.grad is not None
+        assert parameter.grad.dtype == torch.float32
+
+
+def what_a_restore_writes_is_what_computes(peers: Peers) -> None:
+    sharded = model_of()
+    shard(sharded, TrainerConfig(sharding="fsdp"), peers, CPU)
+    run = entered(sharded, lambda tokens: loss_of(sharded, tokens))
+    with torch.no_grad():
+        before = run(tokens_of(0, 0))
+        for parameter in sharded.parameters():
+            parameter.mul_(0.5)
+        after = run(tokens_of(0, 0))
+        plain = model_of()
+        for parameter in plain.parameters():
+            parameter.mul_(0.5)
+    torch.testing.assert_close(after, loss_of(plain, tokens_of(0, 0)).detach())
+    assert not torch.equal(before, after)
+
+
+def main(rank: int, ranks: int, rendezvous: str) -> None:
+    torch.set_num_threads(1)
+    with connect(Place(rank, ranks, rendezvous), CPU) as peers:
+        gradients_are_summed(peers, tied=True)
+        gradients_are_summed(peers, tied=False)
+        bf16_computes_low_and_keeps_high(peers)
+        what_a_restore_writes_is_what_computes(peers)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,49 @@
+"""Sharded models compute what whole ones do. Sharding is a whole process's: the ranks are real ones."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from rillflow.config import TrainerConfig
+from rillflow.errors import ConfigError
+from rillflow.trainer.parallel.launch import launch
+from rillflow.trainer.parallel.peers import Alone
+from rillflow.trainer.parallel.sharding import entered, shard, whole
+
+RANK = Path(__file__).with_name("sharded_rank.py")
+BF16 = "ignore:mkldnn_matmul failed:UserWarning"  # of a CPU that computes bf16 in software
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_shards_compute_what_the_whole_does(tmp_path: Path, ranks: int) -> None:
+    def command(rank: int, rendezvous: str) -> list[str]:
+        return [sys.executable, "-W", "error", "-W", BF16, str(RANK), str(rank), str(ranks), rendezvous]
+
+    logs = {rank: tmp_path / f"rank{rank}.log" for rank in range(ranks)}
+    code = launch(command, ranks, os.environ | {"OMP_NUM_THREADS": "1"}, logs.__getitem__)
+    assert code == 0, logs[1].read_text()
+
+
+class Pair(Alone):
+    size = 2
+
+
+def test_whole_models_stay_as_they_are() -> None:
+    model = nn.Linear(2, 2)
+    for config, peers in ((TrainerConfig(), Pair()), (TrainerConfig(sharding="fsdp"), Alone())):
+        shard(model, config, peers)  # type: ignore[arg-type]
+        assert type(model) is nn.Linear
+    assert entered(model, abs) is abs
+    assert whole(model.weight) is model.weight
+
+
+def test_masters_are_never_rounded_before_they_are_sharded() -> None:
+    with pytest.raises(ConfigError, match="fp32"):
+        shard(nn.Linear(2, 2).to(torch.bfloat16), TrainerConfig(sharding="fsdp"), Pair())  # type: ignore[arg-type]

@@ -1,0 +1,109 @@
+"""The loop on several ranks: the same decisions everywhere, one voice to the ledger, one writer of weights."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from loop_world import Ledger, NotedCheckpoints, NotedStore, Unigram, same, start
+from thread_peers import ThreadPeers, in_ranks
+
+from rillflow.config import TrainerConfig
+from rillflow.errors import DiskFull, LeaseLost, RunError
+from rillflow.trainer.batches import Rows
+from rillflow.trainer.loop import TrainerLoop
+from rillflow.types import Batch, BatchReply, TrainerJoined
+from rillflow.weights import FolderStore
+
+
+class RankLedger:
+    """All ranks hear what rank 0 leases; each reads for itself."""
+
+    def __init__(self, ledger: Ledger, peers: ThreadPeers) -> None:
+        self._ledger = ledger
+        self._peers = peers
+
+    def join(self, checkpoint: int, published: int) -> TrainerJoined:
+        assert self._peers.rank == 0
+        return self._ledger.join(checkpoint, published)
+
+    def lease(self, version: int, attempt: str, wait: float, have: int) -> BatchReply:
+        said = b""
+        if self._peers.rank == 0:
+            said = msgspec.msgpack.encode(self._ledger.lease(version, attempt, wait, have))
+        return msgspec.msgpack.decode(self._peers.first(said), type=BatchReply)
+
+    def read(self, part: Batch) -> Rows:
+        return Ledger(0).read(part)
+
+    def check(self) -> None: ...
+
+    def abandon(self) -> None: ...
+
+    def commit(self, *arguments: Any, **options: Any) -> None:
+        assert self._peers.rank == 0
+        self._ledger.commit(*arguments, **options)
+
+
+def start_ranks(folder: Path, ledger: Ledger, ranks: int, **options: Any) -> list[Unigram]:
+    def work(peers: ThreadPeers) -> Unigram:
+        worker = Unigram(seed=peers.rank)  # what is restored must not depend on what a rank began with
+        if not Path(folder / "c").exists():
+            worker = Unigram()
+        TrainerLoop(
+            RankLedger(ledger, peers), worker, NotedStore(folder / "w", ledger),
+            NotedCheckpoints(folder / "c", ledger, peers), TrainerConfig(checkpoint_every=2, batch_wait=5.0),
+            peers=peers, **options,
+        ).run()  # fmt: skip
+        return worker
+
+    return in_ranks(ranks, work)
+
+
+def test_a_run_on_two_ranks_goes_on_with_four_and_ends_on_one(tmp_path: Path) -> None:
+    ledger = Ledger(3)
+    start_ranks(tmp_path, ledger, 2)
+    assert ledger.of("join", "commit") == ["join 0", "commit b0 1", "commit b1 2", "commit b2 3"]
+    assert sum("rank" in name for name in os.listdir(tmp_path / "c" / "c00000003")) == 4
+    ledger.batches = 6
+    assert same(*start_ranks(tmp_path, ledger, 4)[::3])
+    ledger.batches = 8
+    trained = start(tmp_path, ledger)
+    assert [version for _, version in ledger.live] == list(range(1, 9))
+    assert same(trained, start(tmp_path / "straight", Ledger(8)))
+    assert torch.equal(FolderStore(tmp_path / "w").pull(8)["embed"], trained.masters()["embed"])
+
+
+def test_a_commit_that_is_refused_ends_all_ranks(tmp_path: Path) -> None:
+    ledger = Ledger(3, refuse={"b1"})
+    with pytest.raises(LeaseLost):
+        start_ranks(tmp_path, ledger, 3)
+    assert FolderStore(tmp_path / "w").head() == 1
+
+
+def test_what_is_wrong_at_the_start_ends_all_ranks(tmp_path: Path) -> None:
+    ledger = Ledger(1)
+    join = ledger.join
+    ledger.join = lambda checkpoint, published: join(checkpoint + 3, published)  # type: ignore[method-assign]
+    with pytest.raises((RunError, LeaseLost)):
+        start_ranks(tmp_path, ledger, 2)
+    assert ledger.live == []
+
+
+def test_a_publication_that_fails_ends_rank_0_before_its_next_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    ledger = Ledger(4)
+    ledger.before = lambda event: (
+        monkeypatch.setattr("rillflow.weights.sealed._write", full) if event == "publish 1" else None
+    )
+    with pytest.raises(DiskFull):
+        start_ranks(tmp_path, ledger, 2)
+    assert [version for _, version in ledger.live] == [1]

@@ -1,0 +1,48 @@
+"""A run that goes on with another number of ranks, and sharded otherwise: real processes, the same curve."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_rank_runs import CALM, STEPS, Run, assert_same_curves, curve, started
+
+from rillflow.config import write_resolved
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+LIVES: list[dict[str, Any]] = [
+    {"ranks": 4, "sharding": "fsdp", "steps": 3},
+    {"ranks": 2, "sharding": "fsdp", "steps": 6},
+    {"ranks": 4, "sharding": "none", "steps": 9},
+    {"ranks": 1, "sharding": "none", "steps": STEPS},
+]
+
+
+def go_on(run: Run, **trainer: Any) -> None:
+    """Another life of the trainer, under a recipe that was changed."""
+    recipe = run.folder.recipe.model_dump()
+    recipe["policies"]["p"]["trainer"] |= trainer
+    write_resolved(type(run.folder.recipe).model_validate(recipe), run.folder.root / "recipe.yaml")
+    command = [sys.executable, "-m", "rillflow", "trainer", str(run.folder.root), "--policy", "p"]
+    with open(run.folder.log("trainer-p"), "ab") as output:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        code = subprocess.run(command, stdout=output, stderr=output, env=environment, timeout=400, check=False)
+    assert code.returncode == 0, run.log()
+
+
+def test_four_ranks_then_two_then_one(tmp_path: Path) -> None:
+    """With a critic, whose state is in the checkpoints, too."""
+    ppo: dict[str, Any] = {"algorithm": "ppo", "critic": {"lr": 2e-3}, "checkpoint_every": 2}
+    expected = curve(tmp_path / "one", **ppo)
+    with started(tmp_path / "other", STEPS, **{**CALM, **ppo, **LIVES[0]}) as run:
+        assert run.ends() == 0, run.log()
+        for life in LIVES[1:]:
+            go_on(run, **life)
+        assert [commit.version for commit in run.peer.commits] == list(range(1, STEPS + 1))
+        got = [commit.metrics for commit in run.peer.commits], run.weights()
+    assert_same_curves(got, expected)

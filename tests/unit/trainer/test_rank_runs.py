@@ -1,0 +1,221 @@
+"""`rillflow trainer` with several ranks: real processes, collectives and storage; only the ledger is imitated."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from dataflow_peer import Peer, recipe_for
+
+from rillflow.runtime.folder import RunFolder
+from rillflow.runtime.process import STOPPED
+from rillflow.trainer.checkpoint import Checkpoints
+from rillflow.types import CommitBatch
+from rillflow.weights import FolderStore
+from rillflow.wire import LoopThread
+
+# Processes take long to load their libraries where there are more of them than cores.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+STEPS = 12
+# Adam divides by the size of a gradient: without a larger eps the rounding of tiny ones would grow with every step.
+CALM = {"lr": 2e-3, "eps": 1e-4, "steps": STEPS, "batch_groups": 3, "checkpoint_every": 100}
+
+
+class Run:
+    """A run folder, the service that its trainer finds there, and the trainer's process."""
+
+    def __init__(self, folder: RunFolder, peer: Peer, process: subprocess.Popen[bytes]) -> None:
+        self.folder = folder
+        self.peer = peer
+        self.process = process
+
+    def ranks(self) -> dict[int, psutil.Process]:
+        """The ranks' processes, once all of them have been started."""
+        found = {}
+        for child in psutil.Process(self.process.pid).children():
+            words = child.cmdline()
+            if "--rank" in words:
+                found[int(words[words.index("--rank") + 1])] = child
+        return found
+
+    def ends(self, seconds: float = 400.0) -> int:
+        return self.process.wait(seconds)
+
+    def log(self, rank: int = 0) -> str:
+        name = "trainer-p" if rank == 0 else f"trainer-p-rank{rank}"
+        return self.folder.log(name).read_text(errors="replace")
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        store = FolderStore(self.folder.weights("p"))
+        return dict(store.pull(store.head()))
+
+
+@contextmanager
+def started(tmp_path: Path, total: int, **trainer: Any) -> Iterator[Run]:
+    recipe = recipe_for(tmp_path, deterministic=False, **trainer)
+    folder = RunFolder.create(recipe, tmp_path)
+    peer = Peer(folder.root, total, folder.token)
+    thread = LoopThread("peer")
+    folder.publish_endpoint("dataflow", thread.run(peer.start(), 10))
+    command = [sys.executable, "-m", "rillflow", "trainer", str(folder.root), "--policy", "p"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with open(folder.log("trainer-p"), "ab") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
+    try:
+        yield Run(folder, peer, process)
+    finally:
+        process.kill()
+        process.wait(10)
+        thread.run(peer.stop(), 10)
+        thread.close()
+        peer.unit.close()
+
+
+def curve(tmp_path: Path, **trainer: Any) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """Metrics of every step and the weights after the last."""
+    with started(tmp_path, STEPS, **{**CALM, **trainer}) as run:
+        code = run.ends()
+        assert code == 0, run.log()
+        return [commit.metrics for commit in run.peer.commits], run.weights()
+
+
+SAME = ("loss", "grad_norm", "entropy", "trained_tokens", "samples", "reward_mean", "lr", "clip_fraction", "kl")
+
+
+def assert_same_curves(
+    got: tuple[list[dict[str, float]], dict[str, torch.Tensor]],
+    expected: tuple[list[dict[str, float]], dict[str, torch.Tensor]],
+) -> None:
+    assert len(got[0]) == len(expected[0]) == STEPS
+    for mine, other in zip(got[0], expected[0], strict=True):
+        for name in SAME:
+            if name in other:
+                assert mine[name] == pytest.approx(other[name], rel=1e-5, abs=2e-7), name
+    assert got[1].keys() == expected[1].keys()
+    for name, tensor in expected[1].items():
+        torch.testing.assert_close(got[1][name], tensor, rtol=1e-5, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
+ALGORITHMS = {
+    "grpo": {"algorithm": "grpo"},
+    "ppo": {"algorithm": "ppo", "critic": {"lr": 2e-3}},
+    "whitened": {"algorithm": "reinforce_plus_plus"},
+    "updates": {"algorithm": "dapo", "updates": 2, "epochs": 2},
+}
+
+
+VARIANTS: list[dict[str, Any]] = [
+    {"ranks": 2, "micro_tokens": 17, "sharding": "fsdp"},
+    {"ranks": 2, "micro_tokens": 64},
+    {"ranks": 4, "micro_tokens": 30, "sharding": "fsdp"},
+    {"ranks": 4, "micro_tokens": 17},
+]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_ranks_shards_and_micro_batches_give_the_same_curve(tmp_path: Path, name: str) -> None:
+    algorithm: dict[str, Any] = ALGORITHMS[name]
+    expected = curve(tmp_path / "one", micro_tokens=64, **algorithm)
+    losses = [metrics["loss"] for metrics in expected[0]]
+    assert len({round(loss, 7) for loss in losses}) == STEPS
+    for number, variant in enumerate(VARIANTS if name == "grpo" else VARIANTS[:1]):
+        assert_same_curves(curve(tmp_path / str(number), **algorithm, **variant), expected)
+
+
+def test_parts_leave_ranks_without_rows_and_train_the_same(tmp_path: Path) -> None:
+    """Parts of one group of four rows among four ranks, and micro-batches of a row."""
+    expected = curve(tmp_path / "one", stream_groups=1)
+    for number, sharding in enumerate(("none", "fsdp")):
+        got = curve(tmp_path / str(number), ranks=4, stream_groups=1, micro_tokens=8, sharding=sharding)
+        assert_same_curves(got, expected)
+
+
+def wait_for(done: Callable[[], bool], run: Run, seconds: float = 300.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline, run.log()
+        assert run.process.poll() is None, run.log()
+        time.sleep(0.05)
+
+
+def gone(processes: list[psutil.Process], seconds: float = 10.0) -> bool:
+    """Whether they have ended; nobody may be there to collect orphans."""
+    deadline = time.monotonic() + seconds
+    while any(map(alive, processes)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(map(alive, processes))
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize(("sharding", "victim"), [("none", 0), ("fsdp", 1)])
+def test_a_killed_rank_takes_all_down_with_a_clear_log(tmp_path: Path, sharding: str, victim: int) -> None:
+    with started(tmp_path, 10_000, ranks=3, sharding=sharding, steps=10_000) as run:
+        wait_for(lambda: len(run.peer.commits) >= 3, run)
+        ranks = run.ranks()
+        assert sorted(ranks) == [0, 1, 2]
+        ranks[victim].kill()
+        assert run.ends(15.0) == 128 + signal.SIGKILL
+        assert gone(list(ranks.values()))
+        assert f"rank {victim} ended with code -9: all end, to begin anew" in run.log()
+        assert "was left alone" in run.log(2)
+
+
+@pytest.mark.chaos
+def test_a_killed_launcher_takes_its_ranks_with_it(tmp_path: Path) -> None:
+    with started(tmp_path, 10_000, ranks=2, steps=10_000) as run:
+        wait_for(lambda: len(run.peer.commits) >= 2, run)
+        ranks = list(run.ranks().values())
+        run.process.kill()
+        assert gone(ranks)
+
+
+def test_sigterm_to_the_launcher_leaves_a_checkpoint_to_go_on_from(tmp_path: Path) -> None:
+    with started(tmp_path, 10_000, ranks=2, steps=10_000, checkpoint_every=10_000) as run:
+        wait_for(lambda: len(run.peer.commits) >= 3, run)
+        ranks = list(run.ranks().values())
+        run.process.terminate()
+        assert run.ends(30.0) == STOPPED
+        assert gone(ranks)
+        done = run.peer.commits[-1].version
+        assert Checkpoints(run.folder.checkpoints("p"), 2).versions() == [done]
+
+
+def test_a_row_damaged_on_one_rank_makes_all_take_another_batch(tmp_path: Path) -> None:
+    with started(tmp_path, 4, ranks=2, steps=4) as run:
+        sample = run.peer.samples[2][5]
+        path = next((run.folder.root / "units" / "unit-0").glob(f"*{sample.row.segment}*"))
+        data = bytearray(path.read_bytes())
+        data[sample.row.offset + sample.row.length // 2] ^= 1
+        path.write_bytes(data)
+        assert run.ends() == 0, run.log()
+        assert [news.rows for news in run.peer.lost] == [[sample.row]]
+        assert [commit.version for commit in run.peer.commits] == [1, 2, 3, 4]
+        assert "gave up" in run.log(0) + run.log(1)
+
+
+def test_a_commit_that_came_too_late_ends_all_ranks(tmp_path: Path) -> None:
+    async def refuse(news: CommitBatch) -> None:
+        run.peer.accept = len(run.peer.commits) < 2
+
+    with started(tmp_path, 5, ranks=2, steps=5) as run:
+        run.peer.on_commit = refuse
+        assert run.ends() not in (0, 3)
+        assert "too late" in run.log()
