@@ -2,7 +2,7 @@
 
 A step is forward and backward of the sum of the answers' log-probs, in one micro-batch. Every group has rows of equal
 length whose first part, the given fraction of it, is the same. All sides compute the same numbers (checked) with the
-same code, model and weights, and take turns.
+same code, model and weights, and take turns. On a GPU all of them run with compiled layers.
 
 * tree: the shared prefix is computed once.
 * flat: rows packed end to end without padding, our best way without trees: the peer.
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from bench.common import Report, interleave, parser
 from bench.trainer import SHAPES
@@ -30,6 +30,7 @@ from rillflow.trainer.batches import Rows
 from rillflow.trainer.forward import PolicyForward
 from rillflow.trainer.graph.databuffer import Databuffer
 from rillflow.trainer.layout import MicroBatch
+from rillflow.trainer.models import prepared
 from rillflow.trainer.packing import micro_batches
 
 FRACTIONS = (0.2, 0.5, 0.8, 0.9, 0.95)
@@ -90,8 +91,10 @@ class Bench:
         config = Qwen3Config(**self.shape, tie_word_embeddings=True, max_position_embeddings=longest)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         with device:
-            self.model = Qwen3ForCausalLM(config).eval().to(dtype)
-        settings: dict[str, Any] = {"dtype": "bf16" if device.type == "cuda" else "fp32"}
+            self.model: PreTrainedModel = Qwen3ForCausalLM(config).eval().to(dtype)
+        on_gpu = device.type == "cuda"
+        settings: dict[str, Any] = {"dtype": "bf16" if on_gpu else "fp32", "compile": on_gpu, "head_tokens": 2048}
+        self.model = prepared(self.model, TrainerConfig(**settings))
         self.ways = {
             "tree": (True, PolicyForward(self.model, TrainerConfig(trees=True, **settings))),
             "flat": (False, PolicyForward(self.model, TrainerConfig(**settings))),

@@ -124,6 +124,26 @@ async def test_a_node_that_has_ended_is_left_alone(world: World, weights: Weight
     assert world.engines.versions() == {"p": 0}
 
 
+@pytest.mark.parametrize("when", ["refresh", "release"])
+async def test_a_node_may_end_while_weights_are_handed_over(
+    world: World, weights: Weights, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run has ended: what its last trainer hands over for an evaluation finds nobody."""
+    of = world.engines if when == "refresh" else world.engines.fleet.members["node"].engine
+    whole = getattr(of, when)
+
+    async def ending(*given: Any) -> Any:
+        world.handover.detach()
+        if when == "refresh":
+            await world.engines.close()
+        else:
+            return await whole(*given)
+
+    monkeypatch.setattr(of, when, ending)
+    await world.handover.begin(weights, 3)
+    await world.handover.end()
+
+
 def test_handed_weights_are_there_until_they_are_taken(weights: Weights) -> None:
     store = HandedWeights()
     assert (store.head(), store.versions()) == (None, [])

@@ -160,6 +160,20 @@ def test_a_signal_while_it_plays_on_ends_it(tmp_path: Path, monkeypatch: pytest.
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_signal_while_the_node_starts_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = NodeThread.start
+
+    def interrupted(node: NodeThread) -> None:
+        start(node)
+        signal.raise_signal(signal.SIGTERM)
+
+    def train(generator: Any) -> bool:
+        raise AssertionError("it was asked to stop")
+
+    monkeypatch.setattr(NodeThread, "start", interrupted)
+    assert not run(tmp_path, monkeypatch, lambda: asyncio.sleep(60), train)
+
+
 def test_a_failed_node_stops_its_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go, stopped = threading.Event(), threading.Event()
 

@@ -55,7 +55,7 @@ def branching(seed: int, rows: int = 12, longest: int = 90, *, fanout: float = 0
     return rows_of([made[r] for r in order], masks)
 
 
-def grouped_model(seed: int = 0, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+def grouped_model(seed: int = 0, dtype: torch.dtype = torch.float64, head_dim: int = 8) -> PreTrainedModel:
     """Four heads of queries on two of keys, three layers."""
     torch.manual_seed(seed)
     config = Qwen3Config(
@@ -65,7 +65,7 @@ def grouped_model(seed: int = 0, dtype: torch.dtype = torch.float64) -> PreTrain
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
+        head_dim=head_dim,
         max_position_embeddings=4096,
         initializer_range=0.4,
     )

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from loop_world import Crash, Ledger, crash_at, same, start
+from loop_world import Crash, Ledger, NotedCheckpoints, NotedStore, Unigram, crash_at, same, start
 
 from rillflow.clients.payloads import DamagedRows
+from rillflow.config import TrainerConfig
 from rillflow.errors import CorruptData, LeaseLost, RunError
-from rillflow.trainer.loop import MOST_ABANDONED
+from rillflow.trainer.loop import MOST_ABANDONED, TrainerLoop
 from rillflow.types import BatchReply, Row
 
 
@@ -104,3 +105,19 @@ def test_commits_name_the_oldest_version_that_can_be_restored(tmp_path: Path) ->
     assert len(ledger.restorable) == len(soonest)
     assert all(named in (0, 2, 4) and named <= most for named, most in zip(ledger.restorable, soonest, strict=True))
     assert ledger.restorable == sorted(ledger.restorable)
+
+
+def test_a_run_that_ends_between_two_parts_has_finished(tmp_path: Path) -> None:
+    """The prompts are used up: the rest of the batch never comes."""
+    ledger = Ledger(2, parts=3)
+    lease = ledger.lease
+
+    def over(version: int, attempt: str, wait: float, have: int) -> BatchReply:
+        if ledger.live and have:
+            return BatchReply(batch=None, phase="finishing")
+        return lease(version, attempt, wait, have)
+
+    ledger.lease = over  # type: ignore[method-assign]
+    store, checkpoints = NotedStore(tmp_path / "w", ledger), NotedCheckpoints(tmp_path / "c", ledger)
+    assert TrainerLoop(ledger, Unigram(), store, checkpoints, TrainerConfig(batch_wait=5.0)).run()
+    assert checkpoints.versions() == [1]

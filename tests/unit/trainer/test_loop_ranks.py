@@ -16,6 +16,7 @@ from rillflow.config import TrainerConfig
 from rillflow.errors import DiskFull, LeaseLost, RunError
 from rillflow.trainer.batches import Rows
 from rillflow.trainer.loop import TrainerLoop
+from rillflow.trainer.parallel.peers import Stopped
 from rillflow.types import Batch, BatchReply, TrainerJoined
 from rillflow.weights import FolderStore
 
@@ -83,6 +84,17 @@ def test_a_commit_that_is_refused_ends_all_ranks(tmp_path: Path) -> None:
     with pytest.raises(LeaseLost):
         start_ranks(tmp_path, ledger, 3)
     assert FolderStore(tmp_path / "w").head() == 1
+
+
+def test_ranks_that_stop_because_one_was_asked_to_have_not_finished(tmp_path: Path) -> None:
+    """Nobody asked this process: its stream tells it."""
+    ledger = Ledger(3)
+    ledger.checking = [None] * 8 + [Stopped()]
+    store, checkpoints = NotedStore(tmp_path / "w", ledger), NotedCheckpoints(tmp_path / "c", ledger)
+    config = TrainerConfig(checkpoint_every=2, batch_wait=5.0)
+    assert not TrainerLoop(ledger, Unigram(), store, checkpoints, config).run()
+    assert checkpoints.versions() == [version for _, version in ledger.live[-1:]]
+    assert TrainerLoop(ledger, Unigram(), store, checkpoints, config).run()
 
 
 def test_what_is_wrong_at_the_start_ends_all_ranks(tmp_path: Path) -> None:

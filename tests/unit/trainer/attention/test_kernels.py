@@ -94,12 +94,13 @@ def test_backends_of_the_gpu_agree_with_plain_products(backend: str) -> None:
     layout = layout_of(5, torch.device("cuda"), rows=20, longest=600)
     found: list[dict[str, torch.Tensor]] = []
     for name in ("sdpa", backend):
-        model = grouped_model(dtype=torch.float32).cuda().bfloat16()
+        model = grouped_model(dtype=torch.float32, head_dim=16).cuda().bfloat16()
         hidden = hidden_states(model, layout, name).float()
-        hidden.square().sum().backward()
+        # Not their squares: what a norm has made has squares of the same sum, whatever came before.
+        (hidden * torch.linspace(-1, 1, hidden.numel(), device="cuda").view_as(hidden)).sum().backward()
         gradients = {key: p.grad.float() for key, p in model.named_parameters() if p.grad is not None}
         found.append({"hidden": hidden.detach()} | gradients)
     plain, theirs = found
     for key, value in plain.items():
         apart = float((value - theirs[key]).norm() / value.norm())
-        assert apart < 0.1, (key, apart)
+        assert apart < 0.15, (key, apart)

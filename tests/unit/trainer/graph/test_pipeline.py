@@ -165,6 +165,8 @@ def test_a_column_made_anew_keeps_its_type() -> None:
         ({"x_N": np.zeros(3), "y_N": np.zeros(3)}, "node x returned x_N, y_N"),
         ({"x_N": np.zeros(3)}, "node x: column x_N has shape (3,)"),
         ({"x_N": np.full(1000, np.nan)}, "node x made x_N with 1000 values that are not finite"),
+        ({"x_N": np.full(1000, "easy")}, "node x made x_N of <U4"),
+        ({"x_N": np.full(1000, None)}, "node x made x_N of object"),
     ],
 )
 def test_what_a_node_makes_is_checked(made: Any, message: str) -> None:
@@ -173,6 +175,28 @@ def test_what_a_node_makes_is_checked(made: Any, message: str) -> None:
         run(step_of([random_rows(0)]), fetch(), bad, train([]), publish())
     assert message in caught.value.message
     assert caught.value.hint
+
+
+def test_the_first_token_of_a_row_cannot_be_trained() -> None:
+    """Nothing comes before it that could be asked for it."""
+    every = node("x", "compute", lambda step, data: {"mask_N": np.ones(len(data["mask_N"]))}, gives="mask_N")
+    with pytest.raises(GraphError, match="trains the first token of 12 rows"):
+        run(step_of([random_rows(0)]), fetch(), every, train([]), publish())
+
+
+def test_where_no_answer_ends_there_is_no_reward_of_one() -> None:
+    seen: list[Databuffer] = []
+
+    def judged(step: Step, data: Databuffer) -> Any:
+        reward_N = np.full(len(data["mask_N"]), np.nan)
+        reward_N[3] = 0.5
+        return {"step_reward_N": reward_N}
+
+    run(step_of([random_rows(0)]), fetch(), node("x", "infer", judged, gives="step_reward_N"), train(seen), publish())
+    assert np.flatnonzero(~np.isnan(seen[0]["step_reward_N"])).tolist() == [3]
+    endless = node("x", "infer", lambda step, data: {"step_reward_N": np.full(len(data["mask_N"]), np.inf)}, gives="step_reward_N")
+    with pytest.raises(GraphError, match="not finite"):
+        run(step_of([random_rows(0)]), fetch(), endless, train([]), publish())
 
 
 def test_an_error_says_in_which_node_it_came_up() -> None:

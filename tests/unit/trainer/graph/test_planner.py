@@ -172,6 +172,7 @@ def test_a_missing_column_says_who_could_make_it() -> None:
 def test_columns_say_what_they_are_of() -> None:
     assert "_R (rows)" in refused(*GRPO, Node("x", stub("x", "reward", "compute", "", "hardness")))
     assert "only infer and compute" in refused(*GRPO, Node("x", stub("x", "actor", "train", "", "hardness_N")))
+    assert "by mask_N instead" in refused(*GRPO, Node("x", stub("x", "reward", "compute", "", "length_R")))
 
 
 def test_options_are_those_of_the_function() -> None:

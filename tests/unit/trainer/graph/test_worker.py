@@ -138,6 +138,27 @@ def test_a_node_of_ones_own_is_one_line_and_groups_are_compared_anew() -> None:
     assert "node_group_statistics_seconds" in metrics[1]
 
 
+@function("noted", role="reward", kind="compute", needs=["reward_R"], gives=["reward_R"])
+def noted(step: Step, data: Databuffer) -> dict[str, Any]:
+    step.metrics |= {"lowest": data["reward_R"].astype("f4").min(), "best": torch.tensor(2.5), "rows": len(data)}  # type: ignore[dict-item]
+    return {"reward_R": data["reward_R"]}
+
+
+@function("told", role="reward", kind="compute", needs=["reward_R"], gives=["reward_R"])
+def told(step: Step, data: Databuffer) -> dict[str, Any]:
+    step.metrics["mood"] = "good"  # type: ignore[assignment]
+    return {"reward_R": data["reward_R"]}
+
+
+def test_metrics_are_plain_numbers_whatever_nodes_note() -> None:
+    """A batch is committed with them: what cannot travel must not be found out then."""
+    metrics = learner(nodes=[f"{__file__}:noted"]).step([random_rows(0)])
+    assert {type(metrics[name]) for name in ("lowest", "best", "rows")} == {float}
+    assert (metrics["best"], metrics["rows"]) == (2.5, 12)
+    with pytest.raises(GraphError, match="metric mood is no number but str"):
+        learner(nodes=[f"{__file__}:told"]).step([random_rows(0)])
+
+
 def test_a_graph_of_ones_own_runs_as_written() -> None:
     written = [
         {"role": "actor", "kind": "fetch"},

@@ -124,6 +124,10 @@ def short(tokens):
     return tokens.new_T.sum()
 
 
+def cut_off(tokens):
+    return -tokens.advantage_T * tokens.new_T.detach()
+
+
 number = 3
 """
 
@@ -155,6 +159,11 @@ def test_a_loss_that_is_not_of_tokens_is_refused(file: str) -> None:
         learner(loss=f"{file}:short").step([random_rows(3)])
     with pytest.raises(ConfigError, match="no function"):
         learner(loss=f"{file}:number")
+
+
+def test_a_loss_without_a_gradient_is_refused(file: str) -> None:
+    with pytest.raises(ConfigError, match="has no gradient"):
+        learner(loss=f"{file}:cut_off").step([random_rows(3)])
 
 
 # ---------------------------------------------------------------- the critic
