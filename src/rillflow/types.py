@@ -213,7 +213,8 @@ class BatchSample(Wire, frozen=True):
     """One training row by reference, with the statistics of its group over the episodes of the same policy.
 
     `policy` sampled it; `staleness` counts versions of that policy. `extra` are rows of columns that stages added.
-    `member` is the place of its group in the batch; `agent` and `turn` are as in `SampleMeta`.
+    `member` is the place of its group in the batch; `agent` and `turn` are as in `SampleMeta`. Samples of one member
+    with the same number `alike` are those that are compared with each other.
     """
 
     id: str
@@ -234,6 +235,7 @@ class BatchSample(Wire, frozen=True):
     member: int = 0
     agent: str = ""
     turn: int = 0
+    alike: int = 0
 
 
 class Batch(Wire, frozen=True):

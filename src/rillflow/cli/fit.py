@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Mapping
@@ -13,7 +12,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from rillflow.cli.quiet import quieten
 from rillflow.config.supervised import FitRecipe, read_resolved_fit
+from rillflow.errors import RunError
 from rillflow.observe.progress import sparkline
 from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.process import STOPPED, child_environment, prepare
@@ -25,29 +26,22 @@ if TYPE_CHECKING:
 console = Console(stderr=True)
 INTERRUPTED = 130
 _PLAIN_EVERY = 5.0
-# Before transformers is loaded: nothing is fetched that the user has not asked for, and the progress shown is ours.
-_QUIET = {
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-}
 _FIRST = ("loss", "accuracy", "correlation", "auc", "perplexity", "grad_norm", "lr")
 
 
 def check(recipe: FitRecipe) -> None:
     """Fail before anything is made where a look can tell that it cannot work."""
-    _quieten()
+    quieten()
+    from rillflow.dataflow.sources import open_source
     from rillflow.trainer.graph.planner import plan
     from rillflow.trainer.supervised.functions import graph_of
     from rillflow.weights.models import model_folder
 
     model_folder(recipe.model)
     plan(graph_of(recipe), ranks=recipe.trainer.ranks)
-
-
-def _quieten() -> None:
-    os.environ.update({name: value for name, value in _QUIET.items() if name not in os.environ})
+    for source in (recipe.data.train, recipe.data.heldout):
+        if source is not None:
+            open_source(source, seed=recipe.seed, shuffle=False)
 
 
 def fit_folder(folder: RunFolder) -> int:
@@ -61,10 +55,10 @@ def fit_folder(folder: RunFolder) -> int:
         except BaseException as error:
             folder.set_state("failed", str(error))
             raise
-        folder.set_state({0: "finished", INTERRUPTED: "stopped"}.get(code, "failed"))  # type: ignore[arg-type]
+        folder.set_state("finished" if code == 0 else "stopped")
     if code == INTERRUPTED:
         console.print(f"stopped; `rillflow fit --resume {folder.root}` goes on", highlight=False, soft_wrap=True)
-    elif code == 0:
+    else:
         console.print(f"the model is in {folder.root / 'model'}", highlight=False, soft_wrap=True)
     return code
 
@@ -93,13 +87,18 @@ def _launch(folder: RunFolder, recipe: FitRecipe) -> int:
         child_environment(recipe.runtime.threads),
         lambda rank: folder.log(f"rank-{rank}"),
     )
-    return INTERRUPTED if code == STOPPED else code
+    if code not in (0, STOPPED):
+        raise RunError(
+            f"a rank ended with code {code}",
+            f"the lines above say why; then `rillflow fit --resume {folder.root}` goes on from the last checkpoint",
+        )
+    return INTERRUPTED if code == STOPPED else 0
 
 
 def _fit(folder: RunFolder, recipe: FitRecipe, place: Place | None) -> bool:
     from rillflow.dataflow.sources import open_source
 
-    _quieten()
+    quieten()
     from rillflow.trainer.supervised.main import run_fit
 
     train = open_source(recipe.data.train, seed=recipe.seed, shuffle=False)

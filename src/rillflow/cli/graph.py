@@ -18,7 +18,6 @@ from rillflow.trainer.graph.builtin import chain_of
 from rillflow.trainer.graph.drawing import svg
 from rillflow.trainer.graph.planner import Chain, plan
 from rillflow.trainer.graph.render import HEADER, table
-from rillflow.trainer.supervised.functions import graph_of
 
 _COLOURS = {"actor": "blue", "critic": "yellow", "reference": "magenta", "reward": "green"}
 
@@ -39,6 +38,9 @@ def find_chain(name: str, overrides: Sequence[str], policy: str | None) -> tuple
     if FIT in raw:
         if policy is not None:
             raise ConfigError(f"{name} trains one model, not policies", "leave --policy out")
+        # Only here: loading it registers functions that `rillflow run` does not know.
+        from rillflow.trainer.supervised.functions import graph_of
+
         fit = validated(raw, FitRecipe)
         return f"A step of {fit.name}: {fit.task}", plan(graph_of(fit), ranks=fit.trainer.ranks)
     recipe = validate(raw)

@@ -104,9 +104,9 @@ def fit(
         bool, typer.Option("--dry-run", help="Check and print the resolved recipe, train nothing")
     ] = False,
     rank: Annotated[
-        int | None, typer.Option(help="Which rank this process is; all ranks resume the same folder")
+        int | None, typer.Option(help="Which rank this process is; all ranks resume the same folder", min=0)
     ] = None,
-    ranks: Annotated[int, typer.Option(help="How many ranks there are, where each is started by hand")] = 1,
+    ranks: Annotated[int, typer.Option(help="How many ranks there are, where each is started by hand", min=1)] = 1,
     rendezvous: Annotated[str, typer.Option(help="Where ranks meet, HOST:PORT of rank 0's machine")] = "",
 ) -> None:
     """Train on rows that do not change: answers (SFT), a reward model or a process reward model."""
@@ -115,9 +115,11 @@ def fit(
     from rillflow.config.supervised import load_fit
     from rillflow.runtime.folder import RunFolder
 
-    with clear_errors(role=rank is not None):
+    with clear_errors(role=rank is not None and resume is not None):
         if (recipe is None) == (resume is None):
             raise ConfigError("give a recipe, or --resume RUN", "rillflow fit sft; rillflow fit --resume runs/sft-…")
+        if rank is not None and resume is None:
+            raise ConfigError("a single rank joins a run that is there", "give --resume RUN with --rank")
         if resume is not None:
             folder = RunFolder.open(resume)
             if rank is not None:
@@ -167,7 +169,7 @@ def graph(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Changes to the recipe, such as trainer.algorithm=ppo")
     ] = None,
-    policy: Annotated[str | None, typer.Option(help="Whose trainer  [default: the recipe's first]")] = None,
+    policy: Annotated[str | None, typer.Option(help="Whose trainer", show_default="the recipe's first")] = None,
     svg: Annotated[Path | None, typer.Option(help="Draw it into this file", dir_okay=False, metavar="FILE")] = None,
 ) -> None:
     """Show what a trainer does with every batch: the nodes of its step, in order, with the columns they read and make.
@@ -184,7 +186,7 @@ def graph(
 def export(
     folder: RunArgument,
     target: Annotated[Path, typer.Argument(help="The folder to make; it must not exist", metavar="OUT")],
-    policy: Annotated[str | None, typer.Option(help="The policy to export  [default: the run's first]")] = None,
+    policy: Annotated[str | None, typer.Option(help="The policy to export", show_default="the run's first")] = None,
     which: Annotated[
         str, typer.Option("--version", help="latest, best (by held-out reward) or a version's number", metavar="V")
     ] = "latest",
@@ -193,6 +195,9 @@ def export(
     ] = False,
 ) -> None:
     """Write a version of a policy as a plain Hugging Face model folder."""
+    from rillflow.cli.quiet import quieten
+
+    quieten()
     from rillflow.cli.export import Exporter
     from rillflow.runtime.folder import RunFolder
 
@@ -279,11 +284,12 @@ def rollout(folder: RunArgument, name: Annotated[str, typer.Option(help="The nod
 @app.command(rich_help_panel="One part of a run, started by hand")
 def trainer(
     folder: RunArgument,
-    policy: Annotated[str | None, typer.Option(help="The policy to train  [default: the run's first]")] = None,
+    policy: Annotated[str | None, typer.Option(help="The policy to train", show_default="the run's first")] = None,
     rank: Annotated[
-        int | None, typer.Option(help="Start this rank only, to join others  [default: all, on this machine]", min=0)
+        int | None,
+        typer.Option(help="Start this rank only, to join others", show_default="all, on this machine", min=0),
     ] = None,
-    ranks: Annotated[int | None, typer.Option(help="How many there are  [default: the recipe's]", min=1)] = None,
+    ranks: Annotated[int | None, typer.Option(help="How many there are", show_default="the recipe's", min=1)] = None,
     rendezvous: Annotated[str, typer.Option(help="Where ranks meet, HOST:PORT on the host of rank 0")] = "",
 ) -> None:
     """Train one policy of a run."""

@@ -41,7 +41,10 @@ def check(recipe: Recipe) -> None:
 
     check_players(recipe)
     for policy in recipe.policies.values():
-        model_folder(policy.model)
+        kl, critic = policy.trainer.kl, policy.trainer.critic
+        for model in (policy.model, kl.reference if kl else None, critic.model if critic else None):
+            if model is not None:
+                model_folder(model)
         chain_of(policy.trainer, recipe.runtime.mode)
     Hooks.of(recipe.dataflow)
     open_sources(recipe.data.prompts, seed=recipe.seed, shuffle=False)

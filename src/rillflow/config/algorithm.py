@@ -121,4 +121,6 @@ class AlgorithmConfig(Section):
         own = "seq_mean_token_sum_norm" if self.algorithm == "dr_grpo" else None
         if (self.aggregation or own) == "seq_mean_token_sum_norm" and self.norm_tokens is None:
             raise ValueError("seq_mean_token_sum_norm needs norm_tokens: give the most tokens that an answer may have")
+        if (self.aggregation or own) != "seq_mean_token_sum_norm" and self.norm_tokens is not None:
+            raise ValueError("norm_tokens is an option of the aggregation seq_mean_token_sum_norm")
         return self

@@ -76,7 +76,13 @@ def read_raw(name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 def read_resolved(path: Path) -> Recipe:
     """The recipe that `write_resolved` wrote, perhaps changed by hand since."""
-    return validate(parse(path))
+    raw, run = parse(path), path.parent
+    if FIT in raw:
+        raise ConfigError(
+            f"{run} is a run of supervised training",
+            f"its finished model is in {run / 'model'}; `rillflow fit --resume {run}` goes on with it",
+        )
+    return validate(raw)
 
 
 def validate(raw: dict[str, Any]) -> Recipe:
@@ -286,10 +292,10 @@ def _fields_at(location: tuple[int | str, ...], kind: type[BaseModel]) -> list[s
 
 
 def _section_of(annotation: Any) -> type[BaseModel] | None:
-    for candidate in (annotation, *get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return candidate
-    return None
+    """The section that a field holds, perhaps in a list or where there may be none."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for inner in get_args(annotation) if (found := _section_of(inner)) is not None), None)
 
 
 def _nearest(name: str, valid: list[str]) -> str:

@@ -292,6 +292,8 @@ class Recipe(Section):
             raise ValueError(
                 "runtime.mode=colocated is for one policy, with workflow or command, and rollout.engines=0"
             )
+        if self.runtime.mode == "colocated" and self.rollout.nodes > 1:
+            raise ValueError("runtime.mode=colocated has a node in each rank: raise trainer.ranks, not rollout.nodes")
         for name, policy in self.policies.items():
             for other in policy.trains_on or ():
                 if other not in self.policies:

@@ -13,9 +13,10 @@ from pydantic import Field, field_serializer, model_validator
 
 from rillflow.config.algorithm import AlgorithmConfig
 from rillflow.config.base import Name, NonNegative, Positive, Section
-from rillflow.config.load import parse, read_raw, validated
+from rillflow.config.load import FIT, parse, read_raw, validated
 from rillflow.config.schema import SourceConfig
 from rillflow.config.trainer import TrainerConfig
+from rillflow.errors import ConfigError
 
 Task = Literal["sft", "reward", "process_reward"]
 # Of the trainer's keys, those that say how batches come from rollouts and what is done with them.
@@ -107,9 +108,18 @@ class FitRecipe(Section):
 
 def load_fit(name: str, overrides: Sequence[str] = ()) -> FitRecipe:
     """The validated recipe, with file references made absolute."""
-    return validated(read_raw(name, overrides), FitRecipe)
+    return _checked(read_raw(name, overrides))
 
 
 def read_resolved_fit(path: Path) -> FitRecipe:
     """The recipe that a run folder holds, perhaps changed by hand since."""
-    return validated(parse(path), FitRecipe)
+    return _checked(parse(path))
+
+
+def _checked(raw: dict[str, Any]) -> FitRecipe:
+    if FIT not in raw and "policies" in raw:
+        raise ConfigError(
+            "the recipe has `policies` and no `task`: it is for reinforcement learning",
+            "use `rillflow run`, or `rillflow resume` for a run folder",
+        )
+    return validated(raw, FitRecipe)

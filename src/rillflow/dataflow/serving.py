@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from statistics import fmean
 
@@ -72,7 +72,7 @@ def compared(db: Database, samples: Sequence[BatchSample], grouping: str) -> lis
         return list(samples)
     shares = sorted({(sample.group, sample.policy) for sample in samples})
     found = {share: alike(db, *share, grouping) for share in shares}
-    return [_comparing(sample, found[sample.group, sample.policy][key_of(sample, grouping)]) for sample in samples]
+    return [_comparing(sample, found[sample.group, sample.policy], key_of(sample, grouping)) for sample in samples]
 
 
 def alike(db: Database, group: str, producer: str, grouping: str) -> dict[Key, list[float]]:
@@ -88,9 +88,10 @@ def key_of(sample: BatchSample, grouping: str) -> Key:
     return sample.agent, sample.turn if grouping == "turn" else 0
 
 
-def _comparing(sample: BatchSample, rewards: Sequence[float]) -> BatchSample:
-    mean, std = spread(rewards)
-    return replace(sample, group_mean=mean, group_std=std, group_size=len(rewards))
+def _comparing(sample: BatchSample, found: Mapping[Key, Sequence[float]], key: Key) -> BatchSample:
+    mean, std = spread(found[key])
+    number = list(found).index(key)
+    return replace(sample, group_mean=mean, group_std=std, group_size=len(found[key]), alike=number)
 
 
 def spread(rewards: Sequence[float]) -> tuple[float, float]:

@@ -72,22 +72,25 @@ class Handover:
 
     async def begin(self, tensors: Tensors, version: int) -> None:
         """Sample with these weights. WeightsError when they do not fit the engine."""
-        if self._engines is None or self._episodes is None:
+        engines, episodes = self._engines, self._episodes
+        if engines is None or episodes is None:
             return
         self.weights.publish(tensors, version, None)
-        await self._engines.refresh(self._policy)
+        await engines.refresh(self._policy)
         self.weights.taken()
-        serving = (self._engines.versions() or {}).get(self._policy)
+        if self._engines is None:
+            return  # it has ended meanwhile
+        serving = (engines.versions() or {}).get(self._policy)
         if serving != version:
             raise WeightsError(
                 f"the engine serves version {serving}, not version {version} which was handed over",
                 "the log says why the weights were refused; dtype, model and shapes must be the trainer's",
             )
-        for member in self._engines.fleet.members.values():
+        for member in engines.fleet.members.values():
             await member.engine.release(_TRAINING)
-        self._engines.fleet.tell()
-        self._episodes.resting = False
-        self._episodes.on_room()
+        engines.fleet.tell()
+        episodes.resting = False
+        episodes.on_room()
 
     async def end(self) -> None:
         """Returns once no token is being sampled."""

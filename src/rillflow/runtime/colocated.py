@@ -55,7 +55,7 @@ def run_colocated(folder: RunFolder, name: str, dataflow_url: str, train: Callab
     with _noting_signals(stop):
         try:
             node.start()
-            finished = train(node)
+            finished = not stop.is_set() and train(node)
             node.check()
             if finished:
                 log.info("trained; playing on until the run has ended")

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import sys
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, NoReturn
 
 from rillflow.contracts import Generator
@@ -180,7 +181,10 @@ def _one_rank(folder: RunFolder, policy: str, place: Place) -> int:
             place=place,
         )
 
-    with folder.locked(name if place.ranks == 1 else f"{name}-rank{place.rank}", PREDECESSOR_WAIT):
+    # Rank 0 of a trainer of several is a predecessor, too, of one that has no launcher to hold the trainer's own lock.
+    with ExitStack() as stack:
+        for lock in ([name] if place.ranks == 1 else []) + [f"{name}-rank{place.rank}"]:
+            stack.enter_context(folder.locked(lock, PREDECESSOR_WAIT))
         try:
             if recipe.runtime.mode == "colocated":
                 from rillflow.runtime.colocated import run_colocated

@@ -34,7 +34,8 @@ class Rows:
 
     `old_N` are log-probs at `temperature_N`. Tokens that no temperature alone explains (greedy, top-p, top-k) are
     scored under the untempered distribution, on both sides of the ratio. `member_R` is the place of the row's group in
-    the batch, whatever its part and rank; `step_reward_N` the reward of the answer that ends with a token, else NaN.
+    the batch, whatever its part and rank, and rows of it with the same `alike_R` are compared with each other;
+    `step_reward_N` is the reward of the answer that ends with a token, else NaN.
     """
 
     tokens_N: npt.NDArray[np.int32]
@@ -51,6 +52,7 @@ class Rows:
     truncated_R: Flags
     replayed_R: Flags
     member_R: Ints
+    alike_R: Ints
     step_reward_N: npt.NDArray[np.float32]
 
     @property
@@ -85,6 +87,7 @@ def make_rows(samples: Sequence[BatchSample], payload: Sequence[Arrays]) -> Rows
         truncated_R=np.array([sample.truncated for sample in samples], dtype=np.bool_),
         replayed_R=np.array([sample.replayed for sample in samples], dtype=np.bool_),
         member_R=np.array([sample.member for sample in samples], dtype=np.int64),
+        alike_R=np.array([sample.alike for sample in samples], dtype=np.int64),
         step_reward_N=_step_rewards(payload, length_R, samples),
     )
     _check(rows, samples)
@@ -114,6 +117,7 @@ def no_rows() -> Rows:
         truncated_R=flags,
         replayed_R=flags,
         member_R=ints,
+        alike_R=ints,
         step_reward_N=np.empty(0, np.float32),
     )
 

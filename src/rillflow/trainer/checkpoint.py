@@ -238,8 +238,11 @@ class Checkpoints:
     def _set_aside(self, versions: list[int]) -> None:
         for version in versions if self._peers.rank == 0 else []:
             path = self._path(version)
+            aside = path.with_name(_DAMAGED + path.name)
+            if aside.exists():
+                aside = aside.with_name(f"{aside.name}-{uuid.uuid4().hex[:8]}")
             with disk_errors(path):
-                os.replace(path, path.with_name(_DAMAGED + path.name))
+                os.replace(path, aside)
 
     def _has_damaged(self) -> bool:
         return self._folder.is_dir() and any(self._folder.glob(f"{_DAMAGED}*"))

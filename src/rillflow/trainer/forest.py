@@ -78,7 +78,17 @@ class Forest:
         parent_S[np.searchsorted(start_S, self.begin_R[hung])] = (
             np.searchsorted(start_S, last_of_parent, side="right") - 1
         )
-        return start_S, length_S, parent_S
+        return _merged(start_S, length_S, parent_S)
+
+
+def _merged(start_S: Ints, length_S: Ints, parent_S: Ints) -> tuple[Ints, Ints, Ints]:
+    """Without cuts at which only one segment goes on, as in calls of one conversation: fewer passes of attention."""
+    children_S = np.bincount(parent_S[parent_S >= 0], minlength=len(parent_S))
+    # The only one that hangs on a segment follows it without a gap.
+    keep_S = (parent_S < 0) | (children_S[parent_S] > 1)
+    number_S = np.cumsum(keep_S) - 1
+    parent_S = np.where(parent_S < 0, -1, number_S[parent_S])[keep_S]
+    return start_S[keep_S], np.add.reduceat(length_S, np.flatnonzero(keep_S)), parent_S
 
 
 def grown(length_R: Ints, shared_R: Ints, worthwhile: int = WORTHWHILE) -> Forest:

@@ -72,10 +72,10 @@ class Learner:
         """The score of every trained token, 0 elsewhere."""
         score_N = np.zeros(len(data.rows.tokens_N), np.float32)
         started = time.perf_counter()
-        for micro, real in self._micros(data, (), check):
-            score_T, _ = self._scores(micro)
+        scored = [(micro.source_T, self._scores(micro)[0], real) for micro, real in self._micros(data, (), check)]
+        for source_T, score_T, real in scored:  # only now: to read one waits for all that the device has still to do
             if real:
-                score_N[micro.source_T] = score_T.float().cpu().numpy()
+                score_N[source_T] = score_T.float().cpu().numpy()
         self._busy += time.perf_counter() - started
         return score_N
 

@@ -43,7 +43,7 @@ from rillflow.errors import LeaseLost, RillflowError, RunError
 from rillflow.trainer.batches import Rows
 from rillflow.trainer.checkpoint import Checkpoints, State, random_state, restore_random
 from rillflow.trainer.parallel.peers import Alone, Peers
-from rillflow.trainer.parts import Parts, Stopped
+from rillflow.trainer.parts import Parts, RunOver, Stopped
 from rillflow.trainer.publisher import Publisher
 from rillflow.trainer.stream import Stream
 from rillflow.weights import FolderStore
@@ -126,7 +126,8 @@ class TrainerLoop:
         self._saved = 0
         self._abandoned = 0
 
-    def run(self) -> None:
+    def run(self) -> bool:
+        """Whether it has done what there was to do: False when somebody has stopped it, or another rank."""
         self._begin()
         try:
             stopped = self._train()
@@ -138,15 +139,16 @@ class TrainerLoop:
         if self._generator is not None and not stopped:
             # For the evaluation after the last step, until the run has ended.
             self._generator.begin(self._weights(), self._version)
+        return not stopped
 
     def _train(self) -> bool:
         """Step after step; whether somebody has stopped it."""
         try:
             while self._wants_more() and self._train_next():
                 pass
-        except Stopped:
+        except Stopped as why:
             log.info("step abandoned: its batch returns to the stream")
-            return True
+            return not isinstance(why, RunOver)
         finally:
             self._stream.abandon()
         return self._stop()

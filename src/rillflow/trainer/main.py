@@ -49,7 +49,7 @@ def run_trainer(
     generator: Generator | None = None,
     place: Place | None = None,
 ) -> bool:
-    """Train `policy` until the run has no more batches, or False when SIGTERM came first.
+    """Train `policy` until the run has no more batches, or False when SIGTERM came first, to this rank or to another.
 
     `on_ready` gets the URL of the metrics. A `generator` samples in this process while no step computes. Any error ends
     the trainer; started again, it goes on from its last checkpoint. Of several ranks each runs this at its own `place`;
@@ -61,7 +61,7 @@ def run_trainer(
     with stops_on_signal(stop), connect(place, device) as peers, _Wire(dataflow_url, token, policy) as wire:
         if peers.rank == 0:
             wire.listen(on_ready)
-        build_loop(
+        finished = build_loop(
             recipe,
             policy,
             folder,
@@ -72,7 +72,7 @@ def run_trainer(
             report=Gauges(wire.service.registry, policy),
             generator=generator,
         ).run()
-    return not stop.is_set()
+    return finished and not stop.is_set()
 
 
 class _Wire:

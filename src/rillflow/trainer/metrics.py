@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import isfinite, sqrt
+from typing import Any
 
 import numpy as np
 import torch
 
+from rillflow.errors import GraphError
 from rillflow.trainer.batches import Rows
 from rillflow.trainer.objective import Measured
 from rillflow.trainer.parallel.peers import Peers
@@ -91,6 +93,17 @@ class RowValues:
         return 1.0 - sum(count > 0 for count in both[groups:]) / seen if seen else 0.0
 
 
-def finite(values: Mapping[str, float]) -> dict[str, float]:
-    """Without what is not a number: nothing downstream can plot or store it."""
-    return {name: value for name, value in values.items() if isfinite(value)}
+def finite(values: Mapping[str, Any]) -> dict[str, float]:
+    """As plain numbers, without what is not finite: nothing downstream can plot or store it."""
+    numbers = {name: _number(name, value) for name, value in values.items()}
+    return {name: number for name, number in numbers.items() if isfinite(number)}
+
+
+def _number(name: str, value: Any) -> float:
+    """Nodes note tensors of one value and numpy's numbers too."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise GraphError(
+            f"the metric {name} is no number but {type(value).__name__}", "nodes note one number under each name"
+        ) from None

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING
 from rillflow.contracts import Clock, Generator
 from rillflow.errors import CorruptData, DeadlineExceeded, LeaseLost
 from rillflow.trainer.batches import Rows
-from rillflow.trainer.parallel.peers import Alone, Peers, Stopped
+from rillflow.trainer.parallel.peers import Alone, Peers, RunOver, Stopped
 from rillflow.trainer.stream import Stream
 from rillflow.types import Batch, BatchReply
 
 if TYPE_CHECKING:
     from rillflow.contracts import Tensors
 
-__all__ = ["NoBatch", "Parts", "Stopped"]
+__all__ = ["NoBatch", "Parts", "RunOver", "Stopped"]
 log = logging.getLogger(__name__)
 
 # How long one call waits for a part: short, so that a signal is seen soon.
@@ -101,7 +101,7 @@ class Parts:
             self._batch = self._next(have=part.groups)
             self.waited += self._clock.monotonic() - asked
             if self._batch is None:
-                raise Stopped
+                raise Stopped if self._stop() else RunOver
 
     def _next(self, have: int) -> Batch | None:
         """What follows after `have` groups; None when nothing will. NoBatch says what it has waited for."""

@@ -8,6 +8,7 @@ may take longer than a lease.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -31,6 +32,7 @@ from rillflow.wire import LoopThread
 
 CALL_DEADLINE = 60.0
 _GRACE = 1.0  # for a call that has a deadline of its own
+_LONGEST_GRACE = 16.0  # where the service needs longer to put a batch together
 
 
 class Stream(Protocol):
@@ -111,6 +113,7 @@ class RemoteStream:
         self._columns = columns
         self._rank = rank
         self._ranks = ranks
+        self._grace = _GRACE
         self._renewal: Renewal | None = None
         self._renewing: asyncio.Task[None] | None = None
 
@@ -135,12 +138,17 @@ class RemoteStream:
             rank=self._rank,
             ranks=self._ranks,
         )
+        asked = time.monotonic()
         try:
-            reply = self._thread.run(self._dataflow.lease_batch(ask), wait + _GRACE)
+            reply = self._thread.run(self._dataflow.lease_batch(ask), wait + self._grace)
         except (Unavailable, DeadlineExceeded, TimeoutError):
             # The service may be restarting. The loop asks again until its own deadline, with the same attempt: had
-            # a batch been leased to it, that batch comes again.
+            # a batch been leased to it, that batch comes again. Or the batch is large: as short a wait would miss it
+            # every time.
+            self._grace = min(2.0 * self._grace, _LONGEST_GRACE)
             return BatchReply(batch=None, phase="training", waiting_for="the dataflow service to answer")
+        if reply.batch is not None:
+            self._grace = min(max(_GRACE, 2.0 * (time.monotonic() - asked - wait)), _LONGEST_GRACE)
         if reply.batch is not None and self._rank == 0:
             self._thread.run(self._renew(reply.batch), CALL_DEADLINE)
         return reply

@@ -70,6 +70,8 @@ def recipe(folder: Path, **changes: str) -> str:
         ({"data": "{prompts: {path: empty.jsonl}}"}, "no prompts"),
         ({"data": "{prompts: {path: broken.jsonl}}"}, "line 2"),
         ({"policies": "{agent: {model: ./absent-model}}"}, "absent-model"),
+        ({"trainer": "{kl: {reference: ./absent-model}}"}, "absent-model"),
+        ({"trainer": "{algorithm: ppo, critic: {model: ./absent-model}}"}, "absent-model"),
     ],
 )
 def test_bad_recipes_are_refused_before_anything_starts(tmp_path: Path, changes: dict[str, str], message: str) -> None:
@@ -150,3 +152,18 @@ def test_a_second_supervisor_leaves_no_trace(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "another process is running" in result.output
     assert not (folder.root / "tensorboard").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "default"),
+    [
+        ("graph", "the recipe's first"),
+        ("export", "the run's first"),
+        ("trainer", "the run's first"),
+        ("trainer", "all, on this machine"),
+        ("trainer", "the recipe's"),
+    ],
+)
+def test_help_says_what_happens_without_an_option(command: str, default: str) -> None:
+    output = runner.invoke(app, [command, "--help"]).output
+    assert default in " ".join(output.replace("│", " ").split())

@@ -45,7 +45,10 @@ def test_dry_run_prints_only_what_has_a_meaning() -> None:
     [
         ([], "give a recipe, or --resume RUN"),
         (["sft", "--resume", "runs/x"], "give a recipe, or --resume RUN"),
-        (["quickstart"], "task is missing"),
+        (["quickstart"], "it is for reinforcement learning"),
+        (["sft", "--rank", "0"], "give --resume RUN with --rank"),
+        (["sft", "data.train={path: /nowhere/rows.jsonl}"], "cannot read the prompts /nowhere/rows.jsonl"),
+        (["sft", "data.heldout={path: /nowhere/rows.jsonl}"], "cannot read the prompts /nowhere/rows.jsonl"),
         (["stf"], "did you mean 'sft'"),
         (["sft", "model=nowhere"], "there is no model folder nowhere"),
         (["sft", "trainer.nodes=[nothing]"], "there is no function 'nothing'"),
@@ -84,6 +87,16 @@ def test_a_bad_row_is_named(tmp_path: Path) -> None:
     assert "rows.jsonl: row 2: no message is the assistant's" in result.output.replace("\n", "")
     (folder,) = (tmp_path / "runs").iterdir()
     assert json.loads((folder / "state.json").read_text())["state"] == "failed"
+
+
+@pytest.mark.slow
+def test_a_bad_row_is_named_by_ranks_too(tmp_path: Path) -> None:
+    path = recipe(tmp_path, ROW, {"messages": []}, trainer="{ranks: 2}")
+    result = runner.invoke(app, ["fit", path, "--runs", str(tmp_path / "runs")])
+    assert result.exit_code == 2
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert "a rank ended with code 3" in json.loads((folder / "state.json").read_text())["reason"]
+    assert f"rillflow fit --resume {folder}" in result.output.replace("\n", "")
 
 
 def test_the_view_says_a_line_for_every_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -80,3 +82,11 @@ def test_a_run_with_a_graph_that_cannot_work_does_not_start(tmp_path: Path) -> N
     assert result.exit_code == 2
     assert "reads reference_N" in " ".join(result.output.split())
     assert not (tmp_path / "runs").exists()
+
+
+def test_functions_of_supervised_training_are_refused_as_a_run_refuses_them() -> None:
+    # In a process of its own: whatever else loads them registers them for all.
+    command = [sys.executable, "-m", "rillflow", "graph", "quickstart", "trainer.nodes=[train_sft]"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert "there is no function 'train_sft'" in done.stderr

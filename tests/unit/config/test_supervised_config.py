@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from rillflow.config import load_recipe, recipes, write_resolved
-from rillflow.config.load import FIT, read_raw
+from rillflow.config.load import FIT, read_raw, read_resolved
 from rillflow.config.supervised import load_fit, read_resolved_fit
 from rillflow.errors import ConfigError
 
@@ -82,5 +82,14 @@ def test_the_two_kinds_of_recipes_are_told_apart(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="for supervised training") as caught:
         load_recipe(recipe_file(tmp_path))
     assert "rillflow fit" in caught.value.hint
-    with pytest.raises(ConfigError, match="task is missing"):
+    with pytest.raises(ConfigError, match="for reinforcement learning") as caught:
         load_fit("quickstart")
+    assert "rillflow run" in caught.value.hint
+
+
+def test_a_folder_of_supervised_training_is_told_apart(tmp_path: Path) -> None:
+    write_resolved(load_fit(recipe_file(tmp_path)), tmp_path / "recipe.yaml")
+    with pytest.raises(ConfigError, match="is a run of supervised training") as caught:
+        read_resolved(tmp_path / "recipe.yaml")
+    assert str(tmp_path / "model") in caught.value.hint
+    assert f"rillflow fit --resume {tmp_path}" in caught.value.hint

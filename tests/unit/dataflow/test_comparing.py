@@ -72,6 +72,8 @@ def test_it_is_the_grouping_of_the_algorithms(tmp_path: Path, grouping: str) -> 
     assert np.allclose([s.group_mean for s in batch], theirs.mean_R)
     assert np.allclose([s.group_std for s in batch], theirs.std_R)
     assert [s.group_size for s in batch] == theirs.size_R.tolist()
+    alike = [s.alike for s in batch]
+    assert [[a == b for a in alike] for b in alike] == (keys[:, None] == keys[None]).tolist()
 
 
 def test_ranks_have_the_statistics_of_all_samples(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ class Player:
             choices=self.random.choice([1, 1, 1, 3]),
             live=self.random.random() < 0.4,
             parse_tools=tools is not None,
-            agent=self.random.choice(["", "writer"]),
+            agent="writer" if len(history) % 2 else "",
         )
         for name, value in changes.items():
             object.__setattr__(call, name, value)

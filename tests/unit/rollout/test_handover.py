@@ -132,12 +132,9 @@ async def test_a_node_may_end_while_weights_are_handed_over(
     of = world.engines if when == "refresh" else world.engines.fleet.members["node"].engine
     whole = getattr(of, when)
 
-    async def ending(*given: Any) -> Any:
+    async def ending(*given: Any) -> None:
         world.handover.detach()
-        if when == "refresh":
-            await world.engines.close()
-        else:
-            return await whole(*given)
+        await (world.engines.close() if when == "refresh" else whole(*given))
 
     monkeypatch.setattr(of, when, ending)
     await world.handover.begin(weights, 3)

@@ -118,7 +118,12 @@ def test_a_process_waits_for_its_predecessor_to_go(folder: RunFolder) -> None:
 
 @pytest.mark.parametrize(
     ("role", "play"),
-    [("trainer-agent", lambda folder: roles.trainer_role(folder, "agent")), ("dataflow", roles.dataflow_role)],
+    [
+        ("trainer-agent", lambda folder: roles.trainer_role(folder, "agent")),
+        # Of a trainer that had several ranks: they outlive a launcher that was killed by a few seconds.
+        ("trainer-agent-rank0", lambda folder: roles.trainer_role(folder, "agent")),
+        ("dataflow", roles.dataflow_role),
+    ],
 )
 def test_a_role_is_played_once(
     folder: RunFolder, role: str, play: Callable[[RunFolder], None], monkeypatch: pytest.MonkeyPatch

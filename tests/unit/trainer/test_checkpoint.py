@@ -159,6 +159,18 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
     assert (tmp_path / "damaged-c00000007").is_dir()
 
 
+def test_a_number_that_was_damaged_before_may_be_damaged_again(tmp_path: Path) -> None:
+    """Supervised training makes a step again under its old number."""
+    saved(tmp_path, 3, Unigram())
+    for _ in range(2):
+        checkpoints = saved(tmp_path, 7, Unigram())
+        flip(tmp_path / "c00000007" / "model.safetensors")
+        found = checkpoints.latest_valid()
+        assert found is not None
+        assert found.state.version == 3
+    assert len(list(tmp_path.glob("damaged-c00000007*"))) == 2
+
+
 def test_none_valid_is_an_error_every_time_and_never_a_silent_new_start(tmp_path: Path) -> None:
     checkpoints = saved(tmp_path, 3, Unigram())
     flip(tmp_path / "c00000003" / "model.safetensors")

@@ -82,3 +82,14 @@ def test_rows_that_end_within_others_add_nothing() -> None:
     forest = grown(length_R, shared_with_previous(tokens_N, start_R, length_R), 1)
     assert forest.tokens == 4
     assert packed(forest, rows) == [1, 2, 3, 4]
+
+
+def test_rows_that_go_on_from_each_other_are_one_segment() -> None:
+    """As the calls of one conversation do: what is read has no branch, so its attention is one causal pass."""
+    long = list(range(100))
+    rows = [long[:30], long[:50], long[:70], [*long[:70], 7, 8, 9], long]
+    tokens_N, start_R, length_R = flat(rows)
+    forest = grown(length_R[:3], shared_with_previous(tokens_N, start_R[:3], length_R[:3]))
+    assert [part.tolist() for part in forest.segments()] == [[0], [70], [-1]]
+    forest = grown(length_R, shared_with_previous(tokens_N, start_R, length_R))
+    assert [part.tolist() for part in forest.segments()] == [[0, 70, 73], [70, 3, 30], [-1, 0, 0]]

@@ -85,8 +85,11 @@ def test_metrics_of_the_last_step_are_served(tmp_path: Path, thread: LoopThread)
 def test_a_commit_that_came_too_late_ends_the_trainer(tmp_path: Path, thread: LoopThread) -> None:
     peer = Peer(tmp_path, 1)
     peer.accept = False
+    recipe = recipe_for(tmp_path)
+    # Without this, nodes may not sample on before they have the new version: it is published first.
+    recipe = recipe.model_copy(update={"dataflow": recipe.dataflow.model_copy(update={"staleness": 1})})
     with pytest.raises(LeaseLost, match="too late"):
-        run(recipe_for(tmp_path), tmp_path, peer, thread)
+        run(recipe, tmp_path, peer, thread)
     assert FolderStore(tmp_path / "weights" / "p").head() == 0  # what was not committed is not published
 
 

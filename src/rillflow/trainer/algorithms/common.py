@@ -18,7 +18,7 @@ from rillflow.trainer.parallel.peers import Peers
 
 if TYPE_CHECKING:
     from rillflow.trainer.algorithms.aggregation import Aggregation
-    from rillflow.trainer.batches import Floats, Ints
+    from rillflow.trainer.batches import Floats
 
 _LOG_RATIO_BOUND = 20.0
 
@@ -71,14 +71,14 @@ class BatchLoss(Protocol):
 
 
 class Whiten(Protocol):
-    def __call__(self, value: Floats, count: Ints | None = None, *, peers: Peers = ...) -> Floats: ...
+    def __call__(self, value: Floats, *, peers: Peers = ...) -> Floats: ...
 
 
 @dataclass(frozen=True)
 class Algorithm:
     """`advantage` gives one number a row, from the row and the statistics of its group alone; None where a critic makes
     them. `to_go`: where tokens have rewards of their own, a token is worth those from it on. `whiten` changes the
-    advantages of a whole batch, knowing how many tokens share each."""
+    advantages of all trained tokens of a batch."""
 
     loss: Loss | BatchLoss
     advantage: Callable[[Rows], Floats] | None

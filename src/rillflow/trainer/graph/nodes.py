@@ -166,6 +166,10 @@ def _check_function(node: Node) -> None:
                 f"{node.function.name} declares the column {column}, which says not what it is of",
                 "end its name in _R (rows) or _N (tokens)",
             )
+    if "length_R" in node.function.gives:
+        raise GraphError(
+            f"{node.function.name} makes length_R anew, by which rows are told apart", "take rows out by mask_N instead"
+        )
     if not node.on_columns and not node.is_source and node.function.gives:
         raise GraphError(
             f"{node.function.name} is of kind {node.kind} and declares that it makes {', '.join(node.function.gives)}",

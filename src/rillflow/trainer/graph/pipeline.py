@@ -125,7 +125,7 @@ class Pipeline:
         yield whole
 
     def _moved(self, stream: Iterable[Databuffer], held: int, wanted: int) -> Iterator[Databuffer]:
-        """The whole batch, from the first `held` ranks to the first `wanted`. Collective."""
+        """The whole batch, from the `held` ranks that have it to the `wanted`. Collective."""
         yield Redistribution(self._step.peers).move(joined(list(stream)), held, wanted)
 
     def _train(self, node: Node, stream: Iterable[Databuffer]) -> None:
@@ -164,13 +164,29 @@ def _added(node: Node, data: Databuffer, columns: Mapping[str, Column]) -> Datab
         )
     arrays = {name: np.asarray(column) for name, column in columns.items()}
     for name, array in arrays.items():
-        if np.issubdtype(array.dtype, np.inexact) and not np.isfinite(array).all():
-            raise GraphError(
-                f"node {node.id} made {name} with {int((~np.isfinite(array)).sum())} values that are not finite",
-                f"look at what {node.function.name} divides by, and at its inputs",
-            )
+        _check_numbers(node, name, array)
     typed = {name: array.astype(data[name].dtype) if name in data else array for name, array in arrays.items()}
     try:
-        return data.adding(typed)
+        more = data.adding(typed)
     except GraphError as error:
         raise GraphError(f"node {node.id}: {error.message}", error.hint) from None
+    if "mask_N" in arrays and more.rows.mask_N[more.rows.start_R].any():
+        raise GraphError(
+            f"node {node.id} trains the first token of {int(more.rows.mask_N[more.rows.start_R].sum())} rows",
+            "nothing comes before it: keep mask_N 0 there, as it was",
+        )
+    return more
+
+
+def _check_numbers(node: Node, name: str, array: Column) -> None:
+    if array.dtype.kind not in "biuf":
+        raise GraphError(
+            f"node {node.id} made {name} of {array.dtype}", f"let {node.function.name} return numbers or flags"
+        )
+    # Where no answer ends there is no reward of one: NaN says so.
+    bad = np.isinf(array) if name == "step_reward_N" else ~np.isfinite(array)
+    if bad.any():
+        raise GraphError(
+            f"node {node.id} made {name} with {int(bad.sum())} values that are not finite",
+            f"look at what {node.function.name} divides by, and at its inputs",
+        )

@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
 
 class Stopped(Exception):
-    """Somebody asked the trainer to end, or the run has: the step in progress is given up."""
+    """Somebody asked the trainer to end: the step in progress is given up."""
+
+
+class RunOver(Stopped):
+    """The run has ended before the batch was complete: there is nothing left to do."""
 
 
 class PeerLost(RunError):

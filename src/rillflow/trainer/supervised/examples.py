@@ -198,6 +198,7 @@ def _databuffer(groups: Sequence[Example], member_G: Ints, like: Mapping[str, Co
         truncated_R=np.zeros(count, np.bool_),
         replayed_R=np.zeros(count, np.bool_),
         member_R=np.repeat(member_G, rows_G),
+        alike_R=np.zeros(count, np.int64),
         step_reward_N=np.full(total, np.nan, np.float32),
     )
     made: dict[str, Column] = {}

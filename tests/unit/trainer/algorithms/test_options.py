@@ -74,6 +74,7 @@ def test_astraflows_advantages_are_standardised_over_the_batch() -> None:
         ({"algorithm": "m2po", "clip_high": 0.1}, "m2_variant=mask"),
         ({"algorithm": "dr_grpo"}, "needs norm_tokens"),
         ({"aggregation": "seq_mean_token_sum_norm"}, "needs norm_tokens"),
+        ({"norm_tokens": 32}, "norm_tokens is an option of the aggregation seq_mean_token_sum_norm"),
         ({"clip_dual": 0.5}, "greater than 1"),
         ({"algorithm": "ppo2"}, "Input should be"),
     ],

@@ -194,7 +194,9 @@ def test_where_no_answer_ends_there_is_no_reward_of_one() -> None:
 
     run(step_of([random_rows(0)]), fetch(), node("x", "infer", judged, gives="step_reward_N"), train(seen), publish())
     assert np.flatnonzero(~np.isnan(seen[0]["step_reward_N"])).tolist() == [3]
-    endless = node("x", "infer", lambda step, data: {"step_reward_N": np.full(len(data["mask_N"]), np.inf)}, gives="step_reward_N")
+    endless = node(
+        "x", "infer", lambda step, data: {"step_reward_N": np.full(len(data["mask_N"]), np.inf)}, gives="step_reward_N"
+    )
     with pytest.raises(GraphError, match="not finite"):
         run(step_of([random_rows(0)]), fetch(), endless, train([]), publish())
 

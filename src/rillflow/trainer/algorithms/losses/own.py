@@ -34,6 +34,11 @@ class OwnLoss:
                 f"{self.name} returned {shape} for {len(tokens.new_T)} tokens",
                 "return the loss of each token: they are weighted and added up afterwards",
             )
+        if tokens.new_T.requires_grad and not loss_T.requires_grad:
+            raise ConfigError(
+                f"what {self.name} returned has no gradient: nothing could be learnt from it",
+                "compute it from tokens.new_T, neither detached nor under torch.no_grad()",
+            )
         return loss_T
 
     def held(self, tokens: WholeRows) -> tuple[torch.Tensor, torch.Tensor]:

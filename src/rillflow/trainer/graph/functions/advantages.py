@@ -106,7 +106,7 @@ REGISTRY.add(
         "actor",
         "compute",
         batch_advantages,
-        (*_NEEDS, "mask_N", "member_R", "step_reward_N", "kl_N?"),
+        (*_NEEDS, "mask_N", "member_R", "alike_R", "step_reward_N", "kl_N?"),
         ("advantage_N",),
         scope="batch",
     )

@@ -39,10 +39,10 @@ def spread(data: Databuffer, value_T: Floats) -> Column:
 def compared(data: Databuffer, score: Floats, row: Ints, peers: Peers) -> Groups:
     """The statistics of these scores, each of a row, over their groups on all ranks.
 
-    Rows are of one group if the ledger has given them the same statistics in the same place of the batch: those that it
-    compares with each other, whether a group is a prompt's, an agent's or a turn's.
+    Rows are of one group if they are those that the ledger compares with each other, whether a group is a prompt's, an
+    agent's or a turn's; so they have the same statistics.
     """
-    names = ("member_R", "group_mean_R", "group_std_R", "group_size_R")
+    names = ("member_R", "alike_R", "group_mean_R", "group_std_R", "group_size_R")
     mine = np.column_stack([*(data[name][row] for name in names), score]).astype("<f8")
     parts = [np.frombuffer(part, "<f8").reshape(-1, len(names) + 1) for part in peers.everyone(mine.tobytes())]
     everyones = np.concatenate(parts)

@@ -56,7 +56,7 @@ REGISTRY.add(
         "reward",
         "compute",
         group_statistics,
-        ("reward_R", "member_R", *_STATISTICS),
+        ("reward_R", "member_R", "alike_R", *_STATISTICS),
         _STATISTICS,
         scope="batch",
     )

@@ -125,10 +125,10 @@ def test_statistics_of_changed_rewards_are_those_of_the_groups() -> None:
 
 
 def test_rows_that_the_ledger_compares_apart_stay_apart() -> None:
-    """Two agents in one group of the batch: each had its own statistics, each gets its own again."""
+    """Two agents in one group of the batch, whose rewards as played were equal: each still has its own statistics."""
     rows = random_rows(3)
     agent_R = np.arange(len(rows.length_R)) % 2
-    apart = replace(rows, group_mean_R=rows.group_mean_R + agent_R, group_size_R=np.full_like(rows.group_size_R, 2))
+    apart = replace(rows, alike_R=agent_R, group_size_R=np.full_like(rows.group_size_R, 2))
     made = group_statistics(step(), Databuffer(apart))
     for member in range(3):
         for agent in range(2):
