@@ -77,6 +77,7 @@ def make_rows(case: Case, vocabulary: int) -> Rows:
         truncated_R=flags,
         replayed_R=flags,
         member_R=whole,
+        alike_R=whole,
         step_reward_N=np.full(tokens.size, np.nan, np.float32),
     )
 
