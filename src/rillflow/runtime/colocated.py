@@ -14,9 +14,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from rillflow.contracts import Generator
@@ -25,6 +23,7 @@ from rillflow.rollout.handover import Handover
 from rillflow.rollout.main import run_node
 from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.process import LoopWatchdog
+from rillflow.trainer.process import stops_on_signal
 from rillflow.wire import LoopThread
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ def run_colocated(folder: RunFolder, name: str, dataflow_url: str, train: Callab
         _playing(folder, name, dataflow_url),
         on_failure=lambda: os.kill(os.getpid(), signal.SIGTERM),
     )
-    with _noting_signals(stop):
+    with stops_on_signal(stop):  # before and after the trainer, which has handlers of its own
         try:
             node.start()
             finished = not stop.is_set() and train(node)
@@ -93,22 +92,6 @@ def _playing(folder: RunFolder, name: str, dataflow_url: str) -> Play:
             watchdog.cancel()
 
     return play
-
-
-@contextmanager
-def _noting_signals(stop: threading.Event) -> Iterator[None]:
-    """Before and after the trainer, which has handlers of its own."""
-
-    def note(number: int, frame: FrameType | None) -> None:
-        log.info("signal %d: stopping", number)
-        stop.set()
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class NodeThread:

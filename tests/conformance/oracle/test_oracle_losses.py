@@ -19,13 +19,14 @@ from rillflow.trainer.algorithms.common import Loss, WholeRows
 from rillflow.trainer.algorithms.losses.cispo import CispoLoss
 from rillflow.trainer.algorithms.losses.clip import Clip, ClippedLoss
 from rillflow.trainer.algorithms.losses.decoupled import decoupled
-from rillflow.trainer.algorithms.losses.entropy import entropies, with_entropy_bonus
+from rillflow.trainer.algorithms.losses.entropy import with_entropy_bonus
 from rillflow.trainer.algorithms.losses.gspo import RowClippedLoss
 from rillflow.trainer.algorithms.losses.kl import KL, k3_unbounded
 from rillflow.trainer.algorithms.losses.reinforce import ReinforceLoss
 from rillflow.trainer.algorithms.losses.sapo import SapoLoss
 from rillflow.trainer.algorithms.losses.truncation import row_weights, token_weights
 from rillflow.trainer.algorithms.losses.value import value_loss
+from rillflow.trainer.heads import Shape, _Piece, _stats
 
 pytestmark = pytest.mark.oracle
 
@@ -151,6 +152,12 @@ def test_verls_distances_values_and_entropies(oracle: Oracle, seed: int) -> None
         compare(oracle, f"{seed}/verl value {how}", loss_T, value_T, how=AGGREGATIONS[how])
     logits_TV = tensor(batch, "logits").requires_grad_()
     compare(oracle, f"{seed}/verl entropy", entropies(logits_TV), logits_TV, how=seq_mean_token_mean)
+
+
+def entropies(logits_TV: torch.Tensor) -> torch.Tensor:
+    """As the trainer's head has them."""
+    count = len(logits_TV)
+    return _stats(_Piece(logits_TV, None, torch.zeros(count, dtype=torch.long), torch.ones(count)), Shape()).entropy_T
 
 
 @pytest.mark.parametrize("seed", CALM)

@@ -6,11 +6,5 @@ from __future__ import annotations
 import torch
 
 
-def entropies(logits_TV: torch.Tensor) -> torch.Tensor:
-    """Of the distribution at each token, with gradient."""
-    all_TV = torch.log_softmax(logits_TV, -1)
-    return -(all_TV.exp() * all_TV).sum(-1)
-
-
 def with_entropy_bonus(loss_T: torch.Tensor, entropy_T: torch.Tensor, factor: float) -> torch.Tensor:
     return loss_T - factor * entropy_T
