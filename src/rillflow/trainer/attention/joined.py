@@ -8,7 +8,7 @@ black box: no graph breaks at it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,8 +20,11 @@ from rillflow.trainer.attention.spans import Found, Heads, Kernel, Spans, accumu
 from rillflow.trainer.attention.varlen import Flash
 from rillflow.trainer.layout import Layout
 
+if TYPE_CHECKING:
+    from rillflow.trainer.batches import Ints
+
 KERNELS: dict[str, Kernel] = {"fused": Fused(), "plain": Plain(), "flash": Flash()}
-_TABLES = 4  # of each pass: queries, keys, edges of spans of queries, edges of spans of keys
+_TABLES = 4  # of each pass: where queries are, where keys are, edges of spans of queries, edges of spans of keys
 _ROUND = 128
 
 
@@ -46,37 +49,49 @@ def joined(layout: Layout, kernel: str) -> Joined:
     tables: list[torch.Tensor] = []
     most: list[int] = []
     for one in passes(layout):
-        tables += [_index(one.query_Q, device), _index(one.key_K, device)]
+        tables += [_cuts(one.query_at_C, one.query_C, layout), _cuts(one.key_at_C, one.key_C, layout)]
         tables += [_edges(one.query_C).to(edges_on), _edges(one.key_C).to(edges_on)]
         most += [_rounded(one.query_C), _rounded(one.key_C)]
     return Joined(tables, most, kernel)
 
 
-def _index(index: Any, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.empty(0, dtype=np.int64) if index is None else index).to(device)
+def _cuts(at_C: Ints, count_C: Ints, layout: Layout) -> torch.Tensor:
+    """The sizes of the pieces that the spans cut all tokens into: every second one is a span. On the host."""
+    edges = np.stack([at_C, at_C + count_C], axis=1).reshape(-1)
+    return torch.from_numpy(np.diff(edges, prepend=0, append=len(layout.tokens_P)).astype(np.int64))
 
 
-def _edges(count_C: Any) -> torch.Tensor:
+def _edges(count_C: Ints) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([[0], np.cumsum(count_C)]).astype(np.int32))
 
 
-def _rounded(count_C: Any) -> int:
+def _rounded(count_C: Ints) -> int:
     """The most of a span, rounded up: what is compiled for it serves more batches."""
     return -(-int(count_C.max()) // _ROUND) * _ROUND
 
 
 class _Step(NamedTuple):
-    query_Q: torch.Tensor
-    key_K: torch.Tensor
+    query_cuts: list[int]
+    key_cuts: list[int]
     spans: Spans
 
 
 def _steps(tables: Sequence[torch.Tensor], most: Sequence[int]) -> Iterator[_Step]:
     """The first is causal and of all tokens."""
     for number in range(len(tables) // _TABLES):
-        query_Q, key_K, query_edges, key_edges = tables[number * _TABLES : (number + 1) * _TABLES]
+        query_cuts, key_cuts, query_edges, key_edges = tables[number * _TABLES : (number + 1) * _TABLES]
         spans = Spans(query_edges, key_edges, most[2 * number], most[2 * number + 1], causal=number == 0)
-        yield _Step(query_Q, key_K, spans)
+        yield _Step(query_cuts.tolist(), key_cuts.tolist(), spans)
+
+
+def _pieces(part: torch.Tensor, cuts: list[int]) -> list[torch.Tensor]:
+    """Views of the spans."""
+    return list(torch.split(part, cuts)[1::2])
+
+
+def _picked(part: torch.Tensor, cuts: list[int]) -> torch.Tensor:
+    pieces = _pieces(part, cuts)
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 @torch.library.custom_op("rillflow::forest_attention", mutates_args=())
@@ -94,24 +109,23 @@ def _attention(
     own, *above = _steps(tables, most)
     whole = run.forward(heads, own.spans, scale)
     for step in above:
-        _join(whole, step.query_Q, run.forward(_picked(heads, step), step.spans, scale))
+        _join(whole, step.query_cuts, run.forward(_heads(heads, step), step.spans, scale))
     return whole.out.contiguous(), whole.lse.contiguous()  # what is compiled relies on it
 
 
-def _picked(heads: Heads, step: _Step) -> Heads:
-    picked = (part.index_select(0, step.key_K) for part in (heads.key, heads.value))
-    return Heads(heads.query.index_select(0, step.query_Q), *picked)
+def _heads(heads: Heads, step: _Step) -> Heads:
+    query, *others = heads
+    return Heads(_picked(query, step.query_cuts), *(_picked(part, step.key_cuts) for part in others))
 
 
-def _join(whole: Found, query_Q: torch.Tensor, some: Found) -> None:
+def _join(whole: Found, cuts: list[int], some: Found) -> None:
     """Add what some queries have found among further keys."""
-    before = whole.lse.index_select(0, query_Q)
-    after = torch.logaddexp(before, some.lse)
+    before = _picked(whole.lse, cuts)
+    share = torch.sigmoid(some.lse - before)[..., None]  # of the further keys in the softmax over both
     exact = accumulating(whole.out.dtype)
-    out = whole.out.index_select(0, query_Q).to(exact) * (before - after).exp()[..., None]
-    out += some.out.to(exact) * (some.lse - after).exp()[..., None]
-    whole.out.index_copy_(0, query_Q, out.to(whole.out.dtype))
-    whole.lse.index_copy_(0, query_Q, after)
+    out = torch.lerp(_picked(whole.out, cuts).to(exact), some.out.to(exact), share)
+    for all_of_it, part in ((whole.out, out.to(whole.out.dtype)), (whole.lse, torch.logaddexp(before, some.lse))):
+        torch._foreach_copy_(_pieces(all_of_it, cuts), list(torch.split(part, cuts[1::2])))
 
 
 @_attention.register_fake
@@ -134,10 +148,10 @@ def _attention_backward(
     own, *above = _steps(tables, most)
     grads = run.backward(grad, inputs, whole, own.spans, scale)
     for step in above:
-        pulled, *theirs = (part.index_select(0, step.query_Q) for part in (grad, *whole))
-        some = run.backward(pulled, _picked(inputs, step), Found(*theirs), step.spans, scale)
-        for all_of_it, index, part in zip(grads, (step.query_Q, step.key_K, step.key_K), some, strict=True):
-            all_of_it.index_copy_(0, index, all_of_it.index_select(0, index) + part)  # no index comes twice
+        pulled, *theirs = (_picked(part, step.query_cuts) for part in (grad, *whole))
+        some = run.backward(pulled, _heads(inputs, step), Found(*theirs), step.spans, scale)
+        for all_of_it, cuts, part in zip(grads, (step.query_cuts, step.key_cuts, step.key_cuts), some, strict=True):
+            torch._foreach_add_(_pieces(all_of_it, cuts), list(torch.split(part, cuts[1::2])))
     of_query, of_key, of_value = (part.contiguous() for part in grads)
     return of_query, of_key, of_value
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rillflow.trainer.layout import Layout, runs
+from rillflow.trainer.layout import Layout
 
 if TYPE_CHECKING:
     from rillflow.trainer.batches import Ints
@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pass:
-    """Span c has `query_C[c]` queries and `key_C[c]` keys. Spans lie end to end in the packed tokens `query_Q` and
-    `key_K` that take part; None: in all of them. The first pass is causal, and queries and keys are the same."""
+    """Span c has `query_C[c]` queries, which begin at `query_at_C[c]` of the packed tokens, and `key_C[c]` keys, which
+    begin at `key_at_C[c]`. In the first pass, which is causal, all tokens take part, and queries and keys are the same.
+    """
 
     query_C: Ints
     key_C: Ints
-    query_Q: Ints | None = None
-    key_K: Ints | None = None
+    query_at_C: Ints
+    key_at_C: Ints
 
 
 def subtree_ends(layout: Layout) -> Ints:
@@ -41,7 +42,7 @@ def subtree_ends(layout: Layout) -> Ints:
 
 
 def passes(layout: Layout) -> list[Pass]:
-    own = Pass(layout.length_S, layout.length_S)
+    own = Pass(layout.length_S, layout.length_S, layout.start_S, layout.start_S)
     if (layout.parent_S < 0).all():
         return [own]
     after_S = layout.start_S + layout.length_S
@@ -50,9 +51,7 @@ def passes(layout: Layout) -> list[Pass]:
     made = [own]
     for depth in range(int(depth_S.max())):
         at = np.flatnonzero((depth_S == depth) & (hanging_S > 0))
-        query_Q = runs(after_S[at], hanging_S[at])
-        key_K = runs(layout.start_S[at], layout.length_S[at])
-        made.append(Pass(hanging_S[at], layout.length_S[at], query_Q, key_K))
+        made.append(Pass(hanging_S[at], layout.length_S[at], after_S[at], layout.start_S[at]))
     return made
 
 

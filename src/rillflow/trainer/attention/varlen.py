@@ -17,7 +17,7 @@ class Flash:
         out, lse_HQ, *_ = torch.ops.aten._flash_attention_forward(
             *heads, *edges, 0.0, spans.causal, return_debug_mask=False, scale=scale
         )
-        return Found(out, lse_HQ.t())
+        return Found(out, lse_HQ.t().contiguous())
 
     def backward(self, grad: torch.Tensor, heads: Heads, whole: Found, spans: Spans, scale: float) -> Heads:
         edges = (spans.query_edges, spans.key_edges, spans.query_most, spans.key_most)
