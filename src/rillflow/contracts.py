@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from rillflow.types import Chunk, EngineStats, GenerateRequest, Prompt, Row, UnitInfo
 
@@ -21,6 +21,23 @@ if TYPE_CHECKING:
     Columns = Mapping[str, npt.NDArray[Any]]
     Tensors = Mapping[str, torch.Tensor]
     Tokens = npt.NDArray[np.int32]
+
+
+class Change(NamedTuple):
+    """New values of some weights of one tensor: `value_K` at the places `index_K` (int64, ascending, each once) of the
+    flat tensor; with `index_K` None, of all of them, in order. The values have the tensor's dtype."""
+
+    index_K: torch.Tensor | None
+    value_K: torch.Tensor
+
+
+class Patch(NamedTuple):
+    """What turns the weights of version `base` into another version's: tensors that are not named stay as they are.
+    `fingerprints` are what the named ones have afterwards (`weights.fingerprint`)."""
+
+    base: int
+    changes: Mapping[str, Change]
+    fingerprints: Mapping[str, int]
 
 
 class Clock(Protocol):
@@ -80,6 +97,10 @@ class Engine(Protocol):
 
     async def load(self, tensors: Tensors, version: int) -> None:
         """Raises WeightsError, changing nothing, when names, shapes or dtypes do not fit."""
+
+    async def patch(self, patch: Patch, version: int) -> None:
+        """As `load`, of weights that differ from those it serves in a few places only. WeightsError, changing nothing,
+        when it does not serve `patch.base`, or when the weights do not fit."""
 
     def stats(self) -> EngineStats: ...
 

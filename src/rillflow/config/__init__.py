@@ -1,12 +1,12 @@
 """One schema per part; unknown keys are refused with the nearest valid name."""
 
 from rillflow.config.algorithm import CriticConfig, KlConfig, OverlongConfig
+from rillflow.config.engine import EngineConfig, ServerConfig
 from rillflow.config.load import load_recipe, recipes, resolve_object, write_resolved
 from rillflow.config.schema import (
     CommandConfig,
     DataConfig,
     DataflowConfig,
-    EngineConfig,
     EvaluationConfig,
     GatewayConfig,
     HookConfig,
@@ -21,6 +21,7 @@ from rillflow.config.schema import (
     UnitsConfig,
 )
 from rillflow.config.trainer import LoraConfig, NodeConfig, TrainerConfig
+from rillflow.config.weights import WeightsConfig
 
 __all__ = [
     "CommandConfig",
@@ -42,9 +43,11 @@ __all__ = [
     "RolloutConfig",
     "RuntimeConfig",
     "SamplingConfig",
+    "ServerConfig",
     "SourceConfig",
     "TrainerConfig",
     "UnitsConfig",
+    "WeightsConfig",
     "load_recipe",
     "recipes",
     "resolve_object",

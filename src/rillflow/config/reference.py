@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from rillflow.config import algorithm, schema, supervised, trainer
+from rillflow.config import algorithm, engine, schema, supervised, trainer, weights
 
 SECTIONS: dict[str, type[BaseModel]] = {
     "top level": schema.Recipe,
@@ -17,7 +17,9 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "data.prompts, data.heldout": schema.SourceConfig,
     "policies.NAME": schema.PolicyConfig,
     "policies.NAME.sampling": schema.SamplingConfig,
-    "policies.NAME.engine": schema.EngineConfig,
+    "policies.NAME.engine": engine.EngineConfig,
+    "policies.NAME.engine.server": engine.ServerConfig,
+    "policies.NAME.weights": weights.WeightsConfig,
     "trainer, policies.NAME.trainer": trainer.TrainerConfig,
     "trainer.critic": algorithm.CriticConfig,
     "trainer.kl": algorithm.KlConfig,

@@ -11,7 +11,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from rillflow.config.base import Name, NonNegative, Positive, Seconds, Section
+from rillflow.config.engine import EngineConfig
 from rillflow.config.trainer import TrainerConfig
+from rillflow.config.weights import WeightsConfig
 
 
 class SourceConfig(Section):
@@ -71,20 +73,6 @@ class SamplingConfig(Section):
     max_tokens: Positive = 128
 
 
-class EngineConfig(Section):
-    kind: Literal["embedded"] = "embedded"
-    slots: Positive = Field(64, description="sequences decoded at once")
-    context: Positive = Field(512, description="most tokens of one sequence, prompt and answer together")
-    queue: Positive = Field(1024, description="most requests that wait for a slot")
-    on_update: Literal["refill", "keep"] = Field(
-        "refill",
-        description="what becomes of the attention cache of running answers when new weights come: computed again "
-        "under them, or kept as it is",
-    )
-    device: str = Field("auto", description="auto, cpu, cuda, cuda:0 …")
-    dtype: Literal["fp32", "bf16"] = "fp32"
-
-
 class PolicyConfig(Section):
     model: str = Field(description="folder of a Hugging Face model, or `tiny` for the shipped policy")
     staleness: NonNegative | None = Field(None, description="default: dataflow.staleness")
@@ -103,6 +91,7 @@ class PolicyConfig(Section):
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()
     trainer: TrainerConfig = TrainerConfig()
+    weights: WeightsConfig = WeightsConfig()
 
     @field_validator("trains_on", "stages")
     @classmethod

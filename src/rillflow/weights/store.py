@@ -28,7 +28,8 @@ from rillflow.errors import CorruptData, WeightsError
 from rillflow.storage import read_json, write_json
 from rillflow.weights import sealed
 from rillflow.weights.adapters import Adapter, AdapterFacts, merged
-from rillflow.weights.codec import TensorFacts, decode, encode, tensor_facts, unique
+from rillflow.weights.codec import decode, encode, tensor_facts, unique
+from rillflow.weights.manifest import Line, VersionManifest
 
 if TYPE_CHECKING:
     from rillflow.contracts import Tensors
@@ -36,25 +37,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _VERSION = re.compile(r"v(\d{8,})")
-
-
-class VersionManifest(sealed.Manifest, frozen=True, kw_only=True):
-    """`aliases` names tensors that are the same as another one (tied weights) and are stored once. With `adapter` the
-    tensors are an adapter's."""
-
-    version: int
-    parent: int | None
-    created: float
-    tensors: dict[str, TensorFacts]
-    aliases: dict[str, str]
-    adapter: AdapterFacts | None = None
-
-
-class Line(msgspec.Struct, frozen=True):
-    """The live head, and the versions that are no ancestors of anything that lives."""
-
-    head: int | None
-    orphaned: frozenset[int]
 
 
 _EMPTY = Line(head=None, orphaned=frozenset())

@@ -1,0 +1,63 @@
+"""What the files of a weight store say of themselves: a manifest in each version, and the line of all of them.
+
+    v00000012/manifest.json    of a version: its tensors and files
+    head.json                  the line: which version lives, and what there is to get to it
+
+Invariants: a file's name says what it is: `delta*` turns the version `delta_of` into this one, all other files are the
+version itself, whole (or an adapter). Both kinds may be there. Whatever a reader does not find in the line it must not
+ask for; what it finds may have been removed since, and then it looks at the line again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from rillflow.weights.adapters import AdapterFacts
+from rillflow.weights.codec import TensorFacts
+from rillflow.weights.sealed import FileFacts, Manifest
+
+DELTA = "delta"
+
+
+class VersionManifest(Manifest, frozen=True, kw_only=True):
+    """`aliases` names tensors that are the same as another one (tied weights) and are stored once. With `adapter` the
+    tensors are an adapter's. `fingerprints` (16 hexadecimal digits, `weights.fingerprint`) are of the tensors, however
+    one comes by them. `signature` is made with the run's key, of everything else in the manifest."""
+
+    version: int
+    parent: int | None
+    created: float
+    tensors: dict[str, TensorFacts]
+    aliases: dict[str, str]
+    adapter: AdapterFacts | None = None
+    delta_of: int | None = None
+    fingerprints: dict[str, str] = msgspec.field(default_factory=dict)
+    signature: str = ""
+
+    @property
+    def delta_files(self) -> Mapping[str, FileFacts]:
+        return {name: facts for name, facts in self.files.items() if name.startswith(DELTA)}
+
+    @property
+    def full_files(self) -> Mapping[str, FileFacts]:
+        """Of the whole version, or of the adapter that it is."""
+        return {name: facts for name, facts in self.files.items() if not name.startswith(DELTA)}
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """What the line says of a version: bytes of its two kinds of files (0: it has none) and the delta's base."""
+
+    delta_of: int | None = None
+    delta_bytes: int = 0
+    full_bytes: int = 0
+
+
+class Line(msgspec.Struct, frozen=True):
+    """The live head, the versions that are no ancestors of anything that lives, and what can be pulled."""
+
+    head: int | None
+    orphaned: frozenset[int]
+    entries: dict[int, Entry] = msgspec.field(default_factory=dict)
+    signature: str = ""
