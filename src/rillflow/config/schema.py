@@ -247,6 +247,9 @@ class RuntimeConfig(Section):
         "last five minutes in which the run got on are forgotten",
     )
     start_timeout: Seconds = 120.0
+    weights_server: bool = Field(
+        False, description="serve the run's weights over HTTP, for nodes and relays that do not see its folder"
+    )
 
 
 class Recipe(Section):
