@@ -1,0 +1,171 @@
+"""A whole asynchronous run on one GPU, beside TRL's GRPOTrainer with vLLM in its process, on the same task.
+
+One-digit addition, groups of 8, 256 samples a step, at most 64 new tokens, temperature 1, the same model, reward,
+learning rate, optimizer and loss (GRPO, no KL). Ours: trainer and vLLM server are processes that share the GPU, and
+weights travel as deltas that are applied in place while answers are under way. TRL generates, then trains, then
+generates. Both are measured from the end of the first tenth of the steps to the end of the last.
+
+    python -m bench.async_gpu --model smollm2-135m-instruct.gguf --json -
+
+`--engine embedded --model tiny --steps 8 --batch 16` runs our side on a CPU, to try the script out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from bench.common import Report, parser
+from rillflow.observe.metrics import read_metrics
+
+GROUP = 8
+GOAL = 2.0
+WINDOW = 10  # steps over which the reward is averaged, at the end
+
+
+class Side(NamedTuple):
+    """Of each step: when it ended, in seconds, and the mean reward of its samples."""
+
+    ended: list[float]
+    reward: list[float]
+
+    def steps_per_second(self) -> float:
+        first = max(1, len(self.ended) // 10)
+        return (len(self.ended) - first) / (self.ended[-1] - self.ended[first - 1])
+
+
+def model_folder(path: Path, made: Path) -> Path:
+    """`path`, or what the GGUF file `path` holds as a Hugging Face folder."""
+    if path.suffix != ".gguf":
+        return path
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.bfloat16().save_pretrained(made)
+    AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name).save_pretrained(made)
+    return made
+
+
+def recipe(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
+    on_gpu = arguments.engine == "vllm"
+    dtype = "bf16" if on_gpu else "fp32"
+    engine: dict[str, Any] = {"kind": arguments.engine, "slots": 512 if on_gpu else 64, "context": 192, "dtype": dtype}
+    if on_gpu:
+        engine["server"] = {"python": arguments.python, "memory": 0.25, "arguments": arguments.server}
+    questions = "rillflow.agents.environments.addition:prompts"
+    return {
+        "name": "async_gpu",
+        "seed": 1,
+        "policies": {
+            "agent": {
+                "model": model,
+                "sampling": {"temperature": 1.0, "max_tokens": 64},
+                "engine": engine,
+                "weights": {"mode": "delta"},
+            }
+        },
+        "workflow": "rillflow.agents.workflows.question:play",
+        "reward": "rillflow.agents.environments.addition:reward",
+        "data": {"prompts": {"generator": questions, "arguments": {"split": "train", "count": 1 << 16, "seed": 1}}},
+        "dataflow": {"group_size": GROUP, "staleness": 2, "filters": []},
+        "trainer": {
+            "algorithm": "grpo",
+            "steps": arguments.steps,
+            "batch_groups": arguments.batch // GROUP,
+            "micro_tokens": 32768,
+            "lr": arguments.lr,
+            "weight_decay": 0.0,
+            "dtype": dtype,
+            "checkpoint_every": arguments.steps,
+        },
+        "rollout": {"nodes": arguments.nodes, "engines": arguments.engines, "episodes": arguments.episodes},
+        "observe": {"tensorboard": False, "plot": False},
+        "runtime": {"start_timeout": 300},
+    }
+
+
+def ours(arguments: argparse.Namespace, model: str, folder: Path) -> tuple[Side, list[dict[str, Any]]]:
+    """Our run, and its lines of metrics."""
+    file = folder / "recipe.yaml"
+    file.write_text(yaml.safe_dump(recipe(arguments, model)))
+    command = [sys.executable, "-m", "rillflow", "run", str(file), "--runs", str(folder / "runs")]
+    done = subprocess.run(command, check=False, timeout=arguments.limit, stdout=sys.stderr)
+    (run,) = (folder / "runs").iterdir()
+    if done.returncode:
+        for log in sorted(run.glob("logs/*")):
+            sys.stderr.write(f"--- {log.name}\n{log.read_text()[-3000:]}\n")
+        raise RuntimeError(f"our run ended with {done.returncode}")
+    steps = read_metrics(run / "metrics.jsonl", "agent").of("agent")
+    return Side([step["time"] for step in steps], [step["reward_mean"] for step in steps]), steps
+
+
+def trl(arguments: argparse.Namespace, model: str, folder: Path) -> Side:
+    job = {"model": model, "steps": arguments.steps, "batch": arguments.batch, "group": GROUP, "lr": arguments.lr}
+    (folder / "job.json").write_text(json.dumps(job))
+    script = Path(__file__).with_name("async_gpu_trl.py")
+    environment = {**os.environ, "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    command = [arguments.python, str(script), str(folder)]
+    subprocess.run(command, check=True, timeout=arguments.limit, stdout=sys.stderr, env=environment)
+    found = json.loads((folder / "trl.json").read_text())
+    return Side(found["ended"], found["reward"])
+
+
+def tell(report: Report, arguments: argparse.Namespace, mine: Side, peer: Side | None, steps: list[Any]) -> None:
+    rate = mine.steps_per_second()
+    other = None if peer is None else peer.steps_per_second()
+    report.add("samples/s", rate * arguments.batch, other and other * arguments.batch, unit="samples/s", goal=GOAL)
+    report.add("seconds a step", 1 / rate, other and 1 / other, unit="s", less_is_better=True)
+    for name, at in (("first", slice(0, WINDOW)), ("last", slice(-WINDOW, None))):
+        theirs = None if peer is None else statistics.mean(peer.reward[at])
+        report.add(f"reward, {name} {WINDOW} steps", statistics.mean(mine.reward[at]), theirs, unit="reward")
+    for key in sorted({key for step in steps for key in step if key.startswith(("weights", "consistency", "wait"))}):
+        values = [step[key] for step in steps[len(steps) // 10 :] if isinstance(step.get(key), int | float)]
+        if values:
+            report.add(f"median {key}", statistics.median(values), None, unit="", reason="ours alone")
+
+
+def read_arguments() -> argparse.Namespace:
+    made = parser(__doc__)
+    made.add_argument("--model", default="tiny", help="a GGUF file or a Hugging Face folder")
+    made.add_argument("--engine", choices=("vllm", "embedded"), default="vllm")
+    made.add_argument("--python", default=sys.executable, help="the interpreter that has vLLM and TRL")
+    made.add_argument("--steps", type=int, default=60)
+    made.add_argument("--batch", type=int, default=256, help="samples of a step")
+    made.add_argument("--lr", type=float, default=5e-6)
+    made.add_argument("--nodes", type=int, default=4)
+    made.add_argument("--engines", type=int, default=1)
+    made.add_argument("--episodes", type=int, default=128, help="that one node plays at once")
+    made.add_argument("--limit", type=float, default=300.0, help="seconds that a side may take")
+    made.add_argument("--server", action="append", default=[], help="a further argument of the vLLM server")
+    made.add_argument("--no-trl", action="store_true", help="our side alone")
+    made.add_argument("--keep", help="keep what is written in this folder")
+    return made.parse_args()
+
+
+def main() -> None:
+    arguments = read_arguments()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(arguments.keep or temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        tiny = arguments.model == "tiny"
+        model = "tiny" if tiny else str(model_folder(Path(arguments.model).resolve(), folder / "model"))
+        mine, steps = ours(arguments, model, folder)
+        peer = None if arguments.no_trl else trl(arguments, model, folder)
+        report = Report("async_gpu")
+        tell(report, arguments, mine, peer, steps)
+        report.finish(arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,16 @@
+"""One question, one answer: the episode of every single-turn task."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rillflow.contracts import Episode
+
+
+async def play(episode: Episode) -> str | None:
+    """Ask what the prompt asks (`question`) and return the answer. The policy's sampling settings apply."""
+    response = await episode.client.chat.completions.create(
+        model=episode.model, messages=[{"role": "user", "content": episode.payload["question"]}]
+    )
+    return response.choices[0].message.content
