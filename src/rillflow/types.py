@@ -453,6 +453,28 @@ class EngineStats(Wire, frozen=True):
     reused_tokens: int
     steps: int
     loads: int
+    load_seconds: float = 0.0  # in which no token could be sampled because weights were changed
+
+
+class AskTurn(Wire, frozen=True):
+    """An engine of a policy wants to change its weights now, or (`done`) has done it."""
+
+    policy: str
+    engine: str
+    done: bool = False
+    wait: float = 0.0
+
+
+class TurnReply(Wire, frozen=True):
+    """Whether it may; if not, it asks again."""
+
+    granted: bool
+
+
+class VersionsInUse(Wire, frozen=True):
+    """Of a policy, the versions that live nodes and engine processes serve, in ascending order."""
+
+    versions: list[int]
 
 
 class EngineInfo(Wire, frozen=True):
