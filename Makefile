@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 BENCHES := engine dataflow two_policies data_algorithms gateway tree trainer
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all test-agents test-oracle lint format docs bench clean
+.PHONY: help setup quickstart test test-all test-agents test-oracle test-engines lint format docs bench clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -36,6 +36,10 @@ test-agents: setup  ## other people's agent packages, each in an environment of 
 test-oracle: setup  ## our losses and advantages against verl's and TRL's, in an environment of their own
 	bash scripts/make_oracle_venv.sh
 	RILLFLOW_REQUIRE_ORACLE=1 $(BIN)/python -m pytest -m oracle tests/conformance
+
+test-engines: setup  ## a real vLLM (its CPU build), in an environment of its own
+	test -x .venv-vllm/bin/python || bash scripts/make_vllm_venv.sh
+	RILLFLOW_REQUIRE_ENGINES=1 $(BIN)/python -m pytest -m engines tests/engines
 
 lint: setup  ## formatting, lint and types
 	$(BIN)/ruff format --check .

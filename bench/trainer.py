@@ -114,6 +114,7 @@ class Task:
             "logprobs": old,
             "raw_logprobs": old,
             "temperatures": np.ones(length, "<f4"),
+            "versions": np.zeros(length, "<i4"),
         }
         sample = BatchSample(
             id=str(number), row=Row(unit="u", segment=0, offset=number, length=1), tokens=length, trained=length - 1,

@@ -67,6 +67,7 @@ def make_rows(case: Case, vocabulary: int) -> Rows:
         mask_N=np.tile(mask, count),
         old_N=np.zeros(tokens.size, np.float32),
         temperature_N=np.ones(tokens.size, np.float32),
+        fresh_N=np.zeros(tokens.size, np.bool_),
         start_R=np.arange(count) * case.length,
         length_R=np.full(count, case.length),
         reward_R=numbers,

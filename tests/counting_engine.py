@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+from rillflow.contracts import Patch
 from rillflow.errors import ContextOverflow, EngineLost, QueueFull
 from rillflow.types import Chunk, EngineStats, FinishReason, GenerateRequest, Sampling
 
@@ -62,6 +63,9 @@ class CountingEngine:
         self._wake()
 
     async def load(self, tensors: Mapping[str, Any], version: int) -> None:
+        self.version = version
+
+    async def patch(self, patch: Patch, version: int) -> None:
         self.version = version
 
     def stats(self) -> EngineStats:

@@ -471,12 +471,6 @@ class TurnReply(Wire, frozen=True):
     granted: bool
 
 
-class VersionsInUse(Wire, frozen=True):
-    """Of a policy, the versions that live nodes and engine processes serve, in ascending order."""
-
-    versions: list[int]
-
-
 class EngineInfo(Wire, frozen=True):
     """A process that samples for others: where it listens and which version of each policy it serves now.
 

@@ -54,7 +54,7 @@ class Death:
         around(FolderStore, "_move", after=lambda *_: self.at("publish: head moved"))
 
     def _half_written(self, path: Path, content: Any) -> None:
-        if path.name.endswith(".safetensors"):
+        if path.name.endswith((".safetensors", ".rfd")):
             path.with_name(path.name + ".half").write_bytes(b"half a file")
             self.at(f"{kind(path)}: half written")
             path.with_name(path.name + ".half").unlink()

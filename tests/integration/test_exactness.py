@@ -79,3 +79,16 @@ async def test_what_is_trained_is_what_was_sampled(sampling: SamplingConfig) -> 
         actor = Learner("actor", model, PolicyForward(model, config), None, config, Alone())
         new_N = actor.infer(Databuffer(rows))
         assert np.abs(new_N - rows.old_N)[rows.mask_N].max() < 1e-5
+
+
+@pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(temperature=0.6)])
+async def test_in_exact_mode_engine_and_trainer_have_the_same_bits(sampling: SamplingConfig) -> None:
+    engine = LoggedEngine(load_policy_model("tiny", "fp32", pick_device("cpu")), slots=4, context=160, exact=True)
+    await engine.start()
+    samples = await play_episodes(engine, sampling, 4)
+    await engine.close()
+    rows = make_rows(as_batch(samples), [sample.columns for sample in samples])
+    config, model = TrainerConfig(), load_policy_model("tiny", "fp32", pick_device("cpu"))
+    actor = Learner("actor", model, PolicyForward(model, config, exact=True), None, config, Alone(), in_order=True)
+    new_N = actor.infer(Databuffer(rows))
+    assert np.abs(new_N - rows.old_N)[rows.mask_N].max() == 0.0

@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.parse import unquote, urlsplit
 
-from rillflow.agents.reaper import Reaper, kill_group
 from rillflow.config.schema import CommandConfig
 from rillflow.contracts import Episode
+from rillflow.engine.reaper import Reaper, kill_group
 from rillflow.errors import ConfigError, WorkflowError
 
 # What programs need to run at all; keys, tokens and everything else that is set in our environment stays with us.

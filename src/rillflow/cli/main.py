@@ -282,6 +282,47 @@ def rollout(folder: RunArgument, name: Annotated[str, typer.Option(help="The nod
 
 
 @app.command(rich_help_panel="One part of a run, started by hand")
+def weights(
+    folder: RunArgument,
+    token: Annotated[
+        bool,
+        typer.Option("--token", help="Only print the token that opens these weights, for relays, and nothing else"),
+    ] = False,
+    host: Annotated[str | None, typer.Option(help="Where to listen", show_default="runtime.host")] = None,
+    port: Annotated[int | None, typer.Option(help="0 for any free one", show_default="the one it had")] = None,
+) -> None:
+    """Serve the weights of a run over HTTP, for relays and nodes that do not see its folder."""
+    from rillflow.cli.weights import print_token
+    from rillflow.runtime.folder import RunFolder
+    from rillflow.runtime.roles import weights_role
+
+    with clear_errors(role=True):
+        opened = RunFolder.open(folder)
+        if token:
+            print_token(opened)
+            return
+        raise typer.Exit(weights_role(opened, host=host, port=port))
+
+
+@app.command(rich_help_panel="One part of a run, started by hand")
+def relay(
+    upstream: Annotated[str, typer.Option(help="URL of a weight server or relay; several with commas", metavar="URL")],
+    cache: Annotated[Path, typer.Option(help="Where it keeps what it has fetched", file_okay=False)],
+    limit: Annotated[float, typer.Option(help="GB that the cache may take", metavar="GB")] = 100.0,
+    host: Annotated[str, typer.Option(help="Where to listen")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 for any free one")] = 0,
+) -> None:
+    """Pass a run's weights on in another region: fetched once, kept, served to all nodes there.
+
+    The token that opens the run's weights is taken from RILLFLOW_WEIGHTS_TOKEN (`rillflow weights RUN --token`).
+    """
+    from rillflow.cli.weights import relay as run_relay
+
+    with clear_errors(role=True):
+        raise typer.Exit(run_relay(upstream, cache, gigabytes=limit, host=host, port=port))
+
+
+@app.command(rich_help_panel="One part of a run, started by hand")
 def trainer(
     folder: RunArgument,
     policy: Annotated[str | None, typer.Option(help="The policy to train", show_default="the run's first")] = None,

@@ -9,6 +9,7 @@ from rillflow.clients.coalesce import Coalesced
 from rillflow.errors import RillflowError, from_body
 from rillflow.types import (
     Ack,
+    AskTurn,
     BatchReply,
     CommitBatch,
     CommitStage,
@@ -30,6 +31,7 @@ from rillflow.types import (
     TaskLeases,
     TasksTaken,
     TrainerJoined,
+    TurnReply,
     UnitBeat,
     UnitBeatReply,
     Units,
@@ -104,6 +106,15 @@ class DataflowClient:
     async def engines(self, deadline: float = DEFAULT_DEADLINE) -> Engines:
         """The engine processes that were heard of lately."""
         return await self.wire.get("/engines", Engines, deadline)
+
+    async def turn(self, ask: AskTurn, deadline: float = DEFAULT_DEADLINE) -> TurnReply:
+        """Whether an engine may change its weights now, or that it has done so (`clients.turns`)."""
+        return await self.wire.post("/weights/turn", ask, TurnReply, deadline)
+
+    async def versions_in_use(self, policy: str, deadline: float = DEFAULT_DEADLINE) -> list[int]:
+        """The versions of a policy that live nodes and engine processes serve, in ascending order."""
+        versions = await self.wire.get("/weights/versions", dict[str, list[int]], deadline)
+        return versions.get(policy, [])
 
     async def lose_rows(self, news: LoseRows, deadline: float = DEFAULT_DEADLINE) -> Ack:
         """Rows that could not be read as they were written."""

@@ -236,7 +236,9 @@ class RuntimeConfig(Section):
         "it, then generates again",
     )
     deterministic: bool = Field(
-        False, description="on-policy, one sequence per forward pass: a resumed run is bit-identical (slow)"
+        False,
+        description="on-policy, one sequence per forward pass: a resumed run is bit-identical, and engine and trainer agree "
+        "to the bit (slow)",
     )
     host: str = "127.0.0.1"
     port: NonNegative = Field(0, description="of the dataflow service; 0 takes any free one")
@@ -249,6 +251,9 @@ class RuntimeConfig(Section):
     start_timeout: Seconds = 120.0
     weights_server: bool = Field(
         False, description="serve the run's weights over HTTP, for nodes and relays that do not see its folder"
+    )
+    weights_port: NonNegative = Field(
+        0, description="of the weight server; 0 takes any free one, and the same again after a restart"
     )
 
 

@@ -31,3 +31,7 @@ class EngineRoster:
         since = self._clock.monotonic() - SILENT_SECONDS
         self._heard = {name: heard for name, heard in self._heard.items() if heard[0] >= since}
         return Engines(engines=[info for _, info in self._heard.values()])
+
+    def serving(self, policy: str) -> list[int]:
+        """Of every engine process that serves the policy, the version that it serves."""
+        return [info.versions[policy] for info in self.engines().engines if policy in info.versions]

@@ -127,6 +127,11 @@ class Nodes(Part):
     def healthy(self) -> int:
         return int(self._db.value("SELECT count(*) FROM nodes WHERE state = 'healthy'"))
 
+    def serving(self, policy: str) -> list[int]:
+        """Of every node that lives and serves the policy, the version that it serves."""
+        rows = self._db.all("SELECT versions FROM nodes WHERE state = 'healthy'")
+        return [known[policy] for known in (json.loads(row["versions"]) for row in rows) if policy in known]
+
     def held(self, node: str) -> tuple[int, int]:
         """How many tasks the node holds, and how many of them are evaluations."""
         row = self._db.one("SELECT held, held_eval FROM nodes WHERE name = ?", (node,))

@@ -22,9 +22,11 @@ from rillflow.dataflow.flow import GroupCommit, News, Watch
 from rillflow.dataflow.gauges import LedgerGauges
 from rillflow.dataflow.journal import Journal
 from rillflow.dataflow.ledger import Ledger
-from rillflow.errors import RillflowError, to_body
+from rillflow.dataflow.turns import Turns
+from rillflow.errors import BadRequest, RillflowError, to_body
 from rillflow.types import (
     Ack,
+    AskTurn,
     BatchReply,
     CommitBatch,
     CommitStage,
@@ -46,6 +48,7 @@ from rillflow.types import (
     TaskLeases,
     TasksTaken,
     TrainerJoined,
+    TurnReply,
     UnitBeat,
     UnitBeatReply,
     Units,
@@ -78,7 +81,8 @@ class DataflowService(Service):
         self._clock = clock or SystemClock()
         self._disk = GroupCommit(ledger, commit_interval, lambda until: journal.catch_up(ledger, until), self._break)
         self._broken: asyncio.Future[None] | None = None
-        self._tasks_news, self._batch_news = News(NEWS_PAUSE), News(NEWS_PAUSE)
+        self._tasks_news, self._batch_news, self._turn_news = News(NEWS_PAUSE), News(NEWS_PAUSE), News(NEWS_PAUSE)
+        self._turns = Turns(clock)
         self._told: tuple[int, dict[str, int], str] = (0, {}, "")
         self._waits: dict[int, Callable[[], str]] = {}
         self._housekeeper: asyncio.Task[None] | None = None
@@ -102,6 +106,8 @@ class DataflowService(Service):
         self.post("/stop", self._stop_run, StopRun)
         self.post("/engines/beat", self._engine_beat, EngineInfo)
         self.get("/engines", self._all_engines)
+        self.post("/weights/turn", self._turn, AskTurn)
+        self.get("/weights/versions", self._versions_in_use)
         self.get("/units", self._units)
         self.get("/status", self._status)
         self.get("/balance", self._balance)
@@ -266,6 +272,34 @@ class DataflowService(Service):
 
     async def _all_engines(self) -> Engines:
         return self._engines.engines()
+
+    # ------------------------------------------------------------ weights
+
+    async def _turn(self, ask: AskTurn) -> TurnReply:
+        policy, policies = ask.policy, self._ledger.rules.policies
+        if policy not in policies:
+            raise BadRequest(f"there is no policy {policy!r:.80}", f"one of: {', '.join(policies)}")
+        if ask.done:
+            self._turns.done(policy, ask.engine)
+            self._turn_news.tell()
+            return TurnReply(granted=False)
+        return await self._poll(
+            lambda: TurnReply(granted=self._turns.ask(policy, ask.engine, len(self._engines_of(policy)))),
+            lambda reply: reply.granted,
+            ask.wait,
+            self._turn_news,
+            lambda: f"{ask.engine} waits to change the weights of {policy}: others do so now",
+        )
+
+    async def _versions_in_use(self) -> dict[str, list[int]]:
+        engines, nodes = self._engines, self._ledger.nodes
+        return {
+            policy: sorted({*engines.serving(policy), *nodes.serving(policy)}) for policy in self._ledger.rules.policies
+        }
+
+    def _engines_of(self, policy: str) -> list[int]:
+        """The versions of all that sample by themselves: engine processes where there are any, else the nodes."""
+        return self._engines.serving(policy) or self._ledger.nodes.serving(policy)
 
     # ------------------------------------------------------------ people and supervisors
 

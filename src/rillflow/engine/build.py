@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rillflow.config import PolicyConfig
+from rillflow.contracts import Engine
 from rillflow.engine.embedded import EmbeddedEngine
+from rillflow.errors import ConfigError
 from rillflow.weights.models import load_policy_model, pick_device
 
 
-def build_engine(policy: PolicyConfig, *, exact: bool) -> EmbeddedEngine:
-    """The initial weights are version 0, the same as the trainer publishes first."""
+def build_engine(policy: PolicyConfig, *, exact: bool, logs: Path | None = None) -> Engine:
+    """The initial weights are version 0, the same as the trainer publishes first. `logs`: where servers' words go."""
+    if policy.engine.kind != "embedded":
+        return _server_engine(policy, exact=exact, logs=logs)
     model = load_policy_model(policy.model, policy.engine.dtype, pick_device(policy.engine.device))
     return EmbeddedEngine(
         model,
@@ -19,3 +25,27 @@ def build_engine(policy: PolicyConfig, *, exact: bool) -> EmbeddedEngine:
         exact=exact,
         on_update=policy.engine.on_update,
     )
+
+
+def _server_engine(policy: PolicyConfig, *, exact: bool, logs: Path | None) -> Engine:
+    from rillflow.engine.servers.facts import model_facts
+
+    settings = policy.engine
+    if exact:
+        raise ConfigError(
+            f"runtime.deterministic is not to be had with engine.kind {settings.kind}: its draws are not reproducible",
+            "use engine.kind embedded",
+        )
+    if settings.on_update != "refill":
+        raise ConfigError(
+            f"engine.on_update {settings.on_update} is not to be had with engine.kind {settings.kind}",
+            "leave it at refill: answers that run are computed again under new weights",
+        )
+    facts = model_facts(policy.model, settings.dtype)
+    if settings.kind == "vllm":
+        from rillflow.engine.vllm import VllmEngine
+
+        return VllmEngine(facts, settings, logs=logs)
+    from rillflow.engine.sglang.engine import SglangEngine
+
+    return SglangEngine(facts, settings, logs=logs)

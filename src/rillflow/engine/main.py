@@ -10,11 +10,10 @@ from pathlib import Path
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.config import Recipe
 from rillflow.engine.build import build_engine
+from rillflow.engine.follow import follow
 from rillflow.engine.host import EngineHost
 from rillflow.engine.service import EngineService
 from rillflow.errors import RillflowError
-from rillflow.weights.refresh import Refresher
-from rillflow.weights.store import FolderStore
 from rillflow.wire import Client
 
 log = logging.getLogger(__name__)
@@ -35,11 +34,15 @@ async def run_engine(
 ) -> None:
     """Serve until cancelled; `on_ready` gets the URL. Nobody hears of it before it has the newest weights."""
     exact = recipe.runtime.deterministic
-    engines = {policy: build_engine(settings, exact=exact) for policy, settings in recipe.policies.items()}
-    refreshers = [Refresher(policy, engine, FolderStore(weights / policy)) for policy, engine in engines.items()]
+    logs = weights.parent / "logs"
+    engines = {policy: build_engine(settings, exact=exact, logs=logs) for policy, settings in recipe.policies.items()}
     served = EngineHost(name, engines)
     service = EngineService(served, token)
     dataflow = DataflowClient(Client(dataflow_url, token, peer="dataflow"))
+    refreshers = [
+        follow(policy, settings, engines[policy], name=name, weights=weights, token=token, turn=dataflow.turn)
+        for policy, settings in recipe.policies.items()
+    ]
     await served.start()
     try:
         await asyncio.gather(*(refresher.refresh() for refresher in refreshers))
@@ -51,6 +54,7 @@ async def run_engine(
     finally:
         await service.stop()
         await served.close()
+        await asyncio.gather(*(refresher.close() for refresher in refreshers))
         await dataflow.close()
 
 

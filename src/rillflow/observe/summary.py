@@ -25,6 +25,7 @@ def summarise(metrics: Metrics, status: Status, seconds: float, since: float = 0
         "samples_per_second": round(recent / seconds, 2) if seconds else 0.0,
         "staleness_mean": _mean([step["staleness_mean"] for step in steps]),
         "staleness_max": max((step["staleness_max"] for step in steps), default=0),
+        "consistency": _consistency(steps),
         "wait_fraction": status.wait_fraction,
         "rollbacks": len(metrics.rollbacks),
         "heldout": evaluations,
@@ -40,6 +41,8 @@ def summary_table(summary: dict[str, Any], folder: Path, plot: Path | None) -> T
     table.add_row("optimizer steps", _steps(summary))
     table.add_row("time", f"{summary['seconds']:.0f} s, {summary['samples_per_second']:.1f} trained samples/s")
     table.add_row("staleness", f"mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']:.0f}")
+    if summary["consistency"] is not None:
+        table.add_row("engine and trainer", _apart(summary["consistency"]))
     table.add_row("trainer waited", f"{summary['wait_fraction']:.0%} of its time")
     table.add_row("prompts", ", ".join(f"{name} {count}" for name, count in summary["counts"].items() if count))
     table.add_row("ended", summary["end"])
@@ -54,6 +57,27 @@ def _steps(summary: dict[str, Any]) -> str:
     if len(policies) < 2:
         return str(summary["steps"])
     return ", ".join(f"{name} {policy['steps']}" for name, policy in policies.items())
+
+
+def _consistency(steps: list[dict[str, Any]]) -> dict[str, float] | None:
+    """How far log-probs of engine and trainer were apart on fresh tokens; None where no step had any."""
+    measured = [step for step in steps if "consistency/mean" in step]
+    if not measured:
+        return None
+    tokens = sum(step["consistency/tokens"] for step in measured)
+    return {
+        "mean": sum(step["consistency/mean"] * step["consistency/tokens"] for step in measured) / tokens,
+        "max": max(step["consistency/max"] for step in measured),
+        "ratio": sum(step["consistency/ratio"] * step["consistency/tokens"] for step in measured) / tokens,
+        "tokens": tokens,
+    }
+
+
+def _apart(seen: dict[str, float]) -> str:
+    return (
+        f"log-probs {seen['mean']:.2g} apart on average, {seen['max']:.2g} at most, ratio {seen['ratio']:.4f} "
+        f"({seen['tokens']:.0f} fresh tokens)"
+    )
 
 
 def _reward(evaluation: dict[str, Any]) -> str:

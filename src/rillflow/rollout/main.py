@@ -65,7 +65,15 @@ async def run_node(
         writer = UnitWriter(dataflow.units, token, segment_bytes=recipe.dataflow.units.segment_bytes)
         client, sessions = _client(), FileSessionLog(folder / "sessions")
         handed = {recipe.policy: handover.weights} if handover is not None else {}
-        engines = node_engines(recipe, name=name, token=token, weights=weights, roster=dataflow.engines, stores=handed)
+        engines = node_engines(
+            recipe,
+            name=name,
+            token=token,
+            weights=weights,
+            roster=dataflow.engines,
+            stores=handed,
+            turn=dataflow.turn,
+        )
         gateway = build_gateway(recipe, token, engines, sessions)
         Control(gateway, feed, late.given)
         # The gateway goes first: no agent is to see the engines go.

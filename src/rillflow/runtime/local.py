@@ -90,6 +90,9 @@ class LocalRun:
         units = [f"unit-{index}" for index in range(self._recipe.dataflow.units.count)]
         for name in units:
             self._start(name, "unit", "--name", name)
+        servers = ["weights"] if self._recipe.runtime.weights_server else []
+        for name in servers:
+            self._start(name, "weights")
         engines = [f"engine-{index}" for index in range(self._recipe.rollout.engines)]
         for name in engines:
             self._start(name, "engine", "--name", name)
@@ -101,7 +104,7 @@ class LocalRun:
             self._start(f"trainer-{policy}", "trainer", "--policy", policy)
         status = await self._follow(self._client)
         # Trainers and nodes see the end themselves and finish what they write; the others stay for them.
-        await self.supervisor.finish(_END_GRACE, keep={"dataflow", *units, *engines})
+        await self.supervisor.finish(_END_GRACE, keep={"dataflow", *units, *engines, *servers})
         return status
 
     def _start(self, name: str, role: str, *options: str) -> Supervised:

@@ -75,6 +75,27 @@ def unit_role(folder: RunFolder, name: str) -> int:
         return run_until_signal(main())
 
 
+def weights_role(folder: RunFolder, *, host: str | None = None, port: int | None = None) -> int:
+    """Serve the weights of all policies. Other hosts reach it where `host` is one of theirs to reach."""
+    from rillflow.weights.serve import serve_weights
+
+    recipe = folder.recipe
+    used = port if port is not None else recipe.runtime.weights_port or folder.last_port("weights")
+
+    async def main() -> None:
+        await serve_weights(
+            folder.root / "weights",
+            folder.token,
+            on_ready=lambda own: folder.publish_endpoint("weights", own),
+            host=host or recipe.runtime.host,
+            port=used,  # relays and nodes look for it there
+        )
+
+    prepare()
+    with folder.locked("weights", PREDECESSOR_WAIT):
+        return run_until_signal(main())
+
+
 def engine_role(folder: RunFolder, name: str) -> int:
     from rillflow.engine.main import run_engine
 

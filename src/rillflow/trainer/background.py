@@ -89,9 +89,11 @@ class Background:
 
 
 class HostCopy:
-    """A copy of tensors in the host's memory, which the next one reuses. Tied tensors stay tied."""
+    """A copy of tensors in the host's memory, or where they are if they are to `stay` there; the next copy reuses its
+    memory. Tied tensors stay tied."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, stay: bool = False) -> None:
+        self._stay = stay
         self._memory: dict[str, torch.Tensor] = {}
 
     def take(self, tensors: Tensors) -> dict[str, torch.Tensor]:
@@ -109,4 +111,6 @@ class HostCopy:
         known = self._memory.get(name)
         if known is not None and known.shape == tensor.shape and known.dtype == tensor.dtype:
             return known
+        if self._stay:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     Ints = npt.NDArray[np.int64]
     Flags = npt.NDArray[np.bool_]
 
-TRAINED_COLUMNS = ("tokens", "mask", "logprobs", "raw_logprobs", "temperatures")
+TRAINED_COLUMNS = ("tokens", "mask", "logprobs", "raw_logprobs", "temperatures", "versions")
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,19 @@ class Rows:
     """A batch, or a part of one, in memory. Row r is `[start_R[r], start_R[r] + length_R[r])` of the arrays over N.
 
     `old_N` are log-probs at `temperature_N`. Tokens that no temperature alone explains (greedy, top-p, top-k) are
-    scored under the untempered distribution, on both sides of the ratio. `member_R` is the place of the row's group in
-    the batch, whatever its part and rank, and rows of it with the same `alike_R` are compared with each other;
-    `step_reward_N` is the reward of the answer that ends with a token, else NaN.
+    scored under the untempered distribution, on both sides of the ratio. `fresh_N`: sampled by the very version that
+    the trainer is at, so that its log-probs differ from the trainer's by how they are computed alone.
+
+    `member_R` is the place of the row's group in the batch, whatever its part and rank, and rows of it with the same
+    `alike_R` are compared with each other; `step_reward_N` is the reward of the answer that ends with a token, else
+    NaN.
     """
 
     tokens_N: npt.NDArray[np.int32]
     mask_N: Flags
     old_N: npt.NDArray[np.float32]
     temperature_N: npt.NDArray[np.float32]
+    fresh_N: Flags
     start_R: Ints
     length_R: Ints
     reward_R: Floats
@@ -65,8 +69,8 @@ class Rows:
         return replace(self, mask_N=self.mask_N & np.repeat(keep_R, self.length_R))
 
 
-def make_rows(samples: Sequence[BatchSample], payload: Sequence[Arrays]) -> Rows:
-    """`payload[i]` holds the columns of `samples[i]`."""
+def make_rows(samples: Sequence[BatchSample], payload: Sequence[Arrays], policy: str = "", version: int = -1) -> Rows:
+    """`payload[i]` holds the columns of `samples[i]`; the trainer is at `version` of `policy` (-1: at none)."""
     if not samples or len(samples) != len(payload):
         raise CorruptData(f"{len(payload)} rows were read for {len(samples)} samples", "the batch is damaged")
     length_R = np.array([sample.tokens for sample in samples], dtype=np.int64)
@@ -77,6 +81,7 @@ def make_rows(samples: Sequence[BatchSample], payload: Sequence[Arrays]) -> Rows
         mask_N=columns["mask"] != 0,
         old_N=np.where(tempered_N, columns["logprobs"], columns["raw_logprobs"]),
         temperature_N=np.where(tempered_N, columns["temperatures"], np.float32(1.0)),
+        fresh_N=_fresh(columns, np.repeat([sample.policy == policy for sample in samples], length_R), version),
         start_R=np.cumsum(length_R) - length_R,
         length_R=length_R,
         reward_R=np.array([sample.reward for sample in samples]),
@@ -107,6 +112,7 @@ def no_rows() -> Rows:
         mask_N=flags,
         old_N=np.empty(0, np.float32),
         temperature_N=np.empty(0, np.float32),
+        fresh_N=flags,
         start_R=ints,
         length_R=ints,
         reward_R=floats,
@@ -120,6 +126,12 @@ def no_rows() -> Rows:
         alike_R=ints,
         step_reward_N=np.empty(0, np.float32),
     )
+
+
+def _fresh(columns: Arrays, own_N: Flags, version: int) -> Flags:
+    """Versions count for their own policy; a number that a dead line of weights had is not the trainer's."""
+    fresh_N: Flags = own_N & (columns["mask"] != 0) & (columns["versions"] == version)
+    return fresh_N
 
 
 def _step_rewards(payload: Sequence[Arrays], length_R: Ints, samples: Sequence[BatchSample]) -> npt.NDArray[np.float32]:

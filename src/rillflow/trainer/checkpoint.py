@@ -18,7 +18,6 @@ import base64
 import logging
 import os
 import re
-import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,8 +30,9 @@ import msgspec
 import torch
 
 from rillflow.errors import CheckpointError, CorruptData
-from rillflow.storage import disk_errors, write_atomic
+from rillflow.storage import disk_errors
 from rillflow.trainer.background import DEADLINE, Background, HostCopy
+from rillflow.trainer.parallel.handing import collect, hand_in
 from rillflow.trainer.parallel.peers import Alone, Peers
 from rillflow.trainer.slices import own, read, wanted_by
 from rillflow.weights import sealed
@@ -47,7 +47,6 @@ T = TypeVar("T")
 _NAME = re.compile(r"c(\d{8,})")
 _DAMAGED = "damaged-"
 _MODEL, _OPTIMIZER = "model", "optimizer"
-_LOOK = 0.05  # seconds between two looks for what other ranks hand in
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,34 +144,17 @@ class Checkpoints:
         with sealed.cleaned(temporary, target):
             written = sealed.fill(temporary, files)
             if self._peers.rank > 0:
-                self._hand_in(temporary, _HandedIn(written, state.random))
+                hand_in(temporary, self._peers.rank, _HandedIn(written, state.random))
                 return
-            others = [self._collect(temporary, rank) for rank in range(1, self._peers.size)]
+            others = [collect(temporary, rank, _HandedIn, self._patience) for rank in range(1, self._peers.size)]
             state = msgspec.structs.replace(state, peers=[other.random for other in others])
             for other in others:
                 written |= other.files
             written |= sealed.fill(temporary, [("state.json", msgspec.json.encode(state))])
-            sealed.close(temporary, target, written, {})
+            sealed.close(temporary, target, sealed.plain(written))
         sealed.remove_leftovers(self._folder)
         for version in self.versions()[: -self._keep]:
             sealed.remove(self._path(version))
-
-    def _hand_in(self, temporary: Path, handed: _HandedIn) -> None:
-        write_atomic(_handed(temporary, self._peers.rank), msgspec.json.encode(handed))
-
-    def _collect(self, temporary: Path, rank: int) -> _HandedIn:
-        """Over the folder, not over the network: only the threads that train speak to each other."""
-        path, deadline = _handed(temporary, rank), time.monotonic() + self._patience
-        while not path.exists():
-            if time.monotonic() > deadline:
-                raise CheckpointError(
-                    f"rank {rank} has not written its part of {temporary} within {self._patience:.0f} s",
-                    "all ranks must see the same run folder; see that rank's log",
-                )
-            time.sleep(_LOOK)
-        handed = msgspec.json.decode(path.read_bytes(), type=_HandedIn)
-        path.unlink()
-        return handed
 
     # ------------------------------------------------------------ reading
 
@@ -249,10 +231,6 @@ class Checkpoints:
 
     def _path(self, version: int) -> Path:
         return self._folder / f"c{version:08d}"
-
-
-def _handed(temporary: Path, rank: int) -> Path:
-    return temporary / f".rank{rank:05d}.json"
 
 
 def _files(folder: Path, manifest: sealed.Manifest, stem: str) -> Sequence[Path]:

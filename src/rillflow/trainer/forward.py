@@ -6,6 +6,7 @@ Log-probs are at the temperature that their tokens were sampled with, and equal 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from rillflow.config import TrainerConfig
 from rillflow.errors import ConfigError
 from rillflow.trainer.attention import choose, hidden_states
+from rillflow.trainer.exact import exact_scores
 from rillflow.trainer.heads import PolicyHead
 from rillflow.trainer.layout import MicroBatch
 from rillflow.trainer.lora import adapters_off
@@ -24,11 +26,17 @@ if TYPE_CHECKING:
 
 
 class PolicyForward:
-    """Calls a causal language model; without `adapters`, as if LoRA had not been."""
+    """Calls a causal language model; without `adapters`, as if LoRA had not been. `exact` gives log-probs that have the
+    bits of an embedded engine in its exact mode, for the time that takes."""
 
-    def __init__(self, model: PreTrainedModel, config: TrainerConfig, *, adapters: bool = True) -> None:
+    def __init__(
+        self, model: PreTrainedModel, config: TrainerConfig, *, adapters: bool = True, exact: bool = False
+    ) -> None:
         self._model = model
         self._adapters = adapters
+        if exact:
+            self._run = entered(model, partial(exact_scores, model))
+            return
         self._backend = _backend(model, config)
         self._head = entered(model, PolicyHead)(model, config)
         self._run = entered(model, self._scores)

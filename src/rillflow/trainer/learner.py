@@ -90,7 +90,7 @@ class Learner:
         """
         tally = _Tally(Totals(objective.sums, objective.peaks, self._device))
         for number, update in enumerate(self._updates(parts)):
-            self._update(update, objective, tally, _go_on if number else check)
+            self._update(update, objective.later() if number else objective, tally, _go_on if number else check)
         return self._metrics(objective, tally)
 
     def _updates(self, parts: Iterable[Databuffer]) -> Iterator[Iterable[Databuffer]]:

@@ -22,14 +22,14 @@ A batch that was leased and not committed returns to the stream by itself. One t
 its update is abandoned, and another is leased. When a commit finds the lease lost, or the answer to it is lost for
 good, this process's weights are on no line: the error ends the process, and its supervisor starts it again at step 4.
 
-Every rank runs this loop, with the same decisions in the same order. Rank 0 alone speaks to the ledger and publishes;
-what it finds wrong there ends all.
+Every rank runs this loop, with the same decisions in the same order. Rank 0 alone speaks to the ledger and publishes
+(of a sharded model, what all ranks have written); what it finds wrong there ends all.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -37,20 +37,22 @@ import msgspec
 import torch
 
 from rillflow.clients.payloads import DamagedRows
-from rillflow.config import TrainerConfig
+from rillflow.config import TrainerConfig, WeightsConfig
 from rillflow.contracts import Clock, Generator, SystemClock
 from rillflow.errors import LeaseLost, RillflowError, RunError
 from rillflow.trainer.batches import Rows
 from rillflow.trainer.checkpoint import Checkpoints, State, random_state, restore_random
 from rillflow.trainer.parallel.peers import Alone, Peers
+from rillflow.trainer.parallel.publication import ShardPublisher
 from rillflow.trainer.parts import Parts, RunOver, Stopped
-from rillflow.trainer.publisher import Publisher
+from rillflow.trainer.publisher import Publisher, Retention
 from rillflow.trainer.stream import Stream
 from rillflow.weights import FolderStore
 from rillflow.weights.adapters import Adapter
 
 if TYPE_CHECKING:
     from rillflow.contracts import Tensors
+    from rillflow.trainer.parallel.sharding import Shards
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +72,9 @@ class Trained(Protocol):
     def weights(self, dtype: torch.dtype) -> Tensors:
         """Whole tensors, at least on rank 0. All ranks call it together."""
 
+    def shards(self, dtype: torch.dtype) -> Shards:
+        """What this rank has of the weights of a sharded model. All ranks call it together."""
+
     def adapter(self) -> Adapter | None:
         """The trained adapter of a LoRA policy, which every rank has; None of any other."""
 
@@ -88,7 +93,11 @@ class StepReport:
 
 
 class TrainerLoop:
-    """Runs until the dataflow service has no more batches, or `stop` says so."""
+    """Runs until the dataflow service has no more batches, or `stop` says so.
+
+    `in_use` are the versions that live nodes serve; `published` hears of every change of the store. With `shard_deltas`
+    the ranks of a sharded model publish together; otherwise rank 0 does.
+    """
 
     def __init__(
         self,
@@ -106,14 +115,22 @@ class TrainerLoop:
         report: Callable[[StepReport], None] = lambda report: None,
         clock: Clock | None = None,
         generator: Generator | None = None,
+        weights: WeightsConfig | None = None,
+        in_use: Callable[[], Collection[int]] = tuple,
+        published: Callable[[], None] = lambda: None,
+        shard_deltas: bool = False,
     ) -> None:
         self._stream = stream
         self._worker = worker
         self._store = store
         self._checkpoints = checkpoints
-        self._publisher = Publisher(store, publish_dtype, lambda: checkpoints.needed)
-        self._config = config
+        keeps = weights or WeightsConfig()
+        self._published = published
         self._peers = peers or Alone()
+        retention = Retention(keeps.keep, keeps.retain, needed=lambda: checkpoints.needed, in_use=in_use)
+        self._shards = ShardPublisher(store, publish_dtype, self._peers, retention, published) if shard_deltas else None
+        self._publisher = self._shards or Publisher(store, publish_dtype, retention, published)
+        self._config = config
         self._dtype = publish_dtype
         self._recipe = recipe_hash
         self._stop = stop
@@ -194,6 +211,7 @@ class TrainerLoop:
             )
         orphaned = self._store.rewind(self._version)
         self._next = max(self._store.highest(), joined.highest) + 1
+        self._published()
         log.info("from version %d; orphaned %s; next version %d", self._version, orphaned, self._next)
 
     def _on_first(self, action: Callable[[], None]) -> None:
@@ -240,7 +258,7 @@ class TrainerLoop:
             self._abandon(parts, error)
             return True
         self._abandoned = 0
-        self._finish(parts, metrics | {"wait_seconds": parts.waited}, started)
+        self._finish(parts, metrics | {"wait_seconds": parts.waited} | self._publisher.statistics(), started)
         return True
 
     def _check(self) -> None:
@@ -263,7 +281,9 @@ class TrainerLoop:
     def _take(self) -> None:
         """Copy what the step has made, for publication."""
         adapter = self._worker.adapter()
-        if adapter is None:
+        if self._shards is not None:
+            self._shards.take_shards(self._worker.shards(self._dtype), self._weights)
+        elif adapter is None:
             weights = self._weights()
             if self._peers.rank == 0:
                 self._publisher.take(weights)
@@ -273,6 +293,9 @@ class TrainerLoop:
     def _finish(self, parts: Parts, metrics: dict[str, float], started: float) -> None:
         """Commit the batch, publish what was taken and write down what is due."""
         version = self._next
+        if self._shards is not None and self._peers.rank > 0:
+            # Before the commit, as rank 0 may wait for it there; without it, what is written is never sealed.
+            self._shards.begin(version, self._version)
         self._on_first(lambda: self._commit_and_publish(parts, version, metrics, started))
         self._version = version
         self._next = version + 1

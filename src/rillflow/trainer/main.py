@@ -9,7 +9,8 @@ import hashlib
 import logging
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -31,11 +32,14 @@ from rillflow.trainer.process import prepare_torch, stops_on_signal
 from rillflow.trainer.stream import RemoteStream, Stream
 from rillflow.weights import FolderStore
 from rillflow.weights.models import DTYPES
+from rillflow.weights.signing import key_of
+from rillflow.weights.upload import uploader
 from rillflow.wire import Client, LoopThread, Service
 
 log = logging.getLogger(__name__)
 
 _CALL = 10.0
+_LAST_UPLOAD = 60.0
 
 
 def run_trainer(
@@ -58,7 +62,12 @@ def run_trainer(
     stop = threading.Event()
     place = place or Place()
     device = device_of(recipe.policies[policy].trainer.device, place.rank)
-    with stops_on_signal(stop), connect(place, device) as peers, _Wire(dataflow_url, token, policy) as wire:
+    with (
+        stops_on_signal(stop),
+        connect(place, device) as peers,
+        _Wire(dataflow_url, token, policy) as wire,
+        _opened(recipe, policy, folder, token, peers) as (store, published),
+    ):
         if peers.rank == 0:
             wire.listen(on_ready)
         finished = build_loop(
@@ -71,6 +80,9 @@ def run_trainer(
             stop=stop.is_set if peers.size == 1 else _never,
             report=Gauges(wire.service.registry, policy),
             generator=generator,
+            store=store,
+            in_use=wire.versions_in_use,
+            published=published,
         ).run()
     return finished and not stop.is_set()
 
@@ -79,6 +91,7 @@ class _Wire:
     """What speaks HTTP, in a thread of its own."""
 
     def __init__(self, dataflow_url: str, token: str, policy: str) -> None:
+        self._policy = policy
         self.thread = LoopThread("trainer-wire")
         self.service = Service(f"trainer-{policy}", token)
         self.dataflow = DataflowClient(Client(dataflow_url, token, peer="dataflow"))
@@ -92,6 +105,10 @@ class _Wire:
         log.info("metrics at %s/metrics", url)
         if on_ready is not None:
             on_ready(url)
+
+    def versions_in_use(self) -> list[int]:
+        """Those that live nodes serve."""
+        return self.thread.run(self.dataflow.versions_in_use(self._policy), _CALL)
 
     def __exit__(self, *_: object) -> None:
         self.thread.run(self.service.stop(), _CALL)
@@ -136,6 +153,9 @@ def build_loop(
     *,
     stop: Callable[[], bool],
     report: Callable[[StepReport], None],
+    store: FolderStore,
+    in_use: Callable[[], Collection[int]],
+    published: Callable[[], None],
     generator: Generator | None = None,
 ) -> TrainerLoop:
     """The loop of a policy on its part of the run folder."""
@@ -144,7 +164,7 @@ def build_loop(
     return TrainerLoop(
         stream,
         build_worker(recipe, policy, peers, device=device_of(settings.trainer.device, peers.rank)),
-        FolderStore(folder / "weights" / policy),
+        store,
         Checkpoints(folder / "checkpoints" / policy, settings.trainer.keep_checkpoints, peers),
         settings.trainer,
         peers=peers,
@@ -155,7 +175,48 @@ def build_loop(
         stop=stop,
         report=report,
         generator=generator,
+        weights=settings.weights,
+        in_use=in_use,
+        published=published,
+        shard_deltas=_writes_deltas(recipe, policy) and _sharded(recipe, policy, peers),
     )
+
+
+def _writes_deltas(recipe: Recipe, policy: str) -> bool:
+    settings = recipe.policies[policy]
+    mode, narrow = settings.weights.mode, DTYPES[settings.engine.dtype].itemsize == 2
+    # Adapters are small, and every weight of them changes at every step.
+    return settings.trainer.lora is None and (mode == "delta" or (mode == "auto" and narrow))
+
+
+def _sharded(recipe: Recipe, policy: str, peers: Peers) -> bool:
+    return recipe.policies[policy].trainer.sharding != "none" and peers.size > 1
+
+
+@contextmanager
+def _opened(
+    recipe: Recipe, policy: str, folder: Path, token: str, peers: Peers
+) -> Iterator[tuple[FolderStore, Callable[[], None]]]:
+    """The policy's store, and what to call when it has changed: rank 0 copies it to the object store that the recipe
+    names, if any. The last versions get some time at the end."""
+    settings = recipe.policies[policy].weights
+    store = FolderStore(
+        folder / "weights" / policy,
+        key_of(token),
+        # The ranks of a sharded model find out themselves what has changed.
+        deltas=_writes_deltas(recipe, policy) and not _sharded(recipe, policy, peers),
+        snapshot_every=settings.snapshot_every,
+    )
+    copies = uploader(store, settings.source, policy) if peers.rank == 0 else None
+    try:
+        yield store, _nothing if copies is None else copies.poke
+    finally:
+        if copies is not None:
+            copies.close(_LAST_UPLOAD)
+
+
+def _nothing() -> None:
+    """Nobody copies."""
 
 
 def _publishes_first(recipe: Recipe, policy: str, generator: Generator | None) -> bool:

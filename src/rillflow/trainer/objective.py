@@ -56,6 +56,10 @@ class Objective:
         """What `sums` and `peaks` name; nothing has a gradient here."""
         return [], []
 
+    def later(self) -> Objective:
+        """What is trained for in the updates after a batch's first."""
+        return self
+
     def values(self, sums: dict[str, float], peaks: dict[str, float], tokens: int) -> dict[str, float]:
         """The metrics, from what was measured on all ranks over so many trained tokens."""
         return {}

@@ -20,7 +20,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rillflow.errors import CheckpointError
 from rillflow.trainer import lora
-from rillflow.trainer.parallel.sharding import whole
+from rillflow.trainer.parallel.sharding import Shards, shards_of, whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -136,6 +136,10 @@ class Optimizer:
         own, aliases = self._state()
         cast = {name: whole(tensor.to(dtype)) for name, tensor in own.items()}
         return cast | {alias: cast[name] for alias, name in aliases.items()}
+
+    def shards(self, dtype: torch.dtype) -> Shards:
+        """The same as far as this rank holds it. All ranks must ask."""
+        return shards_of(*self._state(), dtype, self._peers)
 
     def adapter(self) -> Adapter | None:
         """What changes with LoRA; good until the next update."""

@@ -181,7 +181,7 @@ class RemoteStream:
         wanted = [[sample.row, *sample.extra] for sample in part.samples]
         try:
             columns = self._thread.run(self._reader.read_samples(wanted, self._columns), READ_DEADLINE + _GRACE)
-            return make_rows(part.samples, columns)
+            return make_rows(part.samples, columns, part.policy, part.version)
         except DamagedRows as error:
             news = LoseRows(rows=list(error.rows), reason=error.message)
             self._thread.run(self._dataflow.lose_rows(news), CALL_DEADLINE)

@@ -3,6 +3,7 @@
 `models` is the one place through which trainers and engines load a policy, so that version 0 is the same for all.
 """
 
-from rillflow.weights.store import FolderStore, Line
+from rillflow.weights.manifest import Line
+from rillflow.weights.store import FolderStore
 
 __all__ = ["FolderStore", "Line"]

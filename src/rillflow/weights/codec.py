@@ -19,10 +19,15 @@ from safetensors.torch import load
 from rillflow.errors import CorruptData, WeightsError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import numpy as np
     import numpy.typing as npt
 
+    from rillflow.weights.manifest import VersionManifest
+
 SHARD_BYTES = 2 << 30
+_CHANGED = "the manifest was changed"
 _ALIGNMENT = 8
 # As the format calls them.
 _DTYPES = {
@@ -105,6 +110,27 @@ def decode(data: bytes, source: str) -> dict[str, torch.Tensor]:
     except SafetensorError as error:
         raise CorruptData(f"{source} is not a safetensors file: {error}", "it is damaged") from error
     return tensors
+
+
+def read_version(manifest: VersionManifest, paths: Mapping[str, Path]) -> dict[str, torch.Tensor]:
+    """The tensors of a whole version (or of the adapter that it is), aliases among them, from files by their names in
+    the manifest. Whoever got the files has verified their hashes."""
+    return assembled(manifest, {name: decode(path.read_bytes(), str(path)) for name, path in paths.items()})
+
+
+def assembled(manifest: VersionManifest, files: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """All tensors of these files, which must be what the manifest says."""
+    tensors = {name: tensor for of_file in files.values() for name, tensor in of_file.items()}
+    if {name: tensor_facts(tensor) for name, tensor in tensors.items()} != manifest.tensors:
+        raise CorruptData(f"version {manifest.version} has other tensors than its manifest names", _CHANGED)
+    return tied(tensors, manifest)
+
+
+def tied(tensors: Mapping[str, torch.Tensor], manifest: VersionManifest) -> dict[str, torch.Tensor]:
+    """The tensors, and under the names of the manifest's aliases those that they stand for."""
+    if not set(manifest.aliases.values()) <= set(tensors):
+        raise CorruptData(f"version {manifest.version} has aliases of tensors it does not hold", _CHANGED)
+    return {**tensors, **{alias: tensors[name] for alias, name in manifest.aliases.items()}}
 
 
 def _shards(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:

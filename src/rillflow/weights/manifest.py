@@ -10,7 +10,9 @@ ask for; what it finds may have been removed since, and then it looks at the lin
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from typing import Annotated
 
 import msgspec
 
@@ -19,6 +21,16 @@ from rillflow.weights.codec import TensorFacts
 from rillflow.weights.sealed import FileFacts, Manifest
 
 DELTA = "delta"
+HEAD = "head.json"
+
+Fingerprint = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
+
+
+FOLDER_NAME = re.compile(r"v(\d{8,})")
+
+
+def folder_name(version: int) -> str:
+    return f"v{version:08d}"
 
 
 class VersionManifest(Manifest, frozen=True, kw_only=True):
@@ -33,7 +45,7 @@ class VersionManifest(Manifest, frozen=True, kw_only=True):
     aliases: dict[str, str]
     adapter: AdapterFacts | None = None
     delta_of: int | None = None
-    fingerprints: dict[str, str] = msgspec.field(default_factory=dict)
+    fingerprints: dict[str, Fingerprint] = msgspec.field(default_factory=dict)
     signature: str = ""
 
     @property
@@ -44,6 +56,23 @@ class VersionManifest(Manifest, frozen=True, kw_only=True):
     def full_files(self) -> Mapping[str, FileFacts]:
         """Of the whole version, or of the adapter that it is."""
         return {name: facts for name, facts in self.files.items() if not name.startswith(DELTA)}
+
+    @property
+    def entry(self) -> Entry:
+        return Entry(
+            delta_of=self.delta_of,
+            delta_bytes=sum(facts.size for facts in self.delta_files.values()),
+            full_bytes=sum(facts.size for facts in self.full_files.values()),
+        )
+
+    def tensor_fingerprints(self) -> dict[str, int]:
+        """As numbers; none of versions that were published before there were any."""
+        return {name: int(text, 16) for name, text in self.fingerprints.items()}
+
+
+def as_hexadecimal(fingerprints: Mapping[str, int]) -> dict[str, str]:
+    """As manifests have them."""
+    return {name: f"{value:016x}" for name, value in fingerprints.items()}
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):

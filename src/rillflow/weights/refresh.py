@@ -1,49 +1,155 @@
-"""Keeps an engine on the head of its policy's weight store. A broken version is skipped, the old one stays."""
+"""Keeps an engine on the head of its policy's weights. A broken version is skipped, the old one stays.
+
+Invariants: everything but the change itself happens while the engine samples; an engine that serves another version
+than a patch is for, or refuses it, gets the whole version.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import Protocol
 
 from rillflow.contracts import Engine, WeightStore
-from rillflow.errors import RillflowError
+from rillflow.errors import EngineError, RillflowError, WeightsError
+from rillflow.weights.pull import Pulled, Transfer
 
 log = logging.getLogger(__name__)
 
+_KEPT = 100
+_LOOK = (
+    2.0  # seconds that a source has to tell of news; then the engine is looked at again, which may have lost weights
+)
+_AWAY = 1.0  # between two looks when the source cannot be asked
+
+Turn = Callable[[], AbstractAsyncContextManager[None]]
+
+
+class Supply(Protocol):
+    """Where an engine's weights come from: `pull.Puller`, or `StoreSupply`."""
+
+    async def head(self) -> int | None: ...
+
+    async def pull(self) -> Pulled: ...
+
+    async def changed(self, seconds: float) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class StoreSupply:
+    """A store whose versions are simply read, whole: one in this process's memory."""
+
+    def __init__(self, store: WeightStore) -> None:
+        self._store = store
+
+    async def head(self) -> int | None:
+        return self._store.head()
+
+    async def pull(self) -> Pulled:
+        head = self._store.head()
+        if head is None:
+            raise WeightsError("no version was published yet", "wait for the first one")
+        began = time.perf_counter()
+        tensors = await asyncio.to_thread(self._store.pull, head)
+        return Pulled(head, tensors, None, Transfer(head, None, "held", 0, 0, 0.0, time.perf_counter() - began))
+
+    async def changed(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    async def close(self) -> None:
+        """Nothing was opened."""
+
+
+class Transfers:
+    """The last pulls, and the sums of all."""
+
+    def __init__(self) -> None:
+        self.last: deque[Transfer] = deque(maxlen=_KEPT)
+        self.loads = self.delta_loads = self.bytes = 0
+        self.fetch = self.verify = self.apply = self.pause = 0.0
+
+    def add(self, transfer: Transfer) -> None:
+        self.last.append(transfer)
+        self.loads += 1
+        self.delta_loads += transfer.kind == "delta"
+        self.bytes += transfer.bytes
+        self.fetch += transfer.fetch
+        self.verify += transfer.verify
+        self.apply += transfer.apply
+        self.pause += transfer.pause
+
 
 class Refresher:
-    """Pulls the head when it differs from what the engine serves, also when it moved back to an older line."""
+    """Pulls the head when it differs from what the engine serves, also when it moved back to an older line.
 
-    def __init__(self, policy: str, engine: Engine, store: WeightStore) -> None:
+    `turn` is entered around every change of weights, so that not all engines of a policy pause at once; but not at the
+    first look, when the engine serves nobody yet.
+    """
+
+    def __init__(self, policy: str, engine: Engine, supply: Supply, *, turn: Turn | None = None) -> None:
         self._policy = policy
         self._engine = engine
-        self._store = store
+        self._supply = supply
+        self._turn = turn
         self._one_at_a_time = asyncio.Lock()
-        self.seconds = 0.0
-        self.loads = 0
+        self._serving = False
+        self.transfers = Transfers()
 
     async def refresh(self) -> bool:
         """Whether a new version was loaded."""
         async with self._one_at_a_time:
             head: int | None = None
             try:
-                head = self._store.head()
+                head = await self._supply.head()
                 if head is None or head == self._engine.version:
                     return False
-                started = time.perf_counter()
-                # Reading and hashing release the interpreter lock, so episodes go on meanwhile.
-                tensors = await asyncio.to_thread(self._store.pull, head)
-                await self._engine.load(tensors, head)
+                return await self._give(await self._supply.pull())
             except RillflowError as error:
                 # The head may have moved on while it was read; a really broken version stays in the log.
                 log.warning("policy %s: version %s not loaded: %s", self._policy, head, error)
                 return False
-            self.seconds += time.perf_counter() - started
-            self.loads += 1
-            return True
+            finally:
+                self._serving = True
+
+    async def _give(self, pulled: Pulled) -> bool:
+        if pulled.version == self._engine.version:  # the line went back to it meanwhile
+            return False
+        async with self._turn() if self._turn is not None and self._serving else nullcontext():
+            began, paused = time.perf_counter(), self._engine.stats().load_seconds
+            by_patch = await self._patched(pulled)
+            if not by_patch:
+                await self._engine.load(pulled.tensors, pulled.version)
+            apply = time.perf_counter() - began
+        pause = self._engine.stats().load_seconds - paused
+        self.transfers.add(pulled.transfer._replace(apply=apply, pause=pause))
+        return True
+
+    async def _patched(self, pulled: Pulled) -> bool:
+        """Whether the engine could take what has changed alone."""
+        if pulled.patch is None or pulled.patch.base != self._engine.version:
+            return False
+        try:
+            await self._engine.patch(pulled.patch, pulled.version)
+        except (WeightsError, EngineError) as error:
+            log.warning("policy %s: version %d goes to the engine whole: %s", self._policy, pulled.version, error)
+            return False
+        return True
 
     async def run(self, every: float) -> None:
+        """Follow the head for ever, with so many seconds between two looks at least."""
         while True:
             await self.refresh()
             await asyncio.sleep(every)
+            try:
+                await self._supply.changed(_LOOK)
+            except RillflowError as error:
+                log.warning("policy %s: the weights cannot be looked for: %s", self._policy, error)
+                await asyncio.sleep(_AWAY)
+
+    async def close(self) -> None:
+        await self._supply.close()

@@ -11,10 +11,10 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -23,7 +23,7 @@ from rillflow.storage import disk_errors, file_hash, fsync_folder
 
 MANIFEST = "manifest.json"
 _TEMPORARY = ".tmp"
-_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class FileFacts(msgspec.Struct, frozen=True):
@@ -47,15 +47,24 @@ class AlreadySealed(StorageError):
 Content = bytes | Iterable[bytes | memoryview]
 
 
-def seal(target: Path, files: Iterable[tuple[str, Content]], facts: Mapping[str, Any]) -> None:
-    """Write `files` and a manifest with `facts` so that `target` appears at once or not at all.
+def plain(files: dict[str, FileFacts]) -> Manifest:
+    """A manifest that says no more than it must."""
+    return Manifest(files=files)
+
+
+def seal(
+    target: Path, files: Iterable[tuple[str, Content]], describe: Callable[[dict[str, FileFacts]], Manifest] = plain
+) -> Manifest:
+    """Write `files` and the manifest that `describe` makes of them so that `target` appears at once or not at all.
 
     AlreadySealed when `target` is there; DiskFull when the disk is, with nothing left behind.
     """
     temporary = unfinished(target, str(os.getpid()))
     with cleaned(temporary, target):
         shutil.rmtree(temporary, ignore_errors=True)
-        close(temporary, target, fill(temporary, files), facts)
+        manifest = describe(fill(temporary, files))
+        close(temporary, target, manifest)
+    return manifest
 
 
 def unfinished(target: Path, writer: str) -> Path:
@@ -80,13 +89,18 @@ def fill(folder: Path, files: Iterable[tuple[str, Content]]) -> dict[str, FileFa
     return {name: _write(folder / name, content) for name, content in files}
 
 
-def close(temporary: Path, target: Path, written: Mapping[str, FileFacts], facts: Mapping[str, Any]) -> None:
+def close(temporary: Path, target: Path, manifest: Manifest) -> None:
     """The manifest, then the rename that makes it all visible."""
-    manifest = msgspec.json.encode({**facts, "files": written})
-    _write(temporary / MANIFEST, msgspec.json.format(manifest, indent=2) + b"\n")
+    _write(temporary / MANIFEST, as_text(manifest))
     fsync_folder(temporary)
     _rename(temporary, target)
     fsync_folder(target.parent)
+
+
+def as_text(value: msgspec.Struct) -> bytes:
+    """For people too: one line for each fact, in an order that depends on nothing but the facts."""
+    ordered = msgspec.to_builtins(value, str_keys=True, order="sorted")
+    return msgspec.json.format(msgspec.json.encode(ordered), indent=2) + b"\n"
 
 
 def _write(path: Path, content: Content) -> FileFacts:
@@ -114,7 +128,7 @@ def read_manifest(folder: Path, kind: type[M]) -> M:
     """The manifest, validated; CorruptData when it is missing, torn or not of this kind."""
     try:
         return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=kind)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CorruptData(f"{folder} has no valid manifest: {error}", "the folder is damaged") from error
 
 
@@ -138,7 +152,7 @@ def verify_file(folder: Path, name: str, manifest: Manifest) -> None:
 def _facts(folder: Path, name: str, manifest: Manifest) -> FileFacts:
     facts = manifest.files.get(name)
     # A manifest is data: it must not make a reader open anything outside its folder.
-    if facts is None or not _FILE_NAME.fullmatch(name) or (folder / name).is_symlink():
+    if facts is None or not FILE_NAME.fullmatch(name) or (folder / name).is_symlink():
         raise CorruptData(f"{folder} does not hold a file {name!r}", "the manifest is damaged")
     return facts
 

@@ -1,189 +1,180 @@
 """The weight store of one policy: a folder of immutable, hashed versions and a head that names the live one.
 
     v00000012/model.safetensors, manifest.json      sealed: whole or absent, never changed
-    v00000013/adapter.safetensors, manifest.json    of a LoRA policy: the adapter alone, and which version it belongs to
-    head.json                                       {"head": 12, "orphaned": [9, 10]}
+    v00000013/delta.rfd, manifest.json              what turns version 12 into 13; at times it is whole too
+    v00000014/adapter.safetensors, manifest.json    of a LoRA policy: the adapter alone, and which version it belongs to
+    head.json                                       the line: head, orphans, and what there is of every version
 
 Invariants: a version number is used once, also after pruning; `head.json` moves only after the version it names is in
-place; what `pull` returns matches the manifests, and is always whole: readers need not know of adapters; the base of an
-adapter that is kept is kept; a version is written again only by `mend`, when it is damaged. There is one writer (the
-policy's trainer) and any number of readers, which need nothing but the files.
+place, and names nothing that is being removed; what `pull` returns matches the manifests, and is always whole: readers
+need not know of deltas and adapters; whatever is kept, all that it is made of is kept; a version is written again only
+by `mend`, when it is damaged. There is one writer (the policy's trainer) and any number of readers, which need nothing
+but the files.
+
+A store with a key signs what it writes, and does not check signatures: who can write into this folder can read the
+run's token beside it. Those who get the files by other ways check them (`signing`).
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import re
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import torch
 
 from rillflow.errors import CorruptData, WeightsError
-from rillflow.storage import read_json, write_json
-from rillflow.weights import sealed
-from rillflow.weights.adapters import Adapter, AdapterFacts, merged
-from rillflow.weights.codec import decode, encode, tensor_facts, unique
-from rillflow.weights.manifest import Line, VersionManifest
+from rillflow.storage import write_atomic
+from rillflow.weights import sealed, signing
+from rillflow.weights.adapters import Adapter, AdapterFacts
+from rillflow.weights.codec import encode, tensor_facts, unique
+from rillflow.weights.folder import Folder
+from rillflow.weights.manifest import DELTA, HEAD, Line, VersionManifest, as_hexadecimal
+from rillflow.weights.retention import kept
+from rillflow.weights.route import route
 
 if TYPE_CHECKING:
     from rillflow.contracts import Tensors
+    from rillflow.weights.delta.container import Part
+    from rillflow.weights.previous import Difference, Previous
 
 log = logging.getLogger(__name__)
 
-_VERSION = re.compile(r"v(\d{8,})")
+# A delta that is not smaller than this part of the whole version is not worth its decoding.
+WORTH = 0.8
 
 
-_EMPTY = Line(head=None, orphaned=frozenset())
+class Publication(NamedTuple):
+    """What a publication took. `changed` is the part of the weights that the delta changes; without one it is 1."""
+
+    seconds: float
+    delta_bytes: int
+    full_bytes: int
+    changed: float
 
 
-class FolderStore:
-    """`contracts.WeightStore` on a local or shared folder."""
+class FolderStore(Folder):
+    """With `deltas` it keeps a copy of what it published last, and writes whole versions only at the beginning, every
+    `snapshot_every` versions, and where a delta would not help."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._seen: tuple[int, int] | None = None
-        self._line = _EMPTY
-        self._base: tuple[str, dict[str, torch.Tensor]] | None = None  # by the hash of its manifest
+    def __init__(self, folder: Path, key: bytes = b"", *, deltas: bool = False, snapshot_every: int = 20) -> None:
+        super().__init__(folder)
+        self._key = key
+        self._previous = _previous() if deltas else None
+        self._snapshot_every = snapshot_every
 
-    # ------------------------------------------------------------ reading
-
-    def line(self) -> Line:
-        """Head and orphans. Cheap enough to poll: the file is read only when it has been replaced."""
-        path = self._folder / "head.json"
-        try:
-            stat = path.stat()
-        except FileNotFoundError:
-            return _EMPTY
-        seen = (stat.st_ino, stat.st_mtime_ns)
-        if seen != self._seen:
-            try:
-                self._line = msgspec.convert(read_json(path), Line)
-            except msgspec.ValidationError as error:
-                raise CorruptData(
-                    f"{path} does not name a head: {error}", "remove it: a trainer that starts writes it anew"
-                ) from error
-            self._seen = seen
-        return self._line
-
-    def head(self) -> int | None:
-        return self.line().head
-
-    def versions(self) -> list[int]:
-        """The versions that can be pulled, orphaned ones included, in ascending order."""
-        names = os.listdir(self._folder) if self._folder.is_dir() else []
-        return sorted(int(match[1]) for match in map(_VERSION.fullmatch, names) if match)
-
-    def highest(self) -> int:
-        """The highest number ever used, orphaned, pruned and never committed versions included; -1 when none was.
-
-        What a killed writer left half written was never visible, so its number was not used.
-        """
-        line = self.line()
-        return max({-1 if line.head is None else line.head, *line.orphaned, *self.versions()})
-
-    def manifest(self, version: int) -> VersionManifest:
-        folder = self._path(version)
-        if not folder.is_dir():
-            raise WeightsError(f"version {version} is not in {self._folder}", "it was pruned or never published")
-        manifest = sealed.read_manifest(folder, VersionManifest)
-        if manifest.version != version:
-            raise CorruptData(f"{folder} holds version {manifest.version}", "the folder was renamed or damaged")
-        return manifest
-
-    def pull(self, version: int) -> dict[str, torch.Tensor]:
-        """All tensors of a version; CorruptData when one bit differs from what was published."""
-        manifest = self.manifest(version)
-        adapter = self._adapter(manifest)
-        return self._read(manifest) if adapter is None else merged(self._base_of(manifest), adapter)
-
-    def adapter(self, version: int) -> Adapter | None:
-        """What a version published of itself, if that is an adapter."""
-        return self._adapter(self.manifest(version))
-
-    def _adapter(self, manifest: VersionManifest) -> Adapter | None:
-        facts = manifest.adapter
-        return None if facts is None else Adapter(self._read(manifest), facts.rank, facts.alpha)
-
-    def _read(self, manifest: VersionManifest) -> dict[str, torch.Tensor]:
-        folder = self._path(manifest.version)
-        tensors: dict[str, torch.Tensor] = {}
-        for name in manifest.files:
-            tensors |= decode(sealed.read_file(folder, name, manifest), str(folder / name))
-        if {name: tensor_facts(tensor) for name, tensor in tensors.items()} != manifest.tensors:
-            raise CorruptData(f"{folder} does not hold the tensors its manifest names", "the manifest was changed")
-        if not set(manifest.aliases.values()) <= set(tensors):
-            raise CorruptData(f"{folder} has aliases of tensors it does not hold", "the manifest was changed")
-        return tensors | {alias: tensors[name] for alias, name in manifest.aliases.items()}
-
-    def _base_of(self, manifest: VersionManifest) -> dict[str, torch.Tensor]:
-        """The full version that an adapter belongs to. It is kept: every version of the policy has the same."""
-        assert manifest.adapter is not None
-        try:
-            base = self.manifest(manifest.adapter.base)
-        except WeightsError as error:
-            raise CorruptData(
-                f"version {manifest.version} belongs to {manifest.adapter.base}, which is not there", "it was removed"
-            ) from error
-        if base.adapter is not None:
-            raise CorruptData(f"version {base.version} is a base and an adapter", "the manifest was changed")
-        key = str(sorted((name, facts.sha256) for name, facts in base.files.items()))
-        if self._base is None or self._base[0] != key:
-            self._base = (key, self._read(base))
-        return self._base[1]
+    @property
+    def deltas(self) -> bool:
+        """Whether it writes any."""
+        return self._previous is not None
 
     # ------------------------------------------------------------ writing
 
-    def publish(self, tensors: Tensors, version: int, parent: int | None) -> None:
+    def publish(self, tensors: Tensors, version: int, parent: int | None) -> Publication:
         """Write a version and make it the head. `parent` is the head it was trained from; None for a root."""
         self._check_new(version, parent)
-        self._write(tensors, version, parent)
+        done = self._write(tensors, version, parent)
         self._move(version, self.line().orphaned)
+        return done
 
-    def publish_adapter(self, adapter: Adapter, version: int, parent: int | None, base: int) -> None:
+    def publish_adapter(self, adapter: Adapter, version: int, parent: int | None, base: int) -> Publication:
         """The same for a version that is an adapter of `base`, a full one."""
         self._check_new(version, parent)
         if self.manifest(base).adapter is not None:
             raise WeightsError(f"version {base} is an adapter itself", "adapters belong to a version of all weights")
-        self._write(adapter.tensors, version, parent, AdapterFacts(adapter.rank, adapter.alpha, base))
+        done = self._write(adapter.tensors, version, parent, AdapterFacts(adapter.rank, adapter.alpha, base))
         self._move(version, self.line().orphaned)
+        return done
 
     def mend(self, tensors: Tensors, version: int) -> bool:
         """Write `version` again if it is missing, damaged or of other tensors than these; whether it was.
 
-        For a trainer that begins again at `version`: what nodes are to pull must be there.
+        For a trainer that begins again at `version`: what nodes are to pull must be there. The next delta begins here.
         """
         try:
-            if {name: tensor_facts(tensor) for name, tensor in self.pull(version).items()} == {
-                name: tensor_facts(tensor) for name, tensor in tensors.items()
-            }:
+            pulled = self.pull(version)
+            if _facts(pulled) == _facts(tensors):
+                self._hold(pulled, version)
                 return False
         except (CorruptData, WeightsError) as error:
             log.warning("version %d is written again: %s", version, error)
-        if self._path(version).exists():
-            sealed.remove(self._path(version))
+        if self.path(version).exists():
+            sealed.remove(self.path(version))
         self._write(tensors, version, parent=None)
+        line = self.line()
+        if line.head is not None:
+            self._move(line.head, line.orphaned, anew={version})
         return True
 
-    def _write(self, tensors: Tensors, version: int, parent: int | None, adapter: AdapterFacts | None = None) -> None:
-        kept, aliases = unique(tensors)
-        facts = {
-            "version": version,
-            "parent": parent,
-            "created": time.time(),
-            "tensors": {name: tensor_facts(tensor) for name, tensor in kept.items()},
-            "aliases": aliases,
-            "adapter": adapter,
-        }
+    def _hold(self, tensors: Tensors, version: int) -> None:
+        """What was read back, as the base of the next delta."""
+        if self._previous is not None:
+            single, aliases = unique(tensors)
+            self._previous.hold(_parts(single), aliases, version, _sums(single))
+
+    def _write(
+        self, tensors: Tensors, version: int, parent: int | None, adapter: AdapterFacts | None = None
+    ) -> Publication:
+        started = time.perf_counter()
+        single, aliases = unique(tensors)
+        found = None if adapter is not None else self._difference(single, aliases, parent)
+        sums = _sums(single) if found is None else found.sums
+        manifest = VersionManifest(
+            files={},
+            version=version,
+            parent=parent,
+            created=time.time(),
+            tensors={name: tensor_facts(tensor) for name, tensor in single.items()},
+            aliases=aliases,
+            adapter=adapter,
+            delta_of=None if found is None else parent,
+            fingerprints=as_hexadecimal({part.tensor: value for part, value in sums.items()}),
+        )
+        whole = found is None or parent is None or self.whole_is_due(parent)
         try:
-            sealed.seal(self._path(version), encode(kept, "model" if adapter is None else "adapter"), facts)
+            sealed.seal(
+                self.path(version),
+                _files(single, found, adapter, whole=whole),
+                lambda files: self._signed(msgspec.structs.replace(manifest, files=files)),
+            )
         except sealed.AlreadySealed as error:
             raise WeightsError(f"version {version} exists already", "version numbers are never used twice") from error
+        if self._previous is not None and adapter is None:
+            self._previous.hold(_parts(single), aliases, version, sums, () if found is None else found.runs)
+        entry = self.manifest(version).entry
+        share = 1.0 if found is None else found.changed / max(1, sum(t.numel() for t in single.values()))
+        return Publication(time.perf_counter() - started, entry.delta_bytes, entry.full_bytes, share)
+
+    def _difference(self, tensors: Tensors, aliases: Mapping[str, str], parent: int | None) -> Difference | None:
+        """From the parent, if it is in memory, of the same tensors, and if that saves something."""
+        previous = self._previous
+        if previous is None or parent is None or previous.version != parent:
+            return None
+        weights = _parts(tensors)
+        if not previous.fits(weights, aliases):
+            return None
+        return previous.difference(weights, WORTH * sum(tensor.nbytes for tensor in tensors.values()))
+
+    def _signed(self, manifest: VersionManifest) -> VersionManifest:
+        return signing.signed(manifest, self._key)
+
+    def publish_filled(self, temporary: Path, manifest: VersionManifest) -> None:
+        """The same for a version whose files were written into `temporary` by several writers."""
+        self._check_new(manifest.version, manifest.parent)
+        sealed.close(temporary, self.path(manifest.version), self._signed(manifest))
+        self._move(manifest.version, self.line().orphaned)
+
+    def whole_is_due(self, parent: int) -> bool:
+        """Whether the version after `parent` is to be whole: there have been enough deltas since the last one."""
+        try:
+            deltas = route(self.line().entries, None, parent, "full").deltas
+        except WeightsError:
+            return True
+        return len(deltas) + 1 >= self._snapshot_every
 
     def rewind(self, version: int) -> list[int]:
         """Make `version` the head again; versions after it are orphaned (returned: those that were not before)."""
@@ -194,29 +185,42 @@ class FolderStore:
             raise WeightsError(f"version {version} is orphaned", "rewind to a version of the live line")
         known = {*self.versions(), version if line.head is None else line.head} - line.orphaned
         orphaned = sorted(number for number in known if number > version)
-        if orphaned or line.head != version:
-            self._move(version, line.orphaned.union(orphaned))
+        self._sign_anew()
+        # A writer that was killed while it mended a version may have left a line that does not know of it.
+        there = self.versions()
+        if self._next_line(version, line.orphaned.union(orphaned), there) != line:
+            self._move(version, line.orphaned.union(orphaned), anew=there)
         return orphaned
 
-    def prune(self, keep: int, protect: Collection[int] = ()) -> list[int]:
-        """Remove orphaned and old versions, never the head, the newest `keep`, those in `protect`, or their bases."""
-        line = self.line()
-        live = [version for version in self.versions() if version not in line.orphaned]
-        kept = {line.head, *live[-keep:], *protect} if keep else {line.head, *protect}
-        kept |= self._bases(kept)
-        gone = [version for version in self.versions() if version not in kept]
-        for version in gone:
-            sealed.remove(self._path(version))
+    def _sign_anew(self) -> None:
+        """Versions that were published with another key or none: this writer answers for them."""
+        for version in self.versions() if self._key else []:
+            with suppress(CorruptData):
+                manifest = self.manifest(version)
+                if (again := signing.signed(manifest, self._key)) != manifest:
+                    write_atomic(self.path(version) / sealed.MANIFEST, sealed.as_text(again))
+
+    def prune(
+        self, keep: int, protect: Collection[int] = (), in_use: Collection[int] = (), retain: int = 64
+    ) -> list[int]:
+        """Remove orphaned and old versions, never the head, the newest `keep`, those in `protect`, those by which nodes
+        on the versions `in_use` catch up (of the newest `retain`), or what any of these needs. Returns what is gone."""
+        line, there = self.line(), self.versions()
+        stays = kept(line, there, self._bases(), keep=keep, protect=protect, in_use=in_use, retain=retain)
+        gone = [version for version in there if version not in stays]
+        if gone and line.head is not None:
+            self._move(line.head, line.orphaned, without=gone)
+        for version in reversed(gone):  # nothing is taken away before what is made of it
+            sealed.remove(self.path(version))
         return gone
 
-    def _bases(self, versions: Collection[int | None]) -> set[int]:
-        """The versions that these, as far as they are there and whole, belong to."""
-        bases: set[int] = set()
+    def _bases(self) -> dict[int, int]:
+        """Of the versions that are adapters, and whole, what they belong to."""
+        bases = {}
         for version in self.versions():
-            if version in versions:
-                with suppress(CorruptData):
-                    adapter = self.manifest(version).adapter
-                    bases |= {adapter.base} if adapter is not None else set()
+            with suppress(CorruptData):
+                if (adapter := self.manifest(version).adapter) is not None:
+                    bases[version] = adapter.base
         return bases
 
     def _check_new(self, version: int, parent: int | None) -> None:
@@ -232,8 +236,51 @@ class FolderStore:
                 "another trainer has taken over this policy: stop this one",
             )
 
-    def _move(self, head: int, orphaned: Collection[int]) -> None:
-        write_json(self._folder / "head.json", {"head": head, "orphaned": sorted(orphaned)})
+    def _move(
+        self, head: int, orphaned: Collection[int], *, anew: Collection[int] = (), without: Collection[int] = ()
+    ) -> None:
+        write_atomic(self._folder / HEAD, sealed.as_text(self._next_line(head, orphaned, anew, without)))
 
-    def _path(self, version: int) -> Path:
-        return self._folder / f"v{version:08d}"
+    def _next_line(
+        self, head: int, orphaned: Collection[int], anew: Collection[int] = (), without: Collection[int] = ()
+    ) -> Line:
+        """Entries of versions that were written `anew` are looked up; others are as they were."""
+        known = {version: entry for version, entry in self.line().entries.items() if version not in anew}
+        entries = {version: entry for version, entry in self._entries(known).items() if version not in without}
+        return signing.signed(Line(head=head, orphaned=frozenset(orphaned), entries=entries), self._key)
+
+
+# What computes on weights is imported when it is needed: its compiler takes longer to load than all the rest.
+
+
+def _previous() -> Previous:
+    from rillflow.weights.previous import Previous
+
+    return Previous()
+
+
+def _parts(tensors: Tensors) -> dict[Part, torch.Tensor]:
+    from rillflow.weights.delta.container import Part
+
+    return {Part(name, 0, tensor.numel()): tensor.detach().contiguous() for name, tensor in tensors.items()}
+
+
+def _sums(tensors: Tensors) -> dict[Part, int]:
+    from rillflow.weights.previous import sum_of
+
+    return {part: sum_of(part, tensor) for part, tensor in _parts(tensors).items()}
+
+
+def _facts(tensors: Tensors) -> dict[str, object]:
+    return {name: tensor_facts(tensor) for name, tensor in tensors.items()}
+
+
+def _files(
+    tensors: Tensors, found: Difference | None, adapter: AdapterFacts | None, *, whole: bool
+) -> Iterator[tuple[str, sealed.Content]]:
+    if found is not None:
+        from rillflow.weights.delta import container
+
+        yield f"{DELTA}.rfd", container.write(found.pieces)
+    if whole:
+        yield from encode(tensors, "model" if adapter is None else "adapter")

@@ -96,6 +96,7 @@ def rows_of(batch: Padded, old: str) -> Rows:
                 "logprobs": np.append(0.0, batch.arrays[old][row]).astype("<f4"),
                 "raw_logprobs": np.zeros(len(mask) + 1, "<f4"),
                 "temperatures": np.ones(len(mask) + 1, "<f4"),
+                "versions": np.zeros(len(mask) + 1, "<i4"),
             }
         )
         samples.append(

@@ -18,7 +18,7 @@ import pytest
 
 from commands import wait_until
 from rillflow.agents.command import AgentFailed, CommandAgent, words_of
-from rillflow.agents.reaper import Reaper
+from rillflow.engine.reaper import Reaper
 from rillflow.config.schema import CommandConfig
 from rillflow.errors import ConfigError
 from rillflow.types import Prompt

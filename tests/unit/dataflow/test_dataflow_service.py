@@ -26,7 +26,8 @@ ROUTES = [
     *(("POST", f"/batches/{name}") for name in ("lease", "renew", "commit")),
     *(("POST", f"/stages/{name}") for name in ("lease", "commit")),
     *(("POST", path) for path in ("/nodes/heartbeat", "/trainers/join", "/units/beat", "/rows/lost", "/stop")),
-    *(("GET", path) for path in ("/units", "/status", "/balance", "/health", "/metrics")),
+    ("POST", "/weights/turn"),
+    *(("GET", path) for path in ("/units", "/weights/versions", "/status", "/balance", "/health", "/metrics")),
 ]
 
 

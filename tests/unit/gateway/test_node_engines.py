@@ -16,7 +16,7 @@ from rillflow.engine.service import EngineService
 from rillflow.errors import Unavailable
 from rillflow.gateway.sampling import node_engines as module
 from rillflow.gateway.sampling.node_engines import NodeEngines, node_engines
-from rillflow.types import Engines
+from rillflow.types import AskTurn, Engines, TurnReply
 from rillflow.weights.models import load_policy_model
 from rillflow.weights.store import FolderStore
 
@@ -61,6 +61,34 @@ async def test_own_engines_follow_the_weight_store(tmp_path: Path) -> None:
     assert engines.waiting() == []
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
+    await engines.close()
+
+
+async def test_own_engines_are_patched_in_turn_and_tell_what_it_took(tmp_path: Path) -> None:
+    model = load_policy_model("tiny", "fp32", torch.device("cpu"))
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    store = FolderStore(tmp_path / "weights" / "p", deltas=True)
+    store.publish(tensors, 0, None)
+    asked: list[AskTurn] = []
+
+    async def turn(ask: AskTurn, deadline: float) -> TurnReply:
+        asked.append(ask)
+        return TurnReply(granted=True)
+
+    engines = node_engines(recipe(tmp_path), name="node", token=TOKEN, weights=tmp_path / "weights", turn=turn)
+    await engines.start()
+    assert asked == []
+    for version in (1, 2):
+        next(iter(tensors.values())).view(-1)[version] += 1.0
+        store.publish(tensors, version, version - 1)
+        await engines.refresh("p")
+    assert engines.versions() == {"p": 2}
+    stats, entries = engines.stats(), store.line().entries
+    assert (stats["p.loads"], stats["p.delta_loads"]) == (2, 2)  # version 0 it had from its model
+    assert stats["p.pull_bytes"] == entries[1].delta_bytes + entries[2].delta_bytes
+    assert 0 < stats["p.pause_seconds"] <= stats["p.load_seconds"]
+    assert stats["p.pull_seconds"] > 0
+    assert [(ask.policy, ask.engine, ask.done) for ask in asked] == [("p", "node", False), ("p", "node", True)] * 2
     await engines.close()
 
 

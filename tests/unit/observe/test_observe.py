@@ -197,3 +197,19 @@ def test_the_rate_of_a_resumed_run_is_that_of_the_part_it_measured(tmp_path: Pat
     summary = summarise(read_metrics(path, "agent"), status(), 32.0, since=100.0)
     assert summary["samples_trained"] == 128
     assert summary["samples_per_second"] == 2.0
+
+
+def test_the_summary_says_how_far_engine_and_trainer_are_apart(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    seen = [
+        {"tokens": 100.0, "mean": 0.01, "max": 0.2, "ratio": 1.0},
+        {"tokens": 300.0, "mean": 0.03, "max": 0.1, "ratio": 0.96},
+    ]
+    write(path, [step(0, 0.1) | {"consistency/tokens": 0.0}])  # no fresh token
+    assert summarise(read_metrics(path, "agent"), status(), 1.0)["consistency"] is None
+    write(path, [step(n, 0.1) | {f"consistency/{k}": v for k, v in one.items()} for n, one in enumerate(seen, 1)])
+    summary = summarise(read_metrics(path, "agent"), status(), 1.0)
+    assert summary["consistency"] == pytest.approx({"mean": 0.025, "max": 0.2, "ratio": 0.97, "tokens": 400.0})
+    console = Console(record=True, width=200, file=io.StringIO())
+    console.print(summary_table(summary, tmp_path, None))
+    assert "log-probs 0.025 apart on average, 0.2 at most, ratio 0.9700 (400 fresh tokens)" in console.export_text()

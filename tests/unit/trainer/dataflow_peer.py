@@ -56,7 +56,9 @@ class Peer(Service):
     def _stored(self, number: int) -> list[BatchSample]:
         """Its samples, whose columns lie in two rows each, as those of stages do."""
         samples, payload = random_samples(number)
-        rows = self.unit.put([{name: row[name] for name in ("tokens", "mask", "temperatures")} for row in payload])
+        rows = self.unit.put(
+            [{name: row[name] for name in ("tokens", "mask", "temperatures", "versions")} for row in payload]
+        )
         extra = self.unit.put([{name: row[name] for name in ("logprobs", "raw_logprobs")} for row in payload])
         return [
             msgspec.structs.replace(sample, row=row, extra=[more], member=int(sample.group[1:]))
@@ -110,7 +112,9 @@ class Peer(Service):
         return Units(units=[self.unit.info()])
 
 
-def recipe_for(tmp_path: Path, *, deterministic: bool = True, **trainer: Any) -> Recipe:
+def recipe_for(
+    tmp_path: Path, *, deterministic: bool = True, policy: dict[str, Any] | None = None, **trainer: Any
+) -> Recipe:
     small_model().save_pretrained(tmp_path / "model")
     return Recipe.model_validate(
         {
@@ -119,6 +123,6 @@ def recipe_for(tmp_path: Path, *, deterministic: bool = True, **trainer: Any) ->
             "data": {"prompts": {"path": "x"}},
             "dataflow": {"staleness": 0},
             "runtime": {"deterministic": deterministic},
-            "policies": {"p": {"model": str(tmp_path / "model"), "trainer": {"lr": 1e-2, **trainer}}},
+            "policies": {"p": {"model": str(tmp_path / "model"), "trainer": {"lr": 1e-2, **trainer}} | (policy or {})},
         }
     )

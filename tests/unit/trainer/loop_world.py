@@ -20,6 +20,7 @@ from rillflow.trainer.parallel.peers import Peers
 from rillflow.types import Batch, BatchReply, TrainerJoined
 from rillflow.weights import FolderStore
 from rillflow.weights.adapters import Adapter
+from rillflow.weights.store import Publication
 
 
 class Crash(Exception):
@@ -180,14 +181,15 @@ class Ledger:
 
 
 class NotedStore(FolderStore):
-    def __init__(self, folder: Path, ledger: Ledger) -> None:
-        super().__init__(folder)
+    def __init__(self, folder: Path, ledger: Ledger, **options: Any) -> None:
+        super().__init__(folder, **options)
         self._ledger = ledger
 
-    def publish(self, tensors: Any, version: int, parent: int | None) -> None:
+    def publish(self, tensors: Any, version: int, parent: int | None) -> Publication:
         self._ledger.note(f"publish {version}")
-        super().publish(tensors, version, parent)
+        done = super().publish(tensors, version, parent)
         self._ledger.note(f"published {version}")
+        return done
 
 
 class NotedCheckpoints(Checkpoints):
@@ -209,7 +211,8 @@ def start(folder: Path, ledger: Ledger, worker: Any = None, **options: Any) -> A
     chosen = {name: options.pop(name) for name in ("batch_wait", "steps", "publish_delay") if name in options}
     config = TrainerConfig(**{"checkpoint_every": 2, "batch_wait": 5.0, **chosen})
     trained = worker or Unigram()
-    store, checkpoints = NotedStore(folder / "w", ledger), NotedCheckpoints(folder / "c", ledger)
+    store = NotedStore(folder / "w", ledger, deltas=options.pop("deltas", False))
+    checkpoints = NotedCheckpoints(folder / "c", ledger)
     TrainerLoop(ledger, trained, store, checkpoints, config, **options).run()
     return trained
 

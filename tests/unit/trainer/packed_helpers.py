@@ -27,6 +27,7 @@ def rows_of(tokens: list[list[int]], mask: list[list[int]] | None = None) -> Row
         mask_N=np.concatenate([np.array(row, dtype=bool) for row in masks]),
         old_N=np.linspace(-3, -1, total, dtype=np.float32),
         temperature_N=np.linspace(0.5, 1.5, total, dtype=np.float32),
+        fresh_N=np.zeros(total, np.bool_),
         start_R=np.cumsum(length_R) - length_R,
         length_R=length_R,
         step_reward_N=np.full(total, np.nan, dtype=np.float32),

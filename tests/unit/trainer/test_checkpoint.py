@@ -96,7 +96,7 @@ def test_a_checkpoint_of_before_there_were_ranks(tmp_path: Path) -> None:
         ("optimizer.safetensors", safetensors.torch.save(worker.moments())),
         ("state.json", json.dumps({"version": 3, "step": 1, "recipe": "r", "random": random_state()}).encode()),
     ]
-    sealed.seal(folder, files, {})
+    sealed.seal(folder, files)
     found = Checkpoints(tmp_path, 2).latest_valid()
     assert found is not None
     assert (found.state.version, found.state.peers) == (3, [])

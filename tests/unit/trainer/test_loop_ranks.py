@@ -11,14 +11,19 @@ import pytest
 import torch
 from loop_world import Ledger, NotedCheckpoints, NotedStore, Unigram, same, start
 from thread_peers import ThreadPeers, in_ranks
+from trainer_helpers import VOCAB
 
 from rillflow.config import TrainerConfig
 from rillflow.errors import DiskFull, LeaseLost, RunError
 from rillflow.trainer.batches import Rows
 from rillflow.trainer.loop import TrainerLoop
 from rillflow.trainer.parallel.peers import Stopped
+from rillflow.trainer.parallel.sharding import Shards
+from rillflow.trainer.slices import share
 from rillflow.types import Batch, BatchReply, TrainerJoined
 from rillflow.weights import FolderStore
+from rillflow.weights.codec import tensor_facts
+from rillflow.weights.delta.container import Part
 
 
 class RankLedger:
@@ -77,6 +82,48 @@ def test_a_run_on_two_ranks_goes_on_with_four_and_ends_on_one(tmp_path: Path) ->
     assert [version for _, version in ledger.live] == list(range(1, 9))
     assert same(trained, start(tmp_path / "straight", Ledger(8)))
     assert torch.equal(FolderStore(tmp_path / "w").pull(8)["embed"], trained.masters()["embed"])
+
+
+class Sharded(Unigram):
+    """Rank r publishes its own rows of the embedding, rank 0 all that is small."""
+
+    def __init__(self, peers: ThreadPeers) -> None:
+        super().__init__()
+        self.peers = peers
+
+    def shards(self, dtype: torch.dtype) -> Shards:
+        weights = self.weights(dtype)
+        del weights["head"]
+        first, last = share(VOCAB, self.peers.rank, self.peers.size)
+        parts = {Part("embed", 3 * first, 3 * (last - first)): weights["embed"][first:last].clone()}
+        if self.peers.rank == 0:
+            parts |= {Part(name, 0, weights[name].numel()): weights[name].clone() for name in ("out", "scale")}
+        return Shards(parts, {name: tensor_facts(t) for name, t in weights.items()}, {"head": "embed"})
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_ranks_publish_their_shards_together(tmp_path: Path, first: bool) -> None:
+    """Whether a version is published before it is committed or after."""
+    ledger = Ledger(5)
+
+    def work(peers: ThreadPeers) -> Unigram:
+        worker = Sharded(peers)
+        TrainerLoop(
+            RankLedger(ledger, peers), worker, FolderStore(tmp_path / "w"),
+            NotedCheckpoints(tmp_path / "c", ledger, peers),
+            TrainerConfig(checkpoint_every=2, batch_wait=5.0), peers=peers, shard_deltas=True, publish_first=first,
+        ).run()  # fmt: skip
+        return worker
+
+    for batches in (5, 8):  # the second time after a restart
+        ledger.batches = batches
+        worker = in_ranks(2, work)[0]
+        store = FolderStore(tmp_path / "w")
+        assert store.head() == batches
+        assert all(torch.equal(store.pull(batches)[name], t) for name, t in worker.weights(torch.float32).items())
+    kinds = {version: (entry.delta_bytes > 0, entry.full_bytes > 0) for version, entry in store.line().entries.items()}
+    assert kinds[7] == kinds[8] == (True, False)
+    assert kinds[6] == (False, True), "after a restart there is nothing to begin with"
 
 
 def test_a_commit_that_is_refused_ends_all_ranks(tmp_path: Path) -> None:

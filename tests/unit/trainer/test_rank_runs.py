@@ -22,6 +22,7 @@ from rillflow.runtime.process import STOPPED
 from rillflow.trainer.checkpoint import Checkpoints
 from rillflow.types import CommitBatch
 from rillflow.weights import FolderStore
+from rillflow.weights.signing import check, key_of
 from rillflow.wire import LoopThread
 
 # Processes take long to load their libraries where there are more of them than cores.
@@ -131,6 +132,19 @@ def test_ranks_shards_and_micro_batches_give_the_same_curve(tmp_path: Path, name
     assert len({round(loss, 7) for loss in losses}) == STEPS
     for number, variant in enumerate(VARIANTS if name == "grpo" else VARIANTS[:1]):
         assert_same_curves(curve(tmp_path / str(number), **algorithm, **variant), expected)
+
+
+def test_ranks_of_a_sharded_model_publish_deltas(tmp_path: Path) -> None:
+    settings = {**CALM, "steps": 4, "ranks": 2, "sharding": "fsdp", "policy": {"engine": {"dtype": "bf16"}}}
+    with started(tmp_path, 4, **settings) as run:
+        assert run.ends() == 0, run.log()
+        assert "weights_delta_bytes" in run.peer.commits[-1].metrics
+        store = FolderStore(run.folder.weights("p"))
+        assert set(store.manifest(4).files) == {"delta-00000.rfd", "delta-00001.rfd"}
+        check(store.manifest(4), key_of(run.folder.token), "the version")
+        masters = Checkpoints(run.folder.checkpoints("p"), 2).load(4).masters
+        pulled = store.pull(4)
+        assert all(torch.equal(pulled[name], tensor.bfloat16()) for name, tensor in masters.items())
 
 
 def test_parts_leave_ranks_without_rows_and_train_the_same(tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ def random_samples(
                     "logprobs": old.astype("<f4"),
                     "raw_logprobs": np.zeros(length, "<f4"),
                     "temperatures": np.ones(length, "<f4"),
+                    "versions": np.where(mask, np.arange(length) % 3, -1).astype("<i4"),
                 }
             )
             samples.append(

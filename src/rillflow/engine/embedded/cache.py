@@ -10,11 +10,16 @@ row, E columns read (the extent).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from rillflow.engine.embedded.sampling import Array
+from rillflow.errors import EngineError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,3 +151,24 @@ class KVCache:
 
     def _tensor(self, values: Array) -> torch.Tensor:
         return torch.from_numpy(values).to(self.device, non_blocking=True)
+
+
+def make_cache(model: PreTrainedModel, slots: int, context: int) -> KVCache:
+    """For sequences of `context` tokens; EngineError when the model has no positions for so many."""
+    config = model.config
+    longest = getattr(config, "max_position_embeddings", None) or context
+    if context > longest:
+        raise EngineError(
+            f"context {context} is longer than the model's {longest}", f"set the context to {longest} or less"
+        )
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return KVCache(
+        layers=config.num_hidden_layers,
+        slots=slots,
+        heads=heads,
+        context=context,
+        head_size=head_size,
+        dtype=model.dtype,
+        device=model.device,
+    )

@@ -12,24 +12,27 @@ else between two steps.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from rillflow.engine.embedded.cache import Batch, KVCache
+from rillflow.engine.embedded.cache import Batch, make_cache
+from rillflow.engine.embedded.exact import Reading
 from rillflow.engine.embedded.forward import make_forward
-from rillflow.engine.embedded.model import WeightSlots
+from rillflow.engine.embedded.model import WeightSlots, Write
 from rillflow.engine.embedded.sampling import Array, draw
 from rillflow.engine.embedded.slots import MIN_SHARED, Match, Slots
-from rillflow.errors import EngineError
+from rillflow.errors import EngineError, WeightsError
 from rillflow.types import Chunk, EngineStats, FinishReason, GenerateRequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from rillflow.contracts import Tensors
+    from rillflow.contracts import Patch, Tensors
 
 # Tokens of prompts computed per step: enough to keep the device busy, few enough that running sequences go on.
 _PREFILL_TOKENS = {"cpu": 1024, "cuda": 8192}
@@ -76,8 +79,10 @@ class Core:
         self._exact = exact
         self._keep = keep
         self._slots = Slots(slots, context)
-        self._cache = _make_cache(model, slots, context)
-        self._forward = make_forward(model, self._cache)
+        self._cache = make_cache(model, slots, context)
+        self._forward = make_forward(model, self._cache, lean=not exact)
+        self._model = model
+        self._readings: dict[Ticket, Reading] = {}  # of the sequences that run, in exact mode
         self._weights = WeightSlots(model)
         self._seated: list[Ticket | None] = [None] * slots
         self._waiting: deque[Ticket] = deque()
@@ -113,6 +118,7 @@ class Core:
             self._slots.release(int(slot))
         self._seated = [None] * self._slots.count
         self._slots.forget()
+        self._readings.clear()
         self._stained = True
         return lost
 
@@ -135,8 +141,25 @@ class Core:
     def load(self, tensors: Tensors, version: int) -> None:
         """Take new weights between two tokens; no running sequence is dropped. Either they are computed again under the
         new weights, or they keep what they have cached."""
+        self._take(partial(self._weights.copy, tensors), version)
+
+    def prepare(self, patch: Patch) -> list[Write]:
+        """What `patch` takes; may be called from another thread while `step` runs."""
+        return self._weights.prepare(patch)
+
+    def patch(self, writes: Sequence[Write], base: int, version: int) -> None:
+        """As `load`, of the weights that differ from those of version `base`."""
+        if base != self.version:
+            raise WeightsError(
+                f"a patch of version {base} does not fit version {self.version}, which is served",
+                "load the whole version",
+            )
+        self._take(partial(self._weights.write, writes), version)
+
+    def _take(self, change: Callable[[], None], version: int) -> None:
         self.flush()  # what is not yet sent belongs to the old version
-        self._weights.copy(tensors)
+        change()
+        self._readings.clear()
         self._forward.refresh()
         self.version = version
         self._counts.loads += 1
@@ -359,18 +382,20 @@ class Core:
         return self._cache.decode_batch(run, ids, positions, ready)
 
     def _step_exact(self) -> None:
-        """One sequence per forward: no result can depend on who else is running."""
+        """One sequence at a time, read as the trainer reads it: no result depends on who else is running, and both get
+        the same bits."""
         slots = self._slots
+        self._readings = {ticket: reading for ticket, reading in self._readings.items() if not ticket.ended}
         for slot in np.flatnonzero(slots.active):
-            row = np.asarray([slot])
-            missing = slots.length[row] - slots.cached[row]
-            if missing[0] > 1:
-                self._prefill_rows(row, missing)
-            else:
-                run = slice(int(slot), int(slot) + 1)
-                logits = self._forward(self._decode_batch(run, np.ones(1, bool)))
-                slots.cached[row] += 1
-                self._draw(row, logits)
+            ticket = self._seated[slot]
+            assert ticket is not None, "an active slot belongs to a request"
+            reading = self._readings.setdefault(ticket, Reading(self._model))
+            missing = int(slots.length[slot] - slots.cached[slot])
+            self._counts.prefilled += missing if missing > 1 else 0
+            tokens = torch.from_numpy(slots.tokens[slot, : slots.length[slot]].astype(np.int64))
+            logits = reading(tokens.to(self._cache.device))
+            slots.cached[slot] = slots.length[slot]
+            self._draw(np.asarray([slot]), logits)
 
     def _draw(self, rows: Array, logits: torch.Tensor) -> None:
         slots = self._slots
@@ -381,23 +406,3 @@ class Core:
         self._counts.generated += len(rows)
         for index in np.flatnonzero(stopped | (slots.length[rows] >= slots.limit[rows])):
             self._finish(int(rows[index]), "stop" if stopped[index] else "length")
-
-
-def _make_cache(model: PreTrainedModel, slots: int, context: int) -> KVCache:
-    config = model.config
-    longest = getattr(config, "max_position_embeddings", None) or context
-    if context > longest:
-        raise EngineError(
-            f"context {context} is longer than the model's {longest}", f"set the context to {longest} or less"
-        )
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return KVCache(
-        layers=config.num_hidden_layers,
-        slots=slots,
-        heads=heads,
-        context=context,
-        head_size=head_size,
-        dtype=model.dtype,
-        device=model.device,
-    )

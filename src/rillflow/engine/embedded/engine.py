@@ -1,8 +1,8 @@
 """The async face of the embedded engine: requests in from many coroutines, one driver that steps the core.
 
-Invariants: only the driver, or a coroutine that holds `_between`, touches the core, so `pause` and `load` act between
-two tokens. A request always ends: with a finish reason, or with EngineLost when a step failed. A slow consumer costs
-memory bounded by its own max_tokens, and finds the waiting tokens merged into one chunk per version.
+Invariants: only the driver, or a coroutine that holds `_between`, touches the core, so `pause`, `load` and `patch` act
+between two tokens. A request always ends: with a finish reason, or with EngineLost when a step failed. A slow consumer
+costs memory bounded by its own max_tokens, and finds the waiting tokens merged into one chunk per version.
 
 On a CPU a step runs in the event loop's own thread: a second thread would only fight it for the interpreter lock. On a
 GPU steps run in a single worker thread, and the loop serves meanwhile.
@@ -12,23 +12,25 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import takewhile
 from typing import TYPE_CHECKING, Literal
 from weakref import WeakValueDictionary
 
+import msgspec
+
 from rillflow.contracts import Clock, SystemClock
+from rillflow.engine.admission import check_request
 from rillflow.engine.embedded.core import Core, Ticket
-from rillflow.errors import ContextOverflow, EngineError, EngineLost, QueueFull
+from rillflow.engine.stream import Stream
+from rillflow.errors import EngineError, EngineLost, QueueFull
 from rillflow.types import Chunk, EngineStats, GenerateRequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from rillflow.contracts import Tensors
+    from rillflow.contracts import Patch, Tensors
 
 _SEED_MASK = 2**64 - 1
 # Turns of the event loop between two steps: a request that arrives at a server in this loop takes about so many from
@@ -66,8 +68,9 @@ class EmbeddedEngine:
         self._closed = False
         self._driver: asyncio.Task[None] | None = None
         # Weak: a caller that drops its stream thereby aborts the request.
-        self._streams: WeakValueDictionary[Ticket, _Stream] = WeakValueDictionary()
+        self._streams: WeakValueDictionary[Ticket, Stream] = WeakValueDictionary()
         self._handed_out = 0.0
+        self._load_seconds = 0.0
 
     @property
     def version(self) -> int:
@@ -78,7 +81,7 @@ class EmbeddedEngine:
         return self._context
 
     def stats(self) -> EngineStats:
-        return self._core.stats()
+        return msgspec.structs.replace(self._core.stats(), load_seconds=self._load_seconds)
 
     async def start(self) -> None:
         if self._driver is None:
@@ -101,7 +104,7 @@ class EmbeddedEngine:
         self._check(request)
         seed = request.sampling.seed
         ticket = Ticket(request, (secrets.randbits(64) if seed is None else seed) & _SEED_MASK)
-        stream = _Stream(lambda: self._abort(ticket))
+        stream = Stream(lambda: self._abort(ticket))
         self._streams[ticket] = stream
         self._core.submit(ticket)
         self._wake.set()
@@ -119,9 +122,20 @@ class EmbeddedEngine:
         self._wake.set()
 
     async def load(self, tensors: Tensors, version: int) -> None:
+        await self._change(lambda: self._core.load(tensors, version))
+
+    async def patch(self, patch: Patch, version: int) -> None:
+        # Checks, places and copies to the device while tokens are sampled: what is left for the pause is to write.
+        writes = await asyncio.to_thread(self._core.prepare, patch)
+        await self._change(lambda: self._core.patch(writes, patch.base, version))
+
+    async def _change(self, change: Callable[[], None]) -> None:
+        """Give the core other weights, between two tokens."""
         await self._settle()
         async with self._between:
-            await self._run(lambda: self._core.load(tensors, version))
+            began = self._clock.monotonic()
+            await self._run(change)
+            self._load_seconds += self._clock.monotonic() - began
             self._hand_out()
 
     async def _settle(self) -> None:
@@ -178,7 +192,9 @@ class EmbeddedEngine:
                 self._streams.pop(ticket, None)
 
     def _fail(self, error: Exception) -> None:
-        """Answer every open request; what was sampled before goes out first."""
+        """Answer every open request; what was sampled before goes out first. The rest can be sampled elsewhere."""
+        if isinstance(error, EngineError):
+            error = EngineLost(error.message, error.hint)
         self._hand_out()
         for ticket in self._core.fail():
             stream = self._streams.pop(ticket, None)
@@ -193,29 +209,11 @@ class EmbeddedEngine:
     # ------------------------------------------------------------ admission
 
     def _check(self, request: GenerateRequest) -> None:
-        tokens, sampling = request.tokens, request.sampling
         if self._closed:
             raise _closed()
-        if len(tokens) >= self._context:
-            raise ContextOverflow(
-                f"the prompt has {len(tokens)} tokens, the context {self._context}: no room for one more",
-                "shorten the prompt or raise the engine's context",
-            )
         if self._core.waiting >= self._queue:
             raise QueueFull(f"{self._queue} requests are waiting", "ask again later or add an engine")
-        if not tokens or min(tokens) < 0 or max(tokens) >= self._vocabulary:
-            raise EngineError(
-                f"a prompt needs token ids from 0 to {self._vocabulary - 1}", "is it the model's own tokenizer?"
-            )
-        if (
-            sampling.max_tokens < 1
-            or sampling.top_k < 0
-            or not (sampling.temperature >= 0.0 and 0.0 < sampling.top_p <= 1.0)
-        ):
-            raise EngineError(
-                f"sampling out of range: {sampling}",
-                "max_tokens is at least 1, temperature and top_k at least 0, top_p in (0, 1]",
-            )
+        check_request(request, context=self._context, vocabulary=self._vocabulary)
 
 
 def _closed() -> EngineLost:
@@ -229,66 +227,3 @@ async def _finish(future: asyncio.Future[None]) -> None:
     except asyncio.CancelledError:
         await asyncio.wait([future])
         raise
-
-
-class _Stream:
-    """What a caller iterates. Closing it, or dropping it, aborts the request."""
-
-    def __init__(self, abort: Callable[[], None]) -> None:
-        self._abort = abort
-        self._chunks: deque[Chunk] = deque()
-        self._arrived = asyncio.Event()
-        self._error: Exception | None = None
-        self._done = False
-
-    def push(self, chunk: Chunk) -> None:
-        self._chunks.append(chunk)
-        self._arrived.set()
-
-    def fail(self, error: Exception) -> None:
-        self._error = error
-        self._arrived.set()
-
-    def __aiter__(self) -> AsyncIterator[Chunk]:
-        return self
-
-    async def __anext__(self) -> Chunk:
-        if self._done:
-            raise StopAsyncIteration
-        while not self._chunks and self._error is None:
-            self._arrived.clear()
-            await self._arrived.wait()
-        if self._chunks:
-            chunk = self._pop()
-            self._done = chunk.finish is not None
-            return chunk
-        self._done = True
-        # Each caller gets an error of its own: a shared one would collect all their tracebacks.
-        if isinstance(self._error, EngineError):
-            raise EngineLost(self._error.message, self._error.hint) from self._error
-        raise EngineLost(f"a step of the engine failed: {self._error!r}", "see its cause") from self._error
-
-    async def aclose(self) -> None:
-        self._done = True
-        self._chunks.clear()
-        self._abort()
-
-    def __del__(self) -> None:
-        self._abort()
-
-    def _pop(self) -> Chunk:
-        """The waiting tokens of one version as one chunk; a seam is always a chunk's beginning."""
-        first = self._chunks.popleft()
-        same = [first, *takewhile(lambda chunk: chunk.version == first.version and not chunk.seam, self._chunks)]
-        for _ in same[1:]:
-            self._chunks.popleft()
-        if len(same) == 1:
-            return same[0]
-        return Chunk(
-            tokens=[token for chunk in same for token in chunk.tokens],
-            logprobs=[value for chunk in same for value in chunk.logprobs],
-            raw_logprobs=[value for chunk in same for value in chunk.raw_logprobs],
-            version=first.version,
-            finish=same[-1].finish,
-            seam=first.seam,
-        )

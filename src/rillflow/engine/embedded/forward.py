@@ -35,8 +35,9 @@ class Forward(Protocol):
         """Recompute what is derived from the weights; called after they changed."""
 
 
-def make_forward(model: Any, cache: KVCache) -> Forward:
-    """The lean forward where it fits the model, else the library's."""
+def make_forward(model: Any, cache: KVCache, *, lean: bool = True) -> Forward:
+    """The lean forward where it fits the model, else the library's. The lean one lays the weights out anew: the model's
+    own forward then runs other kernels, with other bits."""
     config = model.config
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
@@ -44,7 +45,7 @@ def make_forward(model: Any, cache: KVCache) -> Forward:
             f"the embedded engine cannot run layers of kind {', '.join(sorted(kinds - {'full_attention'}))}",
             "use a model with full attention in every layer, or another engine",
         )
-    if _is_lean(model):
+    if lean and _is_lean(model):
         return LeanForward(model, cache)
     from rillflow.engine.embedded.library import LibraryForward
 

@@ -10,9 +10,11 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
+from rillflow.clients.turns import Ask
 from rillflow.config import Recipe
 from rillflow.contracts import Clock, WeightStore
 from rillflow.engine.build import build_engine
+from rillflow.engine.follow import follow
 from rillflow.engine.host import EngineHost
 from rillflow.engine.remote import RemoteEngine
 from rillflow.errors import RillflowError
@@ -20,8 +22,7 @@ from rillflow.gateway.sampling.fleet import Fleet
 from rillflow.gateway.sampling.manager import RolloutManager
 from rillflow.gateway.sampling.pool import EnginePool
 from rillflow.types import EngineInfo, Engines
-from rillflow.weights.refresh import Refresher
-from rillflow.weights.store import FolderStore
+from rillflow.weights.refresh import Refresher, StoreSupply
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ class NodeEngines:
 
     async def close(self) -> None:
         await self.fleet.close()
+        await asyncio.gather(*(refresher.close() for refresher in self._refreshers.values()))
 
     # ------------------------------------------------------------ what the node tells others
 
@@ -96,13 +98,17 @@ class NodeEngines:
             return {"engines": sum(member.up for member in self.fleet.members.values())}
         stats: dict[str, float] = {}
         for policy, engine in self._host.engines.items():
-            now = engine.stats()
+            now, transfers = engine.stats(), self._refreshers[policy].transfers
             stats |= {
                 f"{policy}.generated_tokens": now.generated_tokens,
                 f"{policy}.prefilled_tokens": now.prefilled_tokens,
                 f"{policy}.reused_tokens": now.reused_tokens,
-                f"{policy}.loads": self._refreshers[policy].loads,
-                f"{policy}.load_seconds": self._refreshers[policy].seconds,
+                f"{policy}.loads": transfers.loads,
+                f"{policy}.delta_loads": transfers.delta_loads,
+                f"{policy}.load_seconds": transfers.apply,
+                f"{policy}.pause_seconds": transfers.pause,
+                f"{policy}.pull_seconds": transfers.fetch + transfers.verify,
+                f"{policy}.pull_bytes": transfers.bytes,
             }
         return stats
 
@@ -140,15 +146,21 @@ def node_engines(
     weights: Path,
     roster: Roster | None = None,
     stores: Mapping[str, WeightStore] | None = None,
+    turn: Ask | None = None,
     clock: Clock | None = None,
 ) -> NodeEngines:
-    """The engines that the recipe asks for; `weights` is the folder of all weight stores but those in `stores`."""
+    """The engines that the recipe asks for; `weights` is the folder of all weight stores but those in `stores`. With
+    `turn`, not all nodes of a run change their weights at once."""
     if recipe.rollout.engines:
         return NodeEngines(recipe, name=name, token=token, roster=roster, clock=clock)
     exact = recipe.runtime.deterministic
-    engines = {policy: build_engine(settings, exact=exact) for policy, settings in recipe.policies.items()}
-    opened: dict[str, WeightStore] = {policy: FolderStore(weights / policy) for policy in engines}
-    opened |= stores or {}
-    refreshers = {policy: Refresher(policy, engine, opened[policy]) for policy, engine in engines.items()}
+    logs = weights.parent / "logs"
+    engines = {policy: build_engine(settings, exact=exact, logs=logs) for policy, settings in recipe.policies.items()}
+    refreshers = {
+        policy: Refresher(policy, engine, StoreSupply(stores[policy]))
+        if stores and policy in stores
+        else follow(policy, recipe.policies[policy], engine, name=name, weights=weights, token=token, turn=turn)
+        for policy, engine in engines.items()
+    }
     host = EngineHost(name, engines)
     return NodeEngines(recipe, name=name, token=token, host=host, refreshers=refreshers, clock=clock)

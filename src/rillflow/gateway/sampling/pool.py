@@ -17,52 +17,15 @@ from contextlib import aclosing
 
 import msgspec
 
+from rillflow.engine.progress import Progress
 from rillflow.errors import ContextOverflow, EngineLost, QueueFull, Unavailable
 from rillflow.gateway.sampling.fleet import Fleet, Member
-from rillflow.types import Chunk, FinishReason, GenerateRequest
+from rillflow.types import Chunk, GenerateRequest
 
 _LOOK_SECONDS = 0.25  # between two looks at the engines while a call waits; news wakes it before
 _TRIES = 8  # on engines that were lost, in a row without one token
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
 _GROUPS = 16384  # whose last version is remembered
-
-
-class Progress:
-    """How far a call is: what it has produced and what is still to be asked for."""
-
-    def __init__(self, request: GenerateRequest, context: int) -> None:
-        self.produced: list[int] = []
-        self.cuts = 0  # since the last token
-        self.losses = 0  # of them, those by an engine that was lost
-        self.cause = ""
-        self._request = request
-        self._context = context
-
-    def take(self, chunk: Chunk) -> Chunk:
-        """The chunk as the caller gets it."""
-        if not chunk.tokens:
-            return chunk
-        seam = self.cause if self.cause and self.produced else chunk.seam
-        self.produced += chunk.tokens
-        self.cause, self.cuts, self.losses = "", 0, 0
-        return chunk if seam == chunk.seam else msgspec.structs.replace(chunk, seam=seam)
-
-    def rest(self) -> GenerateRequest:
-        if not self.produced:
-            return self._request
-        asked = self._request.sampling
-        sampling = msgspec.structs.replace(asked, max_tokens=asked.max_tokens - len(self.produced))
-        return msgspec.structs.replace(self._request, tokens=[*self._request.tokens, *self.produced], sampling=sampling)
-
-    def over(self) -> FinishReason | None:
-        """How it has ended, where it was cut after its last token but before anyone said so."""
-        if not self.produced:
-            return None
-        asked = self._request.sampling
-        if self.produced[-1] in asked.stop_tokens:
-            return "stop"
-        full = len(self._request.tokens) + len(self.produced) >= self._context
-        return "length" if full or len(self.produced) >= asked.max_tokens else None
 
 
 class EnginePool:

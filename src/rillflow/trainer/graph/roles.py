@@ -32,6 +32,13 @@ class Roles:
     def _loaded_on(self) -> torch.device:
         return torch.device("cpu") if self._config.sharding == "fsdp" and self._peers.size > 1 else self._device
 
+    @property
+    def _exact(self) -> bool:
+        """Whether log-probs are to have the bits of the engine: where that is possible."""
+        config = self._config
+        whole = not (config.trees or config.recompute or config.compile or config.lora or config.sharding != "none")
+        return self._in_order and self._settings.engine.kind == "embedded" and whole
+
     def learners(self, roles: Set[str]) -> dict[str, Learner]:
         """A function of the role reward brings its own model: nothing in a recipe names one."""
         makers = {"actor": self.actor, "critic": self.critic, "reference": self.reference}
@@ -39,7 +46,8 @@ class Roles:
 
     def actor(self) -> Learner:
         optimizer = Optimizer(self._policy, self._config, self._peers)
-        return self._learner("actor", self._policy, PolicyForward(self._policy, self._config), optimizer, self._config)
+        forward = PolicyForward(self._policy, self._config, exact=self._exact)
+        return self._learner("actor", self._policy, forward, optimizer, self._config)
 
     def reference(self) -> Learner:
         model = models.reference_model(self._settings, self._policy, self._loaded_on)

@@ -15,6 +15,7 @@ from rillflow.config import Recipe, TrainerConfig
 from rillflow.contracts import Clock, SystemClock
 from rillflow.trainer.algorithms import ALGORITHMS, Algorithm
 from rillflow.trainer.batches import Rows
+from rillflow.trainer.consistency import Watch
 from rillflow.trainer.graph.builtin import chain_of
 from rillflow.trainer.graph.databuffer import Databuffer
 from rillflow.trainer.graph.pipeline import Pipeline
@@ -29,6 +30,7 @@ from rillflow.weights.models import pick_device
 
 if TYPE_CHECKING:
     from rillflow.contracts import Tensors
+    from rillflow.trainer.parallel.sharding import Shards
     from rillflow.weights.adapters import Adapter
 
 # How many updates a role has made, among its moments: with mini-batches and warm-ups it is not the number of batches.
@@ -75,6 +77,7 @@ class Worker:
         self._config = config
         self._peers = peers
         self._clock = clock or SystemClock()
+        self._watch = Watch()
 
     def step(
         self,
@@ -104,6 +107,8 @@ class Worker:
         )
         metrics = Pipeline(self._chain, step, self._clock).run()
         self.steps += 1
+        if self._peers.rank == 0:
+            self._watch.see(metrics, truncated=self._config.truncate is not None)
         return finite(metrics)
 
     # ------------------------------------------------------------ weights and state
@@ -111,6 +116,10 @@ class Worker:
     def weights(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """As engines load them, tied ones under each of their names; good until the next step. Collective."""
         return self._main.weights(dtype)
+
+    def shards(self, dtype: torch.dtype) -> Shards:
+        """What this rank has of them. Collective."""
+        return self._main.shards(dtype)
 
     def adapter(self) -> Adapter | None:
         """What was trained of a LoRA policy; None of any other."""

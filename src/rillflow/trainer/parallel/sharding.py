@@ -11,8 +11,9 @@ Masters are the fp32 shards; in bf16 each weight is cast when it is gathered, an
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -25,9 +26,15 @@ from rillflow.config import TrainerConfig
 from rillflow.errors import ConfigError
 from rillflow.trainer.models import decoder_layers
 from rillflow.trainer.parallel.peers import Peers
+from rillflow.trainer.slices import share
+from rillflow.weights.codec import TensorFacts, tensor_facts
+from rillflow.weights.delta.container import Part
+from rillflow.weights.delta.pieces import can_begin
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from rillflow.contracts import Tensors
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -78,6 +85,39 @@ def entered(model: nn.Module, run: Callable[P, T]) -> Callable[P, T]:
         return given
 
     return entry
+
+
+class Shards(NamedTuple):
+    """What one rank has of a model's weights: `parts` of tensors; `tensors` and `aliases` are of the whole model."""
+
+    parts: dict[Part, torch.Tensor]
+    tensors: dict[str, TensorFacts]
+    aliases: dict[str, str]
+
+
+def shards_of(tensors: Tensors, aliases: Mapping[str, str], dtype: torch.dtype, peers: Peers) -> Shards:
+    """This rank's part of each tensor. Rank 0 has those that are not sharded, and those whose shards do not begin at
+    multiples of 8 bytes, which all ranks gather together."""
+    parts: dict[Part, torch.Tensor] = {}
+    facts: dict[str, TensorFacts] = {}
+    for name, tensor in tensors.items():
+        cast = tensor.to(dtype)
+        facts[name] = tensor_facts(cast)
+        first, mine = _own(cast, peers)
+        if mine.numel():
+            parts[Part(name, first, mine.numel())] = mine
+    return Shards(parts, facts, dict(aliases))
+
+
+def _own(tensor: torch.Tensor, peers: Peers) -> tuple[int, torch.Tensor]:
+    """The first weight of this rank's part, and the part."""
+    if isinstance(tensor, DTensor):
+        row = math.prod(tensor.shape[1:])
+        firsts = [share(tensor.shape[0], rank, peers.size)[0] * row for rank in range(peers.size)]
+        if all(can_begin(first, tensor.element_size()) for first in firsts):
+            return firsts[peers.rank], tensor.to_local()
+        tensor = tensor.full_tensor()
+    return 0, tensor if peers.rank == 0 else tensor.new_empty(0)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -188,6 +188,7 @@ def _databuffer(groups: Sequence[Example], member_G: Ints, like: Mapping[str, Co
         mask_N=mask_N,
         old_N=np.zeros(total, np.float32),
         temperature_N=np.ones(total, np.float32),
+        fresh_N=np.zeros(total, np.bool_),
         start_R=start_R,
         length_R=length_R,
         reward_R=np.zeros(count),

@@ -1,6 +1,7 @@
-"""Bit-exact deltas of one tensor against its base. `file` documents the format: it is the contract of all encoders."""
+"""Bit-exact deltas of one tensor against its base. `format` documents the bytes: they are the contract of all encoders."""
 
 from rillflow.weights.delta.entropy import bound
-from rillflow.weights.delta.file import apply, apply_, encode
+from rillflow.weights.delta.file import apply, apply_, decode, encode
+from rillflow.weights.delta.format import DTYPES, Encoded
 
-__all__ = ["apply", "apply_", "bound", "encode"]
+__all__ = ["DTYPES", "Encoded", "apply", "apply_", "bound", "decode", "encode"]

@@ -1,202 +1,194 @@
-"""A delta: what turns one tensor, its base, into another, bit for bit. bf16, fp16 and fp32.
+"""Deltas of tensors: encode, decode, apply. `format` documents the bytes, which are the same wherever they are made.
 
-The format. All numbers are little-endian; bit streams begin at the lowest bit of a byte; a varint has 7 bits a byte,
-the lowest first. Weights are bits: NaN payloads, infinities, -0 and denormals are like all others.
-
-    header    "RFD1", dtype u8 (1 bf16, 2 fp16, 3 fp32), log2 of the weights in a segment u8 (12 to 22), weights u64,
-              hash of the base [16], hash of the result [16], checksum u64 of all other bytes of the delta
-    segments  one after the other: kind u8, size u32, `size` bytes. Kind 0: nothing changed (no bytes); 1: coded;
-              2: raw, the new weights. The last one may be of fewer weights.
-
-    coded     table, unary size u32, unary stream, field stream
-    table     classes - 1 u8, then for each class but the first the exponent u8 it begins at, ascending; then class by
-              class: subset(changed), and where any did: subset(negative), subset(longer than 0), subset(longer than
-              1), … to the first that is empty or to width - 2
-    subset    members varint; if that is neither 0 nor all: kind u8 = Rice parameter | 0x80 if inverted
-
-A class is made of the weights of a segment whose OLD value has an exponent in its range: base and table give its
-size. `changed` is a subset of the ranks in the class, in the order of the positions. A change is the difference of
-two weights as order-preserving integers (ULPs), modulo 2**width, taken as a signed number; `negative` is a subset of
-the class's changes. The length of a change is floor(log2 |change|): `longer than l` is a subset of the changes
-`longer than l - 1`.
-
-A subset is coded by the gaps between its members, or if inverted its non-members: gap >> rice in unary (zeros, then a
-one) in the unary stream, the low `rice` bits in the field stream. In the field stream follow, after the gaps of a
-class, the low `length` bits of |change|, for length 1, 2, …, each in the order of positions. So the table gives the
-first bit of every array in the field stream and the first one-bit of every array in the unary stream: nothing in
-either must be read to find anything else. Both streams are padded with zeros to whole bytes.
-
-Hashes are xxh3_128 (seed 0, canonical bytes) of the concatenated xxh3_128 of pieces of 64 KiB, the last one shorter:
-pieces can be hashed at the same time. The checksum is xxh3_64.
-
-Invariants: `apply` gives the bits that `encode` was given, or raises before anything is changed: CorruptData for a
-damaged delta, WeightsError for another base. Whatever the bytes are, nothing outside of them is read, and no more
-memory is used than a copy of the tensor and a bounded number of arrays of a segment.
+Tensors on the GPU are handled there, by `delta.gpu`; those on the host by compiled loops, several segments at once, in
+as many threads as torch uses.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
-import xxhash
 
-from rillflow.errors import CorruptData, WeightsError
-from rillflow.weights.delta import segment
-from rillflow.weights.delta.bits import DAMAGED, Array
-from rillflow.weights.delta.classes import Layout
+from rillflow.contracts import Change
+from rillflow.errors import CorruptData
+from rillflow.weights.delta import format
+from rillflow.weights.delta.format import CODED, DAMAGED, DENSE, RAW, SAME, Array, Buffer, Encoded, Header, Layout
+from rillflow.weights.fingerprint import bits_of, fingerprint
 
-_MAGIC = b"RFD1"
-_HEADER = struct.Struct("<4sBBQ16s16s")
-_CHECKSUM = struct.Struct("<Q")
-_SEGMENT = struct.Struct("<BI")
-_SAME, _CODED, _RAW = range(3)
-_PIECE = 1 << 16
-_LEAST, _MOST = 12, 22
-_LAYOUTS = {
-    torch.bfloat16: Layout(code=1, width=16, exponent=8, mantissa=7),
-    torch.float16: Layout(code=2, width=16, exponent=5, mantissa=10),
-    torch.float32: Layout(code=3, width=32, exponent=8, mantissa=23),
-}
-# Each changed weight takes some hundred bytes while its segment is coded; each segment has a table of its own.
+# Each changed weight takes some dozen bytes while its segment is coded; each segment has a table of its own.
 _SPARSE_LOG2, _DENSE_LOG2 = 22, 20
-_DENSE = 1 / 8
+_MODULUS = 1 << 64
+
+T, R = TypeVar("T"), TypeVar("R")
 
 
-class _Header(NamedTuple):
-    magic: bytes
-    dtype: int
-    segment_log2: int
-    weights: int
-    base: bytes
-    result: bytes
+def encode(base: torch.Tensor, new: torch.Tensor, known: int | None = None) -> Encoded:
+    """The delta that makes `new` of `base`; both have the same dtype and shape. `known` is the fingerprint of `base`,
+    where the caller has it: it is not computed again, and not checked."""
+    layout = format.layout_of_pair(base, new)
+    if base.is_cuda:
+        from rillflow.weights.delta import gpu
 
-
-def encode(base: torch.Tensor, new: torch.Tensor) -> bytes:
-    """The delta that makes `new` of `base`; both have the same dtype and shape."""
-    layout, old_N, new_N = pair_of_bits(base, new)
+        return gpu.encode_gpu(base, new, known)
+    old_N, new_N = bits_of(base), bits_of(new)
     log2 = _segment_log2(old_N, new_N)
-    header = _HEADER.pack(_MAGIC, layout.code, log2, len(old_N), fingerprint(old_N), fingerprint(new_N))
-    body = [
-        piece
-        for start in range(0, len(old_N), 1 << log2)
-        for piece in _segment(old_N[start : start + (1 << log2)], new_N[start : start + (1 << log2)], layout)
-    ]
-    checksum = xxhash.xxh3_64(header)
-    for piece in body:
-        checksum.update(piece)
-    return b"".join([header, _CHECKSUM.pack(checksum.intdigest()), *body])
+    made = list(_at_once(lambda run: _encode(old_N[run], new_N[run], run.start, layout), _runs(len(old_N), log2)))
+    before = fingerprint(base) if known is None else known
+    result = (before + sum(segment.gained for segment in made)) % _MODULUS
+    header = Header(layout.code, log2, len(old_N), before, result)
+    data = format.sealed(header, (piece for segment in made for piece in segment.pieces))
+    return Encoded(data, before, result, sum(segment.changed for segment in made))
+
+
+def decode(base: torch.Tensor, data: Buffer, known: int | None = None) -> Change:
+    """What the delta changes, verified; `base` is not touched. `known` is the fingerprint of `base`, where the caller
+    has it. CorruptData for a damaged delta, WeightsError for one of another base.
+
+    Where more than an eighth of the weights change, the change is of all of them.
+    """
+    layout = format.layout_of(base)
+    if base.is_cuda:
+        from rillflow.weights.delta import gpu
+
+        return gpu.decode_gpu(base, data, known)
+    header, body = format.opened(data)
+    old_N = bits_of(base)
+    header.check_base(layout, len(old_N), fingerprint(base) if known is None else known)
+    parts = zip(_runs(len(old_N), header.segment_log2), format.segments(header, body), strict=True)
+    found = _Found(old_N)
+    for run, (index_K, value_K, gained) in _at_once(lambda part: (part[0], _decode(old_N, *part, layout)), parts):
+        found.add(run.start, index_K, value_K, gained)
+    header.check_result((header.base + found.gained) % _MODULUS)
+    return found.change(base.dtype)
+
+
+def apply(base: torch.Tensor, data: Buffer, known: int | None = None) -> torch.Tensor:
+    """A new tensor, of the shape and on the device of `base`. CorruptData or WeightsError if there is none."""
+    change = decode(base, data, known)
+    if change.index_K is None:
+        return change.value_K.reshape(base.shape)
+    return _changed(base.detach().clone(memory_format=torch.contiguous_format), change)
+
+
+def apply_(base: torch.Tensor, data: Buffer, known: int | None = None) -> torch.Tensor:
+    """The same in place: `base` is written only after everything has been verified."""
+    if base.is_cuda:
+        from rillflow.weights.delta import gpu
+
+        return gpu.apply_gpu_(base, data, known)
+    with torch.no_grad():
+        return _changed(base, decode(base, data, known))
+
+
+def _changed(tensor: torch.Tensor, change: Change) -> torch.Tensor:
+    """`tensor`, after the change."""
+    if change.index_K is None:
+        tensor.copy_(change.value_K.reshape(tensor.shape))
+    elif tensor.is_contiguous():
+        bits_of(tensor)[change.index_K.numpy()] = bits_of(change.value_K)
+    else:
+        tensor[torch.unravel_index(change.index_K, tensor.shape)] = change.value_K
+    return tensor
+
+
+def _at_once(work: Callable[[T], R], parts: Iterable[T]) -> Iterator[R]:
+    """The results in order, by waves of as many as there are threads, so that few of them wait in memory."""
+    threads, left = torch.get_num_threads(), iter(parts)
+    first = list(islice(left, 2))
+    if threads == 1 or len(first) < 2:
+        yield from map(work, (*first, *left))
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        wave = [*first, *islice(left, threads - 2)]
+        while wave:
+            yield from list(pool.map(work, wave))
+            wave = list(islice(left, threads))
+
+
+# ------------------------------------------------------------ one segment
+
+
+class _Segment(NamedTuple):
+    pieces: list[bytes]
+    gained: int
+    changed: int
 
 
 def _segment_log2(old_N: Array, new_N: Array) -> int:
-    step = max(1, len(old_N) >> 16)
-    sample = old_N[::step] != new_N[::step]
-    return _DENSE_LOG2 if np.count_nonzero(sample) > _DENSE * len(sample) else _SPARSE_LOG2
+    """By a sample: the first few of every 4096 weights."""
+    whole = max(1, len(old_N) // 4096) * 4096
+    old, new = (bits_N[:whole].reshape(-1, min(4096, len(bits_N)))[:, :64] for bits_N in (old_N, new_N))
+    return _DENSE_LOG2 if np.count_nonzero(old != new) > DENSE * old.size else _SPARSE_LOG2
 
 
-def _segment(old_N: Array, new_N: Array, layout: Layout) -> tuple[bytes, bytes]:
-    changed = np.flatnonzero(old_N != new_N)
-    if not len(changed):
-        return _SEGMENT.pack(_SAME, 0), b""
-    coded = segment.encode(old_N, new_N, changed, layout)
-    if len(coded) < new_N.nbytes:
-        return _SEGMENT.pack(_CODED, len(coded)), coded
-    return _SEGMENT.pack(_RAW, new_N.nbytes), new_N.tobytes()
+def _runs(weights: int, log2: int) -> Iterator[slice]:
+    return (slice(start, start + (1 << log2)) for start in range(0, weights, 1 << log2))
 
 
-def apply(base: torch.Tensor, delta: bytes) -> torch.Tensor:
-    """A new tensor, of the shape and on the device of `base`. CorruptData or WeightsError if there is none."""
-    layout, old_N = _bits(base)
-    header, body = _opened(delta)
-    _check_base(header, layout, old_N)
-    new = torch.empty(base.shape, dtype=base.dtype)
-    new_N = _bits(new)[1]  # the memory of `new`
-    new_N[:] = old_N
-    size = 1 << header.segment_log2
-    for start, (kind, data) in zip(range(0, len(old_N), size), _segments(body, header), strict=True):
-        _fill(old_N[start : start + size], kind, data, new_N[start : start + size], layout)
-    if fingerprint(new_N) != header.result:
-        raise CorruptData("a delta gives other weights than it says", DAMAGED)
-    return new.to(base.device)
+def _encode(old_N: Array, new_N: Array, start: int, layout: Layout) -> _Segment:
+    from rillflow.weights.delta.cpu import writing
+
+    changed, gained, pieces = writing.encode(old_N, new_N, layout, start * layout.width // 64)
+    kind = CODED if pieces else RAW if changed else SAME
+    if kind == RAW:
+        pieces = (new_N.tobytes(),)
+    return _Segment([format.segment_head(kind, sum(map(len, pieces))), *pieces], gained, changed)
 
 
-def apply_(base: torch.Tensor, delta: bytes) -> torch.Tensor:
-    """The same in place: `base` is written only after everything has been verified."""
-    with torch.no_grad():
-        return base.copy_(apply(base, delta))
+def _decode(old_N: Array, run: slice, segment: tuple[int, memoryview], layout: Layout) -> tuple[Array, Array, int]:
+    """Where the weights of a run change, counted from its start, to what, and what the fingerprint gains."""
+    from rillflow.weights.delta.cpu import reading, words
+
+    (kind, data), old_N = segment, old_N[run]
+    first_word = run.start * layout.width // 64
+    if kind == CODED:
+        return reading.decode(old_N, data, layout, first_word)
+    if kind == SAME:
+        return np.empty(0, np.int32), np.empty(0, old_N.dtype), 0
+    if len(data) != old_N.nbytes:
+        raise CorruptData(f"a delta has {len(data)} bytes for {len(old_N)} weights", DAMAGED)
+    new_N = np.frombuffer(data, old_N.dtype)
+    index_K = np.flatnonzero(new_N != old_N).astype(np.int32)
+    value_K = new_N[index_K]
+    return index_K, value_K, int(words.difference(old_N, index_K, value_K, first_word))
 
 
-def pair_of_bits(base: torch.Tensor, new: torch.Tensor) -> tuple[Layout, Array, Array]:
-    """The bits of both tensors, flat, and what they mean."""
-    if base.dtype != new.dtype or base.shape != new.shape:
-        raise WeightsError(
-            f"a tensor was {base.dtype} {tuple(base.shape)} and is {new.dtype} {tuple(new.shape)}",
-            "a delta needs the same dtype and shape: publish the whole version",
-        )
-    layout, old_N = _bits(base)
-    return layout, old_N, _bits(new)[1]
+class _Found:
+    """Changes of all segments: places and values, or a changed copy as soon as they are more than an eighth."""
+
+    def __init__(self, old_N: Array) -> None:
+        self._old_N = old_N
+        self._pieces: list[tuple[int, Array, Array]] = []
+        self._count = 0
+        self._new_N: Array | None = None
+        self.gained = 0
+
+    def add(self, start: int, index_K: Array, value_K: Array, gained: int) -> None:
+        self.gained += gained
+        self._count += len(index_K)
+        self._pieces.append((start, index_K, value_K))
+        if self._count > DENSE * len(self._old_N):
+            self._new_N = self._old_N.copy() if self._new_N is None else self._new_N
+            for start, index_K, value_K in self._pieces:
+                self._new_N[start:][index_K] = value_K
+            self._pieces = []
+
+    def change(self, dtype: torch.dtype) -> Change:
+        if self._new_N is not None:
+            return Change(None, _tensor(self._new_N, dtype))
+        index_K, value_K = np.empty(self._count, np.int64), np.empty(self._count, self._old_N.dtype)
+        end = 0
+        for start, places, values in self._pieces:
+            begin, end = end, end + len(places)
+            np.add(places, start, out=index_K[begin:end])
+            value_K[begin:end] = values
+        return Change(torch.from_numpy(index_K), _tensor(value_K, dtype))
 
 
-def fingerprint(bits_N: Array) -> bytes:
-    """The hash of weights."""
-    data = bits_N.view(np.uint8).data
-    whole = xxhash.xxh3_128()
-    for start in range(0, len(data), _PIECE):
-        whole.update(xxhash.xxh3_128_digest(data[start : start + _PIECE]))
-    return whole.digest()
-
-
-def _bits(tensor: torch.Tensor) -> tuple[Layout, Array]:
-    layout = _LAYOUTS.get(tensor.dtype)
-    if layout is None:
-        raise WeightsError(
-            f"a tensor of {tensor.dtype} has no delta", "deltas are of bf16, fp16 and fp32: send it whole"
-        )
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    array: Array = flat.view(torch.int16 if layout.width == 16 else torch.int32).numpy()
-    return layout, array.view(layout.unsigned)
-
-
-def _opened(delta: bytes) -> tuple[_Header, memoryview]:
-    """Header and segments of a delta that nobody changed."""
-    start = _HEADER.size + _CHECKSUM.size
-    if len(delta) < start or delta[: len(_MAGIC)] != _MAGIC:
-        raise CorruptData("these bytes are no delta", DAMAGED)
-    header, body = _Header(*_HEADER.unpack_from(delta)), memoryview(delta)[start:]
-    checksum = xxhash.xxh3_64(memoryview(delta)[: _HEADER.size])
-    checksum.update(body)
-    if _CHECKSUM.unpack_from(delta, _HEADER.size) != (checksum.intdigest(),):
-        raise CorruptData("a delta does not match its checksum", DAMAGED)
-    if not _LEAST <= header.segment_log2 <= _MOST:
-        raise CorruptData(f"a delta has segments of 2**{header.segment_log2} weights", DAMAGED)
-    return header, body
-
-
-def _check_base(header: _Header, layout: Layout, old_N: Array) -> None:
-    if (header.dtype, header.weights, header.base) != (layout.code, len(old_N), fingerprint(old_N)):
-        raise WeightsError(
-            "a delta belongs to another base than these weights",
-            "apply the deltas in order from the version these weights are of, or pull the whole version",
-        )
-
-
-def _segments(body: memoryview, header: _Header) -> Iterator[tuple[int, memoryview]]:
-    """Kind and bytes of as many segments as the weights make, which must be all there is."""
-    reader = segment.Reader(body)
-    for _ in range(0, header.weights, 1 << header.segment_log2):
-        kind, size = _SEGMENT.unpack(reader.take(_SEGMENT.size))
-        yield kind, reader.take(size)
-    if reader.at != len(body):
-        raise CorruptData(f"a delta has {len(body) - reader.at} bytes too many", DAMAGED)
-
-
-def _fill(old_N: Array, kind: int, data: memoryview, new_N: Array, layout: Layout) -> None:
-    if kind == _CODED:
-        segment.decode(old_N, data, new_N, layout)
-    elif kind == _RAW and len(data) == new_N.nbytes:
-        new_N[:] = np.frombuffer(data, layout.unsigned)
-    elif kind != _SAME or len(data):
-        raise CorruptData(f"a delta has a segment of kind {kind} and {len(data)} bytes", DAMAGED)
+def _tensor(bits_K: Array, dtype: torch.dtype) -> torch.Tensor:
+    return torch.from_numpy(bits_K.view(f"i{dtype.itemsize}")).view(dtype)

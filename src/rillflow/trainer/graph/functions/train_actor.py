@@ -12,6 +12,7 @@ from rillflow.config import CriticConfig, TrainerConfig
 from rillflow.trainer.algorithms import Algorithm
 from rillflow.trainer.algorithms.common import BatchLoss, Loss, WholeRows, ratio
 from rillflow.trainer.algorithms.losses.terms import Terms
+from rillflow.trainer.consistency import Consistency
 from rillflow.trainer.graph.databuffer import Databuffer
 from rillflow.trainer.graph.functions.learners import learner_of
 from rillflow.trainer.graph.registry import REGISTRY, Function
@@ -29,9 +30,11 @@ class PolicyObjective(Objective):
 
     peaks = ("ratio_max",)
 
-    def __init__(self, algorithm: Algorithm, config: TrainerConfig) -> None:
+    def __init__(self, algorithm: Algorithm, config: TrainerConfig, consistency: Consistency | None = None) -> None:
+        """`consistency` is told of the tokens of the first update: its weights are those of the trainer's version."""
         self._algorithm = algorithm
         self._config = config
+        self._consistency = consistency
         self._terms = Terms.of(config)
         self.surveys = isinstance(algorithm.loss, BatchLoss)
         distance = ("kl",) if config.kl is not None else ()
@@ -42,6 +45,9 @@ class PolicyObjective(Objective):
         weight_R = self._algorithm.aggregation.weigh(data.rows.trained_R)
         return data.adding({"weight_N": weight_R[data.row_N]})
 
+    def columns(self, data: Databuffer) -> list[str]:
+        return [*super().columns(data), "fresh_N"]
+
     def count(self, data: Databuffer) -> float:
         return float(self._algorithm.aggregation.count(data.rows.trained_R))
 
@@ -50,7 +56,10 @@ class PolicyObjective(Objective):
         assert isinstance(loss, BatchLoss), "only such a loss surveys"
         batch = joined([of_micro(micro, new_T) for micro, new_T in seen], device)
         fitted, metrics = loss.fit(batch, peers)
-        return PolicyObjective(replace(self._algorithm, loss=fitted), self._config), metrics
+        return PolicyObjective(replace(self._algorithm, loss=fitted), self._config, self._consistency), metrics
+
+    def later(self) -> Objective:
+        return PolicyObjective(self._algorithm, self._config)
 
     def loss(self, micro: MicroBatch, score_T: torch.Tensor, entropy_T: torch.Tensor | None) -> torch.Tensor:
         return (self._of_tokens(of_micro(micro, score_T, entropy_T)) * micro.columns["weight_T"]).sum()
@@ -63,6 +72,8 @@ class PolicyObjective(Objective):
 
     def measure(self, micro: MicroBatch, score_T: torch.Tensor, entropy_T: torch.Tensor | None) -> Measured:
         tokens = of_micro(micro, score_T, entropy_T)
+        if self._consistency is not None:
+            self._consistency.add(tokens.new_T, tokens.old_T, micro.columns["fresh_T"])
         ratio_T = ratio(tokens.new_T, tokens.old_T)
         low_T, high_T = self._of_tokens.held(tokens)
         sums = [
@@ -110,10 +121,12 @@ def train_actor(step: Step, parts: Parts) -> Mapping[str, float]:
         for _ in parts:
             step.check()
         return {}
-    objective = PolicyObjective(step.algorithm, step.config)
+    consistency = Consistency()
+    objective = PolicyObjective(step.algorithm, step.config, consistency)
     metrics = learner_of(step, "actor").train(parts, objective, step.check)
     seconds = metrics.pop("train_seconds")
-    return metrics | {"tokens_per_second": step.metrics.get("tokens", 0.0) / seconds if seconds else 0.0}
+    metrics |= {"tokens_per_second": step.metrics.get("tokens", 0.0) / seconds if seconds else 0.0}
+    return metrics | consistency.values(step.peers)
 
 
 REGISTRY.add(

@@ -1,4 +1,4 @@
-"""Ends the process groups of agents when the process that started them dies, however it dies.
+"""Ends process groups when the process that started them dies, however it dies.
 
 The reaper is a small process in a session of its own, at the other end of a pipe: while the pipe is open it is told
 which groups live, and when it closes, the groups that are left are killed. It needs nothing but the standard library.

@@ -1,0 +1,237 @@
+"""Deltas on a GPU: how fast they are made and applied there, beside a plain copy of the weights.
+
+The weights are shaped like those of a model of 1.7B parameters, in bf16; the updates are as AdamW's are, at 1, 2.5 and
+4 % of changed weights. Speed is in GB of model a second by the wall clock, from tensors on the device to bytes on the
+host and back, all verification included; the fingerprints of the old weights are known, as they are to a publisher and
+a reader. Small deltas of all kinds are exchanged with the codec of the host in both directions, and the large ones are
+applied and compared, bit for bit.
+
+`--profile FILE` writes what each kernel takes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from bench.common import Report, parser
+from rillflow.weights import delta
+from rillflow.weights.delta import gpu
+
+SHARES = (0.01, 0.025, 0.04)
+ENCODE_GOAL, APPLY_GOAL = 300.0, 500.0
+REPEATS = 7
+LAYERS = 28
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def shapes(layers: int) -> Iterator[tuple[int, ...]]:
+    """Qwen3-1.7B's."""
+    yield (151936, 2048)
+    for _ in range(layers):
+        yield from [(2048, 2048), (1024, 2048), (1024, 2048), (2048, 2048), (6144, 2048), (6144, 2048), (2048, 6144)]
+        yield from [(2048,), (2048,), (128,), (128,)]
+
+
+# ------------------------------------------------------------ exactness
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    kind = torch.int16 if one.element_size() == 2 else torch.int32
+    return torch.equal(one.view(kind), other.view(kind).to(one.device))
+
+
+def small_cases(dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    source = torch.Generator().manual_seed(0)
+    for count in (1, 1000, 70001, 300_000):
+        base = (0.02 * torch.randn(count, generator=source)).to(dtype)
+        for share in (0.0, 0.01, 0.3, 1.0):
+            step = 1 + 0.02 * torch.randn(count, generator=source)
+            chosen = torch.rand(count, generator=source) < share
+            yield f"{dtype} {count} {share}", base, torch.where(chosen, (base * step).to(dtype), base)
+    kind = torch.int32 if dtype == torch.float32 else torch.int16
+    base, noise = (torch.randint(-(2**31), 2**31, (4_300_000,), generator=source).to(kind) for _ in range(2))
+    other = torch.where(torch.rand(len(base), generator=source) < 0.02, noise, base)
+    yield f"{dtype} any bits, two segments", base.view(dtype), other.view(dtype)
+
+
+def exchange(name: str, base: torch.Tensor, new: torch.Tensor) -> None:
+    """Both codecs read what either writes."""
+    on_gpu = base.cuda()
+    theirs, ours = delta.encode(base, new), gpu.encode_gpu(on_gpu, new.cuda())
+    assert ours[1:] == theirs[1:], f"{name}: fingerprints {ours[1:]} instead of {theirs[1:]}"
+    assert gpu.encode_gpu(on_gpu, new.cuda(), theirs.base)[1:] == theirs[1:], f"{name}: known"
+    assert same_bits(delta.apply(base, ours.data), new), f"{name}: the host reads something else"
+    for data in (ours.data, theirs.data):
+        change = gpu.decode_gpu(on_gpu, data)
+        whole = on_gpu.clone()
+        if change.index_K is None:
+            whole = change.value_K
+        else:
+            whole[change.index_K] = change.value_K
+        assert same_bits(whole, new), f"{name}: the device reads something else"
+        assert same_bits(on_gpu, base), f"{name}: the base was touched"
+    assert same_bits(gpu.apply_gpu_(on_gpu, theirs.data, theirs.base), new), f"{name}: in place"
+    assert gpu.fingerprint_gpu(on_gpu) == theirs.result, f"{name}: fingerprint"
+
+
+def check_small(dtype: torch.dtype) -> None:
+    start, failed = time.perf_counter(), 0
+    cases = list(small_cases(dtype))
+    for name, base, new in cases:
+        try:
+            exchange(name, base, new)
+        except Exception as problem:  # the rest is still worth knowing
+            failed += 1
+            print(f"NOT EXACT {name}: {problem!r}"[:2000], file=sys.stderr)
+    print(f"exact: {len(cases) - failed} of {len(cases)} cases, {time.perf_counter() - start:.1f} s", file=sys.stderr)
+
+
+# ------------------------------------------------------------ weights
+
+
+def updated(shape: tuple[int, ...], rate: float, source: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights before and after a step whose size is the rate, more or less."""
+    master = 0.02 * torch.randn(shape, generator=source, device="cuda")
+    step = rate * torch.randn(shape, generator=source, device="cuda")
+    return master.bfloat16(), (master + step).bfloat16()
+
+
+def rate_for(share: float, source: torch.Generator) -> float:
+    low, high = 1e-8, 1e-3
+    for _ in range(20):
+        middle = (low * high) ** 0.5
+        old, new = updated((2048, 2048), middle, source)
+        low, high = (middle, high) if (old != new).float().mean().item() < share else (low, middle)
+    return middle
+
+
+def model(share: float, layers: int) -> Pairs:
+    source = torch.Generator("cuda").manual_seed(0)
+    rate = rate_for(share, source)
+    return [updated(shape, rate, source) for shape in shapes(layers)]
+
+
+# ------------------------------------------------------------ measuring
+
+
+def seconds(step: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
+    taken = []
+    for _ in range(REPEATS):
+        before()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
+class Case:
+    """A model before and after a step, and its deltas."""
+
+    def __init__(self, share: float, layers: int) -> None:
+        self.pairs = model(share, layers)
+        self.size = sum(old.nbytes for old, _ in self.pairs)
+        self.held = [old.clone() for old, _ in self.pairs]
+        self.made = gpu.encode_many(self.pairs)
+        self.known = [one.base for one in self.made]
+        self.pieces = [(to, one.data) for to, one in zip(self.held, self.made, strict=True)]
+        self.changed = sum(one.changed for one in self.made)
+        self.name = f"{200 * self.changed / self.size:.2f} % changed"
+
+    def reset(self) -> None:
+        for to, (old, _) in zip(self.held, self.pairs, strict=True):
+            to.copy_(old)
+
+    def encode(self) -> None:
+        gpu.encode_many(self.pairs, self.known)
+
+    def apply(self) -> None:
+        gpu.apply_many_(self.pieces, self.known)
+
+    def speeds(self, report: Report) -> None:
+        copied = self.size / seconds(self.reset) / 1e9
+        report.add(f"{self.name}: plain copy", copied, None, unit="GB/s", reason="for comparison")
+        encoded = self.size / seconds(self.encode) / 1e9
+        report.add(f"{self.name}: encode", encoded, ENCODE_GOAL, unit="GB/s", goal=1.0, reason="the peer is the goal")
+        self.reset()
+        gpu.apply_many_(self.pieces)
+        same = all(same_bits(to, new) for to, (_, new) in zip(self.held, self.pairs, strict=True))
+        assert same, "a large delta is not exact"
+        applied = self.size / seconds(self.apply, self.reset) / 1e9
+        report.add(f"{self.name}: apply", applied, APPLY_GOAL, unit="GB/s", goal=1.0, reason="the peer is the goal")
+
+    def sizes(self, report: Report) -> None:
+        (old, new), one = self.pairs[1], self.made[1]
+        bound = delta.bound(old.cpu(), new.cpu()) / one.changed
+        name, unit = f"{self.name}: {old.numel()} weights", "B/changed"
+        report.add(name, len(one.data) / one.changed, bound, unit=unit, goal=1 / 1.1, less_is_better=True)
+        sent = sum(len(one.data) for one in self.made) / self.changed
+        report.add(f"{self.name}: all", sent, None, unit=unit, reason="bytes of all deltas")
+
+    def alone(self, report: Report) -> None:
+        """Tensors that have a call of their own."""
+        for number in (1, 0):
+            (old, new), known = self.pairs[number], self.known[number]
+            taken = seconds(partial(gpu.encode_gpu, old, new, known))
+            name = f"{self.name}: encode {old.nbytes / 1e6:.0f} MB alone"
+            report.add(name, old.nbytes / taken / 1e9, None, unit="GB/s", reason="one tensor in a call")
+
+
+def profile(step: Callable[[], object]) -> str:
+    from torch.profiler import ProfilerActivity
+
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as taken:
+        step()
+        torch.cuda.synchronize()
+    averages = taken.key_averages()
+    return "\n".join(
+        averages.table(sort_by=key, row_limit=40, max_name_column_width=60)
+        for key in ("self_cuda_time_total", "self_cpu_time_total")
+    )
+
+
+def examine(report: Report, share: float, profile_to: str | None) -> None:
+    case = Case(share, LAYERS)
+    for part in (case.speeds, case.sizes, case.alone):
+        attempt(part, report)
+    if profile_to:
+        for step in (case.encode, case.apply):
+            case.reset()
+            with Path(profile_to).open("a") as to:
+                to.write(f"share {share}, {step.__name__}\n{profile(step)}\n")
+
+
+def attempt(step: Callable[..., object], *arguments: object) -> None:
+    """One failure must not hide the rest: time on a device is dear."""
+    try:
+        step(*arguments)
+    except Exception:
+        traceback.print_exc()
+
+
+def main() -> None:
+    arguments = parser(__doc__ or "")
+    arguments.add_argument("--profile", metavar="FILE", help="write the time of each kernel to FILE")
+    options = arguments.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("bench.weights_gpu needs a CUDA device")
+    report = Report("weights_gpu")
+    attempt(check_small, torch.bfloat16)
+    for share in SHARES[1:2] if options.quick else SHARES:
+        attempt(examine, report, share, options.profile)
+    for dtype in () if options.quick else (torch.float16, torch.float32):
+        attempt(check_small, dtype)
+    report.finish(options.json)
+
+
+if __name__ == "__main__":
+    main()

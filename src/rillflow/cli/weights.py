@@ -1,0 +1,44 @@
+"""`rillflow weights` and `rillflow relay`: a run's weights over HTTP, from its folder or from a cache near its readers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from rich.console import Console
+
+from rillflow.errors import ConfigError
+from rillflow.runtime.folder import RunFolder
+from rillflow.runtime.process import prepare, run_until_signal
+from rillflow.weights.relay import serve_relay
+from rillflow.weights.serve import reading_token
+
+TOKEN_VARIABLE = "RILLFLOW_WEIGHTS_TOKEN"
+_LEAST = 1 << 20
+
+console = Console(stderr=True)
+
+
+def print_token(folder: RunFolder) -> None:
+    """What a relay of this run needs: it opens the run's weights and nothing else."""
+    print(reading_token(folder.token))
+
+
+def relay(upstream: str, cache: Path, *, gigabytes: float, host: str, port: int) -> int:
+    """Serve until a signal comes; returns the code that the process ends with."""
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    if not token:
+        raise ConfigError(
+            f"a relay needs the token that opens the run's weights, in {TOKEN_VARIABLE}",
+            "`rillflow weights RUN --token` prints it, where the run's folder is",
+        )
+    limit = int(gigabytes * 1e9)
+    if limit < _LEAST:
+        raise ConfigError(f"a cache of {gigabytes} GB holds nothing", "give --limit at least the size of a version")
+    prepare()
+
+    def ready(url: str) -> None:
+        console.print(f"relay of {upstream} at {url}, cache in {cache}", highlight=False, soft_wrap=True)
+
+    urls = [url.strip() for url in upstream.split(",")]
+    return run_until_signal(serve_relay(urls, cache, token, on_ready=ready, limit=limit, host=host, port=port))

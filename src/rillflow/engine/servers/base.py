@@ -1,0 +1,422 @@
+"""An engine that is a server of its own: what does not depend on how the server is spoken to.
+
+Invariants: an attempt to sample runs only while no reason holds the engine, and weights change only once no attempt
+runs, so every token has the version that sampled it. Answers that are cut go on from the ids they have: nothing sampled
+is delivered twice, nothing delivered is sampled again. A request always ends: with a finish reason, or with EngineLost
+when the server died; it is then started again, and samples nothing before it has weights again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, suppress
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import ref
+
+from rillflow.config.engine import EngineConfig
+from rillflow.contracts import Clock, SystemClock
+from rillflow.engine.admission import check_request
+from rillflow.engine.progress import Progress
+from rillflow.engine.servers.facts import ModelFacts
+from rillflow.engine.stream import Stream
+from rillflow.errors import EngineLost, QueueFull, RillflowError, WeightsError
+from rillflow.types import Chunk, EngineStats, FinishReason, GenerateRequest
+
+if TYPE_CHECKING:
+    from rillflow.contracts import Patch, Tensors
+
+log = logging.getLogger(__name__)
+
+UNKNOWN = -1  # the version of weights that nobody vouches for
+_CUT_SECONDS = 10.0  # for running attempts to end when the server was told to cut them
+_SETTLE_SECONDS = 5.0  # new weights wait no longer for answers that have had no token of the last ones
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # before a server that died is started again
+_WEIGHTS_SECONDS = 60.0  # a server that was started again waits no longer for newer weights than the initial ones
+_DOWN, _PAUSED, _UPDATE, _WEIGHTS = "down", "paused", "update", "weights"
+
+
+class Part(NamedTuple):
+    """Tokens of one attempt. `finish` None: there is more to come; `abort`: the server was told to cut it."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    raw_logprobs: list[float]
+    finish: FinishReason | None = None
+
+
+class Tainted(WeightsError):
+    """Weights were written, and are not what they should be: the engine samples nothing until whole ones come."""
+
+
+class Update(ABC):
+    """Weights on their way into the server: checked and laid ready, nothing changed yet."""
+
+    @abstractmethod
+    async def apply(self) -> None:
+        """Change the weights, and verify them. WeightsError: nothing was changed; Tainted: something was."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Whatever was laid ready is removed."""
+
+
+class _Call:
+    """A request on its way. The stream is held weakly: a caller that drops it thereby aborts the request."""
+
+    def __init__(self, request: GenerateRequest, context: int) -> None:
+        self.progress = Progress(request, context)
+        self.stream: ref[Stream]
+        self.task: asyncio.Task[None]
+        self.limit: asyncio.Timeout | None = None  # of the running attempt
+        self.cause = ""  # why the running attempt is being cut
+        self.owed = False  # it was cut by new weights and has had no token since
+
+    def end_attempt(self) -> None:
+        """The cause of a cut is for the tokens of the next attempt, not for the last ones of this."""
+        self.limit = None
+        if self.cause:
+            self.progress.cause = self.cause
+            self.owed = self.cause == "weights"
+            self.cause = ""
+
+    def push(self, chunk: Chunk) -> None:
+        stream = self.stream()
+        if stream is not None:
+            stream.push(chunk)
+
+    def fail(self, error: Exception) -> None:
+        stream = self.stream()
+        if stream is not None:
+            stream.fail(error)
+
+
+class ServerEngine(ABC):
+    """A `contracts.Engine`. What an adapter writes is below; everything else is the same for all servers."""
+
+    def __init__(self, model: ModelFacts, settings: EngineConfig, *, clock: Clock | None = None) -> None:
+        self.model = model
+        self.settings = settings
+        self._clock = clock or SystemClock()
+        self._version = 0
+        self._held = {_DOWN}
+        self._open = asyncio.Event()
+        self._calls: set[_Call] = set()
+        self._attempts: set[_Call] = set()
+        self._moved = asyncio.Event()  # an attempt has ended, or had its first token
+        self._one_at_a_time = asyncio.Lock()
+        self._halted = False  # whether the server was told to sample nothing
+        self._closed = False
+        self._supervisor: asyncio.Task[None] | None = None
+        self._generated = self._loads = 0
+        self._load_seconds = 0.0
+        self.prefilled = self.reused = 0  # counted by the adapter, where the server tells
+
+    # ------------------------------------------------------------ what an adapter writes
+
+    @abstractmethod
+    async def bring_up(self) -> None:
+        """Start the server, or look for the one that runs, and be ready to sample. EngineLost where it cannot be."""
+
+    @abstractmethod
+    async def lost(self) -> str:
+        """Returns, with the reason, once the server that was brought up can no longer be used."""
+
+    @abstractmethod
+    async def tear_down(self) -> None:
+        """Let go of the server, whatever state it is in; one that was started is stopped."""
+
+    @abstractmethod
+    def sample(self, request: GenerateRequest, version: int) -> AsyncGenerator[Part]:
+        """One attempt. The last part has a `finish`; EngineLost when the server is gone."""
+
+    @abstractmethod
+    async def cut(self) -> None:
+        """Have every running attempt end between two tokens, and nothing sampled until `go_on`."""
+
+    @abstractmethod
+    async def go_on(self) -> None: ...
+
+    @abstractmethod
+    async def prepare_load(self, tensors: Tensors) -> Update:
+        """WeightsError when they do not fit. The tensors are not read any more once it has returned."""
+
+    @abstractmethod
+    async def prepare_patch(self, patch: Patch) -> Update:
+        """Likewise."""
+
+    # ------------------------------------------------------------ the contract
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def context(self) -> int:
+        return self.settings.context
+
+    def stats(self) -> EngineStats:
+        slots = self.settings.slots
+        return EngineStats(
+            version=self._version,
+            running=min(len(self._attempts), slots),
+            waiting=self._waiting,
+            slots=slots,
+            generated_tokens=self._generated,
+            prefilled_tokens=self.prefilled,
+            reused_tokens=self.reused,
+            steps=0,
+            loads=self._loads,
+            load_seconds=self._load_seconds,
+        )
+
+    @property
+    def _waiting(self) -> int:
+        return len(self._calls) - min(len(self._attempts), self.settings.slots)
+
+    async def start(self) -> None:
+        if self._supervisor is None:
+            try:
+                await self.bring_up()
+            except BaseException:
+                await self.tear_down()
+                raise
+            self._release(_DOWN)
+            self._supervisor = asyncio.create_task(self._supervise(), name="server engine")
+
+    async def close(self) -> None:
+        """Stop for good. Requests still open end with EngineLost, later ones are refused."""
+        self._closed = True
+        self._hold(_DOWN)
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.wait([self._supervisor])
+            self._supervisor = None
+        await self._fail_all(_closed())
+        await self.tear_down()
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        if self._closed:
+            raise _closed()
+        check_request(request, context=self.settings.context, vocabulary=self.model.vocabulary)
+        if self._waiting >= self.settings.queue:
+            raise QueueFull(f"{self.settings.queue} requests are waiting", "ask again later or add an engine")
+        call = _Call(request, self.settings.context)
+        stream = Stream(lambda: _abort(call))
+        call.stream = ref(stream)
+        self._calls.add(call)
+        call.task = asyncio.create_task(self._serve(call))
+        return stream
+
+    async def pause(self) -> None:
+        self._hold(_PAUSED)
+        async with self._one_at_a_time:
+            await self._cut_all("paused")
+
+    async def resume(self) -> None:
+        async with self._one_at_a_time:
+            await self._let_go(_PAUSED)
+
+    async def load(self, tensors: Tensors, version: int) -> None:
+        """As the contract has it. Where the written weights turn out wrong, `Tainted`: the version is unknown then."""
+        await self._change(await self.prepare_load(tensors), version)
+
+    async def patch(self, patch: Patch, version: int) -> None:
+        self._check_base(patch)
+        await self._change(await self.prepare_patch(patch), version, lambda: self._check_base(patch))
+
+    # ------------------------------------------------------------ weights
+
+    async def _change(self, update: Update, version: int, check: Callable[[], None] = lambda: None) -> None:
+        try:
+            await self._settle()
+            async with self._one_at_a_time:
+                check()
+                await self._apply(update, version)
+        finally:
+            await update.close()
+
+    async def _apply(self, update: Update, version: int) -> None:
+        if _DOWN in self._held:
+            raise EngineLost("the server is not there", "it is started again: try later")
+        began = self._clock.monotonic()
+        self._hold(_UPDATE)
+        try:
+            await self._cut_all("weights")
+            await update.apply()
+        except Tainted:
+            self._version = UNKNOWN
+            self._hold(_WEIGHTS)
+            raise
+        else:
+            self._version = version
+            self._loads += 1
+            self._held.discard(_WEIGHTS)
+        finally:
+            await self._let_go(_UPDATE)
+            self._load_seconds += self._clock.monotonic() - began
+
+    def _check_base(self, patch: Patch) -> None:
+        if patch.base != self._version:
+            raise WeightsError(
+                f"the patch is of version {patch.base}, the engine serves {self._version}", "load the whole weights"
+            )
+
+    async def _settle(self) -> None:
+        """Let every answer have a token of the last weights: weights that come faster than sequences are computed
+        again would otherwise keep all of them from getting on."""
+        deadline = self._clock.monotonic() + _SETTLE_SECONDS
+        while not self._held and any(call.owed for call in self._calls) and self._clock.monotonic() < deadline:
+            await self._wait_moved(_SETTLE_SECONDS)
+
+    # ------------------------------------------------------------ who may sample
+
+    def _hold(self, reason: str) -> None:
+        self._held.add(reason)
+        self._open.clear()
+
+    def _release(self, reason: str) -> None:
+        self._held.discard(reason)
+        if not self._held:
+            self._open.set()
+
+    async def _let_go(self, reason: str) -> None:
+        """The reason is gone; without any other, the server samples again."""
+        if self._halted and not self._held - {reason}:
+            try:
+                await self.go_on()
+            except EngineLost as error:
+                log.warning("the server does not go on: %s", error.message)
+            self._halted = False
+        self._release(reason)
+
+    async def _cut_all(self, cause: str) -> None:
+        """Returns once no attempt runs. One that does not end by itself is given up: what it has not handed over is
+        sampled again."""
+        if not self._attempts:
+            return
+        for call in self._attempts:
+            call.cause = cause
+        self._halted = True
+        await self.cut()
+        deadline = self._clock.monotonic() + _CUT_SECONDS
+        while self._attempts and self._clock.monotonic() < deadline:
+            await self._wait_moved(_CUT_SECONDS)
+        for call in self._attempts:
+            if call.limit is not None:
+                call.limit.reschedule(asyncio.get_running_loop().time())
+        while self._attempts:
+            await self._wait_moved(_CUT_SECONDS)
+
+    async def _wait_moved(self, seconds: float) -> None:
+        self._moved.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._moved.wait()
+
+    # ------------------------------------------------------------ answers
+
+    async def _serve(self, call: _Call) -> None:
+        try:
+            while (finish := call.progress.over()) is None:
+                while not self._open.is_set():
+                    await self._open.wait()
+                if await self._attempt(call):
+                    return
+            call.push(Chunk(tokens=[], logprobs=[], raw_logprobs=[], version=self._version, finish=finish))
+        except RillflowError as error:
+            call.fail(error)
+        except Exception as error:
+            log.exception("an answer of the server could not be read")
+            call.fail(error)
+        finally:
+            self._calls.discard(call)
+
+    async def _attempt(self, call: _Call) -> bool:
+        """Whether the answer has ended. The version is that of the attempt's beginning: it does not change in it."""
+        version = self._version
+        self._attempts.add(call)
+        try:
+            attempt = self.sample(call.progress.rest(), version)
+            async with asyncio.timeout(None) as call.limit, aclosing(attempt) as parts:
+                async for part in parts:
+                    finish = None if part.finish == "abort" else part.finish
+                    if part.tokens or finish is not None:
+                        self._hand_over(call, part, finish, version)
+                    if part.finish is not None:
+                        return finish is not None
+            raise EngineLost("the server ended an answer without saying how", "see its log")
+        except TimeoutError:
+            return False
+        finally:
+            call.end_attempt()
+            self._attempts.discard(call)
+            self._moved.set()
+
+    def _hand_over(self, call: _Call, part: Part, finish: FinishReason | None, version: int) -> None:
+        chunk = Chunk(
+            tokens=part.tokens,
+            logprobs=part.logprobs,
+            raw_logprobs=part.raw_logprobs,
+            version=version,
+            finish=finish,
+        )
+        call.push(call.progress.take(chunk))
+        self._generated += len(part.tokens)
+        if call.owed and part.tokens:
+            call.owed = False
+            self._moved.set()
+
+    # ------------------------------------------------------------ supervision
+
+    async def _supervise(self) -> None:
+        while True:
+            reason = await self.lost()
+            log.warning("the server is lost: %s", reason)
+            began_with = self._version
+            self._hold(_DOWN)
+            await self._fail_all(EngineLost(f"the server was lost: {reason}", "the request can go on elsewhere"))
+            async with self._one_at_a_time:
+                self._halted = False
+                await self._again()
+                self._version = 0
+                if began_with != 0:
+                    self._hold(_WEIGHTS)
+                    asyncio.get_running_loop().call_later(_WEIGHTS_SECONDS, self._make_do, self._loads)
+                self._release(_DOWN)
+
+    async def _again(self) -> None:
+        pause = _FIRST_PAUSE
+        while True:
+            with suppress(RillflowError):
+                await self.tear_down()
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+            try:
+                await self.bring_up()
+                return
+            except RillflowError as error:
+                log.warning("the server was not started again: %s", error)
+
+    def _make_do(self, loads: int) -> None:
+        if loads == self._loads and self._version == 0:
+            log.warning("no newer weights have come: the server goes on with the initial ones")
+            self._release(_WEIGHTS)
+
+    async def _fail_all(self, error: EngineLost) -> None:
+        for call in list(self._calls):
+            call.fail(error)
+            call.task.cancel()
+        tasks: list[asyncio.Task[None]] = [call.task for call in self._calls]
+        if tasks:
+            await asyncio.wait(tasks)
+
+
+def _abort(call: _Call) -> None:
+    call.task.cancel()
+
+
+def _closed() -> EngineLost:
+    return EngineLost("the engine was closed", "send the request to another engine")

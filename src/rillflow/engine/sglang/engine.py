@@ -1,0 +1,305 @@
+"""SGLang behind the Engine contract.
+
+Invariants: the prefix cache never crosses versions, because every version has a key of its own in it, and it is emptied
+after every update; what SGLang holds after an update is read back and compared with the fingerprints of what was
+published, so weights that arrived wrong are noticed before a token is sampled from them.
+
+Running requests are ended with `abort_request`, not with `pause_generation`, which looks whether all have ended only
+once a second. Seeds are not passed on: SGLang draws by them in a slower mode of its own only. Its log-probs are of the
+distribution at the temperature asked for, before `top_p` and `top_k` cut it: `raw_logprobs` are exact at the
+temperatures 0 and 1, `logprobs` where nothing is cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import shutil
+import tempfile
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+
+from rillflow.config.engine import EngineConfig
+from rillflow.contracts import Clock
+from rillflow.engine.servers.base import Part
+from rillflow.engine.servers.facts import ModelFacts
+from rillflow.engine.servers.in_place import InPlaceEngine
+from rillflow.engine.servers.layout import check_layout
+from rillflow.engine.servers.process import ServerProcess, free_port
+from rillflow.engine.sglang import launch
+from rillflow.engine.sglang.inside.rillflow_sglang import answer_name, write_order
+from rillflow.engine.sglang.wire import Chunk, Outcome, generate_body, loader_body
+from rillflow.errors import EngineError, EngineLost
+from rillflow.types import FinishReason, GenerateRequest, Sampling
+from rillflow.weights.models import DTYPES
+
+_T = TypeVar("_T")
+
+_LOOK_SECONDS = 0.25  # between two looks at a server that starts
+_WATCH_SECONDS = 2.0  # between two looks at one that somebody else runs
+_MISSES = 5  # looks in a row that fail before it counts as lost
+_CONTROL_SECONDS = 60.0
+_WEIGHTS_SECONDS = 600.0  # for all weights of a large model to be copied and read back
+_STALL_SECONDS = 600.0  # without a token of an answer: SGLang's own queue is part of it
+_ABORT_AGAIN_SECONDS = 0.05
+_IDLE_SECONDS = 10.0  # for the last aborted requests to leave before the cache is emptied
+_LONGEST_LINE = 1 << 22
+_FINISHES: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+class SglangEngine(InPlaceEngine):
+    """Starts and supervises an SGLang server, or uses one that runs."""
+
+    def __init__(
+        self,
+        model: ModelFacts,
+        settings: EngineConfig,
+        *,
+        logs: Path | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        super().__init__(model, settings, clock=clock)
+        self._logs = logs
+        self._url = ""
+        self._http: aiohttp.ClientSession | None = None
+        self._orders = Path()
+        self._numbers = count()
+        self._running = 0
+        self._aborting: asyncio.Task[None] | None = None
+        self._events = msgspec.json.Decoder(Chunk)
+        self.process: ServerProcess | None = None
+
+    # ------------------------------------------------------------ the server
+
+    async def bring_up(self) -> None:
+        if self.settings.server.url is None:
+            key = await self._start()
+        else:
+            self._url, key, self._orders = launch.running_server(self.settings)
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            headers={"authorization": f"Bearer {key}"} if key else {},
+            read_bufsize=_LONGEST_LINE,
+        )
+        await self._wait_ready()
+        check_layout(self.model, await self._order("rillflow_layout"))
+        if self.settings.server.url is not None:  # whatever it served before
+            await self.put_initial()
+
+    async def _start(self) -> str:
+        port, key = free_port(), secrets.token_urlsafe(32)
+        self._orders = Path(tempfile.mkdtemp(prefix="rillflow-sglang-"))
+        secret = self._orders / "secret.yaml"
+        secret.write_text(f"api-key: {key}\n")
+        self.process = ServerProcess(
+            launch.command(self.model, self.settings, port, secret),
+            environment=launch.environment(self.settings, self._orders),
+            log=(self._logs or self._orders) / f"sglang-{port}.log",
+        )
+        self._url = f"http://127.0.0.1:{port}"
+        try:
+            await self.process.start()
+        except OSError as error:
+            raise EngineLost(
+                f"{self.settings.server.python} cannot be started: {error}",
+                "engine.server.python is the interpreter of the environment that has SGLang",
+            ) from error
+        return key
+
+    async def _wait_ready(self) -> None:
+        try:
+            async with asyncio.timeout(self.settings.server.start_timeout):
+                while not await self._answers():
+                    if self.process is not None and not self.process.running:
+                        raise EngineLost("SGLang ended before it served", self._words())
+                    await asyncio.sleep(_LOOK_SECONDS)
+        except TimeoutError:
+            seconds = self.settings.server.start_timeout
+            raise EngineLost(f"SGLang does not serve after {seconds:g} s", self._words()) from None
+
+    async def _answers(self) -> bool:
+        with suppress(EngineError):
+            await self._call("GET", "/model_info", None, deadline=5.0)
+            return True
+        return False
+
+    def _words(self) -> str:
+        return f"its last words:\n{self.process.tail()}" if self.process is not None else "is it running?"
+
+    async def lost(self) -> str:
+        if self.process is not None:
+            return f"its process ended with {await self.process.wait()}"
+        missed = 0
+        while missed < _MISSES:
+            await asyncio.sleep(_WATCH_SECONDS)
+            missed = 0 if await self._answers() else missed + 1
+        return f"it has not answered {_MISSES} times"
+
+    async def tear_down(self) -> None:
+        await self._stop_aborting()
+        if self._http is not None:
+            await self._http.close()
+        if self.process is not None:
+            await self.process.stop()
+            if self._logs is not None:  # else the log is in there
+                shutil.rmtree(self._orders, ignore_errors=True)
+
+    # ------------------------------------------------------------ sampling
+
+    async def sample(self, request: GenerateRequest, version: int) -> AsyncGenerator[Part]:
+        body = generate_body(request, self.settings.context, version)
+        self._running += 1
+        try:
+            async with self._session.post(
+                f"{self._url}/generate",
+                data=body,
+                headers={"content-type": "application/json"},
+                timeout=aiohttp.ClientTimeout(sock_connect=_CONTROL_SECONDS, sock_read=_STALL_SECONDS),
+            ) as response:
+                await _refused(response, "/generate")
+                first = True
+                async for line in response.content:
+                    chunk = self._read(line)
+                    if chunk is None:
+                        continue
+                    if first and chunk.output_ids:
+                        first = False
+                        self.reused += chunk.meta_info.cached_tokens
+                        self.prefilled += len(request.tokens) - chunk.meta_info.cached_tokens
+                    part = _part(chunk, request.sampling)
+                    yield part
+                    if part.finish is not None:
+                        return
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise EngineLost(f"SGLang's answer broke off: {error!r}", "the request can go on elsewhere") from error
+        finally:
+            self._running -= 1
+
+    def _read(self, line: bytes) -> Chunk | None:
+        if not line.startswith(b"data: {"):
+            return None
+        try:
+            chunk = self._events.decode(line[6:])
+        except msgspec.MsgspecError as error:
+            raise EngineError(f"SGLang sent what is no part of an answer: {error}", "is it a tried release?") from error
+        if chunk.error is not None:
+            raise EngineError(f"SGLang: {chunk.error.message}", "see its log")
+        return chunk
+
+    async def cut(self) -> None:
+        await self._abort_all()
+        await self._stop_aborting()
+        self._aborting = asyncio.create_task(self._abort_rest(), name="sglang-abort")
+
+    async def _abort_all(self) -> None:
+        await self._call("POST", "/abort_request", None, {"rid": "", "abort_all": True}, deadline=_CONTROL_SECONDS)
+
+    async def _abort_rest(self) -> None:
+        """A request that was still on its way to the server has not been hit: abort until all have ended."""
+        while self._running:
+            await asyncio.sleep(_ABORT_AGAIN_SECONDS)
+            await self._abort_all()
+
+    async def _stop_aborting(self) -> None:
+        if self._aborting is not None:
+            self._aborting.cancel()
+            await asyncio.wait([self._aborting])
+            self._aborting = None
+
+    async def go_on(self) -> None:
+        await self._stop_aborting()
+
+    # ------------------------------------------------------------ weights
+
+    async def rewrite(self, method: str, paths: list[str]) -> list[Any]:
+        held = await self._order(method, paths)
+        flush = f"/flush_cache?timeout={_IDLE_SECONDS:g}"
+        await self._call("POST", flush, None, {}, deadline=_IDLE_SECONDS + _CONTROL_SECONDS)
+        return held
+
+    async def _order(self, method: str, *arguments: Any) -> list[Any]:
+        """Have every rank carry out a method of `rillflow_weights`; what each of them gives."""
+        number, ranks = next(self._numbers), self.settings.server.tensor_parallel
+        shapes = {name: list(shape) for name, shape in self.model.shapes.items()}
+        layout = [shapes, str(DTYPES[self.model.dtype]).removeprefix("torch.")]
+        await asyncio.to_thread(write_order, self._orders, number, layout, method, list(arguments))
+        await self._control("/begin_weight_update", {"selector": "target"})
+        try:
+            await self._control("/update_weights_from_tensor", loader_body(launch.LOADER, ranks))
+        finally:
+            await self._control("/end_weight_update", {})
+        return [self._answer(number, rank) for rank in range(ranks)]
+
+    def _answer(self, number: int, rank: int) -> Any:
+        path = self._orders / answer_name(number, rank)
+        try:
+            answer = msgspec.json.decode(path.read_bytes())
+        except (OSError, msgspec.MsgspecError) as error:
+            raise EngineError(f"rank {rank} of SGLang left no answer: {error}", "see its log") from error
+        path.unlink()
+        if "error" in answer:
+            raise EngineError(f"rank {rank} of SGLang: {answer['error']}", "see its log")
+        return answer["result"]
+
+    async def _control(self, route: str, body: dict[str, Any]) -> None:
+        outcome = await self._call("POST", route, Outcome, body, deadline=_WEIGHTS_SECONDS)
+        if not outcome.success:
+            raise EngineError(f"SGLang refused {route}: {outcome.message}", "see its log")
+
+    # ------------------------------------------------------------ HTTP
+
+    @property
+    def _session(self) -> aiohttp.ClientSession:
+        if self._http is None or self._http.closed:
+            raise EngineLost("SGLang was not started", "start the engine")
+        return self._http
+
+    async def _call(self, method: str, route: str, shape: type[_T] | None, body: Any = None, *, deadline: float) -> _T:
+        """EngineLost when it cannot be reached or does not answer in time, EngineError when it refuses."""
+        try:
+            async with self._session.request(
+                method, self._url + route, json=body, timeout=aiohttp.ClientTimeout(total=deadline)
+            ) as response:
+                data = await response.read()
+                if response.status != 200 and shape is not Outcome:
+                    await _refused(response, route)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise EngineLost(f"SGLang did not answer {route}: {error!r}", "it is started again: try later") from error
+        if shape is None:
+            return None  # type: ignore[return-value]
+        try:
+            return msgspec.json.decode(data, type=shape)
+        except msgspec.MsgspecError as error:
+            raise EngineError(f"SGLang answered {route} with {data[:200]!r}", "is it a tried release?") from error
+
+
+def _part(chunk: Chunk, asked: Sampling) -> Part:
+    """An answer that ended with a token that nobody asked to stop at is one that was cut: it goes on."""
+    tokens, logprobs = chunk.output_ids, [value for value, _, _ in chunk.meta_info.output_token_logprobs]
+    if len(tokens) != len(logprobs):
+        raise EngineError(
+            f"SGLang sent {len(tokens)} tokens with {len(logprobs)} log-probs",
+            "it must run with --incremental-streaming-output",
+        )
+    reason = chunk.meta_info.finish_reason
+    finish = None if reason is None else _FINISHES.get(reason.type)
+    if reason is not None and finish is None:
+        raise EngineError(f"SGLang ended an answer with {reason.type}: {reason.message}", "see its log")
+    if finish == "stop" and (not tokens or tokens[-1] not in asked.stop_tokens):
+        finish = "abort"
+    return Part(tokens, [0.0] * len(tokens) if asked.temperature == 0.0 else logprobs, logprobs, finish)
+
+
+async def _refused(response: aiohttp.ClientResponse, route: str) -> None:
+    if response.status == 200:
+        return
+    said = (await response.read())[:500].decode(errors="replace")
+    if response.status in {502, 503, 504}:
+        raise EngineLost(f"SGLang cannot serve {route}: {said}", "the request can go on elsewhere")
+    raise EngineError(f"SGLang refused {route} with {response.status}: {said}", "see its log")

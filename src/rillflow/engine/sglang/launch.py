@@ -1,0 +1,89 @@
+"""How SGLang is started: its command line and its environment."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+from rillflow.config.engine import EngineConfig
+from rillflow.engine.servers.facts import ModelFacts
+from rillflow.engine.servers.running import WEIGHTS_INSIDE, on_loopback
+from rillflow.engine.sglang.inside.rillflow_sglang import ORDERS
+from rillflow.errors import ConfigError
+from rillflow.weights.models import pick_device
+
+LOADER = "rillflow_sglang.take"
+KEY = "RILLFLOW_SGLANG_KEY"  # of a server that runs already, where it has one
+_INSIDE = Path(__file__).resolve().parent / "inside"
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+# Tokens of an answer between two of its parts: fewer parts cost SGLang's server less.
+_STREAM_INTERVAL = 16
+# SGLang keeps places of the context for itself.
+_RESERVED = 8
+
+
+def command(model: ModelFacts, settings: EngineConfig, port: int, secret: Path) -> list[str]:
+    """`secret` is a file of further settings, which other users of the machine shall not see."""
+    server = settings.server
+    return [
+        server.python,
+        *("-m", "sglang.launch_server"),
+        *("--config", str(secret)),
+        *("--model-path", str(model.folder)),
+        *("--host", "127.0.0.1", "--port", str(port)),
+        *("--dtype", _DTYPES[model.dtype]),
+        *("--context-length", str(settings.context + _RESERVED)),
+        *("--max-running-requests", str(settings.slots)),
+        *("--tp-size", str(server.tensor_parallel)),
+        *("--mem-fraction-static", str(server.memory)),
+        *("--random-seed", str(secrets.randbits(31))),  # two servers must not draw alike
+        *("--stream-interval", str(_STREAM_INTERVAL)),
+        *("--custom-weight-loader", LOADER),
+        *("--log-level", "warning"),
+        "--incremental-streaming-output",
+        "--skip-tokenizer-init",
+        "--skip-server-warmup",
+        *(_on_cpu(settings) if pick_device(settings.device).type == "cpu" else ()),
+        *server.arguments,
+    ]
+
+
+def _on_cpu(settings: EngineConfig) -> list[str]:
+    """Plain torch, which every CPU can run."""
+    return [
+        *("--device", "cpu"),
+        *("--attention-backend", "torch_native"),
+        *("--sampling-backend", "pytorch"),
+        *("--max-total-tokens", str(settings.slots * (settings.context + _RESERVED))),
+        "--disable-overlap-schedule",
+    ]
+
+
+def environment(settings: EngineConfig, orders: Path) -> dict[str, str]:
+    device = pick_device(settings.device)
+    chosen = {name: value for name, value in os.environ.items() if not name.startswith("RILLFLOW_")}
+    chosen |= {
+        "PYTHONPATH": os.pathsep.join([str(_INSIDE), str(WEIGHTS_INSIDE)]),
+        ORDERS: str(orders),
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by what it reserves
+        "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
+    }
+    if device.type == "cpu":
+        chosen |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    elif device.index is not None:
+        devices = range(device.index, device.index + settings.server.tensor_parallel)
+        chosen["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+    return chosen | settings.server.environment
+
+
+def running_server(settings: EngineConfig) -> tuple[str, str, Path]:
+    """URL, key (perhaps empty) and folder of orders of a server that runs already."""
+    given = os.environ | settings.server.environment
+    folder = Path(given.get(ORDERS, ""))
+    if not given.get(ORDERS) or not folder.is_dir():
+        raise ConfigError(
+            f"engine.server.url needs the folder that the server takes orders from, in the environment as {ORDERS}",
+            f"start the server with the same variable and --custom-weight-loader {LOADER}: see the page on engines",
+        )
+    return on_loopback(settings.server.url or ""), given.get(KEY, ""), folder

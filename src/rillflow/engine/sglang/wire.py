@@ -1,0 +1,80 @@
+"""The shapes of SGLang's interface that are used, as far as they are used (0.5.23: `srt/managers/io_struct.py`,
+`srt/entrypoints/http_server.py`, `srt/managers/tokenizer_manager.py`)."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import msgspec
+
+from rillflow.types import GenerateRequest
+
+# SGLang wants a list of named tensors for each rank in Python's own serialisation. This is the empty one, byte for
+# byte: nothing of ours is written in it, and nothing in it is ever read here.
+_NO_TENSORS = base64.b64encode(b"\x80\x04].").decode()
+
+
+class Finish(msgspec.Struct):
+    type: str
+    message: str | None = None
+
+
+class Meta(msgspec.Struct):
+    """Log-probs are `[log-prob, token, text]`, of the tokens of this chunk."""
+
+    finish_reason: Finish | None = None
+    output_token_logprobs: list[tuple[float, int, str | None]] = []
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class Failure(msgspec.Struct):
+    message: str = ""
+
+
+class Chunk(msgspec.Struct):
+    """One event of a stream: the tokens since the last one (`--incremental-streaming-output`)."""
+
+    output_ids: list[int] = []
+    meta_info: Meta = msgspec.field(default_factory=Meta)
+    error: Failure | None = None
+
+
+class Outcome(msgspec.Struct):
+    """Of anything that changes weights."""
+
+    success: bool
+    message: str = ""
+
+
+def generate_body(request: GenerateRequest, context: int, version: int) -> bytes:
+    """`extra_key` keeps the prefix cache from crossing versions."""
+    asked = request.sampling
+    sampling = {
+        "temperature": asked.temperature,
+        "top_p": asked.top_p,
+        "top_k": asked.top_k or -1,
+        "max_new_tokens": min(asked.max_tokens, context - len(request.tokens)),
+        "stop_token_ids": list(asked.stop_tokens),
+        # It switches off all stopping by tokens: without, SGLang also stops at the model's own ends.
+        "ignore_eos": not asked.stop_tokens,
+    }
+    return msgspec.json.encode(
+        {
+            "input_ids": request.tokens,
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "stream": True,
+            "extra_key": str(version),
+        }
+    )
+
+
+def loader_body(loader: str, ranks: int) -> dict[str, Any]:
+    return {
+        "serialized_named_tensors": [_NO_TENSORS] * ranks,
+        "load_format": loader,
+        "flush_cache": False,
+        "selector": "target",
+    }

@@ -1,0 +1,194 @@
+"""Our end of the channel into vLLM's API server.
+
+Invariant: whoever waits on a channel that closes is told so (EngineLost); nobody waits on a closed one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from contextlib import suppress
+from itertools import count
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from rillflow.engine.vllm.inside.rillflow_channel import (
+    PATH,
+    Answered,
+    Ask,
+    Asked,
+    Control,
+    Drop,
+    Part,
+    Reply,
+)
+from rillflow.errors import EngineError, EngineLost
+
+_OPEN_SECONDS = 30.0
+_CLOSE_SECONDS = 1.0
+_LARGEST_FRAME = 64 << 20
+
+
+class Answer:
+    """The parts of one ask as they arrive."""
+
+    def __init__(self) -> None:
+        self._parts: deque[Part] = deque()
+        self._arrived = asyncio.Event()
+        self._lost = ""
+
+    def put(self, part: Part) -> None:
+        self._parts.append(part)
+        self._arrived.set()
+
+    def lose(self, reason: str) -> None:
+        self._lost = reason
+        self._arrived.set()
+
+    async def next(self) -> Part:
+        while not self._parts:
+            if self._lost:
+                raise EngineLost(self._lost, "the request can go on elsewhere")
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self._parts.popleft()
+
+
+class ChannelClient:
+    """Many requests and calls over one WebSocket."""
+
+    def __init__(self, url: str, token: str) -> None:
+        self._url = url
+        self._token = token
+        self._numbers = count()
+        self._answers: dict[int, Answer] = {}
+        self._replies: dict[int, asyncio.Future[Any]] = {}
+        self._outbox: Asked = []
+        self._full = asyncio.Event()
+        self._session: aiohttp.ClientSession | None = None
+        self._socket: aiohttp.ClientWebSocketResponse | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def open(self) -> None:
+        self._session = aiohttp.ClientSession()
+        try:
+            async with asyncio.timeout(_OPEN_SECONDS):
+                self._socket = socket = await self._session.ws_connect(
+                    self._url.rstrip("/") + PATH,
+                    headers={"authorization": f"Bearer {self._token}"},
+                    compress=0,
+                    max_msg_size=_LARGEST_FRAME,
+                )
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            await self._session.close()
+            raise EngineLost(
+                f"vLLM at {self._url} opens no channel: {error!r}",
+                "it must run with --middleware rillflow_channel.Channel, and with the same RILLFLOW_CHANNEL_TOKEN",
+            ) from error
+        self._tasks = [
+            asyncio.create_task(self._read(socket), name="channel-read"),
+            asyncio.create_task(self._write(socket), name="channel-write"),
+        ]
+
+    async def close(self) -> None:
+        self._lose("the channel was closed")
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        if self._socket is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_CLOSE_SECONDS):
+                    await self._socket.close()
+        if self._session is not None:
+            await self._session.close()
+
+    def ask(self, **settings: Any) -> tuple[int, Answer]:
+        number, answer = next(self._numbers), Answer()
+        if self.closed.done():
+            answer.lose(self.closed.result())
+        self._answers[number] = answer
+        self._put(Ask(id=number, **settings))
+        return number, answer
+
+    def drop(self, number: int) -> None:
+        """Nobody reads this answer any more, ended or not."""
+        if self._answers.pop(number, None) is not None:
+            self._put(Drop(number))
+
+    def ended(self, number: int) -> None:
+        self._answers.pop(number, None)
+
+    async def call(self, what: str, *arguments: Any, deadline: float) -> Any:
+        """EngineLost when the channel closes or the deadline passes, EngineError when it was refused."""
+        if self.closed.done():
+            raise EngineLost(self.closed.result(), "it is started again: try later")
+        number = next(self._numbers)
+        reply = self._replies[number] = asyncio.get_running_loop().create_future()
+        self._put(Control(number, what, list(arguments)))
+        try:
+            async with asyncio.timeout(deadline):
+                return await reply
+        except TimeoutError:
+            raise EngineLost(f"vLLM did not answer {what} in {deadline:g} s", "see its log") from None
+        finally:
+            self._replies.pop(number, None)
+
+    # ------------------------------------------------------------ frames
+
+    def _put(self, message: Ask | Drop | Control) -> None:
+        self._outbox.append(message)
+        self._full.set()
+
+    async def _write(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        try:
+            while True:
+                await self._full.wait()
+                self._full.clear()
+                frame, self._outbox = self._outbox, []
+                await socket.send_bytes(msgspec.msgpack.encode(frame))
+        except (aiohttp.ClientError, OSError) as error:
+            self._lose(f"vLLM's channel broke: {error!r}")
+
+    async def _read(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        decoder = msgspec.msgpack.Decoder(Answered)
+        reason = "vLLM closed the channel"
+        try:
+            async for frame in socket:
+                if frame.type is not aiohttp.WSMsgType.BINARY:
+                    break
+                for message in decoder.decode(frame.data):
+                    self._take(message)
+        except (aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
+            reason = f"vLLM's channel broke: {error!r}"
+        finally:
+            self._lose(reason)
+
+    def _take(self, message: Part | Reply) -> None:
+        if isinstance(message, Part):
+            answer = self._answers.get(message.id)
+            if answer is not None:
+                answer.put(message)
+            return
+        reply = self._replies.get(message.id)
+        if reply is None or reply.done():
+            return
+        if message.error:
+            reply.set_exception(EngineError(f"vLLM: {message.error}", "see its log"))
+        else:
+            reply.set_result(message.result)
+
+    def _lose(self, reason: str) -> None:
+        if self.closed.done():
+            return
+        self.closed.set_result(reason)
+        for answer in self._answers.values():
+            answer.lose(reason)
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(EngineLost(reason, "it is started again: try later"))
+            with suppress(asyncio.CancelledError):
+                reply.exception()

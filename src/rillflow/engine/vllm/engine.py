@@ -1,0 +1,195 @@
+"""vLLM behind the Engine contract.
+
+Invariants: the prefix cache never crosses versions, because every version salts it; what vLLM holds after an update is
+read back and compared with the fingerprints of what was published, so weights that arrived wrong are noticed before a
+token is sampled from them.
+
+Seeds are not passed on: vLLM's own are neither cheap on GPUs nor the same draw after a cut, so its draws are never
+reproducible. `raw_logprobs` are exact at temperature 0, and at 1 without `top_p` and `top_k`; else they are those of
+the distribution sampled from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+import tempfile
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from rillflow.config.engine import EngineConfig
+from rillflow.contracts import Clock
+from rillflow.engine.servers.base import Part
+from rillflow.engine.servers.facts import ModelFacts
+from rillflow.engine.servers.in_place import InPlaceEngine
+from rillflow.engine.servers.layout import check_layout
+from rillflow.engine.servers.process import ServerProcess, free_port
+from rillflow.engine.vllm import launch
+from rillflow.engine.vllm.channel import ChannelClient
+from rillflow.engine.vllm.inside.rillflow_channel import LOST
+from rillflow.errors import EngineError, EngineLost
+from rillflow.types import FinishReason, GenerateRequest
+from rillflow.weights.models import DTYPES
+
+_LOOK_SECONDS = 0.25
+_CONTROL_SECONDS = 60.0
+_WEIGHTS_SECONDS = 600.0  # for all weights of a large model to be copied and read back
+_STALL_SECONDS = 600.0  # without a token of an answer: vLLM's own queue is part of it
+_FINISHES: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+class VllmEngine(InPlaceEngine):
+    """Starts and supervises a vLLM server, or uses one that runs."""
+
+    def __init__(
+        self,
+        model: ModelFacts,
+        settings: EngineConfig,
+        *,
+        logs: Path | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        super().__init__(model, settings, clock=clock)
+        self._logs = logs
+        self._channel: ChannelClient | None = None
+        self.process: ServerProcess | None = None
+
+    # ------------------------------------------------------------ the server
+
+    async def bring_up(self) -> None:
+        if self.settings.server.url is None:
+            url, token = await self._start()
+        else:
+            url, token = launch.running_server(self.settings)
+        await self._wait_healthy(url)
+        self._channel = ChannelClient(url, token)
+        await self._channel.open()
+        await self._learn_layout()
+        await self._channel.call("resume", deadline=_CONTROL_SECONDS)
+        if self.settings.server.url is not None:  # whatever it served before
+            await self.put_initial()
+
+    async def _start(self) -> tuple[str, str]:
+        port, token = free_port(), secrets.token_urlsafe(32)
+        logs = self._logs or Path(tempfile.mkdtemp(prefix="rillflow-vllm-"))
+        self.process = ServerProcess(
+            launch.command(self.model, self.settings, port),
+            environment=launch.environment(self.settings, token),
+            log=logs / f"vllm-{port}.log",
+        )
+        try:
+            await self.process.start()
+        except OSError as error:
+            raise EngineLost(
+                f"{self.settings.server.python} cannot be started: {error}",
+                "engine.server.python is the interpreter of the environment that has vLLM",
+            ) from error
+        return f"http://127.0.0.1:{port}", token
+
+    async def _wait_healthy(self, url: str) -> None:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5.0)) as session:
+            try:
+                async with asyncio.timeout(self.settings.server.start_timeout):
+                    while not await _healthy(session, url):
+                        if self.process is not None and not self.process.running:
+                            raise EngineLost("vLLM ended before it served", self._words())
+                        await asyncio.sleep(_LOOK_SECONDS)
+            except TimeoutError:
+                seconds = self.settings.server.start_timeout
+                raise EngineLost(f"vLLM does not serve after {seconds:g} s", self._words()) from None
+
+    def _words(self) -> str:
+        return f"its last words:\n{self.process.tail()}" if self.process is not None else "is it running?"
+
+    async def _learn_layout(self) -> None:
+        shapes = {name: list(shape) for name, shape in self.model.shapes.items()}
+        dtype = str(DTYPES[self.model.dtype]).removeprefix("torch.")
+        answers = await self._call("rillflow_layout", shapes, dtype, deadline=_CONTROL_SECONDS)
+        check_layout(self.model, answers)
+
+    async def lost(self) -> str:
+        assert self._channel is not None
+        reason = await asyncio.shield(self._channel.closed)
+        if self.process is not None and not self.process.running:
+            return f"its process has ended: {reason}"
+        return reason
+
+    async def tear_down(self) -> None:
+        if self._channel is not None:
+            await self._channel.close()
+        if self.process is not None:
+            await self.process.stop()
+
+    async def _call(self, what: str, *arguments: Any, deadline: float) -> Any:
+        if self._channel is None:
+            raise EngineLost("vLLM was not started", "start the engine")
+        return await self._channel.call(what, *arguments, deadline=deadline)
+
+    # ------------------------------------------------------------ sampling
+
+    async def sample(self, request: GenerateRequest, version: int) -> AsyncGenerator[Part]:
+        asked = request.sampling
+        if self._channel is None:
+            raise EngineLost("vLLM was not started", "start the engine")
+        channel = self._channel
+        number, answer = channel.ask(
+            tokens=request.tokens,
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            top_k=asked.top_k,
+            max_tokens=min(asked.max_tokens, self.settings.context - len(request.tokens)),
+            stop=[token for token in asked.stop_tokens if 0 <= token < self.model.vocabulary],
+            salt=str(version),
+        )
+        first = True
+        try:
+            while True:
+                async with asyncio.timeout(_STALL_SECONDS):
+                    part = await answer.next()
+                if part.finish == LOST:
+                    raise EngineLost(f"vLLM: {part.error}", "the request can go on elsewhere")
+                if part.error or part.finish not in ("", *_FINISHES):
+                    channel.ended(number)
+                    raise EngineError(f"vLLM: {part.error or part.finish}", "see its log")
+                if not all(map(math.isfinite, part.logprobs)):
+                    raise EngineError(
+                        f"version {version} gives log-probs that are not finite", "its weights are broken"
+                    )
+                if first and part.tokens:
+                    first = False
+                    self.reused += part.cached
+                    self.prefilled += len(request.tokens) - part.cached
+                greedy = asked.temperature == 0.0
+                drawn = [0.0] * len(part.tokens) if greedy else part.logprobs
+                finish = _FINISHES.get(part.finish)
+                if finish is not None:
+                    channel.ended(number)
+                yield Part(part.tokens, drawn, part.logprobs, finish)
+                if finish is not None:
+                    return
+        finally:
+            channel.drop(number)
+
+    async def cut(self) -> None:
+        await self._call("pause", deadline=_CONTROL_SECONDS)
+
+    async def go_on(self) -> None:
+        await self._call("resume", deadline=_CONTROL_SECONDS)
+
+    # ------------------------------------------------------------ weights
+
+    async def rewrite(self, method: str, paths: list[str]) -> list[Any]:
+        held: list[Any] = await self._call(method, paths, deadline=_WEIGHTS_SECONDS)
+        return held
+
+
+async def _healthy(session: aiohttp.ClientSession, url: str) -> bool:
+    with suppress(aiohttp.ClientError, TimeoutError, OSError):
+        async with session.get(url.rstrip("/") + "/health") as response:
+            return response.status == 200
+    return False

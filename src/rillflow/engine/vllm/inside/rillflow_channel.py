@@ -1,0 +1,212 @@
+"""The channel: one WebSocket into vLLM's API server that carries many requests, their tokens, and what controls them.
+
+It is an ASGI middleware (`--middleware`), so that a request costs no HTTP exchange, no JSON and no pydantic.
+Invariants: it opens only to who shows the token in RILLFLOW_CHANNEL_TOKEN; every `Ask` is answered by parts of which
+exactly the last one has a `finish` or an `error`, unless it is dropped; once `pause` is answered, all parts of all asks
+before it were sent and nothing is sampled until `resume`; a channel that closes takes its requests with it.
+
+Frames are msgpack: a list of messages, both ways. Both sides read the shapes from this file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import importlib
+import os
+from typing import Any
+
+import msgspec
+
+PATH = "/rillflow/channel"
+TOKEN = "RILLFLOW_CHANNEL_TOKEN"
+LOST = "lost"  # the `finish` of an answer when vLLM's engine has died
+_GATHER_SECONDS = 0.005  # parts that arrive within so long travel in one frame
+_CUT_SECONDS = 1.0  # after a pause, for requests to end by themselves
+
+
+class Ask(msgspec.Struct, array_like=True, tag="ask"):
+    """Sample after `tokens`. The log-probs are of the distribution that is sampled from."""
+
+    id: int
+    tokens: list[int]
+    temperature: float
+    top_p: float
+    top_k: int
+    max_tokens: int
+    stop: list[int]
+    salt: str
+
+
+class Drop(msgspec.Struct, array_like=True, tag="drop"):
+    """Nobody reads the answer to `id` any more."""
+
+    id: int
+
+
+class Control(msgspec.Struct, array_like=True, tag="control"):
+    """`pause`, `resume`, or a method of all workers (`rillflow_…`) with its arguments."""
+
+    id: int
+    what: str
+    arguments: list[Any] = []
+
+
+class Part(msgspec.Struct, array_like=True, tag="part"):
+    """The next tokens of an answer. `finish` is stop, length or abort; `cached` tells how much of the prompt was."""
+
+    id: int
+    tokens: list[int]
+    logprobs: list[float]
+    finish: str = ""
+    error: str = ""
+    cached: int = 0
+
+
+class Reply(msgspec.Struct, array_like=True, tag="reply"):
+    """What a `Control` came to."""
+
+    id: int
+    result: Any = None
+    error: str = ""
+
+
+Asked = list[Ask | Drop | Control]
+Answered = list[Part | Reply]
+
+
+class Channel:
+    """The middleware. Everything but the channel passes through it."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self._token = os.environ.get(TOKEN, "")
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "websocket" or scope["path"] != PATH:
+            await self._app(scope, receive, send)
+            return
+        await receive()
+        shown = dict(scope["headers"]).get(b"authorization", b"")
+        if not self._token or not hmac.compare_digest(shown, f"Bearer {self._token}".encode()):
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        await send({"type": "websocket.accept"})
+        await _Connection(scope["app"].state.engine_client, send).run(receive)
+
+
+class _Connection:
+    """One client. `engine` is vLLM's AsyncLLM."""
+
+    def __init__(self, engine: Any, send: Any) -> None:
+        self._engine = engine
+        self._send = send
+        self._outbox: list[Part | Reply] = []
+        self._full = asyncio.Event()
+        self._asks: dict[int, asyncio.Task[None]] = {}
+        self._controls: set[asyncio.Task[None]] = set()
+        self._params = importlib.import_module("vllm.sampling_params")
+
+    async def run(self, receive: Any) -> None:
+        decoder = msgspec.msgpack.Decoder(Asked)
+        sender = asyncio.create_task(self._deliver())
+        try:
+            while (event := await receive())["type"] == "websocket.receive":
+                for message in decoder.decode(event["bytes"]):
+                    self._take(message)
+        finally:
+            for task in (sender, *self._asks.values(), *self._controls):
+                task.cancel()
+
+    def _take(self, message: Ask | Drop | Control) -> None:
+        if isinstance(message, Ask):
+            self._asks[message.id] = asyncio.create_task(self._answer(message))
+        elif isinstance(message, Drop):
+            task = self._asks.pop(message.id, None)
+            if task is not None:
+                task.cancel()
+        else:
+            task = asyncio.create_task(self._control(message))
+            self._controls.add(task)
+            task.add_done_callback(self._controls.discard)
+
+    def _put(self, message: Part | Reply) -> None:
+        self._outbox.append(message)
+        self._full.set()
+
+    async def _deliver(self) -> None:
+        while True:
+            await self._full.wait()
+            await asyncio.sleep(_GATHER_SECONDS)
+            self._full.clear()
+            frame, self._outbox = self._outbox, []
+            await self._send({"type": "websocket.send", "bytes": msgspec.msgpack.encode(frame)})
+
+    # ------------------------------------------------------------ sampling
+
+    async def _answer(self, ask: Ask) -> None:
+        prompt = {"type": "token", "prompt_token_ids": ask.tokens, "cache_salt": ask.salt}
+        ended = False
+        try:
+            async for output in self._engine.generate(prompt, self._sampling(ask), self._name(ask.id)):
+                part = output.outputs[0]
+                tokens = list(part.token_ids)
+                logprobs = part.logprobs.logprobs[: len(tokens)] if tokens else []
+                ended = part.finish_reason is not None
+                self._put(Part(ask.id, tokens, logprobs, part.finish_reason or "", "", output.num_cached_tokens or 0))
+            if not ended:
+                self._put(Part(ask.id, [], [], "abort"))
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            finish = LOST if self._engine.errored else ""
+            self._put(Part(ask.id, [], [], finish, f"{type(error).__name__}: {error}"))
+        finally:
+            self._asks.pop(ask.id, None)
+
+    def _sampling(self, ask: Ask) -> Any:
+        return self._params.SamplingParams(
+            temperature=ask.temperature,
+            top_p=ask.top_p,
+            top_k=ask.top_k,
+            max_tokens=ask.max_tokens,
+            stop_token_ids=ask.stop,
+            ignore_eos=True,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=self._params.RequestOutputKind.DELTA,
+        )
+
+    def _name(self, number: int) -> str:
+        return f"rillflow-{id(self):x}-{number}"
+
+    # ------------------------------------------------------------ control
+
+    async def _control(self, message: Control) -> None:
+        try:
+            result: Any = None
+            if message.what == "pause":
+                await self._pause()
+            elif message.what == "resume":
+                await self._engine.resume_generation()
+            elif message.what.startswith("rillflow_"):
+                result = await self._engine.collective_rpc(message.what, args=tuple(message.arguments))
+            else:
+                raise ValueError(f"there is no {message.what!r}")
+            self._put(Reply(message.id, result))
+        except Exception as error:
+            self._put(Reply(message.id, None, f"{type(error).__name__}: {error}"))
+
+    async def _pause(self) -> None:
+        """Cut every answer between two tokens. What came in too late for vLLM's own abort is aborted by name; what
+        vLLM does not know yet either has sampled nothing and is simply given up."""
+        tasks = dict(self._asks)
+        await self._engine.pause_generation(mode="abort", clear_cache=False)
+        if any(not task.done() for task in tasks.values()):
+            await self._engine.abort([self._name(number) for number, task in tasks.items() if not task.done()])
+            await asyncio.wait(tasks.values(), timeout=_CUT_SECONDS)
+        for number, task in tasks.items():
+            if not task.done():
+                task.cancel()
+                self._put(Part(number, [], [], "abort"))

@@ -1,0 +1,83 @@
+"""How vLLM is started: its command line and its environment."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+from rillflow.config.engine import EngineConfig
+from rillflow.engine.servers.facts import ModelFacts
+from rillflow.engine.servers.running import WEIGHTS_INSIDE, on_loopback
+from rillflow.engine.vllm.inside.rillflow_channel import TOKEN
+from rillflow.errors import ConfigError
+from rillflow.weights.models import pick_device
+
+INSIDE = Path(__file__).resolve().parent / "inside"
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+# Tokens of an answer between two of its parts: fewer parts cost vLLM's API server less.
+_STREAM_INTERVAL = 16
+
+
+def command(model: ModelFacts, settings: EngineConfig, port: int) -> list[str]:
+    server = settings.server
+    cpu = pick_device(settings.device).type == "cpu"
+    return [
+        server.python,
+        *("-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", str(model.folder)),
+        *("--host", "127.0.0.1", "--port", str(port)),
+        *("--dtype", _DTYPES[model.dtype]),
+        *("--max-model-len", str(settings.context)),
+        *("--max-num-seqs", str(settings.slots)),
+        *("--tensor-parallel-size", str(server.tensor_parallel)),
+        *("--gpu-memory-utilization", str(server.memory)),
+        *("--seed", str(secrets.randbits(31))),  # two servers must not draw alike
+        *("--logprobs-mode", "processed_logprobs"),
+        *("--generation-config", "vllm"),
+        *("--stream-interval", str(_STREAM_INTERVAL)),
+        *("--middleware", "rillflow_channel.Channel"),
+        *("--worker-extension-cls", "rillflow_weights.RillflowWorker"),
+        "--skip-tokenizer-init",
+        "--disable-uvicorn-access-log",
+        *(["--enforce-eager"] if cpu else []),
+        *server.arguments,
+    ]
+
+
+def environment(settings: EngineConfig, token: str) -> dict[str, str]:
+    """Its other routes are shut by the same token, given as vLLM's own key."""
+    device = pick_device(settings.device)
+    chosen = {name: value for name, value in os.environ.items() if not name.startswith("RILLFLOW_")}
+    chosen |= {
+        "PYTHONPATH": os.pathsep.join([str(INSIDE), str(WEIGHTS_INSIDE)]),
+        "RILLFLOW_INSIDE": "vllm",
+        TOKEN: token,
+        "VLLM_API_KEY": token,
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
+    }
+    if device.type == "cpu":
+        chosen |= {
+            "VLLM_TARGET_DEVICE": "cpu",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+    elif device.index is not None:
+        devices = range(device.index, device.index + settings.server.tensor_parallel)
+        chosen["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+    return chosen | settings.server.environment
+
+
+def running_server(settings: EngineConfig) -> tuple[str, str]:
+    """URL and token of a server that runs already."""
+    url = on_loopback(settings.server.url or "")
+    token = settings.server.environment.get(TOKEN) or os.environ.get(TOKEN, "")
+    if not token:
+        raise ConfigError(
+            f"engine.server.url needs the token of the server's channel, in the environment as {TOKEN}",
+            "start the server with the same variable: see the page on engines",
+        )
+    return url, token

@@ -1,0 +1,114 @@
+"""The file of a version's delta: pieces, each of which changes a run of tensors or of parts of them.
+
+    header    "RFC1", size of the list u32, the list: msgpack, deflated (zlib); for each piece its parts, its kind and
+              its size, for each part the tensor's name, its first weight and how many there are
+    pieces    one after the other, in the order of the list, to the end of the file
+
+A part is of consecutive weights of the flat tensor and begins at a multiple of 8 bytes, so that what it adds to the
+tensor's fingerprint is a sum of its own. A piece is of the weights of all its parts, which have one dtype, one after
+the other: many small tensors share the tables of one delta. Kind "delta" is a delta of these weights as if they were
+one tensor (`format`); "raw" is their new content.
+
+Invariants: weights without a piece are as they were; no two parts of a delta have weights in common, and no two of one
+piece are of the same tensor. A reader gets pieces that lie within the file; what is in them is for their decoder to
+verify, and the file as a whole has a hash in the manifest.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from rillflow.errors import CorruptData
+
+_START = struct.Struct("<4sI")
+_MAGIC = b"RFC1"
+_LONGEST_LIST = 64 << 20
+_DAMAGED = "it is damaged: pull it again, or a whole version"
+
+Kind = Literal["delta", "raw"]
+
+
+class Part(NamedTuple):
+    tensor: str
+    first: int
+    weights: int
+
+
+class Piece(NamedTuple):
+    parts: tuple[Part, ...]
+    kind: Kind
+    data: bytes | memoryview
+
+    @property
+    def weights(self) -> int:
+        return sum(part.weights for part in self.parts)
+
+
+class _Listed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    parts: tuple[Part, ...]
+    kind: Kind
+    size: int
+
+
+def write(pieces: Sequence[Piece]) -> Iterator[bytes | memoryview]:
+    """The bytes of a file."""
+    listed = zlib.compress(
+        msgspec.msgpack.encode([_Listed(piece.parts, piece.kind, len(piece.data)) for piece in pieces]), 9
+    )
+    yield _START.pack(_MAGIC, len(listed)) + listed
+    for piece in pieces:
+        yield piece.data
+
+
+def read(paths: Iterable[Path]) -> list[Piece]:
+    """The pieces of all files of a delta. Their data are views into these, which stay good if they are removed."""
+    pieces = [piece for path in paths for piece in _read_one(path)]
+    ends: dict[str, int] = {}
+    for part in sorted(part for piece in pieces for part in piece.parts):
+        if part.first < ends.get(part.tensor, 0):
+            raise CorruptData(f"a delta changes weights of {part.tensor} twice", _DAMAGED)
+        ends[part.tensor] = part.first + part.weights
+    return pieces
+
+
+def _read_one(path: Path) -> Iterator[Piece]:
+    try:
+        with open(path, "rb") as file:
+            content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+        raise CorruptData(f"{path} cannot be read: {error}", _DAMAGED) from error
+    listed, at = _list(content, path)
+    for one in listed:
+        yield Piece(one.parts, one.kind, content[at : at + one.size])
+        at += one.size
+
+
+def _list(content: memoryview, path: Path) -> tuple[list[_Listed], int]:
+    """What the file says it holds, which is all it holds, and where that begins."""
+    if len(content) < _START.size or content[: len(_MAGIC)] != _MAGIC:
+        raise CorruptData(f"{path} is not a file of deltas", _DAMAGED)
+    start = _START.size + _START.unpack_from(content)[1]
+    if start > len(content):
+        raise CorruptData(f"{path} is cut", _DAMAGED)
+    try:
+        deflated = zlib.decompressobj()
+        text = deflated.decompress(content[_START.size : start], _LONGEST_LIST)
+        listed = msgspec.msgpack.decode(text, type=list[_Listed])
+    except (zlib.error, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CorruptData(f"{path} has no valid list of pieces: {error}", _DAMAGED) from error
+    if not deflated.eof or deflated.unused_data:
+        raise CorruptData(f"{path} has a list of pieces that does not end where it should", _DAMAGED)
+    if any(one.size < 0 or min(min(part[1:]) for part in one.parts) < 0 for one in listed if one.parts):
+        raise CorruptData(f"{path} has pieces of negative size", _DAMAGED)
+    if any(len({part.tensor for part in one.parts}) < len(one.parts) for one in listed):
+        raise CorruptData(f"{path} has several parts of a tensor in one piece", _DAMAGED)
+    if not all(one.parts for one in listed) or start + sum(one.size for one in listed) != len(content):
+        raise CorruptData(f"{path} has {len(content) - start} bytes of pieces, other than its list says", _DAMAGED)
+    return listed, start

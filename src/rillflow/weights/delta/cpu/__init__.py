@@ -1,0 +1,1 @@
+"""Deltas on the host: compiled loops over segments. `delta.file` is their face."""

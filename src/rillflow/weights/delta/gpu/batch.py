@@ -1,0 +1,163 @@
+"""What both directions share: tensors as runs of words, copies to the host, and batches that take turns.
+
+A batch needs a number from the device now and then. While its copy is under way the next batch gets its turn, so that
+the device always has work; how many are under way at once bounds the memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rillflow.weights.delta.format import MOST_LOG2, Layout
+
+Array = npt.NDArray[Any]
+WORD, _ALIGNED = 8, 16
+# Words of a block: what one program of a kernel looks at. Ranks within it have 12 bits.
+BLOCK = 1024
+AT_ONCE = 3
+
+
+class Span(NamedTuple):
+    """Weights of one segment of tensor number `tensor`, from weight `start` on."""
+
+    tensor: int
+    start: int
+    weights: int
+
+
+class Shape(NamedTuple):
+    """The constants that kernels are compiled for, beside those of one kernel alone."""
+
+    WIDTH: int
+    LANES: int
+    MANTISSA: int
+    EXPONENTS: int
+
+    @classmethod
+    def of(cls, layout: Layout) -> Shape:
+        return cls(layout.width, 64 // layout.width, layout.mantissa, layout.exponents)
+
+    @property
+    def bits(self) -> dict[str, int]:
+        return {"WIDTH": self.WIDTH, "LANES": self.LANES}
+
+    @property
+    def all(self) -> dict[str, int]:
+        return self._asdict()
+
+
+def spans(number: int, weights: int, log2: int = MOST_LOG2) -> list[Span]:
+    size = 1 << log2
+    return [Span(number, start, min(size, weights - start)) for start in range(0, weights, size)]
+
+
+def words_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's memory, or a copy if it is not one run that begins and ends at multiples of 16 bytes."""
+    flat = tensor.detach().reshape(-1)
+    flat = flat if flat.is_contiguous() else flat.contiguous()
+    if flat.data_ptr() % _ALIGNED == 0 and flat.nbytes % _ALIGNED == 0:
+        return flat
+    padded = flat.new_zeros(-(-flat.nbytes // _ALIGNED) * _ALIGNED // flat.element_size())
+    padded[: len(flat)] = flat
+    return padded
+
+
+class Rows:
+    """The table of segments (see `compare`) of one batch, here and on the device."""
+
+    def __init__(self, spans: list[Span], old: Array, new: Array, shape: Shape, device: torch.device) -> None:
+        lanes = shape.LANES
+        self.spans = spans
+        span = np.array(spans, np.int64).reshape(-1, 3)
+        byte = span[:, 1] * (WORD // lanes)
+        self.table = np.zeros((len(spans), 8), np.int64)
+        self.blocks = -(-span[:, 2] // (BLOCK * lanes))
+        self.table[:, 0], self.table[:, 1] = old[span[:, 0]] + byte, new[span[:, 0]] + byte
+        self.table[:, 2], self.table[:, 3] = span[:, 2], span[:, 1] // lanes
+        self.table[:, 4], self.table[:, 5] = np.cumsum(self.blocks) - self.blocks, self.blocks
+        self.table[:, 6] = span[:, 1]
+        self.on_device = torch.from_numpy(self.table).to(device)
+        self.count = int(self.blocks.sum())
+
+    def owner(self) -> torch.Tensor:
+        """The segment of each block."""
+        return torch.repeat_interleave(self.on_device[:, 5].int(), output_size=self.count)
+
+    def group_starts(self, classes: int) -> torch.Tensor:
+        """Where each group begins in what is counted per block and class, and the end of it all."""
+        starts = self.table[:, 4:5] * classes + np.arange(classes) * self.table[:, 5:6]
+        return torch.from_numpy(np.append(starts.reshape(-1), self.count * classes)).to(self.on_device.device)
+
+
+class Landing:
+    """Tensors on their way to the host."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if tensors[0].is_cuda:
+            self._tensors = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
+            for to, tensor in zip(self._tensors, tensors, strict=True):
+                to.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._tensors = [tensor.clone() for tensor in tensors]
+
+    def wait(self) -> list[Array]:
+        if self._event is not None:
+            self._event.synchronize()
+        return [tensor.numpy() for tensor in self._tensors]
+
+
+def uploaded(arrays: Sequence[Array], device: torch.device) -> list[torch.Tensor]:
+    """Copies on the device, by one transfer."""
+    begins, size = [], 0
+    for array in arrays:
+        begins.append(size)
+        size += -(-array.nbytes // 16) * 16
+    buffer = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    data = buffer.numpy()
+    for array, begin in zip(arrays, begins, strict=True):
+        data[begin : begin + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    there = buffer.to(device, non_blocking=True)
+    return [
+        there[begin : begin + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
+        for array, begin in zip(arrays, begins, strict=True)
+    ]
+
+
+Work = Generator[Landing, list[Array], None]
+
+
+def in_turns(works: Iterable[Callable[[], Work]]) -> None:
+    """Run all of them, in order, AT_ONCE of them under way."""
+    left, under_way = iter(works), deque[tuple[Work, Landing]]()
+    while True:
+        while len(under_way) < AT_ONCE and (start := next(left, None)) is not None:
+            work = start()
+            _turn(under_way, work, None)
+        if not under_way:
+            return
+        work, landing = under_way.popleft()
+        _turn(under_way, work, landing.wait())
+
+
+def _turn(under_way: deque[tuple[Work, Landing]], work: Work, arrived: list[Array] | None) -> None:
+    try:
+        landing = next(work) if arrived is None else work.send(arrived)
+    except StopIteration:
+        return
+    under_way.append((work, landing))
+
+
+def exclusive(counts: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Prefix sums: one more than there are counts, the first one 0."""
+    sums = torch.zeros(counts.numel() + 1, dtype=dtype or counts.dtype, device=counts.device)
+    torch.cumsum(counts.reshape(-1), 0, dtype=sums.dtype, out=sums[1:])
+    return sums

@@ -1,0 +1,310 @@
+"""Kernels that read old and new weights: what classes to make, which weights changed, and in what order they are coded.
+
+The table of segments has a row of eight 64-bit numbers for each: address of the old words, of the new ones, weights,
+index of its first word in its tensor, first block, blocks, index of its first weight. A block is WORDS words; blocks belong to one segment. What is
+counted per block and class lies at `first block * CLASSES + class * blocks + block`, so that one prefix sum over all
+orders everything by segment, class and position. A group is a class of a segment.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rillflow.weights.delta.gpu.words import (
+    change_of,
+    classes_of,
+    evens,
+    exponents_of,
+    field_of,
+    half,
+    lane,
+    length_of,
+    mixed,
+    one_of,
+    popcount,
+    shift_of,
+    words_at,
+)
+
+# Exponents that the choice of classes looks at, from the highest one seen downwards, and what it tells apart in each:
+# no change, or the length of the change.
+BINS = tl.constexpr(32)
+SYMBOLS = tl.constexpr(32)
+# What a class must save: an estimate of its part of the table, and a share of all.
+CLASS_BITS = tl.constexpr(300.0)
+CLASS_SHARE = tl.constexpr(0.004)
+FAR = tl.constexpr(1e30)
+
+
+@triton.jit
+def sample(
+    table, histogram, lowest, WORDS: tl.constexpr, SHARES: tl.constexpr, ROUNDS: tl.constexpr, WIDTH: tl.constexpr,
+    LANES: tl.constexpr, MANTISSA: tl.constexpr, EXPONENTS: tl.constexpr,
+):  # fmt: skip
+    """Histograms of exponent and change over evenly spread runs of words: all of a small segment, a part of a large."""
+    s = tl.program_id(0)
+    old, new = tl.load(table + s * 8), tl.load(table + s * 8 + 1)
+    weights = tl.load(table + s * 8 + 2)
+    count = (weights + LANES - 1) // LANES
+    offsets = tl.arange(0, WORDS)
+    middle = count // 2 + offsets
+    anchor = words_at(old, middle, weights, LANES)
+    top = 0
+    for j in tl.static_range(2):
+        both = exponents_of(half(anchor, j), WIDTH, MANTISSA, EXPONENTS)
+        for k in tl.static_range(LANES // 2):
+            top = tl.maximum(top, tl.max((both >> (16 * k)) & 0xFF))
+    low = tl.maximum(top - (BINS - 1), 0)
+    tl.store(lowest + s, low)
+    found = tl.zeros([BINS * SYMBOLS], tl.int32)
+    for step in range(ROUNDS):
+        share = tl.program_id(1) * ROUNDS + step
+        start, end = count * share // SHARES, count * (share + 1) // SHARES
+        at = start + offsets
+        valid = at < tl.minimum(end, start + WORDS)
+        x, y = words_at(old, at, weights, LANES), words_at(new, at, weights, LANES)
+        for j in tl.static_range(2):
+            both = exponents_of(half(x, j), WIDTH, MANTISSA, EXPONENTS)
+            for k in tl.static_range(LANES // 2):
+                u, v = lane(half(x, j), k, WIDTH), lane(half(y, j), k, WIDTH)
+                bin = tl.minimum(tl.maximum(((both >> (16 * k)) & 0xFF) - low, 0), BINS - 1)
+                size = tl.abs(change_of(u, v, WIDTH))
+                symbol = tl.where(u == v, 0, tl.minimum(length_of(size, WIDTH) + 1, SYMBOLS - 2))
+                inside = valid & (at * LANES + j * (LANES // 2) + k < weights)
+                # The last symbol is of no weight: `choose` leaves it out.
+                found += tl.histogram(tl.where(inside, bin * SYMBOLS + symbol, SYMBOLS - 1), BINS * SYMBOLS)
+    at = tl.arange(0, BINS * SYMBOLS)
+    tl.atomic_add(histogram + s * (BINS * SYMBOLS) + at, found, mask=found != 0, sem="relaxed")
+
+
+@triton.jit
+def plogp(counts):
+    return tl.where(counts > 0, counts * tl.log2(tl.maximum(counts, 1e-9)), 0.0)
+
+
+@triton.jit
+def choose(table, histogram, lowest, before, choices, CLASSES: tl.constexpr):
+    """The cheapest partition of the exponents into at most CLASSES ranges, by the estimated size of the code.
+
+    `choices` gets of each segment: the limits (see `reached`), a byte of ones for each class of which more than half
+    changed, the last class, the estimated number of changes. `before` is scratch.
+    """
+    s = tl.program_id(0)
+    i, j = tl.arange(0, BINS), tl.arange(0, BINS)
+    rows = histogram + s * (BINS * SYMBOLS) + i * SYMBOLS
+    size = tl.zeros([BINS, BINS], tl.float32)
+    changed = tl.zeros([BINS, BINS], tl.float32)
+    bits = tl.zeros([BINS, BINS], tl.float32)
+    for symbol in range(SYMBOLS - 1):
+        column = tl.load(rows + symbol).to(tl.float32)
+        sums = tl.cumsum(column, 0)
+        # In the classes of the bins from i to j, both included.
+        inside = tl.maximum(sums[None, :] - (sums - column)[:, None], 0.0)
+        size += inside
+        if symbol > 0:
+            changed += inside
+            bits -= plogp(inside)
+    bits += plogp(size) - plogp(size - changed)
+    seen = tl.sum(tl.where((i[:, None] == 0) & (j[None, :] == BINS - 1), size, 0.0))
+    whole = tl.sum(tl.where((i[:, None] == 0) & (j[None, :] == BINS - 1), bits, 0.0))
+    weights = tl.load(table + s * 8 + 2).to(tl.float32)
+    bits += CLASS_BITS * seen / tl.maximum(weights, 1.0) + CLASS_SHARE * whole
+    cost = tl.where(i[:, None] <= j[None, :], bits, FAR)
+    scratch = before + s * (CLASSES * BINS)
+    best = tl.where(i == 0, 0.0, FAR)  # of everything below bin i, by the classes so far
+    cheapest, used = FAR, 1
+    for c in range(CLASSES):
+        totals = best[:, None] + cost
+        reached = tl.min(totals, 0)
+        tl.store(scratch + c * BINS + j, tl.argmin(totals, 0))
+        total = tl.sum(tl.where(j == BINS - 1, reached, 0.0))
+        used = tl.where(total < cheapest, c + 1, used)
+        cheapest = tl.minimum(total, cheapest)
+        best = tl.min(tl.where(i[:, None] == j[None, :] + 1, reached[None, :], FAR), 1)
+    tl.debug_barrier()
+    end, low = BINS - 1, tl.load(lowest + s)
+    limits, dense = low.to(tl.int64) * 0, low.to(tl.int64) * 0
+    c = used - 1
+    while c >= 0:
+        start = tl.load(scratch + c * BINS + end)
+        mine = (i[:, None] == start) & (j[None, :] == end)
+        is_dense = 2 * tl.sum(tl.where(mine, changed, 0.0)) > tl.sum(tl.where(mine, size, 0.0))
+        dense |= (is_dense.to(tl.int64) * 0xFF) << (8 * c).to(tl.int64)
+        limits |= tl.where(c == 0, 0, 256 - low - start).to(tl.int64) << (8 * c).to(tl.int64)
+        end = start - 1
+        c -= 1
+    share = tl.sum(tl.where((i[:, None] == 0) & (j[None, :] == BINS - 1), changed, 0.0)) / tl.maximum(seen, 1.0)
+    tl.store(choices + s * 4, limits)
+    tl.store(choices + s * 4 + 1, dense)
+    tl.store(choices + s * 4 + 2, (used - 1).to(tl.int64))
+    tl.store(choices + s * 4 + 3, (share * weights).to(tl.int64))
+
+
+@triton.jit
+def total(table, owner, sums, WORDS: tl.constexpr, LANES: tl.constexpr):
+    """Add a block's part to the fingerprint of the old weights."""
+    b = tl.program_id(0)
+    s = tl.load(owner + b)
+    weights = tl.load(table + s * 8 + 2)
+    at = (b - tl.load(table + s * 8 + 4)) * WORDS + tl.arange(0, WORDS)
+    x = words_at(tl.load(table + s * 8), at, weights, LANES)
+    tl.atomic_add(sums + s * 2, tl.sum(mixed(x, tl.load(table + s * 8 + 3) + at, at * LANES < weights)), sem="relaxed")
+
+
+@triton.jit
+def compare(
+    table, owner, choices, cells, records, emitted, sizes, changes, sums, WORDS: tl.constexpr, CHUNK: tl.constexpr,
+    CLASSES: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, MANTISSA: tl.constexpr, EXPONENTS: tl.constexpr,
+):  # fmt: skip
+    """One block: how many weights and changes of each class it has, what its changes add to the fingerprint, and a
+    record for every weight that changed, and for the others of dense classes: rank in class and block, class, change.
+
+    First all cells are counted; then those with anything to record, which are few, are looked at weight by weight.
+    """
+    CELLS: tl.constexpr = WORDS // 4
+    b = tl.program_id(0)
+    s = tl.load(owner + b)
+    old, new = tl.load(table + s * 8), tl.load(table + s * 8 + 1)
+    weights, first = tl.load(table + s * 8 + 2), tl.load(table + s * 8 + 4)
+    begin = (b - first) * WORDS
+    limits, dense = tl.load(choices + s * 4), tl.load(choices + s * 4 + 1)
+    cell = tl.arange(0, CELLS)
+    count, differs = tl.zeros([CELLS], tl.int64), tl.zeros([CELLS], tl.int64)
+    for q in tl.static_range(4):
+        x = words_at(old, begin + cell * 4 + q, weights, LANES)
+        differs |= x ^ words_at(new, begin + cell * 4 + q, weights, LANES)
+        for j in tl.static_range(2):
+            classes = classes_of(exponents_of(half(x, j), WIDTH, MANTISSA, EXPONENTS), limits, limits, WIDTH, CLASSES)
+            for k in tl.static_range(LANES // 2):
+                count += one_of(shift_of(classes, k), 0, CLASSES)
+    wanted = (differs | (count & dense)) != 0
+    even, odd = evens(count), evens(count >> 8)
+    even_before, odd_before = tl.cumsum(even, 0) - even, tl.cumsum(odd, 0) - odd
+    place = tl.cumsum(wanted.to(tl.int32), 0) - wanted.to(tl.int32)
+    mine = cells + b.to(tl.int64) * (CELLS * 3)
+    tl.store(mine + place, cell.to(tl.int64), mask=wanted)
+    tl.store(mine + CELLS + place, even_before, mask=wanted)
+    tl.store(mine + 2 * CELLS + place, odd_before, mask=wanted)
+    c = tl.arange(0, CLASSES)
+    found = field_of(tl.sum(even), tl.sum(odd), (c * 8).to(tl.int64))
+    # What is loaded behind the end is 0, of class 0 and behind all others: only its number is to be taken off.
+    beyond = tl.maximum((begin + WORDS) * LANES - weights, 0).to(tl.int32)
+    to = first * CLASSES + c * tl.load(table + s * 8 + 5) + (b - first)
+    tl.store(sizes + to, found - tl.where(c == 0, beyond, 0))
+    tl.debug_barrier()
+    number, start, out = tl.sum(wanted.to(tl.int32)), 0, 0
+    changed_even, changed_odd, gained = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
+    to_records = records + b.to(tl.int64) * (WORDS * LANES)
+    first_word = tl.load(table + s * 8 + 3)
+    while start < number:
+        i = start + tl.arange(0, CHUNK)
+        at = begin + tl.load(mine + i, mask=i < number, other=0) * 4
+        inside = tl.where(i < number, tl.maximum(weights - at * LANES, 0), 0).to(tl.int32)
+        flags, changed, more = _flags(
+            old, new, at, first_word, weights, inside, limits, dense, CHUNK, CLASSES, WIDTH, LANES, MANTISSA, EXPONENTS
+        )
+        changed_even += tl.sum(evens(changed))
+        changed_odd += tl.sum(evens(changed >> 8))
+        gained += tl.sum(more)
+        many = popcount(flags)
+        _record(
+            old, new, at, weights, flags, limits, tl.load(mine + CELLS + i, mask=i < number, other=0),
+            tl.load(mine + 2 * CELLS + i, mask=i < number, other=0), to_records + out + tl.cumsum(many, 0) - many,
+            CHUNK, CLASSES, WIDTH, LANES, MANTISSA, EXPONENTS,
+        )  # fmt: skip
+        out += tl.sum(many)
+        start += CHUNK
+    tl.store(emitted + b, out)
+    tl.store(changes + to, field_of(changed_even, changed_odd, (c * 8).to(tl.int64)))
+    tl.atomic_add(sums + s * 2 + 1, gained, sem="relaxed")
+
+
+@triton.jit
+def _flags(
+    old, new, at, first_word, weights, inside, limits, dense, CHUNK: tl.constexpr, CLASSES: tl.constexpr,
+    WIDTH: tl.constexpr, LANES: tl.constexpr, MANTISSA: tl.constexpr, EXPONENTS: tl.constexpr,
+):  # fmt: skip
+    """Which weights of cells get a record, a bit of each, how many of each class changed, and what that adds to the
+    fingerprint."""
+    flags, changed, gained = tl.zeros([CHUNK], tl.int32), tl.zeros([CHUNK], tl.int64), tl.zeros([CHUNK], tl.int64)
+    for q in tl.static_range(4):
+        x, y = words_at(old, at + q, weights, LANES), words_at(new, at + q, weights, LANES)
+        differ, place = (x != y) & (inside > 0), first_word + at + q
+        gained += mixed(y, place, differ) - mixed(x, place, differ)
+        for j in tl.static_range(2):
+            classes = classes_of(exponents_of(half(x, j), WIDTH, MANTISSA, EXPONENTS), limits, limits, WIDTH, CLASSES)
+            for k in tl.static_range(LANES // 2):
+                here = q * LANES + j * (LANES // 2) + k
+                shift = shift_of(classes, k)
+                differs = (here < inside) & (lane(half(x, j), k, WIDTH) != lane(half(y, j), k, WIDTH))
+                of_dense = (here < inside) & (((dense >> shift) & 1) != 0)
+                flags |= (differs | of_dense).to(tl.int32) << here
+                changed += tl.where(differs, one_of(shift, 0, CLASSES), 0)
+    return flags, changed, gained
+
+
+@triton.jit
+def _record(
+    old, new, at, weights, flags, limits, even_before, odd_before, to, CHUNK: tl.constexpr, CLASSES: tl.constexpr,
+    WIDTH: tl.constexpr, LANES: tl.constexpr, MANTISSA: tl.constexpr, EXPONENTS: tl.constexpr,
+):  # fmt: skip
+    """Write the records of cells, each cell's from `to` on."""
+    count = tl.zeros([CHUNK], tl.int64)
+    for q in tl.static_range(4):
+        x, y = words_at(old, at + q, weights, LANES), words_at(new, at + q, weights, LANES)
+        for j in tl.static_range(2):
+            classes = classes_of(exponents_of(half(x, j), WIDTH, MANTISSA, EXPONENTS), limits, limits, WIDTH, CLASSES)
+            for k in tl.static_range(LANES // 2):
+                shift = shift_of(classes, k)
+                rank = field_of(even_before, odd_before, shift) + ((count >> shift) & 0xFF).to(tl.int32)
+                count += one_of(shift, 0, CLASSES)
+                emit = ((flags >> (q * LANES + j * (LANES // 2) + k)) & 1) != 0
+                change = change_of(lane(half(x, j), k, WIDTH), lane(half(y, j), k, WIDTH), WIDTH)
+                tl.store(to, rank | (shift << 9).to(tl.int32) | (change << WIDTH), mask=emit)
+                to += emit.to(tl.int32)
+
+
+@triton.jit
+def sort(
+    table, owner, records, emitted, sizes, changes, modes, events_from, out_changes, events, WORDS: tl.constexpr,
+    CLASSES: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Changes in the order of groups, and an event for each coded item of the subsets of changed weights.
+
+    `sizes` and `changes` are exclusive prefix sums now. The mode of a group is 0 when nothing is coded, 1 when the
+    changed weights are, 2 when the others are. An event is a subset's number, 2 * WIDTH for each group, and an index.
+    """
+    b = tl.program_id(0)
+    s = tl.load(owner + b)
+    first, blocks = tl.load(table + s * 8 + 4), tl.load(table + s * 8 + 5)
+    count = tl.load(emitted + b)
+    mine = records + b.to(tl.int64) * (WORDS * LANES)
+    done_0, done_1 = tl.zeros([CHUNK], tl.int64), tl.zeros([CHUNK], tl.int64)
+    start = count * 0
+    while start < count:
+        at = start + tl.arange(0, CHUNK)
+        valid = at < count
+        record = tl.load(mine + at, mask=valid, other=0)
+        change = (record >> WIDTH).to(tl.int32)
+        c = ((record >> 12) & 15).to(tl.int32)
+        member = valid & (change != 0)
+        one = tl.where(member, tl.full([1], 1, tl.int64) << (c * 8).to(tl.int64), 0)
+        even, odd = evens(one), evens(one >> 8)
+        even_before, odd_before = tl.cumsum(even, 0) - even + done_0, tl.cumsum(odd, 0) - odd + done_1
+        order = field_of(even_before, odd_before, (c * 8).to(tl.int64))
+        done_0 += tl.sum(even)
+        done_1 += tl.sum(odd)
+        group = first * CLASSES + c * blocks
+        in_all = tl.load(changes + group + (b - first), mask=valid, other=0) + order
+        order = in_all - tl.load(changes + group, mask=valid, other=0)
+        rank = tl.load(sizes + group + (b - first), mask=valid, other=0) - tl.load(sizes + group, mask=valid, other=0)
+        rank += (record & 0xFFF).to(tl.int32)
+        tl.store(out_changes + in_all, change, mask=member)
+        number = s * CLASSES + c
+        mode = tl.load(modes + number, mask=valid, other=0)
+        coded = valid & tl.where(member, mode == 1, mode == 2)
+        to = tl.load(events_from + number, mask=valid, other=0) + tl.where(mode == 2, rank - order, order)
+        event = ((number * (2 * WIDTH)).to(tl.int64) << 32) | rank.to(tl.int64)
+        tl.store(events + to, event, mask=coded)
+        start += CHUNK

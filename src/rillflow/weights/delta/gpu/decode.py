@@ -1,0 +1,282 @@
+"""Deltas read on the device. All tensors of a call go through the same few launches, batch by batch.
+
+Invariants: no tensor is written before every delta of the call has been verified: checksum, table, every index, the
+fingerprints of base and result. The base's is believed where the caller knows it; the result's follows from what changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from rillflow.contracts import Change
+from rillflow.errors import CorruptData
+from rillflow.weights.delta.format import DAMAGED, DENSE, RAW, Buffer, Header, Layout, layout_of, opened, segments
+from rillflow.weights.delta.gpu import expand, subsets, tables
+from rillflow.weights.delta.gpu.batch import (
+    BLOCK,
+    Array,
+    Landing,
+    Rows,
+    Shape,
+    Span,
+    Work,
+    exclusive,
+    in_turns,
+    spans,
+    uploaded,
+    words_of,
+)
+from rillflow.weights.delta.gpu.fingerprint import fingerprint_gpu
+
+_CELLS = BLOCK // 4
+_CHUNK, _CHANGES = 1024, 128
+# A batch has so many of: bytes of deltas, and sixteenths of all weights.
+_BUDGET = 1 << 24
+_MASK = (1 << 64) - 1
+
+
+Pieces = Sequence[tuple[torch.Tensor, Buffer]]
+
+
+class _Piece(NamedTuple):
+    """One tensor and its delta. `odd` are those that the kernels do not read: raw segments, very many classes."""
+
+    header: Header
+    base: torch.Tensor
+    words: torch.Tensor
+    segments: list[memoryview]
+
+
+class _Found(NamedTuple):
+    """What a batch found: places and new values in order, and how many come before each cell."""
+
+    rows: Rows
+    owner: torch.Tensor
+    cells_from: torch.Tensor
+    places: torch.Tensor
+    values: torch.Tensor
+
+
+class _Job:
+    """The tensors of one dtype, and the changes that are found."""
+
+    def __init__(
+        self, pieces: Sequence[tuple[torch.Tensor, Buffer]], known: Sequence[int] | None, layout: Layout
+    ) -> None:
+        self.layout, self.shape, self.device = layout, Shape.of(layout), pieces[0][0].device
+        self.known = known
+        self.data = [data for _, data in pieces]
+        self.odd: set[int] = set()
+        self.pieces: list[_Piece] = []
+        self.spans: list[Span] = []
+        self.parts: list[memoryview] = []
+        for number, (base, data) in enumerate(pieces):
+            header, body = opened(data)
+            header.check_base(layout, base.numel(), header.base if known is None else known[number])
+            parts = list(segments(header, body))
+            if any(kind == RAW for kind, _ in parts):
+                self.odd.add(number)
+                parts = [(kind, part[:0]) for kind, part in parts]
+            self.pieces.append(_Piece(header, base, words_of(base), [part for _, part in parts]))
+            self.spans += spans(number, base.numel(), header.segment_log2)
+            self.parts += [part for _, part in parts]
+        self.addresses = np.array([piece.words.data_ptr() for piece in self.pieces], np.int64)
+        self.sums = np.zeros((len(pieces), 2), np.uint64)
+        self.slices: list[list[tuple[torch.Tensor, int, torch.Tensor]]] = [[] for _ in pieces]
+        self.found: list[_Found] = []
+
+    def rows(self, some: list[Span]) -> Rows:
+        return Rows(some, self.addresses, self.addresses, self.shape, self.device)
+
+    def damaged(self, number: int | None = None) -> CorruptData:
+        """What to raise: a wrong base looks like damage to those who believe it, so it is asked for first."""
+        for piece in self.pieces if number is None else [self.pieces[number]]:
+            piece.header.check_base(self.layout, piece.base.numel(), fingerprint_gpu(piece.base))
+        return CorruptData("a delta is damaged", DAMAGED)
+
+    def verify(self) -> None:
+        for number, piece in enumerate(self.pieces):
+            if number not in self.odd:
+                full, gained = (int(value) for value in self.sums[number])
+                base = full if self.known is None else self.known[number]
+                piece.header.check_base(self.layout, piece.base.numel(), base)
+                piece.header.check_result((base + gained) & _MASK)
+
+
+def decode_many(pieces: Pieces, known: Sequence[int] | None = None) -> list[Change]:
+    """What each delta changes of its tensor; all tensors are on one device and none of them is touched.
+
+    `known` are the fingerprints of the tensors, if the caller has them: they are believed.
+    """
+    found: dict[int, Change] = {}
+    for numbers, job in _jobs(pieces, known):
+        for place, number in enumerate(numbers):
+            found[number] = _change(job, place)
+    return [found[number] for number in range(len(pieces))]
+
+
+def decode_gpu(base: torch.Tensor, data: Buffer, known: int | None = None) -> Change:
+    """What the delta changes of `base`, of which `known` is the fingerprint, if the caller has it."""
+    return decode_many([(base, data)], None if known is None else [known])[0]
+
+
+def apply_many_(pieces: Pieces, known: Sequence[int] | None = None) -> None:
+    """All deltas in place, or none of them: then it raises."""
+    jobs = _jobs(pieces, known)
+    odd = [(job, number, _on_host(job, number)) for _, job in jobs for number in sorted(job.odd)]
+    for _, job in jobs:
+        for rows, owner, cells_from, places, values in job.found:
+            expand.scatter[(rows.count,)](
+                rows.on_device, owner, cells_from, places, values, WORDS=BLOCK, CHUNK=_CHANGES, LANES=job.shape.LANES
+            )
+        for number, piece in enumerate(job.pieces):
+            if number not in job.odd and piece.words.data_ptr() != piece.base.data_ptr():
+                _write(piece.base, Change(None, piece.words[: piece.base.numel()]))
+    for job, number, change in odd:
+        _write(job.pieces[number].base, change)
+
+
+def apply_gpu_(base: torch.Tensor, data: Buffer, known: int | None = None) -> torch.Tensor:
+    """In place, after everything was verified."""
+    apply_many_([(base, data)], None if known is None else [known])
+    return base
+
+
+def _jobs(pieces: Pieces, known: Sequence[int] | None) -> list[tuple[list[int], _Job]]:
+    """The verified changes of all tensors, dtype by dtype."""
+    by_layout: dict[Layout, list[int]] = {}
+    for number, (base, _) in enumerate(pieces):
+        by_layout.setdefault(layout_of(base), []).append(number)
+    jobs = [
+        (numbers, _Job([pieces[number] for number in numbers], known and [known[number] for number in numbers], layout))
+        for layout, numbers in by_layout.items()
+    ]
+    for _, job in jobs:
+        in_turns([partial(_decode, job, part) for part in _batches(job)])
+        job.verify()
+    return jobs
+
+
+def _batches(job: _Job) -> list[slice]:
+    """Runs of segments that fit a batch; at least one each."""
+    found, start, cost = [], 0, 0
+    for number, (span, part) in enumerate(zip(job.spans, job.parts, strict=True)):
+        mine = len(part) + span.weights // 16
+        if number > start and cost + mine > _BUDGET:
+            found.append(slice(start, number))
+            start, cost = number, 0
+        cost += mine
+    return [*found, slice(start, len(job.spans))] if job.spans else []
+
+
+def _change(job: _Job, number: int) -> Change:
+    if number in job.odd:
+        return _on_host(job, number)
+    piece, slices = job.pieces[number], job.slices[number]
+    nothing = piece.base.new_empty(0)
+    index_K = torch.cat([nothing.long(), *(places.long() + start for places, start, _ in slices)])
+    value_K = torch.cat([nothing, *(values.view(nothing.dtype) for _, _, values in slices)])
+    if len(index_K) <= DENSE * piece.base.numel():
+        return Change(index_K, value_K)
+    whole = piece.base.detach().reshape(-1).clone()
+    whole[index_K] = value_K
+    return Change(None, whole)
+
+
+def _on_host(job: _Job, number: int) -> Change:
+    """The same for what the kernels do not read."""
+    from rillflow.weights.delta import decode
+
+    index_K, value_K = decode(job.pieces[number].base.detach().cpu(), job.data[number])
+    return Change(None if index_K is None else index_K.to(job.device), value_K.to(job.device))
+
+
+def _write(base: torch.Tensor, change: Change) -> None:
+    with torch.no_grad():
+        if change.index_K is None:
+            base.copy_(change.value_K.view(base.shape))
+        else:
+            flat = base.reshape(-1)
+            flat[change.index_K] = change.value_K
+            if flat.data_ptr() != base.data_ptr():
+                base.copy_(flat.view(base.shape))
+
+
+def _decode(job: _Job, part: slice) -> Work:
+    """One batch. Yields where it waits for numbers."""
+    shape, device = job.shape, job.device
+    rows, parts = job.rows(job.spans[part]), job.parts[part]
+    size = np.array([len(part) for part in parts], np.int64)
+    begin = np.cumsum(size) - size
+    bytes_here = np.zeros(int(size.sum()) // 4 * 4 + 8, np.uint8)
+    for start, data in zip(begin, parts, strict=True):
+        bytes_here[start : start + len(data)] = np.frombuffer(data, np.uint8)
+    host_limits, state = tables.read_limits(bytes_here, begin, size, job.layout.exponents)
+    if not state.all():
+        raise job.damaged()
+    if (state == 2).any():
+        size = _without(job, rows, state, host_limits, size)
+    classes = 8 if host_limits[:, 2].max() < 8 else 16
+    data, limits = uploaded([bytes_here.view(np.int32), host_limits], device)
+    owner = rows.owner()
+    sizes = torch.empty(rows.count * classes, dtype=torch.int32, device=device)
+    before = torch.empty(rows.count * _CELLS * (classes // 4), dtype=torch.int64, device=device)
+    sums = torch.zeros((len(parts), 2), dtype=torch.int64, device=device)
+    expand.sizes[(rows.count,)](
+        rows.on_device, owner, limits, before, sizes, sums, WORDS=BLOCK, CLASSES=classes, SUM=job.known is None,
+        **shape.all,
+    )  # fmt: skip
+    sizes = exclusive(sizes)
+    (group_sizes,) = yield Landing(torch.diff(sizes[rows.group_starts(classes)]))
+    plans = tables.read(bytes_here, begin, size, group_sizes.reshape(-1, classes), host_limits[:, 2], shape.WIDTH)
+    if plans is None:
+        raise job.damaged()
+    found = subsets.Found(plans, data, classes, shape, device)
+    flags = torch.zeros(rows.count * _CELLS, dtype=torch.int32, device=device)
+    places, values = found.located(rows, limits, sizes, before, flags)
+    del before
+    cells_from = exclusive(_popcounts(flags))
+    places, values = found.in_order(flags, cells_from, places, values)
+    expand.gain[(rows.count,)](
+        rows.on_device, owner, cells_from, places, values, sums, WORDS=BLOCK, CHUNK=_CHANGES, **shape.bits
+    )
+    # As many different places as there are changes, or they are not what the table says.
+    fault = torch.stack([found.fault, (cells_from[-1] != len(places)).int()])
+    first_cell = torch.from_numpy(np.append(rows.table[:, 4], rows.count) * _CELLS).to(device)
+    fault, sums, ends = yield Landing(fault, sums, cells_from[first_cell])
+    if fault.any():
+        raise job.damaged()
+    job.found.append(_Found(rows, owner, cells_from, places, values))
+    for s, span in enumerate(rows.spans):
+        job.sums[span.tensor] += sums[s].view(np.uint64)
+    _split(job, rows, ends, places, values)
+
+
+def _popcounts(words: torch.Tensor) -> torch.Tensor:
+    counts = torch.empty_like(words)
+    expand.count_bits[(-(-len(words) // _CHUNK),)](words, counts, len(words), CHUNK=_CHUNK)
+    return counts
+
+
+def _without(job: _Job, rows: Rows, state: Array, starts: Array, size: Array) -> Array:
+    """Leave out the tensors of which a segment has too many classes: they are read on the host."""
+    job.odd |= {span.tensor for span, one in zip(rows.spans, state, strict=True) if one == 2}
+    out = np.array([span.tensor in job.odd for span in rows.spans])
+    starts[out] = -1, -1, 0
+    return np.where(out, 0, size)
+
+
+def _split(job: _Job, rows: Rows, ends: Array, places: torch.Tensor, values: torch.Tensor) -> None:
+    """Which of a batch's changes belong to which tensor."""
+    tensor = np.array([span.tensor for span in rows.spans])
+    firsts = np.flatnonzero(np.diff(tensor, prepend=-1))
+    for first, beyond in zip(firsts, [*firsts[1:], len(tensor)], strict=True):
+        here = slice(int(ends[first]), int(ends[beyond]))
+        # All blocks before a tensor's last one are full, so its places are in a row.
+        start = rows.spans[first].start - int(rows.table[first, 4]) * BLOCK * job.shape.LANES
+        job.slices[tensor[first]].append((places[here], start, values[here]))

@@ -1,0 +1,159 @@
+"""Kernels that write subsets: the table's numbers, the events in their order, and the two bit streams.
+
+A group has 2 * WIDTH columns: 0 changed, 1 negative, 2 + l longer than l, up to WIDTH; from WIDTH + 1 on, WIDTH + l,
+the low bits of changes of length l. A chunk is a run of CHUNK changes of one group.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rillflow.weights.delta.gpu.words import length_of, put_bits
+
+MAX_RICE = tl.constexpr(22)
+
+
+@triton.jit
+def _chunk(owner, chunks_from, changes_from, changes, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
+    """Group, index of the first change in it, indices, validity, change and length of the changes of a chunk."""
+    p = tl.program_id(0)
+    g = tl.load(owner + p)
+    begin = (p - tl.load(chunks_from + g)) * CHUNK
+    index = begin + tl.arange(0, CHUNK)
+    start = tl.load(changes_from + g)
+    valid = index < tl.load(changes_from + g + 1) - start
+    change = tl.load(changes + start + index, mask=valid, other=0)
+    size = tl.abs(change.to(tl.int64)) if WIDTH == 32 else tl.abs(change)
+    return g, begin, index, valid, change, size, length_of(size, WIDTH)
+
+
+@triton.jit(do_not_specialize=["stride"])
+def count(owner, chunks_from, changes_from, changes, counts, stride, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
+    """How many changes of a chunk have each length, and in row WIDTH how many are negative."""
+    g, begin, index, valid, change, size, length = _chunk(owner, chunks_from, changes_from, changes, CHUNK, WIDTH)
+    found = tl.histogram(tl.where(valid, length, 2 * WIDTH - 1), 2 * WIDTH)
+    row = tl.arange(0, 2 * WIDTH)
+    found = tl.where(row == WIDTH, tl.sum((change < 0).to(tl.int32)), found)
+    tl.store(counts + row * stride + tl.program_id(0), found, mask=row <= WIDTH)
+
+
+@triton.jit(do_not_specialize=["stride"])
+def plan(
+    group_sizes, changes_from, chunks_from, modes, counts, stride, total_out, members_out, kind_out, coded_out, bits_out,
+    most_out, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The columns of a group: items, members, Rice parameter and inversion, coded items, field bits, most unary bits.
+
+    The parameter is the best one for gaps of evenly spread items. `counts` are exclusive prefix sums now.
+    """
+    g = tl.program_id(0)
+    column, length = tl.arange(0, 2 * WIDTH), tl.arange(0, WIDTH)
+    begin, end = tl.load(chunks_from + g), tl.load(chunks_from + g + 1)
+    having = tl.load(counts + length * stride + end) - tl.load(counts + length * stride + begin)
+    negative = tl.load(counts + WIDTH * stride + end) - tl.load(counts + WIDTH * stride + begin)
+    changed = tl.load(changes_from + g + 1) - tl.load(changes_from + g)
+    level = column[:, None] - 2
+    total = tl.sum(tl.where(length[None, :] >= level, having[None, :], 0), 1)
+    members = tl.sum(tl.where(length[None, :] > level, having[None, :], 0), 1)
+    total = tl.where(column == 0, tl.load(group_sizes + g), tl.where(column == 1, changed, total))
+    members = tl.where(column == 0, changed, tl.where(column == 1, negative, members))
+    subset = column <= WIDTH
+    mode = tl.load(modes + g)
+    inverted = tl.where(column == 0, mode == 2, 2 * members > total)
+    written = subset & (members > 0) & (members < total)
+    coded = tl.where(written, tl.where(inverted, total - members, members), 0)
+    rice = _best_rice(coded, total)
+    exact = tl.sum(tl.where(length[None, :] == (column - WIDTH)[:, None], having[None, :], 0), 1)
+    bits = tl.where(subset, coded * rice, exact * (column - WIDTH))
+    to = g * (2 * WIDTH) + column
+    tl.store(total_out + to, total)
+    tl.store(members_out + to, members)
+    tl.store(kind_out + to, rice | tl.where(inverted, 128, 0))
+    tl.store(coded_out + to, coded)
+    tl.store(bits_out + to, bits)
+    tl.store(most_out + to, coded + ((total - coded) >> rice))
+
+
+@triton.jit
+def _best_rice(coded, total):
+    """That of the least expected bits, rice + 1 / (1 - (1 - density) ** 2**rice), for random items."""
+    stay = 1.0 - coded.to(tl.float32) / tl.maximum(total, 1).to(tl.float32)
+    best = tl.zeros_like(stay) + 1e30
+    rice = tl.zeros_like(coded)
+    for r in range(MAX_RICE + 1):
+        bits = r + 1.0 / tl.maximum(1.0 - stay, 1e-9)
+        rice = tl.where(bits < best, r, rice)
+        best = tl.minimum(bits, best)
+        stay = stay * stay
+    return rice
+
+
+@triton.jit(do_not_specialize=["stride"])
+def emit(
+    owner, chunks_from, changes_from, changes, counts, stride, kinds, coded, events_from, fields_from, events, fields,
+    CHUNK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The events of the signs and lengths of a chunk, and the low bits of its changes."""
+    g, begin, index, valid, change, size, length = _chunk(owner, chunks_from, changes_from, changes, CHUNK, WIDTH)
+    p, first = tl.program_id(0), tl.load(chunks_from + g)
+    columns = g * (2 * WIDTH)
+    negative = change < 0
+    before = tl.load(counts + WIDTH * stride + p) - tl.load(counts + WIDTH * stride + first)
+    in_front = before + tl.cumsum(negative.to(tl.int32), 0) - negative.to(tl.int32)
+    _event(kinds, coded, events_from, events, columns + 1, index, in_front, negative, valid)
+    item, items = index, begin
+    longest = tl.max(tl.where(valid, length, 0))
+    level = longest * 0
+    while level <= longest:
+        cell = counts + level * stride
+        items -= tl.load(cell + p) - tl.load(cell + first)
+        active, longer = valid & (length >= level), valid & (length > level)
+        in_front = items + tl.cumsum(longer.to(tl.int32), 0) - longer.to(tl.int32)
+        if level < WIDTH - 1:
+            _event(kinds, coded, events_from, events, columns + 2 + level, item, in_front, longer, active)
+        if level > 0:
+            ends = active & (length == level)
+            to = tl.load(fields_from + columns + WIDTH + level) + (item - in_front).to(tl.int64) * level
+            put_bits(fields, to, size - (tl.full([1], 1, size.dtype) << level), ends)
+        item = in_front
+        level += 1
+
+
+@triton.jit
+def _event(kinds, coded, events_from, events, subset, item, in_front, member, valid):
+    """`in_front` is the number of members before each item."""
+    inverted = (tl.load(kinds + subset) & 128) != 0
+    order = tl.where(inverted, item - in_front, in_front)
+    to = tl.load(events_from + subset) + order
+    event = (subset.to(tl.int64) << 32) | item.to(tl.int64)
+    tl.store(events + to, event, mask=valid & (member != inverted) & (tl.load(coded + subset) > 0))
+
+
+@triton.jit(do_not_specialize=["number"])
+def gaps(events, number, kinds, events_from, fields_from, unary_sizes, fields, CHUNK: tl.constexpr):
+    """The unary bits of each event, and the low bits of its gap."""
+    i = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    valid = i < number
+    event = tl.load(events + i, mask=valid, other=0)
+    before = tl.load(events + i - 1, mask=valid & (i > 0), other=-1)
+    subset = event >> 32
+    # The index is the low half: within a subset the difference of two events is that of their indices.
+    gap = tl.where(before >> 32 == subset, event - before - 1, event & 0xFFFFFFFF).to(tl.int32)
+    rice = tl.load(kinds + subset, mask=valid, other=0) & 127
+    tl.store(unary_sizes + i, (gap >> rice) + 1, mask=valid)
+    order = i - tl.load(events_from + subset, mask=valid, other=0)
+    to = tl.load(fields_from + subset, mask=valid, other=0) + order * rice
+    put_bits(fields, to, gap & ((1 << rice) - 1), valid & (rice > 0))
+
+
+@triton.jit(do_not_specialize=["number"])
+def ones(events, number, events_from, unary_from, unary_ends, unary, CHUNK: tl.constexpr):
+    """The one-bit of each event; `unary_ends` are prefix sums of `unary_sizes`, the first one 0."""
+    i = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    valid = i < number
+    subset = tl.load(events + i, mask=valid, other=0) >> 32
+    first = tl.load(events_from + subset, mask=valid, other=0)
+    bits = tl.load(unary_ends + i + 1, mask=valid, other=1) - tl.load(unary_ends + first, mask=valid, other=0)
+    to = tl.load(unary_from + subset, mask=valid, other=0) + bits - 1
+    put_bits(unary, to, to * 0 + 1, valid)

@@ -1,0 +1,207 @@
+"""The tables of segments, written and read for all of a batch in one call. `streams` says what the columns are."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rillflow.weights.delta.format import MAX_RICE
+from rillflow.weights.delta.gpu.batch import Array
+from rillflow.weights.delta.jit import compiled
+
+# A varint of a number up to 2**22 and the kind.
+_MOST_OF_SUBSET = 5
+
+
+def write(limits: Array, last: Array, total: Array, members: Array, kinds: Array, width: int) -> tuple[Array, Array]:
+    """The bytes of each segment's table, in a row of its own, and how many there are."""
+    segments, classes = total.shape[:2]
+    out = np.zeros((segments, 1 + classes + classes * (width + 1) * _MOST_OF_SUBSET), np.uint8)
+    sizes = np.zeros(segments, np.int64)
+    _write(limits, last, total, members, kinds, width, out, sizes)
+    return out, sizes
+
+
+@compiled
+def _write(limits, last, total, members, kinds, width, out, sizes):  # type: ignore[no-untyped-def]
+    for s in range(len(last)):
+        row, at = out[s], 0
+        row[at] = last[s]
+        at += 1
+        for c in range(1, last[s] + 1):
+            row[at] = 256 - (limits[s] >> (8 * c) & 0xFF)
+            at += 1
+        for c in range(last[s] + 1):
+            for column in range(width + 1):
+                left = members[s, c, column]
+                some = 0 < left < total[s, c, column]
+                while left > 0x7F:
+                    row[at] = left & 0x7F | 0x80
+                    left >>= 7
+                    at += 1
+                row[at] = left
+                at += 1
+                if some:
+                    row[at] = kinds[s, c, column]
+                    at += 1
+                if column != 1 and members[s, c, column] == 0:
+                    break
+        sizes[s] = at
+
+
+class Plans:
+    """What the tables of a batch of segments say: of every column of every group, and of every segment.
+
+    Bits count from the first byte of the batch's data; events, changes and words of bitmaps from 0 over all segments.
+    """
+
+    def __init__(self, segments: int, classes: int, width: int) -> None:
+        columns = segments * classes * 2 * width
+        self.total = np.zeros(columns, np.int32)
+        self.kinds = np.zeros(columns, np.int32)
+        self.events_from = np.zeros(columns + 1, np.int64)
+        self.fields_from = np.zeros(columns, np.int64)
+        self.words_from = np.zeros(columns + 1, np.int64)
+        self.changes_from = np.zeros(segments * classes + 1, np.int64)
+        # First bit, one beyond the last, events before, events after.
+        self.unary = np.zeros((segments, 4), np.int64)
+
+
+def read(data: Array, begin: Array, size: Array, sizes: Array, last: Array, width: int) -> Plans | None:
+    """None when the bytes are not those of tables and streams that belong to classes of these sizes.
+
+    A segment of no bytes is one in which nothing changed.
+    """
+    plans = Plans(*sizes.shape, width)
+    good = _read(
+        data, begin, size, sizes, last, width, plans.total, plans.kinds, plans.events_from, plans.fields_from,
+        plans.words_from, plans.changes_from, plans.unary,
+    )  # fmt: skip
+    return plans if good else None
+
+
+@compiled
+def _number(data, at, end):  # type: ignore[no-untyped-def]
+    """A varint and where it ends; -1 where there is none."""
+    value = 0
+    for shift in range(0, 35, 7):
+        if at >= end:
+            return -1, at
+        byte = np.int64(data[at])
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+    return -1, at
+
+
+@compiled
+def _read(  # type: ignore[no-untyped-def]
+    data, begin, size, sizes, last, width, total, kinds, events_from, fields_from, words_from, changes_from, unary
+):
+    classes = sizes.shape[1]
+    events, words, changes = 0, 0, 0
+    for s in range(len(begin)):
+        at, end = begin[s] + 1 + last[s], begin[s] + size[s]
+        unary[s, 2] = events
+        bits = 0
+        for c in range(classes):
+            group = s * classes + c
+            first = group * 2 * width
+            items = sizes[s, c]
+            changed = 0
+            for column in range(width + 1):
+                members, kind = 0, 0
+                # Classes that are not used have no items; a group without changes has no further columns.
+                if size[s] and c <= last[s] and (column == 0 or items):
+                    members, at = _number(data, at, end)
+                    if members < 0 or members > items:
+                        return False
+                    if members == items:
+                        kind = 128 if items else 0
+                    elif members:
+                        if at >= end:
+                            return False
+                        kind = np.int64(data[at])
+                        at += 1
+                        if kind & 127 > MAX_RICE:
+                            return False
+                coded = 0
+                if 0 < members < items:
+                    coded = items - members if kind & 128 else members
+                total[first + column] = items
+                kinds[first + column] = kind
+                events_from[first + column] = events
+                words_from[first + column] = words
+                fields_from[first + column] = bits
+                events += coded
+                bits += coded * (kind & 127)
+                # Where the changed weights themselves are coded no bitmap is needed.
+                if column or kind & 128:
+                    words += (items + 31) // 32
+                if column == 0:
+                    changes_from[group] = changes
+                    changes += members
+                    changed = members
+                    items = members
+                elif column == 1:
+                    items = changed
+                else:
+                    # Those of length column - 2, whose low bits come after all subsets.
+                    total[first + width + column - 2] += 0 if column == 2 else items - members
+                    items = members
+            # Column `width` is a subset, so that the counts of lengths begin one behind it.
+            left = items
+            for length in range(1, width):
+                column = first + width + length
+                if length == width - 1:
+                    total[column] = left
+                events_from[column], words_from[column], fields_from[column] = events, words, bits
+                bits += length * total[column]
+        unary[s, 3] = events
+        if not size[s]:
+            continue
+        if at + 4 > end:
+            return False
+        stream = np.int64(data[at]) | np.int64(data[at + 1]) << 8 | np.int64(data[at + 2]) << 16
+        stream |= np.int64(data[at + 3]) << 24
+        at += 4
+        if at + stream + (bits + 7) // 8 != end or stream >= 1 << 28:
+            return False
+        unary[s, 0], unary[s, 1] = at * 8, (at + stream) * 8
+        fields = (at + stream) * 8
+        for column in range(s * classes * 2 * width, (s + 1) * classes * 2 * width):
+            fields_from[column] += fields
+    events_from[-1], words_from[-1], changes_from[-1] = events, words, changes
+    return True
+
+
+def read_limits(data: Array, begin: Array, size: Array, exponents: int) -> tuple[Array, Array]:
+    """Of each segment: limits (see `words.reached`) in two numbers, and the last class; and what it is: 0 damaged, 1 good, 2 of more
+    classes than the kernels have room for."""
+    limits, state = np.zeros((len(begin), 3), np.int64), np.zeros(len(begin), np.int8)
+    _read_limits(data, begin, size, exponents, limits, state)
+    return limits, state
+
+
+@compiled
+def _read_limits(data, begin, size, exponents, limits, state):  # type: ignore[no-untyped-def]
+    for s in range(len(begin)):
+        state[s] = 1
+        if not size[s]:
+            continue
+        last = np.int64(data[begin[s]])
+        if 1 + last > size[s]:
+            state[s] = 0
+            continue
+        before = 0
+        for c in range(1, last + 1):
+            start = np.int64(data[begin[s] + c])
+            if start <= before or start >= exponents:
+                state[s] = 0
+                break
+            before = start
+            if c < 16:
+                limits[s, c // 8] |= (256 - start) << (8 * (c % 8))
+        limits[s, 2] = last
+        if state[s] and last > 15:
+            state[s] = 2

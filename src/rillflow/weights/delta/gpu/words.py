@@ -1,0 +1,155 @@
+"""Weights as kernels see them: 8-byte words of 4 or 2 lanes, so that one load and one step of a scan serve several.
+
+A cell is four words in a row. Counters of eight classes share a 64-bit number, a byte each, within a cell; within a
+block, which has fewer than 2**16 weights, four of them do, 16 bits each: the even ones and the odd ones. Constants of
+kernels are upper case, as Triton's are: WIDTH, MANTISSA and EXPONENTS describe a dtype, LANES = 64 / WIDTH.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
+MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
+MIX_2 = tl.constexpr(0x94D049BB133111EB)
+
+
+@triton.jit
+def mixed(words, places, valid):
+    """What each word adds to the fingerprint: `places` count the tensor's words from 0."""
+    z = words.to(tl.uint64, bitcast=True) + (places.to(tl.uint64) + 1) * GOLDEN
+    z = (z ^ (z >> 30)) * MIX_1
+    z = (z ^ (z >> 27)) * MIX_2
+    z = z ^ (z >> 31)
+    return tl.where(valid, z.to(tl.int64, bitcast=True), 0)
+
+
+@triton.jit
+def words_at(address, at, weights, LANES: tl.constexpr):
+    """The words `at` of so many weights, which begin and end at multiples of 16 bytes: two words are loaded at once."""
+    pointer = tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16)
+    end = tl.multiple_of((weights + 2 * LANES - 1) // (2 * LANES) * 2, 2)
+    return tl.load(pointer + at, mask=at < end, other=0)
+
+
+@triton.jit
+def half(words, j: tl.constexpr):
+    """The low (0) or high (1) 32 bits of words: two weights of 16 bits, or one."""
+    return (words >> (32 * j)).to(tl.int32)
+
+
+@triton.jit
+def lane(halves, k: tl.constexpr, WIDTH: tl.constexpr):
+    """The bits of weight k of each half: as 32-bit numbers where they fit, else as 64-bit ones."""
+    if WIDTH == 16:
+        bits = (halves >> (16 * k)) & 0xFFFF
+    else:
+        bits = halves.to(tl.int64) & 0xFFFFFFFF
+    return bits
+
+
+@triton.jit
+def ordered(bits, WIDTH: tl.constexpr):
+    """Numbers in the order of the values, neighbours one apart."""
+    SIGN: tl.constexpr = 1 << (WIDTH - 1)
+    return tl.where((bits & SIGN) != 0, (2 * SIGN - 1) ^ bits, bits | SIGN)
+
+
+@triton.jit
+def change_of(old, new, WIDTH: tl.constexpr):
+    """The difference in ULP, modulo 2**WIDTH, as a signed number."""
+    HALF: tl.constexpr = 1 << (WIDTH - 1)
+    return ((ordered(new, WIDTH) - ordered(old, WIDTH) + HALF) & (2 * HALF - 1)) - HALF
+
+
+@triton.jit
+def changed_bits(old, change, WIDTH: tl.constexpr):
+    """The inverse of `change_of`."""
+    SIGN: tl.constexpr = 1 << (WIDTH - 1)
+    number = (ordered(old, WIDTH) + change) & (2 * SIGN - 1)
+    return tl.where((number & SIGN) != 0, number ^ SIGN, (2 * SIGN - 1) ^ number)
+
+
+@triton.jit
+def length_of(size, WIDTH: tl.constexpr):
+    """floor(log2) of positive numbers; 0 of 0. By the exponent of a float that holds the number exactly."""
+    size = tl.maximum(size, 1)
+    if WIDTH == 16:
+        length = (size.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+    else:
+        length = ((size.to(tl.float64).to(tl.int64, bitcast=True) >> 52) - 1023).to(tl.int32)
+    return length
+
+
+@triton.jit
+def exponents_of(halves, WIDTH: tl.constexpr, MANTISSA: tl.constexpr, EXPONENTS: tl.constexpr):
+    """The exponents of the weights of each half: of 16-bit ones, each in the low bits of its 16."""
+    PAIR: tl.constexpr = 0x10001 if WIDTH == 16 else 1
+    return (halves >> MANTISSA) & ((EXPONENTS - 1) * PAIR)
+
+
+@triton.jit
+def reached(exponents, limits, c: tl.constexpr, WIDTH: tl.constexpr):
+    """Bit 8 (and 24) where the exponent is in class c or above. Byte c of `limits` is 256 less its start, or 0."""
+    PAIR: tl.constexpr = 0x10001 if WIDTH == 16 else 1
+    limit = ((limits >> (8 * (c % 8))) & 0xFF).to(tl.int32)
+    return (exponents + limit * PAIR) & (0x100 * PAIR)
+
+
+@triton.jit
+def classes_of(exponents, limits_low, limits_high, WIDTH: tl.constexpr, CLASSES: tl.constexpr):
+    """The class of each weight, times 256: in the low 16 bits, and in the high ones that of the other one."""
+    found = tl.zeros_like(exponents)
+    for c in tl.static_range(1, CLASSES):
+        limits = limits_low if c < 8 else limits_high
+        found += reached(exponents, limits, c, WIDTH)
+    return found
+
+
+@triton.jit
+def shift_of(classes, k: tl.constexpr):
+    """8 times the class of weight k of a half: where its byte is among the counters."""
+    return ((classes >> (5 + 16 * k)) & 0x78).to(tl.int64)
+
+
+@triton.jit
+def one_of(shift, part: tl.constexpr, CLASSES: tl.constexpr):
+    """A 1 in the byte of a class, if that is among the eight of this part."""
+    one = tl.full([1], 1, tl.int64) << (shift & 63)
+    if CLASSES > 8:
+        one = tl.where((shift >> 6) == part, one, 0)
+    return one
+
+
+@triton.jit
+def evens(counters):
+    """The bytes of classes 0, 2, 4 and 6 as fields of 16 bits; of 1, 3, 5, 7 when shifted by 8 before."""
+    return counters & 0x00FF00FF00FF00FF
+
+
+@triton.jit
+def field_of(even, odd, shift):
+    """The 16-bit field of a class, given 8 times its number."""
+    packed = tl.where((shift & 8) != 0, odd, even)
+    return ((packed >> (shift & 48)) & 0xFFFF).to(tl.int32)
+
+
+@triton.jit
+def popcount(words):
+    """Bits of 32-bit words."""
+    x = words.to(tl.uint32, bitcast=True)
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return ((x * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def put_bits(stream, at, values, valid):
+    """Or numbers below 2**32 into a stream of 32-bit words, each from its bit `at` on."""
+    shifted = values.to(tl.int64) << (at & 31).to(tl.int64)
+    low = shifted.to(tl.int32)
+    high = (shifted >> 32).to(tl.int32)
+    tl.atomic_or(stream + (at >> 5), low, mask=valid & (low != 0), sem="relaxed")
+    tl.atomic_or(stream + (at >> 5) + 1, high, mask=valid & (high != 0), sem="relaxed")

@@ -1,0 +1,44 @@
+"""Compiled loops. The first call of one compiles it (seconds); the machine code is kept beside the source.
+
+numba checks only the file of a function for changes, not those of the functions compiled into it, so here the kept
+code is valid only for this very state of all files of its folder. Nothing is kept where nothing can be written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import numba
+from numba.core.caching import FunctionCache, IndexDataCacheFile
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@cache
+def _state(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    files = [Path(__file__), *sorted(folder.glob("*.py"))]
+    return tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
+
+
+class _Kept(FunctionCache):  # type: ignore[misc]  # numba has no types
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        state = _state(Path(function.__code__.co_filename).parent)
+        self._cache_file = IndexDataCacheFile(self._cache_path, self._impl.filename_base, state)
+
+
+def compiled(function: F) -> F:
+    """The function in machine code, for the types it is called with; other threads run while it does."""
+    made = numba.njit(nogil=True)(function)
+    with suppress(RuntimeError):  # no folder can be written
+        made._cache = _Kept(function)
+    return cast(F, made)
+
+
+def inlined(function: F) -> F:
+    """The same for a small part of compiled functions: it becomes a piece of them, for a call has its price."""
+    return cast(F, numba.njit(nogil=True, forceinline=True)(function))

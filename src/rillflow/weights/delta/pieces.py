@@ -1,0 +1,150 @@
+"""From tensors to pieces of a delta file and back.
+
+Small tensors are joined into runs, so that they share the tables of one delta: alone, those of a small tensor with few
+changes would take more than its changes.
+
+Invariants: `changes_of` returns what `piece_of` was given, bit for bit, or raises; neither changes a tensor.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from rillflow.contracts import Change
+from rillflow.errors import CorruptData
+from rillflow.weights import delta
+from rillflow.weights.delta.container import Kind, Part, Piece
+from rillflow.weights.delta.format import opened
+
+WORD = 8
+RUN = 1 << 22  # weights; a tensor that has more is a run of its own
+
+_kept = threading.local()
+
+
+class Made(NamedTuple):
+    """`fingerprint` is that of the new weights as if they were a tensor; `piece` is None where no bit has changed."""
+
+    piece: Piece | None
+    fingerprint: int
+    changed: int
+
+
+def can_begin(first: int, itemsize: int) -> bool:
+    """Whether a part may begin at this weight."""
+    return first * itemsize % WORD == 0
+
+
+def runs(weights: Mapping[Part, torch.Tensor]) -> list[tuple[Part, ...]]:
+    """Which parts share a piece: those of one dtype in their order, up to so many weights. Empty ones are in none."""
+    found: dict[torch.dtype, list[list[Part]]] = {}
+    for part, tensor in weights.items():
+        of_dtype = found.setdefault(tensor.dtype, [[]])
+        if part.weights and sum(known.weights for known in of_dtype[-1]) + part.weights > RUN:
+            of_dtype.append([])
+        if part.weights:
+            of_dtype[-1].append(part)
+    return [tuple(run) for of_dtype in found.values() for run in of_dtype if run]
+
+
+def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All weights of a run, flat: of one tensor itself, of several a copy, good until this thread's next one."""
+    flat = [tensor.detach().reshape(-1) for tensor in tensors]
+    return flat[0] if len(flat) == 1 else torch.cat(flat, out=_room(flat[0], sum(map(len, flat))))
+
+
+def _room(like: torch.Tensor, weights: int) -> torch.Tensor:
+    """Memory that is kept: to get new memory from the system takes several times as long as to fill it."""
+    rooms: dict[str, torch.Tensor] = _kept.__dict__
+    key = f"{like.dtype} {like.device}"
+    if key not in rooms or len(rooms[key]) < weights:
+        rooms[key] = torch.empty(max(weights, min(RUN, 2 * weights)), dtype=like.dtype, device=like.device)
+    return rooms[key][:weights]
+
+
+def piece_of(parts: tuple[Part, ...], base: torch.Tensor, new: torch.Tensor, known: int | None = None) -> Made:
+    """What turns the weights of these parts, joined, from `base` into `new`. `known` is the fingerprint of `base`."""
+    assert all(can_begin(part.first, base.element_size()) for part in parts), "parts begin at whole words"
+    if base.dtype not in delta.DTYPES:
+        return _raw_piece(parts, base, new)
+    encoded = delta.encode(base, new, known)
+    piece = Piece(parts, "delta", encoded.data) if encoded.changed else None
+    return Made(piece, encoded.result, encoded.changed)
+
+
+def changes_of(
+    piece: Piece, tensors: Mapping[str, torch.Tensor], known: Mapping[str, int] | None = None
+) -> dict[str, Change]:
+    """What the piece changes of each of these tensors, which are whole. Who gives their fingerprints as `known` must
+    compare what they become: then a run of several tensors is not looked through for being the right ones.
+
+    CorruptData for a damaged piece or one that does not fit, WeightsError for one of other weights than these.
+    """
+    parts = [_part(tensors, part, piece.kind) for part in piece.parts]
+    if len({(part.dtype, part.device) for part in parts}) > 1:
+        raise CorruptData("a piece of a delta is of several dtypes", "it is damaged")
+    base = joined(parts)
+    if piece.kind == "raw":
+        return dict(_split(piece, _raw_change(piece, base), tensors))
+    return dict(_split(piece, delta.decode(base, piece.data, _known(piece, tensors, known)), tensors))
+
+
+def _known(piece: Piece, tensors: Mapping[str, torch.Tensor], known: Mapping[str, int] | None) -> int | None:
+    if known is None:
+        return None
+    name = piece.parts[0].tensor
+    alone = piece.parts == (Part(name, 0, tensors[name].numel()),)
+    return known[name] if alone else opened(piece.data)[0].base
+
+
+def _part(tensors: Mapping[str, torch.Tensor], part: Part, kind: Kind) -> torch.Tensor:
+    tensor = tensors.get(part.tensor)
+    if tensor is None:
+        raise CorruptData(f"a delta changes {part.tensor}, which is not there", "it is of another model")
+    end = part.first + part.weights
+    if end > tensor.numel() or not can_begin(part.first, tensor.element_size()) or kind != _kind(tensor):
+        raise CorruptData(f"a delta of {part.tensor} does not fit its {tensor.numel()} weights", "it is damaged")
+    return tensor.detach().reshape(-1)[part.first : end]
+
+
+def _split(piece: Piece, change: Change, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Change]]:
+    """The change of joined weights, as changes of the tensors that have any."""
+    index_K, value_K = change
+    ends = torch.tensor([part.weights for part in piece.parts]).cumsum(0)
+    if index_K is None:
+        borders = [0, *ends.tolist()]
+    else:
+        borders = [0, *torch.searchsorted(index_K, ends.to(index_K.device)).tolist()]
+    for number, part in enumerate(piece.parts):
+        low, high = borders[number], borders[number + 1]
+        begin = int(ends[number]) - part.weights
+        if index_K is not None and low < high:
+            yield part.tensor, Change(index_K[low:high] - (begin - part.first), value_K[low:high])
+        elif index_K is None and part.weights == tensors[part.tensor].numel():
+            yield part.tensor, Change(None, value_K[low:high])
+        elif index_K is None:
+            places = torch.arange(part.first, part.first + part.weights, device=value_K.device)
+            yield part.tensor, Change(places, value_K[low:high])
+
+
+def _kind(tensor: torch.Tensor) -> Kind:
+    return "delta" if tensor.dtype in delta.DTYPES else "raw"
+
+
+def _raw_piece(parts: tuple[Part, ...], base: torch.Tensor, new: torch.Tensor) -> Made:
+    from rillflow.weights.fingerprint import fingerprint
+
+    if torch.equal(base.view(torch.uint8), new.view(torch.uint8)):
+        return Made(None, fingerprint(new), 0)
+    data = new.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return Made(Piece(parts, "raw", data), fingerprint(new), int((base != new).count_nonzero()))
+
+
+def _raw_change(piece: Piece, base: torch.Tensor) -> Change:
+    if len(piece.data) != base.nbytes:
+        raise CorruptData(f"a raw piece has {len(piece.data)} bytes for {base.nbytes}", "it is damaged")
+    return Change(None, torch.frombuffer(bytearray(piece.data), dtype=base.dtype).to(base.device))

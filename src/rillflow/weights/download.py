@@ -1,0 +1,236 @@
+"""Fetches one file by several ranges at once, from whichever server gives it, and can be read while it comes.
+
+Invariants: a byte that has come is not fetched again, also after the process was killed, until the whole was found to
+be wrong; a stream that is cut, stalls or drips goes on from where it was, elsewhere if need be; when no stream gets on
+for `patience` seconds the download ends with an error, and what has come stays. Servers whose bytes were wrong, or who
+do not have the file, are not asked for it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import aclosing
+from pathlib import Path
+
+from rillflow.contracts import Clock, SystemClock
+from rillflow.errors import CorruptData, RillflowError, Unauthorized, Unavailable, WireError
+from rillflow.weights.mirrors import STALL_SECONDS, Mirrors, NotThere
+from rillflow.weights.partial import PartFile, Span
+
+PATIENCE = 120.0
+LEAST_PIECE, LARGE_PIECE = 256 << 10, 8 << 20
+LEAST_BYTES = 16 << 10  # that a stream must bring in the time after which it counts as stalled
+_BUFFER = 256 << 10
+_BUFFER_SECONDS = 0.2
+_NOTE_SECONDS = 0.5
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
+
+
+def piece_size(size: int, left: int, streams: int, most: int) -> int:
+    """How much one stream takes at a time of the `left` bytes of `size`.
+
+    Large pieces first, as each costs a round trip; small ones at the end, so that all streams end together.
+    """
+    least = min(max(-(-size // streams), LEAST_PIECE), LARGE_PIECE)
+    return min(max(least, left // (2 * streams)), most)
+
+
+class Download:
+    """One file on its way into `part`. `run` it once; others may `wait_for` bytes meanwhile."""
+
+    def __init__(
+        self,
+        part: PartFile,
+        mirrors: Mirrors,
+        path: str,
+        *,
+        streams: int = 4,
+        most_piece: int = 1 << 40,
+        patience: float = PATIENCE,
+        stall: float = STALL_SECONDS,
+        clock: Clock | None = None,
+        jitter: random.Random | None = None,
+    ) -> None:
+        self._part = part
+        self._mirrors = mirrors
+        self._path = path
+        self._streams = streams
+        self._most_piece = most_piece
+        self._patience = patience
+        self._stall = stall
+        self._clock = clock or SystemClock()
+        self._jitter = jitter or random.Random()
+        self._todo: list[Span] = []
+        self._wanted: list[int] = []  # where readers wait
+        self._refused: dict[str, RillflowError] = {}
+        self._givers: set[str] = set()
+        self._only: str | None = None
+        self._resumed = False
+        self._got_on = self._noted = 0.0
+        self._news = asyncio.Event()
+        self._failure: BaseException | None = None
+        self.bytes = 0
+        self.retries = 0
+
+    @property
+    def givers(self) -> list[str]:
+        return sorted(self._givers)
+
+    # ------------------------------------------------------------ the whole
+
+    async def run(self) -> Path:
+        """The file, verified, at its place."""
+        try:
+            while True:
+                self._resumed = len(self._part.have) > 0
+                await self._fetch_all()
+                try:
+                    return await asyncio.to_thread(self._part.finish)
+                except CorruptData as error:
+                    self._blame(error)
+                    self._part.restart()
+        except BaseException as error:
+            self._failure = error
+            raise
+        finally:
+            self._tell()
+
+    def _blame(self, error: CorruptData) -> None:
+        """Who gave the wrong bytes must be alone to be known: what an earlier process fetched may have been lost."""
+        givers, self._givers = self._givers, set()
+        if self._resumed:
+            return
+        if not givers:
+            raise error
+        if len(givers) > 1:
+            self._only = min(givers)
+            return
+        self._only = None
+        for url in givers:
+            self._refused[url] = error
+            self._mirrors.lied(url, error)
+
+    async def _fetch_all(self) -> None:
+        self._todo = self._part.have.missing(self._part.facts.size)
+        self._got_on = self._clock.monotonic()
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number in range(self._streams):
+                    group.create_task(self._stream(), name=f"download-{number}")
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            await asyncio.to_thread(self._part.note)
+
+    # ------------------------------------------------------------ one stream
+
+    async def _stream(self) -> None:
+        pause = _FIRST_PAUSE
+        while (piece := self._take()) is not None:
+            url = await self._choose()
+            before = self.bytes
+            try:
+                await self._fetch(url, *piece)
+                pause = _FIRST_PAUSE
+                self._mirrors.answered(url)
+            except (NotThere, Unauthorized) as error:
+                self._refused[url] = error
+            except WireError as error:
+                self.retries += 1
+                self._mirrors.failed(url, error)
+                if not isinstance(error, Unavailable):
+                    self._refused[url] = error
+                if self._clock.monotonic() - self._got_on > self._patience:
+                    raise Unavailable(
+                        f"no bytes of {self._path} for {self._patience:.0f} s: {error.message}",
+                        "look at the link and the weight server: what has come is kept",
+                    ) from error
+                pause = _FIRST_PAUSE if self.bytes - before >= LEAST_BYTES else pause
+                await asyncio.sleep(pause * (0.5 + self._jitter.random()))
+                pause = min(2 * pause, _LONGEST_PAUSE)
+
+    async def _choose(self) -> str:
+        if self._only is not None and self._only not in self._refused:
+            return self._only
+        order = await self._mirrors.order(without=self._refused)
+        if not order:
+            raise next(iter(self._refused.values()))
+        return order[0]
+
+    def _take(self) -> Span | None:
+        """A piece of what nobody fetches yet: where a reader waits, else the first."""
+        if not self._todo:
+            return None
+        left = sum(end - start for start, end in self._todo)
+        size = piece_size(self._part.facts.size, left, self._streams, self._most_piece)
+        places = [(n, at) for at in self._wanted for n, (start, end) in enumerate(self._todo) if start <= at < end]
+        n, at = places[0] if places else (0, self._todo[0][0])
+        start, end = self._todo[n]
+        taken = (at, min(at + size, end))
+        self._todo[n : n + 1] = [span for span in ((start, at), (taken[1], end)) if span[0] < span[1]]
+        return taken
+
+    async def _fetch(self, url: str, start: int, end: int) -> None:
+        """One piece; what did not come of it is to be fetched again."""
+        size = self._part.facts.size
+        buffer = bytearray()
+        window, brought, flushed = self._clock.monotonic(), 0, self._clock.monotonic()
+        try:
+            async with aclosing(self._mirrors.blocks(url, self._path, start, end, size)) as blocks:
+                async for data in blocks:
+                    buffer += data
+                    brought += len(data)
+                    now = self._clock.monotonic()
+                    if len(buffer) >= _BUFFER or now - flushed >= _BUFFER_SECONDS:
+                        start, flushed = await self._keep(url, start, buffer), now
+                    if brought >= LEAST_BYTES:
+                        self._got_on = window = now
+                        brought = 0
+                    elif now - window > self._stall:
+                        raise Unavailable(f"{url} drips: {brought} bytes in {self._stall:.0f} s")
+            self._got_on = self._clock.monotonic()
+        finally:
+            # Not in a thread: this must be done also by who is cancelled.
+            if buffer:
+                self._part.write(start, bytes(buffer))
+                start = self._has(url, start, len(buffer))
+            if start < end:
+                self._todo = sorted([*self._todo, (start, end)])
+
+    async def _keep(self, url: str, start: int, buffer: bytearray) -> int:
+        data = bytes(buffer)
+        await asyncio.shield(asyncio.to_thread(self._part.write, start, data))
+        buffer.clear()
+        end = self._has(url, start, len(data))
+        now = self._clock.monotonic()
+        if now - self._noted > _NOTE_SECONDS:
+            self._noted = now
+            await asyncio.to_thread(self._part.note)
+        return end
+
+    def _has(self, url: str, start: int, size: int) -> int:
+        self._part.have.add(start, start + size)
+        self._givers.add(url)
+        self.bytes += size
+        self._tell()
+        return start + size
+
+    # ------------------------------------------------------------ readers
+
+    async def wait_for(self, start: int) -> int:
+        """Up to where the bytes from `start` on have come, at least one; the download's error when it has failed."""
+        self._wanted.append(start)
+        try:
+            while (reach := self._part.have.reach(start)) == start:
+                if self._failure is not None:
+                    raise Unavailable(f"{self._path} did not come: {self._failure}")
+                await self._news.wait()
+        finally:
+            self._wanted.remove(start)
+        return reach
+
+    def _tell(self) -> None:
+        """Wake who waits; the event is for one time, as those who come next wait for the next news."""
+        self._news.set()
+        self._news = asyncio.Event()

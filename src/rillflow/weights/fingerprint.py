@@ -1,0 +1,102 @@
+"""Fingerprints of tensors: sums of 64 bits that follow a change without another look at what did not change.
+
+The tensor's bytes (little-endian, C order) in words of 8 bytes w_0, w_1, …, the last one padded with zeros, give
+sum_j mix(w_j + (j + 1) * 0x9E3779B97F4A7C15) modulo 2**64, where mix is the finalizer of splitmix64. So a part that
+begins at a multiple of 8 bytes has a partial sum, and partial sums add up, whoever computed them.
+
+What it does not protect against: somebody who makes other weights with the same sum on purpose. That is the task of the
+hashes and the signature of the manifest.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rillflow.contracts import Change
+from rillflow.errors import WeightsError
+
+_MODULUS = 1 << 64
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def fingerprint(tensor: torch.Tensor, first_word: int = 0) -> int:
+    """Of a tensor, or the partial sum of the part of one that begins at the word `first_word`."""
+    if tensor.is_cuda:
+        from rillflow.weights.delta import gpu
+
+        return gpu.fingerprint_gpu(tensor, first_word)
+    from rillflow.weights.delta.cpu import words
+
+    data = bits_of(tensor).view(np.uint8)
+    whole = len(data) // 8
+    found = int(words.total(data[: 8 * whole].view(np.uint64), first_word))
+    rest = data[8 * whole :].tobytes()
+    if rest:
+        padded = np.frombuffer(rest.ljust(8, b"\0"), np.uint64).copy()
+        found += int(words.total(padded, first_word + whole))
+    return found % _MODULUS
+
+
+def moved(fingerprint_before: int, base: torch.Tensor, change: Change, first_word: int = 0) -> int:
+    """What a fingerprint becomes when `change` is applied to `base`, the tensor or the part that begins at
+    `first_word`. It takes time for what changes, and does not touch `base`."""
+    if change.index_K is None:
+        _check(base, change, base.numel())
+        return (fingerprint_before + fingerprint(change.value_K, first_word) - fingerprint(base, first_word)) % _MODULUS
+    _check(base, change, change.index_K.numel())
+    if base.is_cuda:
+        return (fingerprint_before + _difference_on_device(base, change.index_K, change.value_K, first_word)) % _MODULUS
+    from rillflow.weights.delta.cpu import words
+
+    index_K = change.index_K.numpy()
+    if len(index_K) and not 0 <= index_K[0] <= index_K[-1] < base.numel():
+        raise WeightsError(f"a change names a weight outside of {base.numel()}", "it belongs to another tensor")
+    gained = words.difference(bits_of(base), index_K, bits_of(change.value_K), first_word)
+    return (fingerprint_before + int(gained)) % _MODULUS
+
+
+def bits_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """The items of a tensor on the host as unsigned integers, flat: its own memory if it is contiguous."""
+    same_size = _SAME_SIZE.get(tensor.dtype.itemsize)
+    if same_size is None:
+        raise WeightsError(f"a tensor of {tensor.dtype} has no fingerprint", "its items have more than 8 bytes")
+    flat = tensor.detach().contiguous().reshape(-1).view(same_size).numpy()
+    return flat.view(f"u{tensor.dtype.itemsize}")
+
+
+def _check(base: torch.Tensor, change: Change, count: int) -> None:
+    if change.value_K.dtype != base.dtype or change.value_K.numel() != count:
+        raise WeightsError(
+            f"a change has {change.value_K.numel()} weights of {change.value_K.dtype} for {count} of {base.dtype}",
+            "it belongs to another tensor",
+        )
+
+
+def _difference_on_device(base: torch.Tensor, index_K: torch.Tensor, value_K: torch.Tensor, first_word: int) -> int:
+    """What the sum gains, wherever the tensors are: only the words that change are gathered."""
+    same_size = _SAME_SIZE[base.dtype.itemsize]
+    each = 8 // base.dtype.itemsize
+    number_W, word_K = torch.unique_consecutive(index_K // each, return_inverse=True)
+    place_WE = number_W[:, None] * each + torch.arange(each, device=base.device)
+    flat_N = base.detach().reshape(-1).view(same_size)
+    before_WE = torch.where(place_WE < len(flat_N), flat_N[place_WE.clamp(max=len(flat_N) - 1)], 0)
+    after_WE = before_WE.clone()
+    after_WE[word_K, index_K % each] = value_K.reshape(-1).view(same_size)
+    before_W, after_W = (items.view(torch.int64).reshape(-1) for items in (before_WE, after_WE))
+    number_W = number_W + first_word
+    return int((_mixed(after_W, number_W) - _mixed(before_W, number_W)).sum())
+
+
+def _mixed(word_W: torch.Tensor, number_W: torch.Tensor) -> torch.Tensor:
+    """As `delta.words.mixed`: signed numbers wrap around in the same way, but their shifts bring the sign along."""
+    step, first, second = (
+        value - _MODULUS for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+    )
+    z = word_W + (number_W + 1) * step
+    z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * first
+    z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * second
+    return z ^ ((z >> 31) & ((1 << 33) - 1))

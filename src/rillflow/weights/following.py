@@ -1,0 +1,138 @@
+"""The line of a policy as a relay knows it: asked for again and again upstream, kept on disk, told to all who wait.
+
+Invariants: one request waits upstream for a policy, however many wait here; a line that was heard once is served
+while upstream is away, also after a restart, with a note of how long ago it was heard.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from urllib.parse import quote
+
+from rillflow.contracts import Clock
+from rillflow.errors import RillflowError, Unavailable
+from rillflow.storage import write_atomic
+from rillflow.weights.mirrors import Mirrors, NotThere
+from rillflow.weights.shelf import NOTHING, Told, tag_of
+from rillflow.weights.signing import parse_line
+
+log = logging.getLogger(__name__)
+
+IDLE = 900.0  # seconds after which a policy that nobody asks for is not followed on
+FIRST_WAIT = 15.0  # for upstream's first answer
+_WAIT = 20.0
+_LEAST_PAUSE = 0.02
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 5.0
+
+
+class Follower:
+    """Follows one policy from its making until nobody asks, or `close`."""
+
+    def __init__(self, mirrors: Mirrors, policy: str, kept: Path, clock: Clock) -> None:
+        self._mirrors = mirrors
+        self._policy = policy
+        self._path = kept
+        self._clock = clock
+        self._told: Told | None = None
+        self._heard: float | None = None  # when upstream last answered
+        self._away: RillflowError | None = None
+        self._asked = clock.monotonic()
+        self._news = asyncio.Event()
+        self._task = asyncio.create_task(self._follow(), name=f"follow-{policy}")
+
+    @property
+    def ended(self) -> bool:
+        return self._task.done()
+
+    async def line(self, known: str, wait: float) -> Told:
+        end = self._clock.monotonic() + wait
+        while True:
+            self._asked = self._clock.monotonic()
+            if self._heard is None and self._away is None:
+                await self._next(FIRST_WAIT)
+            elif self._told is not None and self._told.tag == known and self._asked < end:
+                await self._next(end - self._asked)
+                continue
+            if self._told is None:
+                why = self._away.message if self._away is not None else "no answer yet"
+                raise Unavailable(f"the line of {self._policy} is not known here: {why}", "is upstream running?")
+            return self._told._replace(notes=self._notes())
+
+    def _notes(self) -> dict[str, str]:
+        if self._away is None:
+            return {}
+        age = "unknown" if self._heard is None else f"{self._clock.monotonic() - self._heard:.1f}"
+        return {"x-rillflow-upstream": "away", "x-rillflow-age": age}
+
+    async def _next(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._news.wait()
+        except TimeoutError:
+            pass
+
+    # ------------------------------------------------------------ upstream
+
+    async def _follow(self) -> None:
+        self._told = await asyncio.to_thread(_read, self._path)
+        pause = _FIRST_PAUSE
+        while self._clock.monotonic() - self._asked < IDLE:
+            try:
+                await self._ask()
+                self._heard, self._away = self._clock.monotonic(), None
+                pause = _FIRST_PAUSE
+                await asyncio.sleep(_LEAST_PAUSE)  # not all servers wait
+            except RillflowError as error:
+                if self._away is None:
+                    log.warning("upstream is away: %s", error)
+                    self._away = error
+                    self._tell()
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+
+    async def _ask(self) -> None:
+        # The first question is answered at once: only then is it known whether upstream is there.
+        first = self._heard is None or self._away is not None
+        tag, wait = (self._told.tag, _WAIT) if self._told is not None else ("", 0.0)
+        wait = 0.0 if first else wait
+        try:
+            answer = await self._mirrors.get(f"/weights/{self._policy}/line?known={quote(tag)}&wait={wait}", wait)
+            data = answer.data
+            if answer.status == 304:
+                data = self._told.data if self._told is not None else b""
+        except NotThere:
+            data = b""
+        if data:
+            parse_line(data, b"", f"the line of {self._policy}")
+        told = Told(data, tag_of(data) if data else NOTHING)
+        if self._told is None or told.tag != self._told.tag:
+            if data:
+                await asyncio.to_thread(_write, self._path, data)
+            self._told = told
+            self._tell()
+        elif first:
+            self._tell()
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+
+def _read(path: Path) -> Told | None:
+    try:
+        data = path.read_bytes()
+        parse_line(data, b"", str(path))
+    except (OSError, RillflowError):
+        return None
+    return Told(data, tag_of(data))
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, data)

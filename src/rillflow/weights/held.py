@@ -1,0 +1,188 @@
+"""The weights that a node holds on its host: the published tensors of one version, bit for bit.
+
+Invariants: what is held is the whole of one published version, whose fingerprints are known; a delta is decoded and
+its result compared with the manifest before the first bit is changed, so one that is damaged, or of another base,
+changes nothing. Names that share a tensor (tied weights) share it here too, and a patch names it once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import torch
+
+from rillflow.contracts import Change, Patch
+from rillflow.errors import CorruptData, WeightsError
+from rillflow.weights.codec import tensor_facts
+from rillflow.weights.manifest import VersionManifest
+
+if TYPE_CHECKING:
+    from rillflow.contracts import Tensors
+    from rillflow.weights.delta.container import Piece
+
+# What computes on weights is imported when it is needed: its compiler takes longer to load than all the rest.
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+_THREADS = 4  # tensors that are decoded at once
+_DENSE = 1 / 8  # of a tensor: where more has changed, all of it is sent on
+
+
+class Step(NamedTuple):
+    """One delta on the way: the manifest of the version it leads to, and its verified files."""
+
+    manifest: VersionManifest
+    paths: Sequence[Path]
+
+
+class _Moved(NamedTuple):
+    """What a step makes of one tensor."""
+
+    changes: list[Change]
+    fingerprint: int
+
+
+class Held:
+    """`tensors` has aliases too; it and what patches point to are valid until the next change. Not for two threads."""
+
+    def __init__(self) -> None:
+        self.version: int | None = None
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.fingerprints: dict[str, int] = {}
+
+    def forget(self) -> None:
+        """Hold nothing: the next version comes whole."""
+        self.version, self.tensors, self.fingerprints = None, {}, {}
+
+    def replace(self, tensors: Tensors, manifest: VersionManifest, *, verified: bool = False) -> None:
+        """Hold these tensors, which nobody else may change. CorruptData when they are not what the manifest says.
+
+        With `verified` they come from files with the manifest's hashes: then what it says of them is believed.
+        """
+        unique = {name: tensors[name].contiguous() for name in manifest.tensors if name in tensors}
+        if {name: tensor_facts(tensor) for name, tensor in unique.items()} != manifest.tensors:
+            raise CorruptData(f"version {manifest.version} has other tensors than its manifest names", "it was changed")
+        found = told = _known(manifest)
+        if not verified or set(told) != set(unique):
+            from rillflow.weights.fingerprint import fingerprint
+
+            found = dict(zip(unique, _at_once(fingerprint, list(unique.values())), strict=True))
+        for name, known in told.items():
+            if found.get(name) != known:
+                raise CorruptData(
+                    f"{name} of version {manifest.version} does not have its fingerprint", "it was changed"
+                )
+        self.tensors = unique | {alias: unique[name] for alias, name in manifest.aliases.items()}
+        self.fingerprints = found
+        self.version = manifest.version
+
+    def advance(self, steps: Sequence[Step]) -> Patch:
+        """Go on from the version that is held, step by step; the patch is of all steps together.
+
+        CorruptData for a damaged step, WeightsError for one of another base: the steps before it have been taken.
+        """
+        if self.version is None:
+            raise WeightsError("nothing is held that a delta could change", "take a whole version first")
+        base, taken = self.version, [self._take(step) for step in steps]
+        names = dict.fromkeys(name for changes in taken for name in changes)
+        changes = {
+            name: self._joined(name, [change for one in taken for change in one.get(name, ())]) for name in names
+        }
+        return Patch(base, changes, {name: self.fingerprints[name] for name in names})
+
+    # ------------------------------------------------------------ one step
+
+    def _take(self, step: Step) -> dict[str, list[Change]]:
+        from rillflow.weights.delta import container
+
+        manifest = step.manifest
+        self._check(manifest)
+        changes = self._changes(container.read(step.paths))
+        found = dict(zip(changes, _at_once(lambda name: self._moved(name, changes[name]), list(changes)), strict=True))
+        now = self.fingerprints | {name: one.fingerprint for name, one in found.items()}
+        for name, known in _known(manifest).items():
+            if now.get(name) != known:
+                raise CorruptData(
+                    f"{name} would not have the fingerprint that version {manifest.version} gives it",
+                    "the delta and the manifest do not belong together",
+                )
+        self._write(found, manifest.version, now)
+        return {name: one.changes for name, one in found.items()}
+
+    def _check(self, manifest: VersionManifest) -> None:
+        if manifest.delta_of != self.version:
+            raise WeightsError(
+                f"the delta of version {manifest.version} is from {manifest.delta_of}, version {self.version} is held",
+                "take another way to it",
+            )
+        if {name: tensor_facts(self.tensors[name]) for name in self.fingerprints} != manifest.tensors:
+            raise CorruptData(
+                f"version {manifest.version} has other tensors than version {self.version}", "its manifest was changed"
+            )
+
+    def _changes(self, pieces: Sequence[Piece]) -> dict[str, list[Change]]:
+        """Of each tensor, what the pieces change of it; they have no weights in common."""
+        from rillflow.weights.delta.pieces import changes_of
+
+        own = {name: self.tensors[name] for name in self.fingerprints}
+        changes: dict[str, list[Change]] = defaultdict(list)
+        for of_piece in _at_once(lambda piece: changes_of(piece, own, self.fingerprints), pieces):
+            for name, change in of_piece.items():
+                changes[name].append(change)
+        return changes
+
+    def _moved(self, name: str, changes: Sequence[Change]) -> _Moved:
+        """The tensor's changes and what its fingerprint becomes; the tensor itself is not touched."""
+        from rillflow.weights.fingerprint import moved
+
+        result = self.fingerprints[name]
+        for change in changes:  # their parts begin at whole words, so what each adds does not depend on the others
+            result = moved(result, self.tensors[name], change)
+        return _Moved(list(changes), result)
+
+    def _write(self, found: Mapping[str, _Moved], version: int, now: dict[str, int]) -> None:
+        before, self.version = self.version, None  # should writing fail, nothing whole is held
+        for name, one in found.items():
+            flat = self.tensors[name].view(-1)
+            for index_K, value_K in one.changes:
+                if index_K is None:
+                    flat.copy_(value_K)
+                else:
+                    flat[index_K] = value_K
+        assert before is not None
+        self.version, self.fingerprints = version, now
+
+    def _joined(self, name: str, changes: Sequence[Change]) -> Change:
+        """One change that is as good as all of them: the places that any has changed, with what they have now."""
+        flat = self.tensors[name].view(-1)
+        if len(changes) == 1 and changes[0].index_K is not None:
+            return changes[0]
+        places = [change.index_K for change in changes if change.index_K is not None]
+        if len(places) < len(changes):
+            return Change(None, flat)
+        changed = torch.zeros(len(flat), dtype=torch.bool)
+        for index_K in places:
+            changed[index_K] = True
+        index_K = changed.nonzero().view(-1)
+        return Change(None, flat) if len(index_K) > _DENSE * len(flat) else Change(index_K, flat[index_K])
+
+
+def _known(manifest: VersionManifest) -> dict[str, int]:
+    """Versions of before there were deltas have no fingerprints."""
+    try:
+        return {name: int(digits, 16) for name, digits in manifest.fingerprints.items()}
+    except ValueError as error:
+        raise CorruptData(
+            f"a fingerprint of version {manifest.version} is no number", "the manifest was changed"
+        ) from error
+
+
+def _at_once(work: Callable[[S], T], items: Sequence[S]) -> list[T]:
+    """Of every item, several at a time: the codec's loops leave the interpreter to others."""
+    with ThreadPoolExecutor(_THREADS, "held") as pool:
+        return list(pool.map(work, items))

@@ -1,0 +1,223 @@
+"""The servers that offer the same weights: the nearest that answers is asked, the others when it fails.
+
+Invariants: every request has a deadline, or must bring bytes at a least rate; one that failed is left alone for a
+while, longer each time, and is asked again when no other is left. No answer is trusted: who asks verifies it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import AsyncGenerator, Collection, Sequence
+from dataclasses import dataclass
+
+import aiohttp
+import msgspec
+
+from rillflow.contracts import Clock, SystemClock
+from rillflow.errors import ErrorBody, RillflowError, Unauthorized, Unavailable, WeightsError, WireError, from_body
+
+log = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 10.0
+STALL_SECONDS = 15.0  # a connection that brings nothing for so long is cut
+GET_SECONDS = 30.0
+_PROBE_SECONDS = 5.0
+_KEPT_SECONDS = 60.0  # of a connection that is not used: a new one costs a round trip; servers keep it longer
+_PAUSE = 0.2
+_FIRST_REST, _LONGEST_REST = 1.0, 60.0
+_SMALL = 64 << 20  # bytes of a line or a manifest, at most
+_RANGE = re.compile(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15})")
+
+
+class NotThere(WeightsError):
+    """The server answers, and does not have it."""
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """A small answer; `data` is empty with status 304."""
+
+    status: int
+    data: bytes
+    tag: str
+    url: str
+
+
+@dataclass(slots=True, eq=False)
+class _Mirror:
+    url: str
+    seconds: float = 0.0
+    failures: int = 0
+    rests_until: float = 0.0
+
+
+class Mirrors:
+    """Asks from one event loop."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        token: str,
+        *,
+        clock: Clock | None = None,
+        stall: float = STALL_SECONDS,
+    ) -> None:
+        if not urls or not all(url.startswith(("http://", "https://")) for url in urls):
+            raise WeightsError(f"{', '.join(urls)!r} is no list of URLs", "give http://HOST:PORT, several with commas")
+        self._mirrors = [_Mirror(url.rstrip("/")) for url in urls]
+        self._token = token
+        self._clock = clock or SystemClock()
+        self._stall = stall
+        self._session: aiohttp.ClientSession | None = None
+        self._probing: asyncio.Task[None] | None = None
+
+    # ------------------------------------------------------------ whom to ask
+
+    async def order(self, without: Collection[str] = ()) -> list[str]:
+        """Those to ask, the best first: those at rest come last."""
+        if len(self._mirrors) > 1:
+            if self._probing is None:
+                self._probing = asyncio.create_task(self._probe())
+            await asyncio.shield(self._probing)
+        now = self._clock.monotonic()
+        ranked = sorted(self._mirrors, key=lambda one: (max(0.0, one.rests_until - now), one.seconds))
+        return [one.url for one in ranked if one.url not in without]
+
+    async def _probe(self) -> None:
+        """How far each is, by the time of a small answer."""
+
+        async def ask(mirror: _Mirror) -> None:
+            begun = self._clock.monotonic()
+            try:
+                await self._get(mirror.url, "/health", _PROBE_SECONDS)
+                mirror.seconds = self._clock.monotonic() - begun
+            except RillflowError as error:
+                self.failed(mirror.url, error)
+                mirror.seconds = _PROBE_SECONDS
+
+        await asyncio.gather(*(ask(mirror) for mirror in self._mirrors))
+
+    def _find(self, url: str) -> _Mirror:
+        return next(mirror for mirror in self._mirrors if mirror.url == url)
+
+    def failed(self, url: str, why: RillflowError) -> None:
+        mirror = self._find(url)
+        if not mirror.failures:
+            log.warning("%s: %s", url, why.message)
+        rest = min(_FIRST_REST * 2**mirror.failures, _LONGEST_REST)
+        mirror.failures = min(mirror.failures + 1, 10)
+        mirror.rests_until = self._clock.monotonic() + rest
+
+    def lied(self, url: str, why: RillflowError) -> None:
+        log.error("%s: %s", url, why.message)
+        mirror = self._find(url)
+        mirror.failures, mirror.rests_until = 10, self._clock.monotonic() + _LONGEST_REST
+
+    def answered(self, url: str) -> None:
+        mirror = self._find(url)
+        if mirror.failures and mirror.rests_until <= self._clock.monotonic():
+            log.info("%s answers again", url)
+        mirror.failures, mirror.rests_until = 0, 0.0
+
+    # ------------------------------------------------------------ asking
+
+    async def get(self, path: str, wait: float = 0.0) -> Answer:
+        """A small answer from the first that gives one; NotThere when none of those that answer has it."""
+        try:
+            return await self._get_of_any(path, wait)
+        except Unavailable:  # a connection that was cut is nothing on a long way
+            await asyncio.sleep(_PAUSE)
+            return await self._get_of_any(path, wait)
+
+    async def _get_of_any(self, path: str, wait: float) -> Answer:
+        missing: NotThere | None = None
+        last: RillflowError = Unavailable("there is nobody to ask")
+        for url in await self.order():
+            try:
+                answer = await self._get(url, path, GET_SECONDS + wait)
+                self.answered(url)
+                return answer
+            except NotThere as error:
+                self.answered(url)
+                missing = error
+            except Unauthorized:
+                raise
+            except WireError as error:
+                self.failed(url, error)
+                last = error
+        raise missing or last
+
+    async def _get(self, url: str, path: str, seconds: float) -> Answer:
+        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
+        try:
+            async with self._open().get(url + path, timeout=timeout, allow_redirects=False) as response:
+                data = await response.content.read(_SMALL + 1)
+                while not response.content.at_eof() and len(data) <= _SMALL:
+                    data += await response.content.read(_SMALL)
+        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+            raise _unreachable(url, error) from error
+        if len(data) > _SMALL:
+            raise WireError(f"{url} answers {path} with more than {_SMALL} bytes", "is this a weight server?")
+        if response.status not in (200, 304):
+            raise _refusal(url, path, response.status, data)
+        return Answer(response.status, data, response.headers.get("etag", "").strip('"'), url)
+
+    async def blocks(self, url: str, path: str, start: int, end: int, size: int) -> AsyncGenerator[bytes]:
+        """The bytes [start, end) of a file that has `size` bytes, as they come; an error when they stop coming."""
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=self._stall)
+        asked = {"range": f"bytes={start}-{end - 1}", "accept-encoding": "identity"}
+        left = end - start
+        try:
+            async with self._open().get(url + path, headers=asked, timeout=timeout, allow_redirects=False) as response:
+                if response.status != 206:
+                    raise _refusal(url, path, response.status, await response.content.read(1 << 16))
+                _check_range(url, path, response.headers.get("content-range", ""), (start, end - 1, size))
+                while left and (data := await response.content.readany()):
+                    yield data[:left]
+                    left -= min(left, len(data))
+        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+            raise _unreachable(url, error) from error
+        if left:
+            raise Unavailable(f"{url} broke off {path}")
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                headers={"authorization": f"Bearer {self._token}"},
+                connector=aiohttp.TCPConnector(limit=64, keepalive_timeout=_KEPT_SECONDS),
+                read_bufsize=1 << 18,
+            )
+        return self._session
+
+    async def close(self) -> None:
+        if self._probing is not None:
+            self._probing.cancel()
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+
+def _unreachable(url: str, error: BaseException) -> Unavailable:
+    return Unavailable(f"cannot reach {url}: {type(error).__name__}: {error}", "is the weight server running?")
+
+
+def _refusal(url: str, path: str, status: int, data: bytes) -> RillflowError:
+    """404, 401 and 416 mean what they say; all else may pass."""
+    try:
+        told = from_body(msgspec.msgpack.decode(data, type=ErrorBody)).message
+    except msgspec.MsgspecError:
+        told = "no reason given"
+    if status == 404:
+        return NotThere(f"{url} has no {path}: {told}", "look at the line again")
+    if status == 401:
+        return Unauthorized(f"{url} does not take the token", "give it the token of the run that it serves")
+    if status == 416:
+        return WireError(f"{url} does not have these bytes of {path}: {told}", "it serves another file")
+    return Unavailable(f"{url} answered {path} with status {status}: {told}")
+
+
+def _check_range(url: str, path: str, told: str, asked: tuple[int, int, int]) -> None:
+    found = _RANGE.fullmatch(told)
+    if found is None or (int(found[1]), int(found[2]), int(found[3])) != asked:
+        raise WireError(f"{url} answered {path} with {told[:80]!r} in place of {asked}", "it serves another file")

@@ -1,0 +1,296 @@
+"""From the weights that a node holds to the newest ones, by the cheapest way, while its engine goes on sampling.
+
+Invariants: what is pulled is the head of the line, whole and verified, or an error is raised; what is held is a whole
+version, or nothing. The way is planned anew, from the newest line, when a file on it is gone or damaged, and when the
+head was orphaned meanwhile. A damaged or lost file is not asked for again for a while: there may be a way without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
+
+from msgspec.structs import replace
+
+from rillflow.contracts import Clock, Patch, SystemClock
+from rillflow.errors import ConfigError, CorruptData, RillflowError, WeightsError
+from rillflow.weights.adapters import Adapter, merged
+from rillflow.weights.codec import read_version
+from rillflow.weights.held import Held, Step
+from rillflow.weights.manifest import Entry, Line, VersionManifest
+from rillflow.weights.route import Mode, Route, route
+from rillflow.weights.source import WeightSource
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from rillflow.contracts import Tensors
+
+log = logging.getLogger(__name__)
+
+AVOID_SECONDS = 10.0  # before a file that was damaged or gone is asked for again
+_PLANS = 8  # before a pull is given up: every one was spoilt by something else
+_AT_ONCE = 8  # files on the way: a far source takes longer to answer than to send a delta
+_ROOT = 0  # what every engine has when it starts: the model's own weights
+
+Kind = Literal["delta", "full"]
+T = TypeVar("T")
+
+
+class _Step(NamedTuple):
+    """One step of a way: a version whole, or what changes another one into it."""
+
+    version: int
+    kind: Kind
+
+
+class Transfer(NamedTuple):
+    """One pull; kind `held` if nothing had to be fetched. Seconds: `fetch` of the download, `verify` until it was
+    decoded, verified and in the host's copy, `apply` of the engine's patch or load, `pause` of that without a token."""
+
+    version: int
+    base: int | None
+    kind: Literal["full", "delta", "held"]
+    versions: int
+    bytes: int
+    fetch: float
+    verify: float
+    apply: float = 0.0
+    pause: float = 0.0
+
+
+class Pulled(NamedTuple):
+    """A version, whole; and, where it came by deltas alone, what has changed. Good until the next pull."""
+
+    version: int
+    tensors: Tensors
+    patch: Patch | None
+    transfer: Transfer
+
+
+class _Spoilt(Exception):
+    """The way is no good, because of one of its steps if that is named; another one may be."""
+
+    def __init__(self, cause: RillflowError, step: _Step | None = None) -> None:
+        super().__init__(str(cause))
+        self.cause, self.step = cause, step
+
+
+class _Found(NamedTuple):
+    """The files of one step of the way."""
+
+    manifest: VersionManifest
+    paths: Mapping[str, Path]
+
+
+class _Ready(NamedTuple):
+    """A way all of whose files are here, and the seconds that this took."""
+
+    way: Route
+    found: Mapping[int, _Found]
+    seconds: float
+
+
+class Puller:
+    """Of one policy, on one node. `initial` gives the model's own weights: where they are the root of the line, a new
+    node need not fetch it. One pull at a time."""
+
+    def __init__(
+        self,
+        source: WeightSource,
+        mode: Mode = "auto",
+        *,
+        initial: Callable[[], Tensors] | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._source = source
+        self._mode: Mode = mode
+        self._initial = initial
+        self._clock = clock or SystemClock()
+        self._held = Held()
+        self._line: Line | None = None
+        self._avoid: dict[_Step, float] = {}
+        self._fetched: set[int] = set()
+
+    async def head(self) -> int | None:
+        """The version to be on, as the source says now."""
+        self._line = await self._source.line()
+        return self._line.head
+
+    async def changed(self, seconds: float) -> None:
+        """Returns once the line is another than at the last look, or after so many seconds."""
+        self._line = await self._source.line(self._line, seconds)
+
+    async def close(self) -> None:
+        await self._source.close()
+
+    async def pull(self) -> Pulled:
+        """The head. CorruptData or WeightsError when there is no way to it now; WireError when nobody can be asked."""
+        cause: RillflowError | None = None
+        for _ in range(_PLANS):
+            line = self._line = await self._source.line()
+            try:
+                return await self._reach(line)
+            except _Spoilt as spoilt:
+                cause = spoilt.cause
+                await self._note(spoilt)
+            except (WeightsError, CorruptData) as error:
+                if await self._source.line() == line:
+                    raise cause or error from error  # there is no way: what has spoilt the others says more
+                cause = error
+            log.info("the way to version %s is planned anew: %s", line.head, cause)
+        raise WeightsError(f"no way to the newest version was good: {cause}", "is the source damaged?") from cause
+
+    # ------------------------------------------------------------ one plan
+
+    async def _reach(self, line: Line) -> Pulled:
+        if line.head is None:
+            raise WeightsError("no version was published yet", "the trainer publishes version 0 when it starts")
+        manifest = await self._source.manifest(line.head)
+        adapter = await self._files(line.head, "full") if manifest.adapter is not None else None
+        way, found, fetch = await self._ready(line, line.head if manifest.adapter is None else manifest.adapter.base)
+        began = time.perf_counter()
+        patch = await _finished(lambda: self._take(way, found))
+        tensors: Tensors = self._held.tensors
+        if adapter is not None:
+            tensors = await _finished(lambda: self._merge(adapter))
+        verify = time.perf_counter() - began
+        await self._forget()
+        size = way.bytes + sum(facts.size for facts in manifest.full_files.values() if adapter is not None)
+        kind: Literal["full", "delta", "held"]
+        kind = "full" if way.snapshot is not None or adapter is not None else "delta" if way.deltas else "held"
+        patch = patch if kind == "delta" else None
+        base = None if patch is None else patch.base
+        transfer = Transfer(line.head, base, kind, len(way.deltas), size, fetch, verify)
+        return Pulled(line.head, tensors, patch, transfer)
+
+    async def _ready(self, line: Line, want: int) -> _Ready:
+        """What is held is not touched yet; but a new node may find that it holds the root already."""
+        entries = self._usable(line.entries)
+        await self._begin_at_the_root(entries, want)
+        way = route(entries, self._held.version, want, self._mode)
+        began = time.perf_counter()
+        steps = [_Step(version, "delta") for version in way.deltas]
+        if way.snapshot is not None:
+            steps.insert(0, _Step(way.snapshot, "full"))
+        found = await self._fetch(steps)
+        seconds = time.perf_counter() - began
+        if want in (await self._source.line()).orphaned:
+            raise _Spoilt(WeightsError(f"version {want} was orphaned while it was fetched"))
+        return _Ready(way, {one.manifest.version: one for one in found}, seconds)
+
+    def _usable(self, entries: Mapping[int, Entry]) -> dict[int, Entry]:
+        """What the line offers, without what is avoided at present."""
+        now = self._clock.monotonic()
+        self._avoid = {step: until for step, until in self._avoid.items() if until > now}
+        usable = dict(entries)
+        for version, kind in self._avoid:
+            if version in usable:
+                nothing = {"delta_bytes": 0} if kind == "delta" else {"full_bytes": 0}
+                usable[version] = replace(usable[version], **nothing)
+        return usable
+
+    async def _begin_at_the_root(self, entries: Mapping[int, Entry], want: int) -> None:
+        """Hold the model's own weights, where they are what was published first and lead to `want`."""
+        if self._initial is None or self._held.version is not None:
+            return
+        try:
+            if route(entries, _ROOT, want, self._mode).snapshot is not None:
+                return
+            manifest = await self._source.manifest(_ROOT)
+            initial, self._initial = self._initial, None
+            if manifest.fingerprints:
+                await _finished(lambda: self._held.replace(initial(), manifest))
+        except (WeightsError, CorruptData, ConfigError) as error:
+            log.info("the model's own weights are not taken for version %d: %s", _ROOT, error)
+
+    # ------------------------------------------------------------ files
+
+    async def _fetch(self, steps: Sequence[_Step]) -> list[_Found]:
+        """The files of all steps, several at once."""
+        gate = asyncio.Semaphore(_AT_ONCE)
+
+        async def fetch(step: _Step) -> _Found:
+            async with gate:
+                return await self._files(*step)
+
+        tasks = [asyncio.ensure_future(fetch(step)) for step in steps]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _files(self, version: int, kind: Kind) -> _Found:
+        self._fetched.add(version)
+        with _blaming(_Step(version, kind)):
+            manifest = await self._source.manifest(version)
+            names = manifest.delta_files if kind == "delta" else manifest.full_files
+            if not names:
+                raise WeightsError(f"version {version} has no {kind} files any more", "look at the line again")
+            return _Found(manifest, {name: await self._source.file(version, name) for name in names})
+
+    async def _note(self, spoilt: _Spoilt) -> None:
+        if spoilt.step is not None:
+            self._avoid[spoilt.step] = self._clock.monotonic() + AVOID_SECONDS
+            await self._source.forget(spoilt.step.version)
+
+    async def _forget(self) -> None:
+        """Files stay while a pull that failed may go on with them."""
+        while self._fetched:
+            await self._source.forget(self._fetched.pop())
+
+    # ------------------------------------------------------------ in threads: all this takes long
+
+    def _take(self, way: Route, found: Mapping[int, _Found]) -> Patch | None:
+        if way.snapshot is not None:
+            with _blaming(_Step(way.snapshot, "full")):
+                self._held.forget()  # not two whole copies at once
+                self._held.replace(read_version(*found[way.snapshot]), found[way.snapshot].manifest, verified=True)
+        if not way.deltas:
+            return None
+        try:
+            steps = [found[version] for version in way.deltas]
+            return self._held.advance([Step(manifest, list(paths.values())) for manifest, paths in steps])
+        except CorruptData as error:
+            # The steps before the damaged one have been taken.
+            bad = next(version for version in way.deltas if found[version].manifest.delta_of == self._held.version)
+            raise _Spoilt(error, _Step(bad, "delta")) from error
+        except WeightsError as error:
+            self._held.forget()  # it is not what the line calls so: begin with a whole version
+            raise _Spoilt(error) from error
+
+    def _merge(self, found: _Found) -> dict[str, torch.Tensor]:
+        """An adapter in what is held, which is the version that all adapters of the policy belong to."""
+        facts = found.manifest.adapter
+        assert facts is not None
+        with _blaming(_Step(found.manifest.version, "full")):
+            return merged(self._held.tensors, Adapter(read_version(*found), facts.rank, facts.alpha))
+
+
+@contextmanager
+def _blaming(step: _Step) -> Iterator[None]:
+    """What goes wrong here is this step's fault. A file may be removed while it is read."""
+    try:
+        yield
+    except (CorruptData, WeightsError) as error:
+        raise _Spoilt(error, step) from error
+    except OSError as error:
+        raise _Spoilt(CorruptData(f"version {step.version} cannot be read: {error}"), step) from error
+
+
+async def _finished(work: Callable[[], T]) -> T:
+    """`work` in a thread; it has ended when this returns, also when the caller is cancelled."""
+    future = asyncio.get_running_loop().run_in_executor(None, work)
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        await asyncio.wait([future])
+        raise

@@ -1,0 +1,303 @@
+"""A relay: serves the same routes as a weight server, from a cache that it fills from upstream as it is asked.
+
+Invariants: a file is fetched from upstream once, however many ask for it at once, and goes on to them as it comes;
+it gets its place in the cache only after its hash was found right. The cache stays below its bound and loses nothing
+that is being read. While upstream is away it serves what it has, with the last line it heard, and says so in a header.
+It needs no key: who reads from it checks signatures and hashes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from prometheus_client import Gauge
+
+from rillflow.contracts import Clock, SystemClock
+from rillflow.errors import CorruptData, QueueFull, RillflowError
+from rillflow.storage import file_hash, write_atomic
+from rillflow.weights.cache import FileCache
+from rillflow.weights.download import PATIENCE, Download
+from rillflow.weights.following import Follower
+from rillflow.weights.manifest import VersionManifest, folder_name
+from rillflow.weights.mirrors import STALL_SECONDS, Mirrors, NotThere
+from rillflow.weights.partial import PartFile
+from rillflow.weights.sealed import MANIFEST, FileFacts
+from rillflow.weights.serve import WeightService
+from rillflow.weights.shelf import BLOCK, DiskFile, OpenFile, Told, absent, checked
+from rillflow.weights.signing import parse_manifest
+
+log = logging.getLogger(__name__)
+
+STREAMS = 8
+POLICIES = 64
+FLIGHTS = 64
+ABANDONED = 30.0  # seconds without a reader after which a file is not fetched on
+# Streams that turn to where readers wait, rather than fetch on what nobody waits for yet.
+_MOST_PIECE = 32 << 20
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A file that is on its way, or has just come, and who reads it."""
+
+    part: PartFile
+    download: Download
+    task: asyncio.Task[None] | None = None
+    readers: int = 0
+    ended: bool = False
+    failed: bool = False
+    leaving: asyncio.TimerHandle | None = None
+
+
+class RelayShelf:
+    """A shelf that lies elsewhere. `limit` bounds the bytes in `cache`."""
+
+    def __init__(
+        self,
+        upstream: Sequence[str],
+        token: str,
+        cache: Path,
+        limit: int | None = None,
+        *,
+        streams: int = STREAMS,
+        patience: float = PATIENCE,
+        stall: float = STALL_SECONDS,
+        clock: Clock | None = None,
+    ) -> None:
+        self._clock = clock or SystemClock()
+        self._mirrors = Mirrors(upstream, token, clock=self._clock, stall=stall)
+        self._cache = FileCache(cache, limit)
+        self._streams, self._patience, self._stall = streams, patience, stall
+        self._followers: dict[str, Follower] = {}
+        self._manifests: dict[Path, asyncio.Task[bytes]] = {}
+        self._flights: dict[Path, _Flight] = {}
+        self._checks: dict[Path, asyncio.Task[None]] = {}
+        self._one_at_a_time = asyncio.Lock()
+        self._fetched = 0
+
+    @property
+    def fetched(self) -> int:
+        """Bytes of files that have come from upstream."""
+        return self._fetched + sum(flight.download.bytes for flight in self._flights.values() if not flight.ended)
+
+    # ------------------------------------------------------------ the line
+
+    async def line(self, policy: str, known: str, wait: float) -> Told:
+        policy = checked(policy)
+        follower = self._followers.get(policy)
+        if follower is None or follower.ended:
+            self._followers = {name: one for name, one in self._followers.items() if not one.ended}
+            if len(self._followers) >= POLICIES:
+                raise QueueFull(f"{POLICIES} policies are followed", "start another relay for more")
+            kept = self._cache.folder / policy / "line.json"
+            self._cache.take(kept)
+            follower = self._followers[policy] = Follower(self._mirrors, policy, kept, self._clock)
+        return await follower.line(known, wait)
+
+    # ------------------------------------------------------------ manifests
+
+    async def manifest(self, policy: str, version: int) -> bytes:
+        path = self._cache.folder / checked(policy) / folder_name(version) / MANIFEST
+        with self._cache.used(path):
+            if path not in self._manifests:
+                task = self._manifests[path] = asyncio.create_task(self._get_manifest(path, policy, version))
+                task.add_done_callback(lambda _: self._manifests.pop(path))
+            return await asyncio.shield(self._manifests[path])
+
+    async def _get_manifest(self, path: Path, policy: str, version: int) -> bytes:
+        try:
+            return await asyncio.to_thread(path.read_bytes)
+        except FileNotFoundError:
+            pass
+        try:
+            answer = await self._mirrors.get(f"/weights/{policy}/{version}/{MANIFEST}")
+        except NotThere as error:
+            raise absent(f"version {version} of {policy}") from error
+        _parsed(answer.data, version)
+        await asyncio.to_thread(_write, path, answer.data)
+        return answer.data
+
+    async def _facts(self, policy: str, version: int, name: str) -> FileFacts:
+        facts = _parsed(await self.manifest(policy, version), version).files.get(name)
+        if facts is None:
+            raise absent(f"{name} in version {version} of {policy}")
+        return facts
+
+    # ------------------------------------------------------------ files
+
+    async def open(self, policy: str, version: int, name: str) -> OpenFile:
+        facts = await self._facts(checked(policy), version, checked(name))
+        path = self._cache.folder / policy / folder_name(version) / name
+        self._cache.take(path)
+        try:
+            async with self._one_at_a_time:
+                flight = self._flights.get(path)
+                if flight is None or flight.failed:
+                    kept = await asyncio.to_thread(_kept, path, facts.size)
+                    if kept is not None:
+                        self._check_once(path, facts)
+                        return _KeptFile(kept, facts, lambda: self._cache.leave(path))
+                    flight = await self._start(path, facts, f"/weights/{policy}/{version}/{name}")
+        except BaseException:
+            self._cache.leave(path)
+            raise
+        self._enter(flight)
+        return _ComingFile(flight, lambda: self._leave(path, flight))
+
+    async def _start(self, path: Path, facts: FileFacts, source: str) -> _Flight:
+        if len(self._flights) >= FLIGHTS:
+            raise QueueFull(f"{FLIGHTS} files are being fetched", "come back when some have come")
+        await asyncio.to_thread(self._cache.make_room, path, facts.size)
+        part = PartFile(path, facts)
+        download = Download(
+            part,
+            self._mirrors,
+            source,
+            streams=self._streams,
+            most_piece=_MOST_PIECE,
+            patience=self._patience,
+            stall=self._stall,
+            clock=self._clock,
+        )
+        flight = self._flights[path] = _Flight(part, download)
+        self._cache.take(path)
+        flight.task = asyncio.create_task(self._fly(path, flight), name=f"relay-{path.name}")
+        return flight
+
+    async def _fly(self, path: Path, flight: _Flight) -> None:
+        try:
+            await flight.download.run()
+        except RillflowError as error:
+            flight.failed = True
+            log.warning("%s was not fetched: %s", path, error)
+            if isinstance(error, CorruptData):  # the version may have been written again
+                path.with_name(MANIFEST).unlink(missing_ok=True)
+        except BaseException:
+            flight.failed = True
+            raise
+        finally:
+            flight.ended = True
+            self._fetched += flight.download.bytes
+            self._end(path, flight)
+
+    def _enter(self, flight: _Flight) -> None:
+        flight.readers += 1
+        if flight.leaving is not None:
+            flight.leaving.cancel()
+            flight.leaving = None
+
+    def _leave(self, path: Path, flight: _Flight) -> None:
+        self._cache.leave(path)
+        flight.readers -= 1
+        if not flight.readers and not flight.ended and flight.task is not None:
+            flight.leaving = asyncio.get_running_loop().call_later(ABANDONED, flight.task.cancel)
+        self._end(path, flight)
+
+    def _end(self, path: Path, flight: _Flight) -> None:
+        """Once it has come or failed, and the last reader has gone."""
+        if flight.ended and not flight.readers:
+            flight.part.close()
+            self._cache.leave(path)
+            if self._flights.get(path) is flight:
+                del self._flights[path]
+
+    def _check_once(self, path: Path, facts: FileFacts) -> None:
+        """A file that an earlier process has kept is served at once, and taken away if the disk has damaged it."""
+
+        async def check() -> None:
+            if await asyncio.to_thread(file_hash, path) != facts.sha256:
+                log.error("%s is damaged: it is fetched again", path)
+                path.unlink(missing_ok=True)
+
+        if path not in self._checks:
+            self._checks[path] = asyncio.create_task(check(), name=f"check-{path.name}")
+
+    async def close(self) -> None:
+        tasks = [flight.task for flight in self._flights.values() if flight.task is not None]
+        tasks += self._checks.values()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(follower.close() for follower in self._followers.values()))
+        await self._mirrors.close()
+
+
+class _KeptFile(DiskFile):
+    def __init__(self, at: int, facts: FileFacts, on_close: Callable[[], None]) -> None:
+        super().__init__(at, asyncio.to_thread)
+        self.tag = facts.sha256[:32]
+        self._on_close = on_close
+
+    def close(self) -> None:
+        super().close()
+        self._on_close()
+
+
+class _ComingFile:
+    """Read as it comes."""
+
+    def __init__(self, flight: _Flight, on_close: Callable[[], None]) -> None:
+        self.size = flight.part.facts.size
+        self.tag = flight.part.facts.sha256[:32]
+        self._flight = flight
+        self.close = on_close
+
+    async def blocks(self, start: int, end: int) -> AsyncGenerator[bytes]:
+        while start < end:
+            reach = min(await self._flight.download.wait_for(start), start + BLOCK, end)
+            data = await asyncio.to_thread(self._flight.part.read, start, reach - start)
+            start += len(data)
+            yield data
+
+
+def _kept(path: Path, size: int) -> int | None:
+    """A descriptor of the file, if it is in the cache."""
+    try:
+        at = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    if os.fstat(at).st_size == size:
+        return at
+    os.close(at)
+    path.unlink(missing_ok=True)
+    return None
+
+
+def _parsed(data: bytes, version: int) -> VersionManifest:
+    return parse_manifest(data, version, b"", f"the manifest of version {version}")
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, data)
+
+
+class RelayService(WeightService):
+    def __init__(self, shelf: RelayShelf, token: str) -> None:
+        super().__init__(shelf, token, name="relay")
+        fetched = Gauge("rillflow_relay_fetched_bytes", "Bytes of files from upstream", registry=self.registry)
+        fetched.set_function(lambda: shelf.fetched)
+
+
+async def serve_relay(
+    upstream: Sequence[str],
+    cache: Path,
+    token: str,
+    *,
+    on_ready: Callable[[str], None],
+    limit: int | None = None,
+    host: str = "127.0.0.1",
+    port: int = 0,
+) -> None:
+    """Serve until cancelled. `token` is the reading token of the run, for both sides."""
+    service = RelayService(RelayShelf(upstream, token, cache, limit), token)
+    on_ready(await service.start(host, port))
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await service.stop()

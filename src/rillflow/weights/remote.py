@@ -1,0 +1,242 @@
+"""A policy's weights over HTTP, from weight servers or relays.
+
+Invariants: what is handed out is what was published: lines and manifests by their signature where there is a key,
+files by size and hash, from whichever server they came. A download that was cut off, also by the death of the
+process, goes on where it was. Files stay until they are forgotten, as far as the line still has their version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import quote
+
+from rillflow.contracts import Clock, SystemClock
+from rillflow.errors import CorruptData, WeightsError
+from rillflow.storage import file_hash
+from rillflow.weights.cache import FileCache
+from rillflow.weights.download import PATIENCE, Download
+from rillflow.weights.manifest import Line, VersionManifest, folder_name
+from rillflow.weights.mirrors import STALL_SECONDS, Answer, Mirrors, NotThere
+from rillflow.weights.partial import PartFile
+from rillflow.weights.sealed import MANIFEST, FileFacts
+from rillflow.weights.serve import reading_token
+from rillflow.weights.shelf import NOTHING
+from rillflow.weights.signing import parse_line, parse_manifest
+
+T = TypeVar("T")
+
+EMPTY = Line(head=None, orphaned=frozenset())
+_WAIT = 20.0  # seconds that a request for news waits at the server
+_FOLLOWED = 120.0  # seconds after which a line that nobody asks for is not followed on
+_LEAST_PAUSE = 0.02
+_KEPT = 100  # transfers, for statistics
+_MANIFESTS = 256
+
+
+class Transfer(NamedTuple):
+    """One file that was fetched: `bytes` without those that were there before, `sources` those who gave them."""
+
+    version: int
+    name: str
+    bytes: int
+    seconds: float
+    retries: int
+    sources: Sequence[str]
+
+
+class HttpSource:
+    """`weights.source.WeightSource`. `where` is `URL/POLICY`, or several URLs with commas, then `/POLICY`: the nearest
+    is asked, the others when it fails. Only a token that is made of the run's is sent."""
+
+    def __init__(
+        self,
+        where: str,
+        *,
+        cache: Path,
+        key: bytes = b"",
+        token: str,
+        streams: int = 4,
+        limit: int | None = None,
+        patience: float = PATIENCE,
+        stall: float = STALL_SECONDS,
+        clock: Clock | None = None,
+    ) -> None:
+        urls, _, policy = where.rpartition("/")
+        self._clock = clock or SystemClock()
+        self._mirrors = Mirrors(urls.split(","), reading_token(token), clock=self._clock, stall=stall)
+        self._path = f"/weights/{quote(policy, safe='')}"
+        self._key = key
+        self._streams = streams
+        self._patience = patience
+        self._stall = stall
+        self._cache = FileCache(cache, limit)
+        self._known: tuple[Line, str] = (EMPTY, NOTHING)
+        self._manifests: dict[int, VersionManifest] = {}
+        self._fetches: dict[tuple[int, str], _Fetch] = {}
+        self._following: asyncio.Task[None] | None = None
+        self._asked = 0.0
+        self._news = asyncio.Event()
+        self._tidied = False
+        self.transfers: deque[Transfer] = deque(maxlen=_KEPT)
+
+    # ------------------------------------------------------------ line and manifests
+
+    async def line(self, known: Line | None = None, wait: float = 0.0) -> Line:
+        """Without a round trip, once it was asked for: a request for the next line waits at the server all the time."""
+        self._asked = self._clock.monotonic()
+        end = self._asked + wait
+        if self._following is None or self._following.done():
+            await self._ask_line(0.0)
+            self._following = asyncio.create_task(self._follow(), name="follow-line")
+            self._following.add_done_callback(lambda task: task.cancelled() or task.exception())  # told below, or never
+        while self._known[0] == known and (left := end - self._clock.monotonic()) > 0:
+            news, following = asyncio.ensure_future(self._news.wait()), self._following
+            await asyncio.wait({news, following}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            news.cancel()
+            if following.done() and (error := following.exception()) is not None:
+                raise error
+        return self._known[0]
+
+    async def _follow(self) -> None:
+        """Until nobody asks any more, or the servers fail: then who asks next hears of it."""
+        while self._clock.monotonic() - self._asked < _FOLLOWED:
+            await self._ask_line(_WAIT)
+            await asyncio.sleep(_LEAST_PAUSE)  # not all servers wait
+
+    async def _ask_line(self, wait: float) -> None:
+        line, tag = self._known
+        try:
+            answer = await self._mirrors.get(f"{self._path}/line?known={quote(tag)}&wait={wait:.3f}", wait)
+        except NotThere:
+            self._known = (EMPTY, NOTHING)
+            return
+        if answer.status != 304:
+            line = self._parsed(answer, lambda data, what: parse_line(data, self._key, what))
+            self._known = (line, answer.tag)
+            self._news.set()
+            self._news = asyncio.Event()
+        if not self._tidied:
+            self._tidied = True
+            await asyncio.to_thread(self._tidy, line)
+
+    async def manifest(self, version: int) -> VersionManifest:
+        found = self._manifests.get(version)
+        if found is None:
+            answer = await self._mirrors.get(f"{self._path}/{version}/{MANIFEST}")
+            found = self._parsed(answer, lambda data, what: parse_manifest(data, version, self._key, what))
+            while len(self._manifests) >= _MANIFESTS:
+                self._manifests.pop(min(self._manifests))
+            self._manifests[version] = found
+        return found
+
+    def _parsed(self, answer: Answer, parse: Callable[[bytes, str], T]) -> T:
+        try:
+            return parse(answer.data, f"what {answer.url} answers")
+        except CorruptData as error:
+            self._mirrors.lied(answer.url, error)
+            raise
+
+    # ------------------------------------------------------------ files
+
+    async def file(self, version: int, name: str) -> Path:
+        facts = (await self.manifest(version)).files.get(name)
+        if facts is None:
+            raise WeightsError(f"version {version} has no file {name!r}", "look at its manifest")
+        key = (version, name)
+        if key not in self._fetches:
+            self._fetches[key] = _Fetch(asyncio.create_task(self._have(version, name, facts)))
+        fetch = self._fetches[key]
+        fetch.waiting += 1
+        try:
+            # Who is cancelled does not take it from others who wait for it.
+            return await asyncio.shield(fetch.task)
+        except CorruptData:
+            self._manifests.pop(version, None)  # the version may have been written again
+            raise
+        finally:
+            fetch.waiting -= 1
+            if not fetch.waiting and not fetch.fetched:
+                fetch.task.cancel()
+                await asyncio.wait({fetch.task})
+                if self._fetches.get(key) is fetch:
+                    del self._fetches[key]
+
+    async def _have(self, version: int, name: str, facts: FileFacts) -> Path:
+        path = self._cache.folder / folder_name(version) / name
+        self._cache.take(path)
+        try:
+            if not await asyncio.to_thread(_is_whole, path, facts):
+                await self._fetch(version, path, facts)
+        except BaseException:
+            self._cache.leave(path)
+            raise
+        return path
+
+    async def _fetch(self, version: int, path: Path, facts: FileFacts) -> None:
+        begun = self._clock.monotonic()
+        await asyncio.to_thread(self._cache.make_room, path, facts.size)
+        part = PartFile(path, facts)
+        try:
+            download = Download(
+                part,
+                self._mirrors,
+                f"{self._path}/{version}/{path.name}",
+                streams=self._streams,
+                patience=self._patience,
+                stall=self._stall,
+                clock=self._clock,
+            )
+            await download.run()
+        finally:
+            part.close()
+        seconds = self._clock.monotonic() - begun
+        self.transfers.append(Transfer(version, path.name, download.bytes, seconds, download.retries, download.givers))
+
+    async def forget(self, version: int) -> None:
+        for key in [key for key in self._fetches if key[0] == version]:
+            fetch = self._fetches.pop(key)
+            fetch.task.cancel()
+            await asyncio.wait({fetch.task})
+            if fetch.fetched:
+                self._cache.leave(fetch.task.result())
+        self._manifests.pop(version, None)
+        await asyncio.to_thread(self._cache.remove, self._cache.folder / folder_name(version))
+
+    def _tidy(self, line: Line) -> None:
+        """Take away what an earlier process left of versions that are no more."""
+        if self._cache.folder.is_dir():
+            listed = {folder_name(version) for version in line.entries}
+            for folder in self._cache.folder.iterdir():
+                if folder.name not in listed:
+                    self._cache.remove(folder)
+
+    async def close(self) -> None:
+        tasks: list[asyncio.Task[Any]] = [fetch.task for fetch in self._fetches.values()]
+        tasks += [self._following] if self._following is not None else []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._mirrors.close()
+
+
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    task: asyncio.Task[Path]
+    waiting: int = 0
+
+    @property
+    def fetched(self) -> bool:
+        return self.task.done() and not self.task.cancelled() and self.task.exception() is None
+
+
+def _is_whole(path: Path, facts: FileFacts) -> bool:
+    """Whether an earlier process has fetched it; what a disk has damaged since is fetched again."""
+    try:
+        return path.stat().st_size == facts.size and file_hash(path) == facts.sha256
+    except OSError:
+        return False

@@ -1,0 +1,63 @@
+"""A node pulls from a store whose trainer publishes, prunes, goes back and is killed: it gets versions whole or not."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from killed_publisher import content
+
+from rillflow.errors import RillflowError
+from rillflow.weights.objects import FolderSource
+from rillflow.weights.pull import Puller
+
+SCRIPT = Path(__file__).with_name("killed_publisher.py")
+LIVES = 4
+SECONDS = 120.0  # for a number of pulls that takes a few
+
+
+@pytest.mark.chaos
+async def test_what_is_pulled_is_whole_whatever_happens_to_the_trainer(tmp_path: Path) -> None:
+    pullers = [Puller(FolderSource(tmp_path / "w"), mode) for mode in ("auto", "delta", "full")]  # type: ignore[arg-type]
+    seen: list[Counter[str]] = [Counter() for _ in pullers]
+    draw, end = random.Random(0), time.monotonic() + SECONDS
+    for life in range(LIVES):
+        publisher = await asyncio.create_subprocess_exec(sys.executable, str(SCRIPT), str(tmp_path / "w"), str(life))
+        try:
+            wanted = 8 * (life + 1)
+            while min(counts["pulled"] for counts in seen) < wanted:
+                assert time.monotonic() < end, f"the pulls do not get on: {seen}"
+                assert publisher.returncode is None, "the publisher must not fail"
+                await asyncio.gather(*(_pull(*pair) for pair in zip(pullers, seen, strict=True)))
+                await asyncio.sleep(draw.random() * 0.05)
+        finally:
+            with suppress(ProcessLookupError):
+                publisher.kill()
+            await publisher.wait()
+    for puller, counts in zip(pullers, seen, strict=True):  # nobody writes any more: the head is to be had
+        await _pull(puller, counts)
+    assert [counts["delta"] > 0 for counts in seen] == [True, True, False]
+    assert all(counts["full"] for counts in seen)
+
+
+async def _pull(puller: Puller, counts: Counter[str]) -> None:
+    if await puller.head() is None:
+        return
+    try:
+        pulled = await puller.pull()
+    except RillflowError:
+        counts["missed"] += 1
+        return
+    counts["pulled"] += pulled.transfer.kind != "held"
+    counts[pulled.transfer.kind] += 1
+    expected = content(pulled.version)
+    assert pulled.tensors.keys() == expected.keys()
+    for name, tensor in pulled.tensors.items():
+        assert torch.equal(tensor, expected[name]), (pulled.version, name)

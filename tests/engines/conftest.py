@@ -1,0 +1,49 @@
+"""A real vLLM, in an environment of its own: made by `scripts/make_vllm_venv.sh`, or named by VLLM_PYTHON."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rillflow.weights.models import model_folder
+
+_ROOT = Path(__file__).resolve().parents[2]
+_REQUIRED = os.environ.get("RILLFLOW_REQUIRE_ENGINES")  # before the environment is scrubbed
+_PYTHON = os.environ.get("VLLM_PYTHON", str(_ROOT / ".venv-vllm" / "bin" / "python"))
+
+
+@pytest.fixture(scope="session")
+def vllm_python() -> str:
+    if not Path(_PYTHON).exists():
+        if _REQUIRED:
+            pytest.fail(f"no vLLM at {_PYTHON}: run scripts/make_vllm_venv.sh")
+        pytest.skip(f"no vLLM at {_PYTHON} (scripts/make_vllm_venv.sh makes one)")
+    return _PYTHON
+
+
+def build_model(folder: Path, *, tied: bool, seed: int) -> Any:
+    """The shipped model's shape with random weights, large enough that every token matters."""
+    config = AutoConfig.from_pretrained(model_folder("tiny"))
+    config.tie_word_embeddings = tied
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, 0.0, 0.2)
+        else:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_in_memory() -> Iterator[None]:
+    before = set(Path("/dev/shm").glob("rillflow-*"))
+    yield
+    assert set(Path("/dev/shm").glob("rillflow-*")) <= before

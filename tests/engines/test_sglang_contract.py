@@ -1,0 +1,66 @@
+"""The Engine contract on a real SGLang, with tied and with untied embeddings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from contract import *  # noqa: F403
+from contract import World
+
+from rillflow.config.engine import EngineConfig, ServerConfig
+from rillflow.engine.servers import ServerEngine
+from rillflow.engine.servers.facts import model_facts
+from rillflow.engine.sglang import SglangEngine
+from rillflow.engine.sglang.inside.rillflow_sglang import ORDERS
+from rillflow.engine.sglang.launch import KEY
+from rillflow.errors import EngineLost
+
+pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
+
+_PYTHON = os.environ.get("SGLANG_PYTHON", str(Path(__file__).resolve().parents[2] / ".venv-sglang" / "bin" / "python"))
+_REQUIRED = os.environ.get("RILLFLOW_REQUIRE_ENGINES")
+
+
+@pytest.fixture(scope="module")
+def sglang_python() -> str:
+    if not Path(_PYTHON).exists():
+        if _REQUIRED:
+            pytest.fail(f"no SGLang at {_PYTHON}: run scripts/make_sglang_venv.sh")
+        pytest.skip(f"no SGLang at {_PYTHON} (scripts/make_sglang_venv.sh makes one)")
+    return _PYTHON
+
+
+class SglangWorld(World):
+    kind = "sglang"
+    cut_logprobs = False
+
+    def make(self, settings: EngineConfig) -> ServerEngine:
+        return SglangEngine(model_facts(str(self.folder / "model"), "fp32"), settings, logs=self.folder)
+
+    async def write(self, paths: list[str]) -> None:
+        await self.engine._order("rillflow_patch", paths)
+
+    def running(self, key: str = "") -> ServerConfig:
+        shown = self.engine._session.headers["authorization"].removeprefix("Bearer ")
+        return ServerConfig(url=self.engine._url, environment={ORDERS: str(self.engine._orders), KEY: key or shown})
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["tied", "untied"])
+async def world(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, sglang_python: str
+) -> AsyncIterator[SglangWorld]:
+    world = SglangWorld(tmp_path_factory.mktemp(request.param), sglang_python, tied=request.param == "tied")
+    await world.engine.start()
+    yield world
+    await world.engine.close()
+
+
+async def test_a_stranger_is_refused(world: SglangWorld) -> None:
+    server = ServerConfig(**world.running("another").model_dump() | {"start_timeout": 2.0})
+    stranger = world.make(world.settings.model_copy(update={"server": server}))
+    with pytest.raises(EngineLost, match="does not serve"):
+        await stranger.start()

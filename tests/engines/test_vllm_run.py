@@ -1,0 +1,33 @@
+"""A short training run with vLLM as its engine: whole versions and deltas go into a server that samples."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from commands import Cli, processes_of
+from trained_tokens import trained_samples
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+
+SHORT = [
+    "trainer.steps=6",
+    "trainer.batch_groups=2",
+    "data.heldout.arguments={split: heldout, count: 8, seed: 2}",
+    "rollout.episodes=16",
+    "policies.agent.weights.snapshot_every=3",
+]
+
+
+def test_a_short_run_trains_on_what_vllm_samples(cli: Cli, vllm_python: str) -> None:
+    run = cli.run("run", "vllm_tiny", *SHORT, f"policies.agent.engine.server.python={vllm_python}", seconds=600)
+    folder = run.folder
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 6
+    assert processes_of(folder) == {}, "nor a server"
+    assert json.loads(cli.run("audit", str(folder), "--json").output())["balanced"]
+    versions = {int(version) for sample in trained_samples(folder) for version in sample.version_T}
+    assert max(versions) >= 2, "later answers were sampled by trained weights"
+    words = "\n".join(path.read_text() for path in (folder / "logs").glob("rollout-*.log"))
+    assert "not loaded" not in words
+    assert "goes to the engine whole" not in words

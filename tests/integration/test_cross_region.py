@@ -1,0 +1,44 @@
+"""Across real namespaces and slow links: far pools get every head they can, by deltas, and relays spare the link."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.cross_region import Size, follow, region_pull
+from bench.cross_region_parts import make_model
+from bench.far_links import Region, why_not
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+SIZE = Size(128, 2, 4, 2.0, (Region("east", 20, 0.3), Region("west", 10, 0.3)))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    make_model(tmp_path / "model", SIZE.width, SIZE.layers)
+    return tmp_path
+
+
+def test_far_pools_follow_by_deltas_and_relays_spare_the_link(root: Path) -> None:
+    found = follow(SIZE, root, deltas=True, pools=True)
+    whole = found["trainer"]["full_bytes"]
+    for name in ("local", "east", "west"):
+        transfers = found[name]["transfers"]
+        assert transfers[-1]["version"] == SIZE.steps, name
+        assert {one["kind"] for one in transfers} == {"delta"}, name  # it had version 0: the model's own weights
+        assert sum(one["bytes"] for one in transfers) < whole / 2, name
+        # What stands still is the engine, for as long as it writes; it does not wait for the link.
+        assert all(one["pause"] <= one["apply"] for one in transfers), name
+    used = {}
+    for kind in ("direct", "relay"):
+        other = root / kind
+        other.mkdir()
+        (other / "weights").symlink_to(root / "weights")
+        used[kind] = region_pull(SIZE, other, relay=kind == "relay")["bytes"]
+    assert whole < used["relay"] < 1.5 * whole
+    assert used["direct"] > 1.9 * whole

@@ -1,0 +1,91 @@
+"""An engine's turn, seen from the engine: it never waits for ever, and gives back what it got."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rillflow.clients import turns
+from rillflow.clients.turns import EngineTurn
+from rillflow.errors import DeadlineExceeded, RillflowError
+from rillflow.types import AskTurn, TurnReply
+
+
+class Book:
+    """Answers as it is told to; time passes with every question."""
+
+    def __init__(self, *answers: bool | RillflowError) -> None:
+        self.answers = list(answers)
+        self.asked: list[AskTurn] = []
+        self.time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+    def monotonic(self) -> float:
+        return self.time
+
+    async def __call__(self, ask: AskTurn, deadline: float) -> TurnReply:
+        self.asked.append(ask)
+        self.time += 1.0
+        answer = self.answers.pop(0) if self.answers else False
+        if isinstance(answer, RillflowError):
+            raise answer
+        return TurnReply(granted=answer)
+
+    @property
+    def done(self) -> list[bool]:
+        return [ask.done for ask in self.asked]
+
+
+def turn(book: Book) -> EngineTurn:
+    return EngineTurn(book, "p", "e", book)
+
+
+async def test_it_waits_until_it_may_and_says_when_it_is_done() -> None:
+    book = Book(False, False, True)
+    async with turn(book)():
+        assert book.done == [False] * 3
+    assert book.done == [False, False, False, True]
+    assert {(ask.policy, ask.engine) for ask in book.asked} == {("p", "e")}
+
+
+async def test_it_is_done_also_when_the_change_failed() -> None:
+    book = Book(True)
+    with pytest.raises(ValueError, match="refused"):
+        async with turn(book)():
+            raise ValueError("refused")
+    assert book.done == [False, True]
+
+
+async def test_without_an_answer_it_goes_ahead() -> None:
+    book = Book(DeadlineExceeded("nobody is there"))
+    async with turn(book)():
+        pass
+    assert book.done == [False]  # and nothing is given back that was not got
+
+
+async def test_it_goes_ahead_when_others_are_first_for_too_long() -> None:
+    book = Book()
+    async with turn(book)():
+        pass
+    assert book.time == turns.LONGEST
+    assert not any(book.done)
+
+
+async def test_that_it_cannot_say_that_it_is_done_hurts_nobody() -> None:
+    book = Book(True, DeadlineExceeded("nobody is there"))
+    async with turn(book)():
+        pass
+    assert book.done == [False, True]
+
+
+async def test_a_long_change_keeps_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "_RENEW", 0.001)
+    book = Book(True, True, DeadlineExceeded("once not"), True)
+    async with turn(book)(), asyncio.timeout(20):
+        while len(book.asked) < 4:  # noqa: ASYNC110 - what is waited for is a count, not an event
+            await asyncio.sleep(0.001)
+        assert not any(book.done)
+    assert book.done[-1]

@@ -1,0 +1,281 @@
+"""What all engines share that are servers: exact versions, answers that are cut and go on, servers that die."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from fake_server import FakeServer, token_at
+
+from counting_engine import until
+from rillflow.contracts import Patch
+from rillflow.engine.servers import base as module
+from rillflow.errors import ContextOverflow, EngineError, EngineLost, QueueFull, WeightsError
+from rillflow.types import Chunk, GenerateRequest, Sampling
+
+
+def request(prompt: int = 5, count: int = 20, **sampling: Any) -> GenerateRequest:
+    return GenerateRequest(id="r", tokens=list(range(prompt)), sampling=Sampling(max_tokens=count, **sampling))
+
+
+def expected(asked: GenerateRequest) -> list[int]:
+    return [token_at(len(asked.tokens) + number) for number in range(asked.sampling.max_tokens)]
+
+
+def tokens(chunks: list[Chunk]) -> list[int]:
+    return [token for chunk in chunks for token in chunk.tokens]
+
+
+async def collect(engine: FakeServer, asked: GenerateRequest, chunks: list[Chunk]) -> list[Chunk]:
+    async for chunk in engine.generate(asked):
+        chunks.append(chunk)
+    return chunks
+
+
+@asynccontextmanager
+async def running(**settings: Any) -> AsyncIterator[FakeServer]:
+    engine = FakeServer(**settings)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def test_new_weights_cut_between_two_tokens_and_every_token_has_its_version() -> None:
+    async with running() as engine:
+        chunks: list[Chunk] = []
+        task = asyncio.create_task(collect(engine, request(), chunks))
+        engine.give(7)
+        await until(lambda: len(tokens(chunks)) == 7)
+        await engine.load({}, 1)
+        engine.give(6)
+        await until(lambda: len(tokens(chunks)) == 13)
+        await engine.patch(Patch(1, {}, {}), 2)
+        engine.give(100)
+        await task
+        assert tokens(chunks) == expected(request()), "nothing is lost, nothing comes twice"
+        versions = [chunk.version for chunk in chunks for _ in chunk.tokens]
+        assert versions == [0] * 7 + [1] * 6 + [2] * 7
+        seams = [chunk.seam for chunk in chunks for _ in chunk.tokens[:1]]
+        assert [seam for seam in seams if seam] == ["weights", "weights"]
+        assert chunks[-1].finish == "length"
+        asked = [(version, len(one.tokens), one.sampling.max_tokens) for version, one in engine.asked]
+        assert asked == [(0, 5, 20), (1, 12, 13), (2, 18, 7)]
+        assert engine.log == ["up", "cut", "apply", "go on", "cut", "apply", "go on"]
+        assert all(update.closed for update in engine.updates)
+        stats = engine.stats()
+        assert (stats.version, stats.loads, stats.generated_tokens) == (2, 2, 20)
+
+
+async def test_requests_that_come_while_weights_change_wait_for_them() -> None:
+    async with running() as engine:
+        go = asyncio.Event()
+        prepare = engine.prepare_load
+
+        async def slow(tensors: Any) -> Any:
+            update = await prepare(tensors)
+            plain = update.apply
+
+            async def apply() -> None:
+                await go.wait()
+                await plain()
+
+            update.apply = apply  # type: ignore[method-assign]
+            return update
+
+        engine.prepare_load = slow  # type: ignore[method-assign]
+        engine.give(100)
+        load = asyncio.create_task(engine.load({}, 1))
+        await until(lambda: not engine._open.is_set())
+        task = asyncio.create_task(collect(engine, request(), []))
+        await asyncio.sleep(0.01)
+        assert not engine.asked
+        go.set()
+        await load
+        assert {chunk.version for chunk in await task} == {1}
+
+
+async def test_a_server_that_does_not_cut_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CUT_SECONDS", 0.02)
+    async with running(deaf=True) as engine:
+        chunks: list[Chunk] = []
+        task = asyncio.create_task(collect(engine, request(), chunks))
+        engine.give(7)
+        await until(lambda: len(tokens(chunks)) == 7)
+        await engine.load({}, 1)
+        engine.give(100)
+        await task
+        assert tokens(chunks) == expected(request())
+        assert [chunk.version for chunk in chunks for _ in chunk.tokens] == [0] * 7 + [1] * 13
+
+
+async def test_weights_that_came_fast_wait_for_answers_to_get_on() -> None:
+    async with running() as engine:
+        chunks: list[Chunk] = []
+        task = asyncio.create_task(collect(engine, request(), chunks))
+        engine.give(1)
+        await until(lambda: len(tokens(chunks)) == 1)
+        await engine.load({}, 1)
+        second = asyncio.create_task(engine.load({}, 2))
+        await until(lambda: engine.running == 1)
+        await asyncio.sleep(0.01)
+        assert engine.version == 1
+        assert not second.done()
+        engine.give(1)
+        await second
+        engine.give(100)
+        await task
+        assert [chunk.version for chunk in chunks for _ in chunk.tokens] == [0, 1] + [2] * 18
+
+
+async def test_pause_holds_and_resume_goes_on() -> None:
+    async with running() as engine:
+        chunks: list[Chunk] = []
+        task = asyncio.create_task(collect(engine, request(), chunks))
+        engine.give(3)
+        await until(lambda: len(tokens(chunks)) == 3)
+        await engine.pause()
+        assert engine.running == 0
+        await engine.load({}, 1)
+        engine.give(100)
+        await asyncio.sleep(0.01)
+        assert len(tokens(chunks)) == 3
+        assert "go on" not in engine.log, "paused, it stays so through an update"
+        await engine.resume()
+        await task
+        assert tokens(chunks) == expected(request())
+        assert [chunk.version for chunk in chunks for _ in chunk.tokens] == [0] * 3 + [1] * 17
+
+
+async def test_weights_that_do_not_fit_change_nothing() -> None:
+    async with running() as engine:
+        with pytest.raises(WeightsError):
+            await engine.load({"outcome": "unfit"}, 1)  # type: ignore[dict-item]
+        with pytest.raises(WeightsError, match="version 5"):
+            await engine.patch(Patch(5, {}, {}), 6)
+        engine.give(100)
+        assert {chunk.version for chunk in await collect(engine, request(), [])} == {0}
+
+
+async def test_nothing_is_sampled_from_weights_that_arrived_wrong() -> None:
+    async with running() as engine:
+        with pytest.raises(WeightsError):
+            await engine.load({"outcome": "wrong"}, 1)  # type: ignore[dict-item]
+        assert engine.version == module.UNKNOWN
+        engine.give(100)
+        task = asyncio.create_task(collect(engine, request(), []))
+        await asyncio.sleep(0.01)
+        assert not engine.asked
+        with pytest.raises(WeightsError):
+            await engine.patch(Patch(0, {}, {}), 2)
+        await engine.load({}, 2)
+        assert {chunk.version for chunk in await task} == {2}
+
+
+async def test_a_server_that_dies_loses_its_answers_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_FIRST_PAUSE", 0.001)
+    failures = [EngineLost("no port"), None, None]
+
+    def start() -> None:
+        error = failures.pop() if engine.log.count("up") > 1 else None
+        if error is not None:
+            raise error
+
+    engine = FakeServer(start=start)
+    failures.reverse()
+    await engine.start()
+    await engine.load({}, 3)
+    chunks: list[Chunk] = []
+    task = asyncio.create_task(collect(engine, request(), chunks))
+    engine.give(4)
+    await until(lambda: len(tokens(chunks)) == 4)
+    engine.die()
+    with pytest.raises(EngineLost):
+        await task
+    await until(lambda: engine.log.count("up") == 3 and engine.version == 0)
+    engine.give(100)
+    late = asyncio.create_task(collect(engine, request(), []))
+    await asyncio.sleep(0.01)
+    assert not late.done(), "not before it has weights again"
+    await engine.load({}, 3)
+    assert {chunk.version for chunk in await late} == {3}
+    await engine.close()
+
+
+async def test_a_server_that_came_back_does_not_wait_for_weights_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(module, "_WEIGHTS_SECONDS", 0.02)
+    async with running() as engine:
+        await engine.load({}, 3)
+        engine.die()
+        await until(lambda: engine.log.count("up") == 2)
+        engine.give(100)
+        assert {chunk.version for chunk in await collect(engine, request(), [])} == {0}
+
+
+async def test_closing_and_dropping_abort() -> None:
+    async with running() as engine:
+        first, second = engine.generate(request()), engine.generate(request())
+        await until(lambda: engine.running == 2)
+        await first.aclose()  # type: ignore[attr-defined]
+        await until(lambda: engine.running == 1)
+        del second
+        gc.collect()
+        await until(lambda: engine.running == 0)
+        assert engine.stats().waiting == 0
+
+
+async def test_the_queue_is_bounded() -> None:
+    async with running(queue=3, slots=2) as engine:
+        await engine.pause()
+        streams = [engine.generate(request(count=2)) for _ in range(3)]
+        with pytest.raises(QueueFull):
+            engine.generate(request())
+        await engine.resume()
+        engine.give(100)
+        for stream in streams:
+            assert sum([len(chunk.tokens) async for chunk in stream]) == 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "error"),
+    [
+        ([], {}, EngineError),
+        ([1000], {}, EngineError),
+        ([-1], {}, EngineError),
+        ([1], {"max_tokens": 0}, EngineError),
+        ([1], {"temperature": float("nan")}, EngineError),
+        ([1], {"top_p": 0.0}, EngineError),
+        ([1] * 128, {}, ContextOverflow),
+    ],
+)
+async def test_nonsense_is_refused_at_once(prompt: list[int], sampling: Any, error: type[Exception]) -> None:
+    async with running() as engine:
+        with pytest.raises(error):
+            engine.generate(GenerateRequest(id="r", tokens=prompt, sampling=Sampling(**sampling)))
+
+
+async def test_closing_answers_everyone() -> None:
+    async with running() as engine:
+        task = asyncio.create_task(collect(engine, request(), []))
+        await until(lambda: engine.running == 1)
+    with pytest.raises(EngineLost, match="closed"):
+        await task
+    with pytest.raises(EngineLost, match="closed"):
+        engine.generate(request())
+    assert engine.log == ["up", "down"]
+
+
+async def test_a_server_that_does_not_start_leaves_nothing_behind() -> None:
+    def refuse() -> None:
+        raise EngineLost("no such interpreter")
+
+    engine = FakeServer(start=refuse)
+    with pytest.raises(EngineLost, match="interpreter"):
+        await engine.start()
+    assert engine.log == ["up", "down"]

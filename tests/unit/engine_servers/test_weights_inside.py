@@ -1,0 +1,236 @@
+"""What changes weights inside a server, on a model that is laid out as vLLM lays out its own: projections fused,
+shards of two ranks, a head of its own or none, norms on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rillflow.contracts import Change
+from rillflow.engine.servers import ModelFacts, Tainted
+from rillflow.engine.servers.inside.rillflow_weights import Place, RillflowWorker, _hex, _scatter
+from rillflow.engine.servers.layout import check_layout, verify
+from rillflow.engine.servers.updates import lay_changes, lay_whole
+from rillflow.errors import ConfigError
+from rillflow.weights.fingerprint import fingerprint
+
+HIDDEN, HEADS, KEYS, VOCABULARY, PADDED = 16, 16, 8, 30, 32
+SHAPES = {
+    "embed.weight": (VOCABULARY, HIDDEN),
+    "q.weight": (HEADS, HIDDEN),
+    "k.weight": (KEYS, HIDDEN),
+    "v.weight": (KEYS, HIDDEN),
+    "o.weight": (HIDDEN, HEADS),
+    "norm.weight": (HIDDEN,),
+}
+
+
+class Shard(torch.nn.Module):
+    """One rank of two. Its loader does what vLLM's do."""
+
+    def __init__(self, rank: int, dtype: torch.dtype, *, odd: str = "") -> None:
+        super().__init__()
+        self.rank, self.odd = rank, odd
+
+        def weight(*shape: int) -> torch.nn.Parameter:
+            return torch.nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
+
+        self.embed = weight(PADDED // 2, HIDDEN)
+        self.qkv = weight((HEADS + 2 * KEYS) // 2, HIDDEN)
+        self.o = weight(HIDDEN, HEADS // 2)
+        self.norm = weight(HIDDEN)
+        if odd == "head":
+            self.head = weight(VOCABULARY, HIDDEN)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, loaded in weights:
+            if name == "embed.weight":
+                first = self.rank * PADDED // 2
+                part = loaded.narrow(0, first, min(PADDED // 2, VOCABULARY - first))
+                self.embed.data[: part.shape[0]].copy_(part)
+                self.embed.data[part.shape[0] :].fill_(0)
+            elif name in ("q.weight", "k.weight", "v.weight"):
+                at, size = {
+                    "q": (0, HEADS // 2),
+                    "k": (HEADS // 2, KEYS // 2),
+                    "v": (HEADS // 2 + KEYS // 2, KEYS // 2),
+                }[name[0]]
+                part = loaded.narrow(0, self.rank * size, size)
+                self.qkv.data.narrow(0, at, size).copy_(part * 2 if self.odd == "scaled" else part)
+            elif name == "o.weight":
+                self.o.data.copy_(loaded.narrow(1, self.rank * HEADS // 2, HEADS // 2))
+            else:
+                self.norm.data.copy_(loaded)
+
+
+class Ranks:
+    """All workers of a server, as the adapter sees them."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, **odd: Any) -> None:
+        self.workers = [RillflowWorker(), RillflowWorker()]
+        for rank, worker in enumerate(self.workers):
+            worker.model_runner = SimpleNamespace(model=Shard(rank, dtype, **odd))  # type: ignore[attr-defined]
+        self.facts = ModelFacts(Path(), "bf16", VOCABULARY, SHAPES, {name: name for name in SHAPES})
+        self._dtype = dtype
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        return [getattr(worker, method)(*arguments) for worker in self.workers]
+
+    def learn(self) -> None:
+        shapes = {name: list(shape) for name, shape in SHAPES.items()}
+        check_layout(self.facts, self.call("rillflow_layout", shapes, str(self._dtype).removeprefix("torch.")))
+
+    def take(self, laid: Any) -> None:
+        answers = self.call(laid.method, sorted(map(str, laid.folder.iterdir())))
+        for path in laid.folder.iterdir():
+            path.unlink()
+        laid.folder.rmdir()
+        verify(self.facts, laid.fingerprints, answers)
+
+    def expected(self, rank: int, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        plain = Shard(rank, self._dtype)
+        plain.load_weights(weights.items())
+        return dict(plain.state_dict())
+
+    def assert_holds(self, weights: dict[str, torch.Tensor]) -> None:
+        for rank, worker in enumerate(self.workers):
+            held = worker.model_runner.model.state_dict()  # type: ignore[attr-defined]
+            for name, tensor in self.expected(rank, weights).items():
+                assert torch.equal(held[name], tensor), name
+
+
+def random_weights(dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_learning_changes_nothing_and_loading_is_in_place(dtype: torch.dtype) -> None:
+    ranks = Ranks(dtype)
+    storages = [
+        {name: tensor.data_ptr() for name, tensor in worker.model_runner.model.state_dict().items()}  # type: ignore[attr-defined]
+        for worker in ranks.workers
+    ]
+    ranks.learn()
+    ranks.assert_holds({name: torch.zeros(shape, dtype=dtype) for name, shape in SHAPES.items()})
+    weights = random_weights(dtype)
+    ranks.take(lay_whole(weights))
+    ranks.assert_holds(weights)
+    for worker, before in zip(ranks.workers, storages, strict=True):
+        after = worker.model_runner.model.state_dict()  # type: ignore[attr-defined]
+        assert {name: tensor.data_ptr() for name, tensor in after.items()} == before
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), dense=st.booleans())
+def test_changes_reach_their_places_on_every_rank(seed: int, dense: bool) -> None:
+    ranks = Ranks()
+    ranks.learn()
+    weights = random_weights()
+    ranks.take(lay_whole(weights))
+    generator = torch.Generator().manual_seed(seed)
+    changes = {}
+    for name, tensor in weights.items():
+        count = int(torch.randint(0, tensor.numel() + 1, (), generator=generator))
+        index_K = torch.randperm(tensor.numel(), generator=generator)[:count].sort().values
+        if dense and count % 2:
+            index_K = torch.arange(tensor.numel())
+        value_K = torch.randn(len(index_K), generator=generator).bfloat16()
+        tensor.view(-1)[index_K] = value_K
+        changes[name] = Change(None if len(index_K) == tensor.numel() else index_K, value_K)
+    named = {name: change for name, change in changes.items() if change.value_K.numel()}
+    ranks.take(lay_changes(named, {name: fingerprint(weights[name]) for name in named}))
+    ranks.assert_holds(weights)
+
+
+def test_one_wrong_value_on_one_rank_is_noticed() -> None:
+    ranks = Ranks()
+    ranks.learn()
+    weights = random_weights()
+    ranks.take(lay_whole(weights))
+    ranks.workers[1].model_runner.model.qkv.data[3, 7] += 1  # type: ignore[attr-defined]
+    value_K = weights["k.weight"].view(-1)[:1] + 1
+    weights["k.weight"].view(-1)[:1] = value_K
+    patch = {
+        name: Change(torch.tensor([0]), value_K if name == "k.weight" else weights[name].view(-1)[:1])
+        for name in SHAPES
+    }
+    with pytest.raises(Tainted, match=r"q\.weight|k\.weight|v\.weight"):
+        ranks.take(lay_changes(patch, {name: fingerprint(weights[name]) for name in SHAPES}))
+
+
+def test_ranks_that_differ_where_they_should_not_are_noticed() -> None:
+    ranks = Ranks()
+    ranks.learn()
+    weights = random_weights()
+    ranks.take(lay_whole(weights))
+    ranks.workers[1].model_runner.model.norm.data[3] += 1  # type: ignore[attr-defined]
+    with pytest.raises(Tainted, match="different"):
+        verify(
+            ranks.facts,
+            {"norm.weight": fingerprint(weights["norm.weight"])},
+            ranks.call("rillflow_fingerprints", ["norm.weight"]),
+        )
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_written() -> None:
+    ranks = Ranks()
+    ranks.learn()
+    weights = random_weights()
+    ranks.take(lay_whole(weights))
+    for wrong in (
+        {"other.weight": torch.ones(4)},
+        {"norm.weight": torch.ones(HIDDEN)},
+        {"norm.weight": torch.ones(3).bfloat16()},
+    ):
+        laid = lay_whole({"embed.weight": torch.zeros(VOCABULARY, HIDDEN).bfloat16()} | wrong)
+        with pytest.raises(ValueError, match="layout"):
+            ranks.take(laid)
+        for path in laid.folder.iterdir():
+            path.unlink()
+        laid.folder.rmdir()
+    ranks.assert_holds(weights)
+
+
+@pytest.mark.parametrize("odd", ["scaled", "head"])
+def test_a_layout_that_cannot_be_followed_is_refused(odd: str) -> None:
+    with pytest.raises(ConfigError, match="head" if odd == "head" else r"q\.weight"):
+        Ranks(odd=odd).learn()
+
+
+def test_another_dtype_is_refused() -> None:
+    ranks = Ranks(torch.float32)
+    shapes = {name: list(shape) for name, shape in SHAPES.items()}
+    with pytest.raises(ConfigError, match="bf16"):
+        check_layout(ranks.facts, ranks.call("rillflow_layout", shapes, "bfloat16"))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 40),
+    columns=st.sampled_from([1, 2, 3, 4, 8, 12]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    seed=st.integers(0, 99),
+)
+def test_fingerprints_are_those_of_the_published_tensor(rows: int, columns: int, dtype: torch.dtype, seed: int) -> None:
+    tensor = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    place = Place(0, tuple(tensor.shape), tuple(tensor.stride()), tensor)
+    assert int(_hex(place), 16) == fingerprint(tensor)
+
+
+def test_a_part_scatters_only_what_is_its_own() -> None:
+    tensor = torch.zeros(6, 8)
+    part = torch.zeros(2, 4)
+    place = Place(2 * 8 + 4, (2, 4), (8, 1), part)  # rows 2 and 3, columns 4 to 7
+    index_K = torch.arange(48)
+    value_K = torch.arange(48.0)
+    _scatter(place, index_K, value_K)
+    tensor.view(-1)[index_K] = value_K
+    assert torch.equal(part, tensor[2:4, 4:])

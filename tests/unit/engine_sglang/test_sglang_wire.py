@@ -1,0 +1,262 @@
+"""SGLang's adapter against what a real server was seen to send (fixtures/README.md says how it was recorded).
+
+The whole contract runs on a real server, in tests/engines; here are the shapes, and what goes wrong on the way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from aiohttp import web
+
+from rillflow.config.engine import EngineConfig, ServerConfig
+from rillflow.contracts import Change, Patch
+from rillflow.engine.servers.facts import model_facts
+from rillflow.engine.sglang import SglangEngine
+from rillflow.engine.sglang.inside.rillflow_sglang import ORDERS, answer_name
+from rillflow.engine.sglang.launch import KEY
+from rillflow.errors import ConfigError, EngineError, EngineLost, WeightsError
+from rillflow.types import Chunk, GenerateRequest, Sampling
+from rillflow.weights.fingerprint import fingerprint
+from rillflow.weights.models import load_policy_model, pick_device
+
+FIXTURES = Path(__file__).parent / "fixtures"
+PROMPT = [5, 6, 7, 8, 9]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Recorded:
+    """Speaks SGLang's shapes: streams are the recorded ones, weights are held as they are ordered."""
+
+    def __init__(self, orders: Path) -> None:
+        self.asked: list[tuple[str, Any]] = []
+        self.stream = "stream_length.sse"
+        self.status = 200
+        self.held = dict(load_policy_model("tiny", "fp32", pick_device("cpu")).state_dict())
+        self.spoils = False
+        self._orders = orders
+        self._aborted = asyncio.Event()
+
+    def app(self) -> web.Application:
+        routes: dict[str, Handler] = {
+            "/generate": self._generate,
+            "/abort_request": self._abort,
+            "/begin_weight_update": self._done,
+            "/update_weights_from_tensor": self._update,
+            "/end_weight_update": self._done,
+            "/flush_cache": self._done,
+        }
+        app = web.Application(middlewares=[self._noted])
+        app.router.add_get("/model_info", self._done)
+        for path, handler in routes.items():
+            app.router.add_post(path, handler)
+        return app
+
+    @web.middleware
+    async def _noted(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.headers.get("authorization") != "Bearer key":
+            return web.Response(status=401)
+        if request.method == "POST":
+            self.asked.append((request.path, json.loads(await request.text() or "null")))
+        return await handler(request)
+
+    async def _done(self, request: web.Request) -> web.Response:
+        return web.Response(body=(FIXTURES / "outcome_done.json").read_bytes())
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        if self.status != 200:
+            return web.Response(status=self.status, text="not now")
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        for event in (FIXTURES / self.stream).read_bytes().split(b"\n\n"):
+            if b'"type":"abort"' in event:
+                await self._aborted.wait()
+            await response.write(event + b"\n\n")
+        return response
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        self._aborted.set()
+        return web.Response()
+
+    async def _update(self, request: web.Request) -> web.Response:
+        order = json.loads((self._orders / "order.json").read_text())
+        result = self._layout() if order["method"] == "rillflow_layout" else self._written(order["arguments"][0])
+        (self._orders / answer_name(order["number"], 0)).write_text(json.dumps({"result": result}))
+        return await self._done(request)
+
+    def _layout(self) -> dict[str, Any]:
+        spread = {name: [[0, [tensor.numel()], [1]]] for name, tensor in self.held.items()}
+        return {"spread": spread, "other_dtype": [], "unaligned": [], "uncovered": []}
+
+    def _written(self, paths: list[str]) -> dict[str, Any]:
+        from safetensors.torch import load_file
+
+        given = {name: tensor for path in paths for name, tensor in load_file(path).items()}
+        for entry, value in given.items():
+            name, _, part = entry.rpartition(":")
+            if not name:
+                self.held[entry] = value
+            elif part == "value":
+                self.held[name].view(-1)[given[f"{name}:index"].long()] = value
+        names = {entry.rpartition(":")[0] or entry for entry in given}
+        if self.spoils:
+            self.held[min(names)].view(-1)[0] += 1
+        return {name: [[0, [1], [1], f"{fingerprint(self.held[name]):016x}"]] for name in names}
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[tuple[Recorded, SglangEngine]]:
+    recorded = Recorded(tmp_path)
+    runner = web.AppRunner(recorded.app())
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    engine = SglangEngine(model_facts("tiny", "fp32"), settings(f"http://127.0.0.1:{port}", tmp_path))
+    await engine.start()
+    recorded.asked.clear()
+    yield recorded, engine
+    await engine.close()
+    await runner.cleanup()
+
+
+def settings(url: str, orders: Path) -> EngineConfig:
+    environment = {ORDERS: str(orders), KEY: "key"}
+    return EngineConfig(kind="sglang", context=160, server=ServerConfig(url=url, environment=environment))
+
+
+async def answer(engine: SglangEngine, **sampling: Any) -> list[Chunk]:
+    request = GenerateRequest(id="r", tokens=PROMPT, sampling=Sampling(**sampling))
+    return [chunk async for chunk in engine.generate(request)]
+
+
+def tokens_of(name: str) -> list[int]:
+    events = [json.loads(line[6:]) for line in (FIXTURES / name).read_text().splitlines() if "output_ids" in line]
+    return [token for event in events for token in event["output_ids"]]
+
+
+async def test_a_stream_gives_its_tokens_once_with_their_logprobs(server: tuple[Recorded, SglangEngine]) -> None:
+    recorded, engine = server
+    chunks = await answer(engine, max_tokens=20, temperature=0.5, top_p=0.9)
+    assert [token for chunk in chunks for token in chunk.tokens] == tokens_of("stream_length.sse")
+    assert chunks[-1].finish == "length"
+    assert all(len(chunk.tokens) == len(chunk.logprobs) == len(chunk.raw_logprobs) for chunk in chunks)
+    ((path, body),) = recorded.asked
+    assert path == "/generate"
+    assert body["input_ids"] == PROMPT
+    assert body["extra_key"] == "0", "the prefix cache must not cross versions"
+    assert body["sampling_params"] == {
+        "temperature": 0.5, "top_p": 0.9, "top_k": -1, "max_new_tokens": 20, "stop_token_ids": [], "ignore_eos": True,
+    }  # fmt: skip
+
+
+async def test_a_greedy_answer_stops_at_its_token(server: tuple[Recorded, SglangEngine]) -> None:
+    recorded, engine = server
+    recorded.stream = "stream_stop.sse"
+    chunks = await answer(engine, max_tokens=20, temperature=0.0, stop_tokens=(402,))
+    assert chunks[-1].finish == "stop"
+    assert chunks[-1].tokens[-1] == 402
+    assert all(value == 0.0 for chunk in chunks for value in chunk.logprobs), "a greedy choice is certain"
+    assert any(value < 0.0 for chunk in chunks for value in chunk.raw_logprobs)
+    assert recorded.asked[0][1]["sampling_params"]["ignore_eos"] is False
+
+
+async def test_an_end_that_nobody_asked_for_is_gone_on_from(server: tuple[Recorded, SglangEngine]) -> None:
+    recorded, engine = server
+    recorded.stream = "stream_stop.sse"
+    made = tokens_of("stream_stop.sse")
+    chunks = await answer(engine, max_tokens=2 * len(made), stop_tokens=(3,))
+    assert [token for chunk in chunks for token in chunk.tokens] == made * 2
+    assert chunks[-1].finish == "length"
+    assert recorded.asked[1][1]["input_ids"] == PROMPT + made
+    assert recorded.asked[1][1]["sampling_params"]["max_new_tokens"] == len(made)
+
+
+async def test_new_weights_cut_what_runs_and_it_goes_on(server: tuple[Recorded, SglangEngine]) -> None:
+    recorded, engine = server
+    recorded.stream = "stream_abort.sse"
+    made = tokens_of("stream_abort.sse")
+    stream = engine.generate(GenerateRequest(id="r", tokens=PROMPT, sampling=Sampling(max_tokens=len(made) + 20)))
+    first = await anext(aiter(stream))
+    loading = asyncio.create_task(engine.load(dict(recorded.held), 7))
+    chunks = [first]
+    async for chunk in stream:
+        chunks.append(chunk)
+        if chunk.version == 0:
+            recorded.stream = "stream_length.sse"
+    await loading
+    assert [token for chunk in chunks for token in chunk.tokens] == made + tokens_of("stream_length.sse")
+    later = [chunk for chunk in chunks if chunk.version == 7]
+    assert [chunk.seam for chunk in later][:1] == ["weights"]
+    assert not any(chunk.seam for chunk in later[1:])
+    paths = [path for path, _ in recorded.asked]
+    assert paths.index("/abort_request") < paths.index("/update_weights_from_tensor") < paths.index("/flush_cache")
+    assert recorded.asked[-1][1]["extra_key"] == "7"
+
+
+async def test_a_patch_is_written_and_verified(server: tuple[Recorded, SglangEngine]) -> None:
+    recorded, engine = server
+    name = "model.layers.0.self_attn.k_proj.weight"
+    new = recorded.held[name].clone()
+    new.view(-1)[[3, 77]] += 1
+    index_K = torch.tensor([3, 77])
+    patch = Patch(0, {name: Change(index_K, new.view(-1)[index_K])}, {name: fingerprint(new)})
+    await engine.patch(patch, 4)
+    assert engine.version == 4
+    assert torch.equal(recorded.held[name], new)
+    with pytest.raises(WeightsError, match="version 0"):
+        await engine.patch(patch, 5)
+    recorded.spoils = True
+    with pytest.raises(WeightsError, match=name):
+        await engine.patch(patch._replace(base=4), 5)
+    assert engine.version == -1, "nobody vouches for these weights"
+
+
+@pytest.mark.parametrize(
+    ("stream", "status", "kind", "message"),
+    [
+        ("stream_error.sse", 200, EngineError, "longer than the model's context"),
+        ("outcome_done.json", 200, EngineLost, "without saying how"),
+        ("stream_length.sse", 503, EngineLost, "not now"),
+        ("stream_length.sse", 400, EngineError, "refused /generate with 400"),
+    ],
+)
+async def test_what_goes_wrong_is_said(
+    server: tuple[Recorded, SglangEngine], stream: str, status: int, kind: type[Exception], message: str
+) -> None:
+    recorded, engine = server
+    recorded.stream, recorded.status = stream, status
+    with pytest.raises(kind, match=message):
+        await answer(engine)
+
+
+async def test_a_refusal_of_weights_changes_no_version(server: tuple[Recorded, SglangEngine], tmp_path: Path) -> None:
+    recorded, engine = server
+    with pytest.raises(WeightsError, match="missing"):
+        await engine.load({}, 3)
+    assert engine.version == 0
+    assert not recorded.asked
+
+
+def test_a_server_elsewhere_or_without_orders_is_refused(tmp_path: Path) -> None:
+    from rillflow.engine.sglang.launch import running_server
+
+    with pytest.raises(ConfigError, match="loopback"):
+        running_server(settings("http://10.0.0.8:30000", tmp_path))
+    with pytest.raises(ConfigError, match=ORDERS):
+        running_server(settings("http://127.0.0.1:30000", tmp_path / "missing"))
+
+
+async def test_an_answer_of_the_loader_that_is_an_error_is_told(server: tuple[Recorded, SglangEngine]) -> None:
+    recorded, engine = server
+    answers = recorded._written
+    recorded._written = lambda paths: answers(["/nowhere"])  # type: ignore[method-assign]
+    with pytest.raises((WeightsError, EngineError)):
+        await engine.load(dict(recorded.held), 3)
+    assert engine.version != 3

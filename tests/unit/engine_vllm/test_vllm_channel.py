@@ -1,0 +1,264 @@
+"""The channel, over a real WebSocket, into an engine that stands for vLLM's."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+
+from counting_engine import until
+from rillflow.engine.vllm.channel import ChannelClient
+from rillflow.engine.vllm.inside.rillflow_channel import PATH, TOKEN, Channel
+from rillflow.errors import EngineError, EngineLost
+
+SECRET = "s" * 43
+
+
+class FakeLLM:
+    """vLLM's AsyncLLM, as far as the channel uses it: samples only as many tokens as it is given."""
+
+    def __init__(self) -> None:
+        self.running: dict[str, asyncio.Event] = {}
+        self.asked: list[tuple[Any, Any]] = []
+        self.calls: list[tuple[str, Any]] = []
+        self.paused = False
+        self.errored = False
+        self.deaf = False  # to its own pause, as for a request that comes too late
+        self._allowance = 0
+        self._turn = asyncio.Event()
+
+    def give(self, tokens: int) -> None:
+        self._allowance += tokens
+        self._turn.set()
+        self._turn = asyncio.Event()
+
+    async def generate(self, prompt: Any, params: Any, name: str) -> AsyncIterator[Any]:
+        self.asked.append((prompt, params))
+        if prompt["prompt_token_ids"] == [666]:
+            raise ValueError("no such prompt")
+        cut = self.running[name] = asyncio.Event()
+        try:
+            for number in range(params["max_tokens"]):
+                while not self._allowance:
+                    if cut.is_set():
+                        yield _output([], "abort")
+                        return
+                    await self._turn.wait()
+                self._allowance -= 1
+                yield _output([number], "length" if number + 1 == params["max_tokens"] else None)
+        finally:
+            self.running.pop(name, None)
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        assert (mode, clear_cache) == ("abort", False)
+        self.paused = True
+        if not self.deaf:
+            await self.abort(list(self.running))
+
+    async def resume_generation(self) -> None:
+        self.paused = False
+
+    async def abort(self, names: list[str]) -> None:
+        for name in names:
+            if name in self.running:
+                self.running[name].set()
+        self.give(0)
+
+    async def collective_rpc(self, method: str, args: Any) -> Any:
+        self.calls.append((method, args))
+        if method == "rillflow_broken":
+            raise RuntimeError("out of memory")
+        return [{"rank": 0}]
+
+
+def _output(tokens: list[int], finish: str | None) -> Any:
+    flat = SimpleNamespace(logprobs=[-float(token) for token in tokens])
+    part = SimpleNamespace(token_ids=tokens, logprobs=flat, finish_reason=finish)
+    return SimpleNamespace(outputs=[part], num_cached_tokens=2)
+
+
+async def _asgi(channel: Channel, llm: FakeLLM, request: web.Request) -> web.StreamResponse:
+    """What uvicorn does for an ASGI application."""
+    socket = web.WebSocketResponse()
+    accepted = False
+
+    async def receive() -> Any:
+        if not accepted:
+            return {"type": "websocket.connect"}
+        frame = await socket.receive()
+        if frame.type is aiohttp.WSMsgType.BINARY:
+            return {"type": "websocket.receive", "bytes": frame.data}
+        return {"type": "websocket.disconnect"}
+
+    async def send(event: Any) -> None:
+        nonlocal accepted
+        if event["type"] == "websocket.accept":
+            await socket.prepare(request)
+            accepted = True
+        elif event["type"] == "websocket.send":
+            await socket.send_bytes(event["bytes"])
+
+    headers = [(name.lower().encode(), value.encode()) for name, value in request.headers.items()]
+    app = SimpleNamespace(state=SimpleNamespace(engine_client=llm))
+    await channel({"type": "websocket", "path": request.path, "headers": headers, "app": app}, receive, send)
+    return socket if accepted else web.Response(status=403)
+
+
+class World:
+    def __init__(self) -> None:
+        self.llm = FakeLLM()
+        self.url = ""
+
+
+@pytest.fixture
+async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    params = ModuleType("vllm.sampling_params")
+    params.SamplingParams = dict  # type: ignore[attr-defined]
+    params.RequestOutputKind = SimpleNamespace(DELTA="delta")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", params)
+    monkeypatch.setenv(TOKEN, SECRET)
+    world = World()
+    channel = Channel(None)
+
+    async def serve(request: web.Request) -> web.StreamResponse:
+        return await _asgi(channel, world.llm, request)
+
+    app = web.Application()
+    app.router.add_get(PATH, serve)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    world.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield world
+    await runner.cleanup()
+
+
+@pytest.fixture
+async def client(world: World) -> AsyncIterator[ChannelClient]:
+    client = ChannelClient(world.url, SECRET)
+    await client.open()
+    yield client
+    await client.close()
+
+
+def ask(client: ChannelClient, count: int = 3, tokens: list[int] | None = None) -> Any:
+    return client.ask(
+        tokens=tokens or [5, 6, 7], temperature=1.0, top_p=1.0, top_k=0, max_tokens=count, stop=[2], salt="3"
+    )
+
+
+async def read(answer: Any) -> tuple[list[int], str]:
+    tokens: list[int] = []
+    while True:
+        part = await answer.next()
+        tokens += part.tokens
+        assert part.logprobs == [-float(token) for token in part.tokens]
+        if part.finish or part.error:
+            return tokens, part.finish or part.error
+
+
+async def test_requests_travel_with_all_that_matters(world: World, client: ChannelClient) -> None:
+    world.llm.give(100)
+    answers = [ask(client, count)[1] for count in (3, 5, 8)]
+    assert [await read(answer) for answer in answers] == [(list(range(count)), "length") for count in (3, 5, 8)]
+    prompt, params = world.llm.asked[0]
+    assert prompt == {"type": "token", "prompt_token_ids": [5, 6, 7], "cache_salt": "3"}
+    assert (params["stop_token_ids"], params["ignore_eos"], params["logprobs"]) == ([2], True, 0)
+    assert "seed" not in params
+
+
+async def test_a_pause_is_answered_after_all_that_was_sampled(world: World, client: ChannelClient) -> None:
+    _, answer = ask(client, 10)
+    world.llm.give(4)
+    await client.call("pause", deadline=5.0)
+    assert world.llm.paused
+    tokens, finish = await read(answer)
+    assert (len(tokens) <= 4, finish) == (True, "abort")
+    assert not world.llm.running
+    await client.call("resume", deadline=5.0)
+    assert not world.llm.paused
+
+
+async def test_a_pause_reaches_requests_that_came_too_late_for_it(world: World, client: ChannelClient) -> None:
+    world.llm.deaf = True
+    _, answer = ask(client, 10)
+    await client.call("pause", deadline=5.0)
+    assert (await read(answer))[1] == "abort"
+
+
+async def test_dropped_answers_are_aborted(world: World, client: ChannelClient) -> None:
+    number, _ = ask(client, 10)
+    await until(lambda: len(world.llm.running) == 1)
+    client.drop(number)
+    await until(lambda: not world.llm.running)
+
+
+async def test_a_channel_that_closes_takes_its_requests_with_it(world: World) -> None:
+    client = ChannelClient(world.url, SECRET)
+    await client.open()
+    _, answer = ask(client, 10)
+    await until(lambda: len(world.llm.running) == 1)
+    await client.close()
+    with pytest.raises(EngineLost):
+        await answer.next()
+    with pytest.raises(EngineLost):
+        await client.call("resume", deadline=5.0)
+    await until(lambda: not world.llm.running)
+
+
+async def test_errors_come_back_and_hurt_nobody_else(world: World, client: ChannelClient) -> None:
+    world.llm.give(100)
+    _, bad = ask(client, 3, [666])
+    _, good = ask(client, 3)
+    assert (await read(bad)) == ([], "ValueError: no such prompt")
+    assert (await read(good))[1] == "length"
+    with pytest.raises(EngineError, match="out of memory"):
+        await client.call("rillflow_broken", deadline=5.0)
+    with pytest.raises(EngineError, match="there is no"):
+        await client.call("shutdown", deadline=5.0)
+    assert await client.call("rillflow_layout", {"a": [1]}, "float32", deadline=5.0) == [{"rank": 0}]
+    assert world.llm.calls[-1] == ("rillflow_layout", ({"a": [1]}, "float32"))
+
+
+async def test_it_opens_to_nobody_else(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    for token in ("", "x" * 43):
+        with pytest.raises(EngineLost, match="opens no channel"):
+            await ChannelClient(world.url, token).open()
+    monkeypatch.delenv(TOKEN)
+    passed = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        passed.append(scope["path"])
+
+    async def receive() -> Any:
+        return {"type": "websocket.connect"}
+
+    sent = []
+
+    async def send(event: Any) -> None:
+        sent.append(event["type"])
+
+    shut = Channel(app)
+    headers = [(b"authorization", b"Bearer ")]
+    await shut({"type": "websocket", "path": PATH, "headers": headers}, receive, send)
+    assert sent == ["websocket.close"], "without a token of its own it opens to nobody at all"
+    await shut({"type": "http", "path": PATH}, receive, send)
+    await shut({"type": "websocket", "path": "/other"}, receive, send)
+    assert passed == [PATH, "/other"]
+
+
+async def test_nonsense_ends_the_channel(world: World) -> None:
+    headers = {"authorization": f"Bearer {SECRET}"}
+    async with aiohttp.ClientSession() as session:
+        socket = await session.ws_connect(world.url + PATH, headers=headers)
+        await socket.send_bytes(msgspec.msgpack.encode([["ask", 1]]))
+        assert (await socket.receive()).type in (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSED)

@@ -1,0 +1,74 @@
+"""One rank of `test_shard_publication.py`: what ranks publish together, beside what one rank publishes of the same."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from sharded_rank import CPU, model_of
+
+from rillflow.config import TrainerConfig
+from rillflow.trainer.optimizer import Optimizer
+from rillflow.trainer.parallel.address import Place
+from rillflow.trainer.parallel.peers import Peers
+from rillflow.trainer.parallel.publication import ShardPublisher
+from rillflow.trainer.parallel.rendezvous import connect
+from rillflow.trainer.parallel.sharding import shard
+from rillflow.trainer.publisher import Retention
+from rillflow.weights import FolderStore
+from rillflow.weights.signing import key_of
+
+VERSIONS = 7
+EVERY = 3
+KEY = key_of("token")
+
+
+def publish(folder: Path, peers: Peers, dtype: torch.dtype, *, tied: bool) -> None:
+    model = model_of(tied=tied)
+    config = TrainerConfig(sharding="fsdp", lr=1e-4)
+    shard(model, config, peers, CPU)
+    optimizer = Optimizer(model, config, peers)
+    together, alone = FolderStore(folder / "together", KEY, snapshot_every=EVERY), None
+    publisher = ShardPublisher(together, dtype, peers, Retention(keep=100))
+    if peers.rank == 0:
+        alone = FolderStore(folder / "alone", KEY, deltas=True, snapshot_every=EVERY)
+    for version in range(VERSIONS):
+        parent = version - 1 if version else None
+        weights = optimizer.weights(dtype)
+        if alone is not None:
+            alone.publish(weights, version, parent)
+        if parent is None:
+            if peers.rank == 0:
+                together.publish(weights, 0, None)
+        else:
+            publisher.take_shards(optimizer.shards(dtype), lambda: optimizer.weights(dtype))
+            with torch.no_grad():
+                before = [p.to_local().clone() for p in model.parameters()]
+                for parameter in model.parameters():
+                    parameter.zero_()  # what is trained meanwhile is not what was taken
+            publisher.begin(version, parent)
+            publisher.finish()
+            with torch.no_grad():
+                for parameter, held in zip(model.parameters(), before, strict=True):
+                    parameter.to_local().copy_(held)
+        for number, parameter in enumerate(model.parameters()):
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(100 * version + number))
+            parameter.grad = torch.distributed.tensor.distribute_tensor(noise, parameter.device_mesh, [_rows()])
+        optimizer.update(1.0)
+        optimizer.zero()
+
+
+def _rows() -> torch.distributed.tensor.Shard:
+    return torch.distributed.tensor.Shard(0)
+
+
+def main(rank: int, ranks: int, rendezvous: str, folder: Path) -> None:
+    torch.set_num_threads(1)
+    with connect(Place(rank, ranks, rendezvous), CPU) as peers:
+        publish(folder / "tied", peers, torch.bfloat16, tied=True)
+        publish(folder / "untied", peers, torch.float32, tied=False)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))

@@ -1,0 +1,55 @@
+"""Ranks that publish their shards together publish what one rank would. The ranks are real processes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from publishing_rank import EVERY, KEY, VERSIONS
+
+from rillflow.trainer.parallel.launch import launch
+from rillflow.weights import FolderStore
+from rillflow.weights.signing import check
+
+RANK = Path(__file__).with_name("publishing_rank.py")
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_shards_are_published_as_the_whole_is(tmp_path: Path, ranks: int) -> None:
+    def command(rank: int, rendezvous: str) -> list[str]:
+        return [sys.executable, str(RANK), str(rank), str(ranks), rendezvous, str(tmp_path)]
+
+    logs = {rank: tmp_path / f"rank{rank}.log" for rank in range(ranks)}
+    code = launch(command, ranks, os.environ | {"OMP_NUM_THREADS": "1"}, logs.__getitem__)
+    assert code == 0, logs[1].read_text()
+    for name in ("tied", "untied"):
+        together, alone = FolderStore(tmp_path / name / "together"), FolderStore(tmp_path / name / "alone")
+        assert together.versions() == alone.versions() == list(range(VERSIONS))
+        for version in range(VERSIONS):
+            compare(together, alone, version, ranks)
+        assert not list((tmp_path / name / "together").glob(".*"))
+
+
+def compare(together: FolderStore, alone: FolderStore, version: int, ranks: int) -> None:
+    mine, other = together.manifest(version), alone.manifest(version)
+    check(mine, KEY, "the manifest")
+    assert mine.fingerprints == other.fingerprints
+    assert (mine.tensors, mine.aliases, mine.parent) == (other.tensors, other.aliases, other.parent)
+    # The first one after a start is whole: no rank has anything to begin a delta with.
+    assert mine.delta_of == (version - 1 if version > 1 else None)
+    expected = {f"delta-{rank:05d}.rfd" for rank in range(ranks)} if version > 1 else set()
+    assert set(mine.delta_files) == expected
+    assert bool(mine.full_files) == (version in (0, 1) or (version - 1) % EVERY == 0)
+    pulled, whole = together.pull(version), alone.pull(version)
+    assert pulled.keys() == whole.keys()
+    for name, tensor in whole.items():
+        assert torch.equal(bits(pulled[name]), bits(tensor)), name

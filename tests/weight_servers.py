@@ -1,0 +1,154 @@
+"""Stores with small files to be served, and a server between reader and server that behaves badly."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import msgspec
+
+from rillflow.storage import write_atomic
+from rillflow.weights import sealed
+from rillflow.weights.manifest import Entry, Line, VersionManifest
+from rillflow.weights.sealed import FileFacts
+from rillflow.weights.serve import WeightService, reading_token
+from rillflow.weights.shelf import FolderShelf
+from rillflow.weights.signing import key_of, signed
+
+TOKEN = "the run's token"
+KEY = key_of(TOKEN)
+POLICY = "solver"
+
+Files = Mapping[str, bytes]
+
+
+def some_bytes(size: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+def publish(root: Path, version: int, files: Files, policy: str = POLICY) -> None:
+    """A version of plain bytes, with manifest and line signed as a store's are."""
+    folder = root / policy / f"v{version:08d}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+
+    def describe(written: dict[str, FileFacts]) -> VersionManifest:
+        made = VersionManifest(files=written, version=version, parent=None, created=0.0, tensors={}, aliases={})
+        return signed(made, KEY)
+
+    sealed.seal(folder, files.items(), describe)
+    write_line(root, version, policy)
+
+
+def write_line(root: Path, head: int, policy: str = POLICY) -> None:
+    names = [path.name for path in (root / policy).iterdir() if re.fullmatch(r"v\d{8}", path.name)]
+    line = Line(head, frozenset(), {int(name[1:]): Entry(full_bytes=1) for name in names})
+    write_atomic(root / policy / "head.json", msgspec.json.encode(signed(line, KEY)))
+
+
+@asynccontextmanager
+async def served(root: Path) -> AsyncIterator[str]:
+    service = WeightService(FolderShelf(root), reading_token(TOKEN))
+    url = await service.start()
+    try:
+        yield url
+    finally:
+        await service.stop()
+
+
+class Exchange:
+    """One request that passes: its head, and what the real server answers to it."""
+
+    def __init__(self, number: int, head: bytes, upstream: int, writer: asyncio.StreamWriter) -> None:
+        self.number = number
+        self.path = head.split(b" ", 2)[1].decode()
+        found = re.search(rb"range: bytes=(\d+)-(\d+)", head, re.IGNORECASE)
+        self.range = (int(found[1]), int(found[2]) + 1) if found else None
+        self._head = head
+        self._upstream = upstream
+        self._writer = writer
+
+    async def answer(self) -> tuple[bytes, bytes]:
+        """Head and body from the real server."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._upstream)
+        try:
+            writer.write(self._head.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        finally:
+            writer.close()
+        return head + b"\r\n\r\n", body
+
+    async def send(self, data: bytes) -> None:
+        self._writer.write(data)
+        await self._writer.drain()
+
+    async def say(self, status: int, body: bytes = b"") -> None:
+        await self.send(f"HTTP/1.1 {status} X\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+
+    async def pass_on(self) -> None:
+        await self.send(b"".join(await self.answer()))
+
+
+Behaviour = Callable[[Exchange], Awaitable[None]]
+
+
+class Between:
+    """Counts the requests for files; `behave` answers each."""
+
+    def __init__(self, upstream: str, behave: Behaviour) -> None:
+        self._upstream = int(upstream.rsplit(":", 1)[1])
+        self.behave = behave
+        self.files: list[Exchange] = []
+        self.asked = asyncio.Event()  # a file was asked for
+        self.cuts = 0  # so many of the next requests for lines and manifests are cut off
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            with suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+                head = await reader.readuntil(b"\r\n\r\n")
+                exchange = Exchange(len(self.files), head, self._upstream, writer)
+                if exchange.range is None:
+                    self.cuts -= 1
+                    if self.cuts < 0:
+                        await exchange.pass_on()
+                else:
+                    self.files.append(exchange)
+                    self.asked.set()
+                    await self.behave(exchange)
+        finally:
+            writer.close()
+            self._tasks.discard(task)
+
+    async def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+@asynccontextmanager
+async def between(upstream: str, behave: Behaviour) -> AsyncIterator[tuple[str, Between]]:
+    made = Between(upstream, behave)
+    server = await asyncio.start_server(made.handle, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", made
+    finally:
+        server.close()
+        await made.close()
+
+
+async def well(exchange: Exchange) -> None:
+    await exchange.pass_on()
+
+
+def part_record(cache: Path, version: int, name: str) -> list[list[int]]:
+    """What the record of a download says to be there."""
+    record = cache / f"v{version:08d}" / f".{name}.part.json"
+    return json.loads(record.read_bytes())["have"] if record.is_file() else []
