@@ -47,12 +47,18 @@ def model_folder(path: Path, made: Path) -> Path:
     """`path`, or what the GGUF file `path` holds as a Hugging Face folder."""
     if path.suffix != ".gguf":
         return path
+    from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name)
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.bfloat16().save_pretrained(made)
+    del model.config.quantization_config  # it is whole again, and to be saved so
+    model.config.dtype = "bfloat16"
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(made)
+    model.generation_config.save_pretrained(made)
+    weights = {name: tensor.bfloat16().contiguous() for name, tensor in model.state_dict().items()}
+    weights.pop("lm_head.weight", None)  # tied
+    save_file(weights, made / "model.safetensors", {"format": "pt"})
     AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name).save_pretrained(made)
     return made
 

@@ -34,7 +34,7 @@ RATE = 3e-6
 SERVER_PORT, RELAY_PORT = 7100, 7200
 # On paper: 14B weights in bf16, a link of 4 Gbit/s.
 PAPER_WEIGHTS, PAPER_BITS = 14.8e9, 4e9
-console = Console(stderr=True)
+console = Console(stderr=True, width=150)
 
 
 class Size(NamedTuple):

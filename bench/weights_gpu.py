@@ -157,16 +157,22 @@ class Case:
     def apply(self) -> None:
         gpu.apply_many_(self.pieces, self.known)
 
-    def speeds(self, report: Report) -> None:
+    def copy_speed(self, report: Report) -> None:
         copied = self.size / seconds(self.reset) / 1e9
         report.add(f"{self.name}: plain copy", copied, None, unit="GB/s", reason="for comparison")
+
+    def encode_speed(self, report: Report) -> None:
         encoded = self.size / seconds(self.encode) / 1e9
+        print(f"{self.name}: encode {encoded:.0f} GB/s", file=sys.stderr)
         report.add(f"{self.name}: encode", encoded, ENCODE_GOAL, unit="GB/s", goal=1.0, reason="the peer is the goal")
+
+    def apply_speed(self, report: Report) -> None:
         self.reset()
         gpu.apply_many_(self.pieces)
         same = all(same_bits(to, new) for to, (_, new) in zip(self.held, self.pairs, strict=True))
         assert same, "a large delta is not exact"
         applied = self.size / seconds(self.apply, self.reset) / 1e9
+        print(f"{self.name}: apply {applied:.0f} GB/s", file=sys.stderr)
         report.add(f"{self.name}: apply", applied, APPLY_GOAL, unit="GB/s", goal=1.0, reason="the peer is the goal")
 
     def sizes(self, report: Report) -> None:
@@ -186,36 +192,39 @@ class Case:
             report.add(name, old.nbytes / taken / 1e9, None, unit="GB/s", reason="one tensor in a call")
 
 
-def profile(step: Callable[[], object]) -> str:
+def profile(name: str, step: Callable[[], object], to: Path) -> None:
+    """Append what each kernel and each call on the host takes."""
     from torch.profiler import ProfilerActivity
 
     with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as taken:
         step()
         torch.cuda.synchronize()
     averages = taken.key_averages()
-    return "\n".join(
-        averages.table(sort_by=key, row_limit=40, max_name_column_width=60)
-        for key in ("self_cuda_time_total", "self_cpu_time_total")
-    )
+    with to.open("a") as file:
+        for key in ("self_cuda_time_total", "self_cpu_time_total"):
+            file.write(f"{name}\n{averages.table(sort_by=key, row_limit=40, max_name_column_width=60)}\n")
 
 
 def examine(report: Report, share: float, profile_to: str | None) -> None:
     case = Case(share, LAYERS)
-    for part in (case.speeds, case.sizes, case.alone):
+    for part in (case.copy_speed, case.encode_speed, case.sizes, case.alone):
         attempt(part, report)
     if profile_to:
-        for step in (case.encode, case.apply):
-            case.reset()
-            with Path(profile_to).open("a") as to:
-                to.write(f"share {share}, {step.__name__}\n{profile(step)}\n")
+        attempt(profile, f"share {share}: encode", case.encode, Path(profile_to))
+    attempt(case.apply_speed, report)
+    if profile_to:
+        case.reset()
+        attempt(profile, f"share {share}: apply", case.apply, Path(profile_to))
 
 
 def attempt(step: Callable[..., object], *arguments: object) -> None:
     """One failure must not hide the rest: time on a device is dear."""
+    start = time.perf_counter()
     try:
         step(*arguments)
     except Exception:
         traceback.print_exc()
+    print(f"{step.__qualname__}: {time.perf_counter() - start:.1f} s", file=sys.stderr)
 
 
 def main() -> None:

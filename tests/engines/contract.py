@@ -13,14 +13,17 @@ from typing import Any
 
 import pytest
 import torch
+from playing import play_episodes
 
 from conftest import build_model
 from counting_engine import until
+from rillflow.config import SamplingConfig
 from rillflow.config.engine import EngineConfig, ServerConfig
 from rillflow.contracts import Change, Patch
 from rillflow.engine.servers import ServerEngine
 from rillflow.engine.servers.updates import lay_changes
 from rillflow.errors import ContextOverflow, EngineError, EngineLost, WeightsError
+from rillflow.gateway.trees.record import Sample
 from rillflow.types import Chunk, GenerateRequest, Sampling
 from rillflow.weights.fingerprint import fingerprint
 
@@ -236,6 +239,34 @@ async def test_the_prefix_cache_serves_a_version_and_does_not_cross_into_the_nex
     assert world.engine.stats().reused_tokens == before
     await world.patch()
     check(world, asked, await ask(world.engine, asked, max_tokens=20))
+
+
+async def test_episodes_play_through_the_gateway_while_weights_change(world: World) -> None:
+    """What the agent's calls leave behind are the tokens that were sampled, with their versions and log-probs."""
+    samples: list[Sample] = []
+    enough = asyncio.Event()
+
+    async def keep_playing() -> None:
+        while not enough.is_set():
+            samples.extend(await play_episodes(world.engine, SamplingConfig(max_tokens=48), 8))
+
+    player = asyncio.create_task(keep_playing())
+    started = world.version
+    for change in (world.patch, world.load, world.patch):
+        before = world.engine.stats().generated_tokens
+        await until(lambda before=before: world.engine.stats().generated_tokens > before + 100, 60)
+        await change()
+    enough.set()
+    await player
+    claimed = {int(version) for sample in samples for version in sample.columns["versions"] if version >= 0}
+    assert claimed == set(range(started, world.version + 1))
+    for sample in samples:
+        ids = sample.columns["tokens"].tolist()
+        for version in claimed:
+            places = [place for place, other in enumerate(sample.columns["versions"]) if other == version]
+            expected = plain(world.models[version], ids[:1], ids[1:])
+            found = [float(sample.columns["logprobs"][place]) for place in places]
+            assert found == pytest.approx([expected[place - 1] for place in places], abs=2e-4)
 
 
 async def test_weights_that_do_not_fit_change_nothing(world: World) -> None:

@@ -2,340 +2,49 @@
 
 from __future__ import annotations
 
-import asyncio
-import copy
-import os
-import signal
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
-import torch
-from playing import play_episodes
+from contract import *  # noqa: F403
+from contract import World
 
-from conftest import build_model
-from counting_engine import until
-from rillflow.config import SamplingConfig
 from rillflow.config.engine import EngineConfig, ServerConfig
-from rillflow.contracts import Change, Patch
+from rillflow.engine.servers import ServerEngine
 from rillflow.engine.servers.facts import model_facts
-from rillflow.engine.servers.updates import lay_changes
 from rillflow.engine.vllm import VllmEngine
 from rillflow.engine.vllm.inside.rillflow_channel import TOKEN
-from rillflow.errors import ContextOverflow, EngineError, EngineLost, WeightsError
-from rillflow.gateway.trees.record import Sample
-from rillflow.types import Chunk, GenerateRequest, Sampling
-from rillflow.weights.fingerprint import fingerprint
+from rillflow.errors import EngineLost
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 
-CONTEXT = 320
 
+class VllmWorld(World):
+    kind = "vllm"
 
-class World:
-    """A server, and the weights of every version that it was given."""
-
-    def __init__(self, folder: Path, python: str, *, tied: bool) -> None:
-        self.folder = folder
-        self.model = build_model(folder / "model", tied=tied, seed=1)
-        server = ServerConfig(python=python)
-        self.settings = EngineConfig(kind="vllm", slots=32, context=CONTEXT, device="cpu", server=server)
-        self.engine = self.make(self.settings)
-        self.models = {0: copy.deepcopy(self.model)}
-        self.version = 0
-
-    def make(self, settings: EngineConfig) -> VllmEngine:
+    def make(self, settings: EngineConfig) -> ServerEngine:
         return VllmEngine(model_facts(str(self.folder / "model"), "fp32"), settings, logs=self.folder)
 
-    def changed(self, share: float) -> Patch:
-        """Change that share of the model's weights; what changes."""
-        generator = torch.Generator().manual_seed(self.version)
-        changes, fingerprints = {}, {}
-        for name, parameter in self.model.named_parameters():
-            flat = parameter.data.view(-1)
-            index_K = torch.randperm(len(flat), generator=generator)[: max(1, int(len(flat) * share))].sort().values
-            flat[index_K] += torch.randn(len(index_K), generator=generator) * 0.1
-            changes[name] = Change(None if share == 1.0 else index_K, flat[index_K].clone())
-            fingerprints[name] = fingerprint(parameter.data)
-        return Patch(self.version, changes, fingerprints)
+    async def write(self, paths: list[str]) -> None:
+        await self.engine._call("rillflow_patch", paths, deadline=60.0)
 
-    def _next(self) -> int:
-        self.version += 1
-        self.models[self.version] = copy.deepcopy(self.model)
-        return self.version
-
-    async def load(self) -> None:
-        self.changed(1.0)
-        await self.engine.load(self.model.state_dict(), self._next())
-
-    async def patch(self, share: float = 0.02) -> None:
-        patch = self.changed(share)
-        await self.engine.patch(patch, self._next())
-
-    async def reload(self) -> None:
-        await self.engine.load(self.model.state_dict(), self.version)
+    def running(self, token: str = "") -> ServerConfig:
+        channel: Any = self.engine._channel
+        return ServerConfig(url=channel._url, environment={TOKEN: token or channel._token})
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["tied", "untied"])
 async def world(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, vllm_python: str
-) -> AsyncIterator[World]:
-    world = World(tmp_path_factory.mktemp(request.param), vllm_python, tied=request.param == "tied")
+) -> AsyncIterator[VllmWorld]:
+    world = VllmWorld(tmp_path_factory.mktemp(request.param), vllm_python, tied=request.param == "tied")
     await world.engine.start()
     yield world
     await world.engine.close()
 
 
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return torch.randint(0, 734, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def request(tokens: list[int], **sampling: Any) -> GenerateRequest:
-    return GenerateRequest(id="r", tokens=tokens, sampling=Sampling(**({"max_tokens": 20} | sampling)))
-
-
-async def ask(engine: VllmEngine, tokens: list[int], **sampling: Any) -> list[Chunk]:
-    return [chunk async for chunk in engine.generate(request(tokens, **sampling))]
-
-
-def tokens(chunks: list[Chunk]) -> list[int]:
-    return [token for chunk in chunks for token in chunk.tokens]
-
-
-def logprobs(chunks: list[Chunk], kind: str = "logprobs") -> list[float]:
-    return [value for chunk in chunks for value in getattr(chunk, kind)]
-
-
-def versions(chunks: list[Chunk]) -> list[int]:
-    return [chunk.version for chunk in chunks for _ in chunk.tokens]
-
-
-@torch.no_grad()
-def logits(model: Any, asked: list[int], answer: list[int]) -> torch.Tensor:
-    return model(torch.tensor([asked + answer])).logits[0, len(asked) - 1 : -1]
-
-
-def plain(model: Any, asked: list[int], answer: list[int], temperature: float = 1.0) -> list[float]:
-    rows = (logits(model, asked, answer) / temperature).log_softmax(-1)
-    return rows.gather(1, torch.tensor(answer)[:, None])[:, 0].tolist()
-
-
-def check(world: World, asked: list[int], chunks: list[Chunk]) -> None:
-    """Every token's log-prob is that of the version it claims."""
-    answer, found, claimed = tokens(chunks), logprobs(chunks), versions(chunks)
-    for version in set(claimed):
-        expected = plain(world.models[version], asked, answer)
-        mine = [place for place, other in enumerate(claimed) if other == version]
-        assert [found[place] for place in mine] == pytest.approx([expected[place] for place in mine], abs=2e-4)
-
-
-# ---------------------------------------------------------------- sampling
-
-
-async def test_logprobs_are_those_of_the_plain_forward(world: World) -> None:
-    asked = prompt(30)
-    chunks = await ask(world.engine, asked, max_tokens=60)
-    assert (len(tokens(chunks)), chunks[-1].finish) == (60, "length")
-    check(world, asked, chunks)
-    assert logprobs(chunks) == logprobs(chunks, "raw_logprobs")
-    assert tokens(await ask(world.engine, asked, max_tokens=60)) != tokens(chunks), "it draws"
-
-
-async def test_logprobs_are_of_the_distribution_sampled_from(world: World) -> None:
-    asked, model = prompt(30), world.models[world.version]
-    warm = await ask(world.engine, asked, temperature=0.7)
-    assert logprobs(warm) == pytest.approx(plain(model, asked, tokens(warm), 0.7), abs=2e-4)
-    greedy = await ask(world.engine, asked, temperature=0.0)
-    assert tokens(greedy) == logits(model, asked, tokens(greedy)).argmax(-1).tolist()
-    assert logprobs(greedy) == [0.0] * 20
-    assert logprobs(greedy, "raw_logprobs") == pytest.approx(plain(model, asked, tokens(greedy)), abs=2e-4)
-    cut = await ask(world.engine, asked, top_k=5)
-    best = logits(model, asked, tokens(cut)).log_softmax(-1).topk(5).values.logsumexp(-1)
-    expected = torch.tensor(plain(model, asked, tokens(cut))) - best
-    assert logprobs(cut) == pytest.approx(expected.tolist(), abs=2e-4)
-
-
-async def test_stop_tokens_and_the_context_end_an_answer(world: World) -> None:
-    asked = prompt(30)
-    free = tokens(await ask(world.engine, asked, temperature=0.0, max_tokens=30))
-    stop = free[11]
-    ended = await ask(world.engine, asked, temperature=0.0, max_tokens=30, stop_tokens=(stop, 3_000_000_000))
-    assert tokens(ended) == free[: free.index(stop) + 1]
-    assert ended[-1].finish == "stop"
-    full = await ask(world.engine, prompt(CONTEXT - 3), max_tokens=50)
-    assert (len(tokens(full)), full[-1].finish) == (3, "length")
-    with pytest.raises(ContextOverflow):
-        world.engine.generate(request(prompt(CONTEXT)))
-    with pytest.raises(EngineError):
-        world.engine.generate(request([734]))
-
-
-async def test_answers_come_in_pieces_and_closing_aborts(world: World) -> None:
-    stream = world.engine.generate(request(prompt(30), max_tokens=250))
-    first = await anext(stream)
-    assert first.finish is None
-    await stream.aclose()  # type: ignore[attr-defined]
-    await until(lambda: world.engine.stats().running == 0)
-    assert len(tokens(await ask(world.engine, prompt(5)))) == 20
-
-
-async def test_pause_stops_sampling_and_resume_goes_on(world: World) -> None:
-    asked = prompt(30, seed=3)
-    task = asyncio.create_task(ask(world.engine, asked, max_tokens=120))
-    before = world.engine.stats().generated_tokens
-    await until(lambda: world.engine.stats().generated_tokens > before + 10)
-    await world.engine.pause()
-    held = world.engine.stats().generated_tokens
-    await asyncio.sleep(0.3)
-    assert world.engine.stats().generated_tokens == held
-    await world.engine.resume()
-    chunks = await task
-    assert len(tokens(chunks)) == 120
-    check(world, asked, chunks)
-
-
-# ---------------------------------------------------------------- weights
-
-
-async def test_versions_are_exact_while_weights_change_under_running_answers(world: World) -> None:
-    answers: list[tuple[list[int], list[Chunk]]] = []
-    enough = asyncio.Event()
-
-    async def keep_asking(place: int) -> None:
-        while not enough.is_set():
-            asked = prompt(20 + place, seed=place)
-            answers.append((asked, await ask(world.engine, asked, max_tokens=100)))
-
-    started = world.version
-    tasks = [asyncio.create_task(keep_asking(place)) for place in range(12)]
-    for change in (world.load, world.patch, lambda: world.patch(1.0), world.patch):
-        before = world.engine.stats().generated_tokens
-        await until(lambda before=before: world.engine.stats().generated_tokens > before + 100, 60)
-        await change()
-    enough.set()
-    await asyncio.gather(*tasks)
-    seen = {version for _, chunks in answers for version in versions(chunks)}
-    assert seen == set(range(started, world.version + 1))
-    assert any(len(set(versions(chunks))) > 1 for _, chunks in answers)
-    for asked, chunks in answers:
-        assert len(tokens(chunks)) == 100
-        assert versions(chunks) == sorted(versions(chunks))
-        seams = [chunk.version for chunk in chunks if chunk.seam]
-        assert seams == sorted(set(versions(chunks)))[1:], "a seam where a version begins, and nowhere else"
-        check(world, asked, chunks)
-
-
-async def test_the_prefix_cache_serves_a_version_and_does_not_cross_into_the_next(world: World) -> None:
-    asked = prompt(290, seed=9)
-    await ask(world.engine, asked, max_tokens=5)
-    before = world.engine.stats().reused_tokens
-    check(world, asked, await ask(world.engine, asked, max_tokens=20))
-    assert world.engine.stats().reused_tokens > before
-    await world.load()
-    before = world.engine.stats().reused_tokens
-    check(world, asked, await ask(world.engine, asked, max_tokens=20))
-    assert world.engine.stats().reused_tokens == before
-    await world.patch()
-    check(world, asked, await ask(world.engine, asked, max_tokens=20))
-
-
-async def test_episodes_play_through_the_gateway_while_weights_change(world: World) -> None:
-    """What the agent's calls leave behind are the tokens that were sampled, with their versions and log-probs."""
-    samples: list[Sample] = []
-    enough = asyncio.Event()
-
-    async def keep_playing() -> None:
-        while not enough.is_set():
-            samples.extend(await play_episodes(world.engine, SamplingConfig(max_tokens=48), 8))
-
-    player = asyncio.create_task(keep_playing())
-    started = world.version
-    for change in (world.patch, world.load, world.patch):
-        before = world.engine.stats().generated_tokens
-        await until(lambda before=before: world.engine.stats().generated_tokens > before + 100, 60)
-        await change()
-    enough.set()
-    await player
-    claimed = {int(version) for sample in samples for version in sample.columns["versions"] if version >= 0}
-    assert claimed == set(range(started, world.version + 1))
-    for sample in samples:
-        ids = sample.columns["tokens"].tolist()
-        for version in claimed:
-            places = [place for place, other in enumerate(sample.columns["versions"]) if other == version]
-            expected = plain(world.models[version], ids[:1], ids[1:])
-            found = [float(sample.columns["logprobs"][place]) for place in places]
-            assert found == pytest.approx([expected[place - 1] for place in places], abs=2e-4)
-
-
-async def test_weights_that_do_not_fit_change_nothing(world: World) -> None:
-    good = world.model.state_dict()
-    for wrong in (good | {"other": torch.ones(1)}, {"model.norm.weight": good["model.norm.weight"]}):
-        with pytest.raises(WeightsError):
-            await world.engine.load(wrong, 99)
-    with pytest.raises(WeightsError, match="version 77"):
-        await world.engine.patch(Patch(77, {}, {}), 78)
-    asked = prompt(30)
-    chunks = await ask(world.engine, asked)
-    assert set(versions(chunks)) == {world.version}
-    check(world, asked, chunks)
-
-
-async def test_a_wrong_weight_in_the_server_is_noticed(world: World) -> None:
-    """One value, written past us into a fused projection."""
-    name = "model.layers.1.self_attn.k_proj.weight"
-    laid = lay_changes({name: Change(torch.tensor([77]), torch.tensor([123.0]))}, {})
-    await world.engine._call("rillflow_patch", [str(path) for path in laid.folder.iterdir()], deadline=60.0)
-    for path in laid.folder.iterdir():
-        path.unlink()
-    laid.folder.rmdir()
-    with pytest.raises(WeightsError, match="k_proj"):
-        await world.patch()
-    assert world.engine.version == -1
-    late = asyncio.create_task(ask(world.engine, prompt(30)))
-    await asyncio.sleep(0.2)
-    assert not late.done(), "nothing is sampled from it"
-    await world.reload()
-    check(world, prompt(30), await late)
-
-
-# ---------------------------------------------------------------- the server
-
-
-async def test_a_server_that_runs_already_is_used(world: World) -> None:
-    channel: Any = world.engine._channel
-    server = ServerConfig(url=channel._url, environment={TOKEN: channel._token})
-    other = world.make(world.settings.model_copy(update={"server": server}))
-    await other.start()
-    asked = prompt(30)
-    chunks = await ask(other, asked)
-    assert logprobs(chunks) == pytest.approx(plain(world.models[0], asked, tokens(chunks)), abs=2e-4)
-    await other.close()
-    await world.reload()
-    check(world, asked, await ask(world.engine, asked))
-    stranger = world.make(
-        world.settings.model_copy(update={"server": ServerConfig(url=channel._url, environment={TOKEN: "x" * 43})})
-    )
+async def test_the_channel_opens_to_nobody_else(world: VllmWorld) -> None:
+    stranger = world.make(world.settings.model_copy(update={"server": world.running("x" * 43)}))
     with pytest.raises(EngineLost, match="channel"):
         await stranger.start()
-
-
-async def test_a_killed_server_comes_back_with_its_weights(world: World) -> None:
-    if "untied" not in str(world.folder):
-        pytest.skip("once is enough")
-    process: Any = world.engine.process
-    task = asyncio.create_task(ask(world.engine, prompt(30), max_tokens=280))
-    before = world.engine.stats().generated_tokens
-    await until(lambda: world.engine.stats().generated_tokens > before)
-    os.kill(process.pid, signal.SIGKILL)
-    with pytest.raises(EngineLost):
-        await task
-    await until(lambda: world.engine.process is not process and world.engine.version == 0, 600)
-    await until(lambda: "down" not in world.engine._held, 600)
-    asked = prompt(30)
-    late = asyncio.create_task(ask(world.engine, asked))
-    await world.reload()
-    chunks = await late
-    assert set(versions(chunks)) == {world.version}
-    check(world, asked, chunks)

@@ -28,6 +28,8 @@ def test_a_short_run_trains_on_what_vllm_samples(cli: Cli, vllm_python: str) -> 
     assert json.loads(cli.run("audit", str(folder), "--json").output())["balanced"]
     versions = {int(version) for sample in trained_samples(folder) for version in sample.version_T}
     assert max(versions) >= 2, "later answers were sampled by trained weights"
+    published = {path.suffix for path in (folder / "weights" / "agent").glob("v*/*")}
+    assert published >= {".rfd", ".safetensors"}, "deltas, and whole versions between them"
     words = "\n".join(path.read_text() for path in (folder / "logs").glob("rollout-*.log"))
     assert "not loaded" not in words
     assert "goes to the engine whole" not in words

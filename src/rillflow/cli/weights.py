@@ -1,4 +1,4 @@
-"""`rillflow weights` and `rillflow relay`: a run's weights over HTTP, from its folder or from a cache near its readers."""
+"""`rillflow weights` and `rillflow relay`: a run's weights over HTTP, from its folder or from a cache near readers."""
 
 from __future__ import annotations
 

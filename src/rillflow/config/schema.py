@@ -237,8 +237,8 @@ class RuntimeConfig(Section):
     )
     deterministic: bool = Field(
         False,
-        description="on-policy, one sequence per forward pass: a resumed run is bit-identical, and engine and trainer agree "
-        "to the bit (slow)",
+        description="on-policy, one sequence per forward pass: a resumed run is bit-identical, and engine and trainer "
+        "agree to the bit (slow)",
     )
     host: str = "127.0.0.1"
     port: NonNegative = Field(0, description="of the dataflow service; 0 takes any free one")

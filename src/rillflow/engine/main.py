@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from rillflow.clients.dataflow import DataflowClient
@@ -43,12 +44,15 @@ async def run_engine(
         follow(policy, settings, engines[policy], name=name, weights=weights, token=token, turn=dataflow.turn)
         for policy, settings in recipe.policies.items()
     ]
+    news = asyncio.Event()
+    for refresher in refreshers:
+        refresher.on_load = news.set
     await served.start()
     try:
         await asyncio.gather(*(refresher.refresh() for refresher in refreshers))
         on_ready(await service.start(host))
         async with asyncio.TaskGroup() as group:
-            group.create_task(_beat(served, dataflow), name="engine-beat")
+            group.create_task(_beat(served, dataflow, news), name="engine-beat")
             for refresher in refreshers:
                 group.create_task(refresher.run(recipe.rollout.refresh_every), name="refresh")
     finally:
@@ -58,9 +62,11 @@ async def run_engine(
         await dataflow.close()
 
 
-async def _beat(host: EngineHost, dataflow: DataflowClient) -> None:
+async def _beat(host: EngineHost, dataflow: DataflowClient, news: asyncio.Event) -> None:
+    """Say what this engine serves, now and then, and at once when that has changed: nodes wait for it."""
     silent = False
     while True:
+        news.clear()
         try:
             await dataflow.engine_beat(host.known, BEAT_DEADLINE)
             silent = False
@@ -68,4 +74,6 @@ async def _beat(host: EngineHost, dataflow: DataflowClient) -> None:
             if not silent:
                 log.warning("the dataflow service did not hear this engine: %s", error)
             silent = True
-        await asyncio.sleep(BEAT_SECONDS)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(BEAT_SECONDS):
+                await news.wait()

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 LEASE_WAIT = 2.0
 PULL_WAIT = 0.2  # between two questions while weights are being pulled
+ROSTER_WAIT = 0.25  # of a question of a node whose engines pull by themselves: it tells what they served when it began
 HEARTBEAT_EVERY = 2.0
 
 
@@ -103,7 +104,7 @@ class Node:
             want=room,
             versions=versions,
             # The answer may be another as soon as a pull has ended: no long question meanwhile.
-            wait=0.0 if self._pulls else LEASE_WAIT,
+            wait=0.0 if self._pulls else LEASE_WAIT if self._engines.own else ROSTER_WAIT,
         )
         try:
             reply = await self._dataflow.lease_tasks(wanted)

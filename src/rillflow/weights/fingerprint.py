@@ -31,14 +31,25 @@ def fingerprint(tensor: torch.Tensor, first_word: int = 0) -> int:
         return gpu.fingerprint_gpu(tensor, first_word)
     from rillflow.weights.delta.cpu import words
 
-    data = bits_of(tensor).view(np.uint8)
-    whole = len(data) // 8
-    found = int(words.total(data[: 8 * whole].view(np.uint64), first_word))
-    rest = data[8 * whole :].tobytes()
-    if rest:
-        padded = np.frombuffer(rest.ljust(8, b"\0"), np.uint64).copy()
-        found += int(words.total(padded, first_word + whole))
+    words_W, rest_W = _words(tensor)
+    found = int(words.total(words_W, first_word)) + int(words.total(rest_W, first_word + len(words_W)))
     return found % _MODULUS
+
+
+def gained(base: torch.Tensor, new: torch.Tensor, first_word: int = 0) -> int:
+    """What a fingerprint gains, modulo 2**64, when `base` becomes `new`, of the same dtype and shape."""
+    if base.dtype != new.dtype or base.shape != new.shape:
+        raise WeightsError(
+            f"a tensor was {base.dtype} {tuple(base.shape)} and is {new.dtype} {tuple(new.shape)}",
+            "compare tensors of the same dtype and shape",
+        )
+    if base.is_cuda:
+        return (fingerprint(new, first_word) - fingerprint(base, first_word)) % _MODULUS
+    from rillflow.weights.delta.cpu import words
+
+    (old_W, old_rest_W), (new_W, new_rest_W) = _words(base), _words(new)
+    found = int(words.gained(old_W, new_W, first_word))
+    return (found + int(words.gained(old_rest_W, new_rest_W, first_word + len(old_W)))) % _MODULUS
 
 
 def moved(fingerprint_before: int, base: torch.Tensor, change: Change, first_word: int = 0) -> int:
@@ -68,6 +79,15 @@ def bits_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
     return flat.view(f"u{tensor.dtype.itemsize}")
 
 
+def _words(tensor: torch.Tensor) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+    """The whole words of a tensor on the host, and the padded one behind them, if there is one."""
+    data = bits_of(tensor).view(np.uint8)
+    whole = len(data) // 8 * 8
+    rest = data[whole:].tobytes()
+    rest_W = np.frombuffer(bytearray(rest.ljust(8, b"\0") if rest else b""), np.uint64)
+    return data[:whole].view(np.uint64), rest_W
+
+
 def _check(base: torch.Tensor, change: Change, count: int) -> None:
     if change.value_K.dtype != base.dtype or change.value_K.numel() != count:
         raise WeightsError(
@@ -93,9 +113,7 @@ def _difference_on_device(base: torch.Tensor, index_K: torch.Tensor, value_K: to
 
 def _mixed(word_W: torch.Tensor, number_W: torch.Tensor) -> torch.Tensor:
     """As `delta.words.mixed`: signed numbers wrap around in the same way, but their shifts bring the sign along."""
-    step, first, second = (
-        value - _MODULUS for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-    )
+    step, first, second = (value - _MODULUS for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
     z = word_W + (number_W + 1) * step
     z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * first
     z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * second

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 S = TypeVar("S")
 T = TypeVar("T")
 
-_THREADS = 4  # tensors that are decoded at once
+_THREADS = 4  # pieces that are decoded at once
+_MODULUS = 1 << 64  # of fingerprints
 _DENSE = 1 / 8  # of a tensor: where more has changed, all of it is sent on
 
 
@@ -41,10 +42,10 @@ class Step(NamedTuple):
 
 
 class _Moved(NamedTuple):
-    """What a step makes of one tensor."""
+    """What a piece makes of a tensor: the change, and what that adds to the fingerprint."""
 
-    changes: list[Change]
-    fingerprint: int
+    change: Change
+    gained: int
 
 
 class Held:
@@ -102,17 +103,20 @@ class Held:
 
         manifest = step.manifest
         self._check(manifest)
-        changes = self._changes(container.read(step.paths))
-        found = dict(zip(changes, _at_once(lambda name: self._moved(name, changes[name]), list(changes)), strict=True))
-        now = self.fingerprints | {name: one.fingerprint for name, one in found.items()}
+        changes: dict[str, list[Change]] = defaultdict(list)
+        now = dict(self.fingerprints)
+        for found in _at_once(self._moved, container.read(step.paths)):
+            for name, one in found.items():  # the parts of a tensor begin at whole words: what they add is a sum
+                changes[name].append(one.change)
+                now[name] = (now[name] + one.gained) % _MODULUS
         for name, known in _known(manifest).items():
             if now.get(name) != known:
                 raise CorruptData(
                     f"{name} would not have the fingerprint that version {manifest.version} gives it",
                     "the delta and the manifest do not belong together",
                 )
-        self._write(found, manifest.version, now)
-        return {name: one.changes for name, one in found.items()}
+        self._write(changes, manifest.version, now)
+        return changes
 
     def _check(self, manifest: VersionManifest) -> None:
         if manifest.delta_of != self.version:
@@ -125,36 +129,24 @@ class Held:
                 f"version {manifest.version} has other tensors than version {self.version}", "its manifest was changed"
             )
 
-    def _changes(self, pieces: Sequence[Piece]) -> dict[str, list[Change]]:
-        """Of each tensor, what the pieces change of it; they have no weights in common."""
+    def _moved(self, piece: Piece) -> dict[str, _Moved]:
+        """Of each tensor that the piece changes; the tensors themselves are not touched."""
         from rillflow.weights.delta.pieces import changes_of
-
-        own = {name: self.tensors[name] for name in self.fingerprints}
-        changes: dict[str, list[Change]] = defaultdict(list)
-        for of_piece in _at_once(lambda piece: changes_of(piece, own, self.fingerprints), pieces):
-            for name, change in of_piece.items():
-                changes[name].append(change)
-        return changes
-
-    def _moved(self, name: str, changes: Sequence[Change]) -> _Moved:
-        """The tensor's changes and what its fingerprint becomes; the tensor itself is not touched."""
         from rillflow.weights.fingerprint import moved
 
-        result = self.fingerprints[name]
-        for change in changes:  # their parts begin at whole words, so what each adds does not depend on the others
-            result = moved(result, self.tensors[name], change)
-        return _Moved(list(changes), result)
+        own = {name: self.tensors[name] for name in self.fingerprints}
+        changes = changes_of(piece, own, self.fingerprints)
+        return {name: _Moved(change, moved(0, own[name], change)) for name, change in changes.items()}
 
-    def _write(self, found: Mapping[str, _Moved], version: int, now: dict[str, int]) -> None:
-        before, self.version = self.version, None  # should writing fail, nothing whole is held
-        for name, one in found.items():
+    def _write(self, changes: Mapping[str, Sequence[Change]], version: int, now: dict[str, int]) -> None:
+        self.version = None  # should writing fail, nothing whole is held
+        for name, of_tensor in changes.items():
             flat = self.tensors[name].view(-1)
-            for index_K, value_K in one.changes:
+            for index_K, value_K in of_tensor:
                 if index_K is None:
                     flat.copy_(value_K)
                 else:
                     flat[index_K] = value_K
-        assert before is not None
         self.version, self.fingerprints = version, now
 
     def _joined(self, name: str, changes: Sequence[Change]) -> Change:
@@ -184,5 +176,7 @@ def _known(manifest: VersionManifest) -> dict[str, int]:
 
 def _at_once(work: Callable[[S], T], items: Sequence[S]) -> list[T]:
     """Of every item, several at a time: the codec's loops leave the interpreter to others."""
+    if len(items) < 2:  # a thread that must wait for the interpreter would take longer
+        return [work(item) for item in items]
     with ThreadPoolExecutor(_THREADS, "held") as pool:
         return list(pool.map(work, items))

@@ -41,9 +41,10 @@ def open_source(
     (with commas between them), or a URL that fsspec knows. `cache` is for the files of those that are far."""
     text = str(where)
     if text.startswith(("http://", "https://")):
+        from rillflow.weights.apart import ApartSource
         from rillflow.weights.remote import HttpSource
 
-        return HttpSource(f"{text}/{policy}", cache=cache / policy, key=key, token=token, streams=streams)
+        return ApartSource(HttpSource(f"{text}/{policy}", cache=cache / policy, key=key, token=token, streams=streams))
     if "://" in text:
         return ObjectSource(f"{text.rstrip('/')}/{policy}", cache / policy, key, streams=streams)
     return FolderSource(Path(where) / policy, key)

@@ -64,6 +64,12 @@ class Transfer(NamedTuple):
     apply: float = 0.0
     pause: float = 0.0
 
+    def __str__(self) -> str:
+        return (
+            f"version {self.version}, {self.kind}, {self.bytes} bytes: fetched in {self.fetch:.3f} s, verified in "
+            f"{self.verify:.3f} s, applied in {self.apply:.3f} s, {self.pause:.3f} s of them without a token"
+        )
+
 
 class Pulled(NamedTuple):
     """A version, whole; and, where it came by deltas alone, what has changed. Good until the next pull."""
@@ -259,13 +265,14 @@ class Puller:
         try:
             steps = [found[version] for version in way.deltas]
             return self._held.advance([Step(manifest, list(paths.values())) for manifest, paths in steps])
-        except CorruptData as error:
-            # The steps before the damaged one have been taken.
-            bad = next(version for version in way.deltas if found[version].manifest.delta_of == self._held.version)
-            raise _Spoilt(error, _Step(bad, "delta")) from error
-        except WeightsError as error:
-            self._held.forget()  # it is not what the line calls so: begin with a whole version
-            raise _Spoilt(error) from error
+        except (CorruptData, WeightsError) as error:
+            # The steps before the bad one have been taken.
+            bad = next(one for one in steps if one.manifest.delta_of == self._held.version)
+            if way.snapshot is None and all(path.exists() for path in bad.paths.values()):
+                # The file has its hash: rather what is held is not what the line calls so. Begin with a whole version.
+                self._held.forget()
+                raise _Spoilt(error) from error
+            raise _Spoilt(error, _Step(bad.manifest.version, "delta")) from error
 
     def _merge(self, found: _Found) -> dict[str, torch.Tensor]:
         """An adapter in what is held, which is the version that all adapters of the policy belong to."""

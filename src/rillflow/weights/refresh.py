@@ -21,9 +21,8 @@ from rillflow.weights.pull import Pulled, Transfer
 log = logging.getLogger(__name__)
 
 _KEPT = 100
-_LOOK = (
-    2.0  # seconds that a source has to tell of news; then the engine is looked at again, which may have lost weights
-)
+# Seconds that a source has to tell of news; then the engine is looked at again, which may have lost weights.
+_LOOK = 2.0
 _AWAY = 1.0  # between two looks when the source cannot be asked
 
 Turn = Callable[[], AbstractAsyncContextManager[None]]
@@ -88,7 +87,7 @@ class Refresher:
     """Pulls the head when it differs from what the engine serves, also when it moved back to an older line.
 
     `turn` is entered around every change of weights, so that not all engines of a policy pause at once; but not at the
-    first look, when the engine serves nobody yet.
+    first look, when the engine serves nobody yet. `on_load` is called after each.
     """
 
     def __init__(self, policy: str, engine: Engine, supply: Supply, *, turn: Turn | None = None) -> None:
@@ -98,6 +97,7 @@ class Refresher:
         self._turn = turn
         self._one_at_a_time = asyncio.Lock()
         self._serving = False
+        self.on_load: Callable[[], None] = lambda: None
         self.transfers = Transfers()
 
     async def refresh(self) -> bool:
@@ -126,7 +126,10 @@ class Refresher:
                 await self._engine.load(pulled.tensors, pulled.version)
             apply = time.perf_counter() - began
         pause = self._engine.stats().load_seconds - paused
-        self.transfers.add(pulled.transfer._replace(apply=apply, pause=pause))
+        done = pulled.transfer._replace(apply=apply, pause=pause)
+        self.transfers.add(done)
+        log.info("policy %s: %s", self._policy, done)
+        self.on_load()
         return True
 
     async def _patched(self, pulled: Pulled) -> bool:

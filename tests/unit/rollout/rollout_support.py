@@ -119,6 +119,8 @@ class Says:
 class NoEngines:
     """What a node asks of its engines, without any."""
 
+    own = True
+
     def __init__(self, versions: Mapping[str, int] | None = None) -> None:
         self.manager: Any = SimpleNamespace(episode_finished=self._count)
         self.finished = 0

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from pull_world import Source, Trainer, same
 
 from rillflow.errors import CorruptData, Unavailable, WeightsError
-from rillflow.weights import pull
+from rillflow.storage import file_hash
+from rillflow.weights import pull, sealed
 from rillflow.weights.adapters import Adapter
 from rillflow.weights.pull import Puller
 from rillflow.weights.store import FolderStore
@@ -113,6 +115,21 @@ async def test_a_damaged_delta_is_gone_around(tmp_path: Path) -> None:
     assert (await world.check()).transfer.kind == "full"
     world.trainer.publish(1)
     assert (await world.check()).transfer.kind == "delta"
+
+
+async def test_a_delta_that_was_published_wrong_is_gone_around(tmp_path: Path) -> None:
+    """Its file has its hash, and what it makes of the weights is not what the manifest says."""
+    world = World(tmp_path, snapshot_every=3)
+    world.trainer.publish(1)
+    await world.check()
+    world.trainer.publish(3)
+    world.damage(2, "delta.rfd")
+    path, manifest = world.store.path(2), world.store.manifest(2)
+    hashed = msgspec.structs.replace(manifest.files["delta.rfd"], sha256=file_hash(path / "delta.rfd"))
+    text = sealed.as_text(msgspec.structs.replace(manifest, files={"delta.rfd": hashed}))
+    (path / "manifest.json").write_bytes(text)
+    pulled = await world.check()
+    assert (pulled.version, pulled.transfer.kind, pulled.transfer.versions) == (3, "full", 0)
 
 
 async def test_a_damaged_whole_version_is_gone_around(tmp_path: Path) -> None:

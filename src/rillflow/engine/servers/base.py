@@ -19,7 +19,7 @@ from weakref import ref
 from rillflow.config.engine import EngineConfig
 from rillflow.contracts import Clock, SystemClock
 from rillflow.engine.admission import check_request
-from rillflow.engine.progress import Progress
+from rillflow.engine.servers.calls import Call
 from rillflow.engine.servers.facts import ModelFacts
 from rillflow.engine.stream import Stream
 from rillflow.errors import EngineLost, QueueFull, RillflowError, WeightsError
@@ -63,36 +63,6 @@ class Update(ABC):
         """Whatever was laid ready is removed."""
 
 
-class _Call:
-    """A request on its way. The stream is held weakly: a caller that drops it thereby aborts the request."""
-
-    def __init__(self, request: GenerateRequest, context: int) -> None:
-        self.progress = Progress(request, context)
-        self.stream: ref[Stream]
-        self.task: asyncio.Task[None]
-        self.limit: asyncio.Timeout | None = None  # of the running attempt
-        self.cause = ""  # why the running attempt is being cut
-        self.owed = False  # it was cut by new weights and has had no token since
-
-    def end_attempt(self) -> None:
-        """The cause of a cut is for the tokens of the next attempt, not for the last ones of this."""
-        self.limit = None
-        if self.cause:
-            self.progress.cause = self.cause
-            self.owed = self.cause == "weights"
-            self.cause = ""
-
-    def push(self, chunk: Chunk) -> None:
-        stream = self.stream()
-        if stream is not None:
-            stream.push(chunk)
-
-    def fail(self, error: Exception) -> None:
-        stream = self.stream()
-        if stream is not None:
-            stream.fail(error)
-
-
 class ServerEngine(ABC):
     """A `contracts.Engine`. What an adapter writes is below; everything else is the same for all servers."""
 
@@ -103,8 +73,8 @@ class ServerEngine(ABC):
         self._version = 0
         self._held = {_DOWN}
         self._open = asyncio.Event()
-        self._calls: set[_Call] = set()
-        self._attempts: set[_Call] = set()
+        self._calls: set[Call] = set()
+        self._attempts: set[Call] = set()
         self._moved = asyncio.Event()  # an attempt has ended, or had its first token
         self._one_at_a_time = asyncio.Lock()
         self._halted = False  # whether the server was told to sample nothing
@@ -203,8 +173,8 @@ class ServerEngine(ABC):
         check_request(request, context=self.settings.context, vocabulary=self.model.vocabulary)
         if self._waiting >= self.settings.queue:
             raise QueueFull(f"{self.settings.queue} requests are waiting", "ask again later or add an engine")
-        call = _Call(request, self.settings.context)
-        stream = Stream(lambda: _abort(call))
+        call = Call(request, self.settings.context)
+        stream = Stream(call.abort)
         call.stream = ref(stream)
         self._calls.add(call)
         call.task = asyncio.create_task(self._serve(call))
@@ -318,7 +288,7 @@ class ServerEngine(ABC):
 
     # ------------------------------------------------------------ answers
 
-    async def _serve(self, call: _Call) -> None:
+    async def _serve(self, call: Call) -> None:
         try:
             while (finish := call.progress.over()) is None:
                 while not self._open.is_set():
@@ -334,7 +304,7 @@ class ServerEngine(ABC):
         finally:
             self._calls.discard(call)
 
-    async def _attempt(self, call: _Call) -> bool:
+    async def _attempt(self, call: Call) -> bool:
         """Whether the answer has ended. The version is that of the attempt's beginning: it does not change in it."""
         version = self._version
         self._attempts.add(call)
@@ -355,7 +325,7 @@ class ServerEngine(ABC):
             self._attempts.discard(call)
             self._moved.set()
 
-    def _hand_over(self, call: _Call, part: Part, finish: FinishReason | None, version: int) -> None:
+    def _hand_over(self, call: Call, part: Part, finish: FinishReason | None, version: int) -> None:
         chunk = Chunk(
             tokens=part.tokens,
             logprobs=part.logprobs,
@@ -412,10 +382,6 @@ class ServerEngine(ABC):
         tasks: list[asyncio.Task[None]] = [call.task for call in self._calls]
         if tasks:
             await asyncio.wait(tasks)
-
-
-def _abort(call: _Call) -> None:
-    call.task.cancel()
 
 
 def _closed() -> EngineLost:

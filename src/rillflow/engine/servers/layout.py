@@ -17,13 +17,11 @@ _HINT = "weights are changed in place: serve the model unquantised, in the dtype
 
 
 def check_layout(model: ModelFacts, answers: Sequence[Mapping[str, Any]]) -> None:
-    """ConfigError when a weight cannot be followed to where the server keeps it, or it has one that nobody publishes."""
+    """ConfigError when a weight cannot be followed to where the server keeps it, or when it has one of its own."""
     for name, shape in model.shapes.items():
         parts = {tuple(map(_frozen, part)) for answer in answers for part in answer["spread"][name]}
         if sum(prod(size) for _, size, _ in parts) != prod(shape):
-            raise ConfigError(
-                f"the server's loader does not copy {name} as it is, but turns it into something else", _HINT
-            )
+            raise ConfigError(f"the server's loader does not copy {name} as it is, but makes something of it", _HINT)
     for answer in answers:
         for what, why in (
             ("other_dtype", f"the server does not hold them in {model.dtype}"),

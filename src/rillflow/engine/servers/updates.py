@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -51,7 +52,7 @@ def _entries(changes: Mapping[str, Change]) -> Iterator[tuple[str, torch.Tensor]
 def _written(tensors: Mapping[str, torch.Tensor]) -> Path:
     size = sum(tensor.nbytes for tensor in tensors.values())
     memory = _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > 2 * size
-    folder = Path(tempfile.mkdtemp(prefix="rillflow-", dir=_SHARED_MEMORY if memory else None))
+    folder = Path(tempfile.mkdtemp(prefix=f"rillflow-{os.getpid()}-", dir=_SHARED_MEMORY if memory else None))
     try:
         for name, pieces in codec.encode(tensors):
             with open(folder / name, "wb") as file:

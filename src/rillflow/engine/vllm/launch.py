@@ -13,7 +13,7 @@ from rillflow.engine.vllm.inside.rillflow_channel import TOKEN
 from rillflow.errors import ConfigError
 from rillflow.weights.models import pick_device
 
-INSIDE = Path(__file__).resolve().parent / "inside"
+_INSIDE = Path(__file__).resolve().parent / "inside"
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 # Tokens of an answer between two of its parts: fewer parts cost vLLM's API server less.
 _STREAM_INTERVAL = 16
@@ -45,12 +45,17 @@ def command(model: ModelFacts, settings: EngineConfig, port: int) -> list[str]:
     ]
 
 
+def python_path() -> str:
+    """Where vLLM finds what runs inside it."""
+    return os.pathsep.join([str(_INSIDE), str(WEIGHTS_INSIDE)])
+
+
 def environment(settings: EngineConfig, token: str) -> dict[str, str]:
     """Its other routes are shut by the same token, given as vLLM's own key."""
     device = pick_device(settings.device)
     chosen = {name: value for name, value in os.environ.items() if not name.startswith("RILLFLOW_")}
     chosen |= {
-        "PYTHONPATH": os.pathsep.join([str(INSIDE), str(WEIGHTS_INSIDE)]),
+        "PYTHONPATH": python_path(),
         "RILLFLOW_INSIDE": "vllm",
         TOKEN: token,
         "VLLM_API_KEY": token,

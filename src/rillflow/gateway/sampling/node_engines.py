@@ -26,7 +26,7 @@ from rillflow.weights.refresh import Refresher, StoreSupply
 
 log = logging.getLogger(__name__)
 
-FOLLOW_EVERY = 0.5
+FOLLOW_EVERY = 0.2
 Roster = Callable[[], Awaitable[Engines]]
 
 
@@ -81,6 +81,11 @@ class NodeEngines:
     def versions(self) -> dict[str, int] | None:
         """Of every policy the lowest that its engines serve; None while one has no engine: no task can be played."""
         return self.fleet.versions(self.pools)
+
+    @property
+    def own(self) -> bool:
+        """Whether the engines are this node's alone, in its process."""
+        return self._host is not None
 
     def behind(self, heads: Mapping[str, int]) -> list[str]:
         """Policies whose weights this node could pull now. Engine processes pull by themselves."""

@@ -1,4 +1,4 @@
-"""Bit-exact deltas of one tensor against its base. `format` documents the bytes: they are the contract of all encoders."""
+"""Bit-exact deltas of one tensor against its base. `format` documents the bytes, the contract of all encoders."""
 
 from rillflow.weights.delta.entropy import bound
 from rillflow.weights.delta.file import apply, apply_, decode, encode

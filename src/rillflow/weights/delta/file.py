@@ -24,7 +24,8 @@ from rillflow.weights.fingerprint import bits_of, fingerprint
 _SPARSE_LOG2, _DENSE_LOG2 = 22, 20
 _MODULUS = 1 << 64
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 def encode(base: torch.Tensor, new: torch.Tensor, known: int | None = None) -> Encoded:
@@ -121,8 +122,8 @@ class _Segment(NamedTuple):
 
 def _segment_log2(old_N: Array, new_N: Array) -> int:
     """By a sample: the first few of every 4096 weights."""
-    whole = max(1, len(old_N) // 4096) * 4096
-    old, new = (bits_N[:whole].reshape(-1, min(4096, len(bits_N)))[:, :64] for bits_N in (old_N, new_N))
+    whole = len(old_N) // 4096 * 4096
+    old, new = (bits_N[:whole].reshape(-1, 4096)[:, :64] if whole else bits_N for bits_N in (old_N, new_N))
     return _DENSE_LOG2 if np.count_nonzero(old != new) > DENSE * old.size else _SPARSE_LOG2
 
 
@@ -174,8 +175,8 @@ class _Found:
         self._pieces.append((start, index_K, value_K))
         if self._count > DENSE * len(self._old_N):
             self._new_N = self._old_N.copy() if self._new_N is None else self._new_N
-            for start, index_K, value_K in self._pieces:
-                self._new_N[start:][index_K] = value_K
+            for first, places, values in self._pieces:
+                self._new_N[first:][places] = values
             self._pieces = []
 
     def change(self, dtype: torch.dtype) -> Change:

@@ -24,16 +24,17 @@ def _state(folder: Path) -> tuple[tuple[str, int, int], ...]:
     return tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
 
 
-class _Kept(FunctionCache):  # type: ignore[misc]  # numba has no types
+class _Kept(FunctionCache):
     def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__(function)
+        super().__init__(function)  # type: ignore[no-untyped-call]
         state = _state(Path(function.__code__.co_filename).parent)
-        self._cache_file = IndexDataCacheFile(self._cache_path, self._impl.filename_base, state)
+        base = self._impl.filename_base
+        self._cache_file = IndexDataCacheFile(self._cache_path, base, state)  # type: ignore[no-untyped-call]
 
 
 def compiled(function: F) -> F:
     """The function in machine code, for the types it is called with; other threads run while it does."""
-    made = numba.njit(nogil=True)(function)
+    made: Any = numba.njit(nogil=True)(function)
     with suppress(RuntimeError):  # no folder can be written
         made._cache = _Kept(function)
     return cast(F, made)

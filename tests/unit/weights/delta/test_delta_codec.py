@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import delta_reference as reference
 import numpy as np
 import pytest
 import torch
@@ -11,7 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from rillflow.errors import WeightsError
-from rillflow.weights.delta import apply, apply_, bound, encode, file, segment
+from rillflow.weights.delta import apply, apply_, bound, decode, encode, file, format
+from rillflow.weights.delta.cpu import reading, writing
+from rillflow.weights.fingerprint import bits_of as numbers_of
+from rillflow.weights.fingerprint import fingerprint, moved
 
 # Zeros, denormals, ones, the largest numbers, infinities and NaNs of several payloads, as the upper 16 bits of fp32,
 # which are bf16, and as fp16.
@@ -21,23 +25,38 @@ SPECIAL += [value | 0x8000 for value in SPECIAL]
 
 def exact(base: torch.Tensor, new: torch.Tensor) -> bytes:
     before = bits_of(base)
-    delta = encode(base, new)
-    result = apply(base, delta)
+    made = encode(base, new)
+    assert (made.base, made.result) == (fingerprint(base), fingerprint(new))
+    assert made.changed == np.count_nonzero(numbers_of(base) != numbers_of(new))
+    assert encode(base, new, known=made.base) == made
+    result = apply(base, made.data)
     assert bits_of(result) == bits_of(new)
     assert (result.shape, result.dtype) == (new.shape, new.dtype)
-    coded_exactly(base, new)
+    change = decode(base, made.data, known=made.base)
+    assert moved(made.base, base, change) == made.result
+    assert (change.index_K is None) == (made.changed > base.numel() / 8)
+    if change.index_K is not None:
+        assert change.index_K.tolist() == np.flatnonzero(numbers_of(base) != numbers_of(new)).tolist()
+    as_the_reference(base, new)
     assert bits_of(base) == before
-    return delta
+    return made.data
 
 
-def coded_exactly(base: torch.Tensor, new: torch.Tensor) -> None:
-    """The same for the code alone, also where the weights themselves are smaller and go instead."""
-    layout, old_N, new_N = file.pair_of_bits(base, new)
+def as_the_reference(base: torch.Tensor, new: torch.Tensor) -> None:
+    """Each of the two implementations reads what either has written; also where the weights themselves are smaller."""
+    layout, old_N, new_N = format.layout_of(base), numbers_of(base), numbers_of(new)
     changed = np.flatnonzero(old_N != new_N)
-    if len(changed):
-        result_N = old_N.copy()
-        segment.decode(old_N, memoryview(segment.encode(old_N, new_N, changed, layout)), result_N, layout)
-        assert np.array_equal(result_N, new_N)
+    if not len(changed):
+        return
+    pieces = writing.encode(old_N, new_N, layout, 0).pieces
+    for data in (b"".join(pieces), reference.encode(old_N, new_N, changed, layout)):
+        if data:
+            found = reading.decode(old_N, memoryview(data), layout, 0)
+            assert found.index_K.tolist() == changed.tolist()
+            assert np.array_equal(found.value_K, new_N[changed])
+            result_N = old_N.copy()
+            reference.decode(old_N, memoryview(data), result_N, layout)
+            assert np.array_equal(result_N, new_N)
 
 
 @st.composite
@@ -125,34 +144,56 @@ def test_what_does_not_compress_goes_raw() -> None:
     assert len(exact(base, new)) < base.nbytes + 100
 
 
-def test_several_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_several_segments(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
     monkeypatch.setattr(file, "_SPARSE_LOG2", 12)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     for dtype in DTYPES:
-        base, new = sparse_pair(3 * 4096 + 5, dtype)
+        base, new = sparse_pair(7 * 4096 + 5, dtype)
         new[:4096] = base[:4096]
         exact(base, new)
+        new[-9000:] = 3.0  # most of some segments, more than an eighth of all
+        exact(base, new)
+
+
+@pytest.mark.parametrize("count", [1, 15, 16, 63, 64, 65, 4095, 4096, 4097, 4160, 8191])
+def test_sizes_around_blocks(count: int) -> None:
+    rng = np.random.default_rng(count)
+    for dtype in DTYPES:
+        old = rng.integers(0, 2**16, count) * (2**16 if dtype == torch.float32 else 1)
+        new = np.where(rng.random(count) < 0.3, old ^ rng.integers(1, 9, count), old)
+        new[-1] ^= 1
+        exact(of_bits(old, dtype), of_bits(new, dtype))
+
+
+def test_any_buffer_and_any_offset() -> None:
+    """Deltas may lie in a mapped file, weights in the middle of a tensor."""
+    base, new = sparse_pair(5001)
+    made = encode(base[1:], new[1:])
+    data = memoryview(bytearray(b"x" + made.data))[1:]
+    assert bits_of(apply(base[1:], data.toreadonly())) == bits_of(new[1:])
 
 
 def test_not_contiguous() -> None:
     base, new = (tensor.reshape(50, 100) for tensor in sparse_pair())
     exact(base.t(), new.t())
     target = base.t()
-    assert apply_(target, encode(base.t(), new.t())) is target
+    assert apply_(target, encode(base.t(), new.t()).data) is target
     assert bits_of(target) == bits_of(new.t())
 
 
 def test_in_place() -> None:
     base, new = sparse_pair()
     parameter = torch.nn.Parameter(base.clone())
-    assert apply_(parameter, encode(base, new)) is parameter
+    assert apply_(parameter, encode(base, new).data) is parameter
     assert bits_of(parameter.detach()) == bits_of(new)
 
 
 def test_a_chain() -> None:
     steps = list(updates(20_000, 1e-5, 4))
     weights = steps[0][0].clone()
-    for delta in [encode(*step) for step in steps]:
-        apply_(weights, delta)
+    for made in [encode(*step) for step in steps]:
+        apply_(weights, made.data, known=made.base)
     assert bits_of(weights) == bits_of(steps[-1][1])
 
 

@@ -12,9 +12,10 @@ import xxhash
 from delta_helpers import DTYPES, bits_of, sparse_pair
 
 from rillflow.errors import CorruptData, RillflowError, WeightsError
-from rillflow.weights.delta import apply, apply_, encode, file
+from rillflow.weights.delta import apply, apply_, decode, encode, file, format
+from rillflow.weights.fingerprint import fingerprint, moved
 
-HEADER = 46
+HEADER = 30
 BODY = HEADER + 8
 
 
@@ -57,7 +58,7 @@ def sealed(delta: bytes) -> bytes:
 def test_each_of_10000_damaged_copies_is_refused() -> None:
     rng = np.random.default_rng(0)
     base, new = sparse_pair()
-    delta = encode(base, new)
+    delta = encode(base, new).data
     target, before = base.clone(), bits_of(base)
     refused = 0
     while refused < 10_000:
@@ -77,7 +78,7 @@ def test_damage_under_a_right_checksum_is_refused_or_harmless(dtype: torch.dtype
     """Every length, count and index is checked on its own: who can make checksums cannot make a reader stray."""
     rng = np.random.default_rng(1)
     base, new = sparse_pair(3000, dtype)
-    delta = encode(base, new)
+    delta = encode(base, new).data
     target, before = base.clone(), bits_of(base)
     for number in range(1500):
         damaged = delta[:BODY] + DAMAGES[number % 4](rng, delta[BODY:])
@@ -92,7 +93,7 @@ def test_damage_under_a_right_checksum_is_refused_or_harmless(dtype: torch.dtype
 def test_random_tables_under_a_right_checksum() -> None:
     rng = np.random.default_rng(2)
     base, new = sparse_pair(200)
-    delta = encode(base, new)
+    delta = encode(base, new).data
     for _ in range(1500):
         content = bytes([int(rng.integers(0, 3))]) + rng.bytes(int(rng.integers(0, 60)))
         body = struct.pack("<BI", 1, len(content)) + content
@@ -102,7 +103,7 @@ def test_random_tables_under_a_right_checksum() -> None:
 
 def test_damaged_header_under_a_right_checksum() -> None:
     base, new = sparse_pair(200)
-    delta = encode(base, new)
+    delta = encode(base, new).data
     for at in range(HEADER):
         for bit in range(8):
             damaged = bytearray(delta)
@@ -117,7 +118,7 @@ def test_damaged_header_under_a_right_checksum() -> None:
 
 def test_another_base_is_refused() -> None:
     base, new = sparse_pair()
-    delta = encode(base, new)
+    delta = encode(base, new).data
     other = base.clone()
     other[17] = 3.0
     for wrong in (other, base[:-1], base.half(), base.float(), new):
@@ -130,15 +131,73 @@ def test_another_base_is_refused() -> None:
 
 def test_another_result_is_refused() -> None:
     base, new = sparse_pair()
-    delta = encode(base, new)
-    start = HEADER - 16
+    delta = encode(base, new).data
+    start = HEADER - 8
     with pytest.raises(CorruptData, match="other weights"):
-        apply(base, sealed(delta[:start] + bytes(16) + delta[HEADER:]))
+        apply(base, sealed(delta[:start] + bytes(8) + delta[HEADER:]))
 
 
-def test_a_hash_is_of_pieces() -> None:
-    """As the format says, so that pieces can be hashed at the same time."""
-    bits = np.arange(70_000, dtype=np.uint16)
-    data = bits.tobytes()
-    pieces = b"".join(xxhash.xxh3_128_digest(data[at : at + 65536]) for at in range(0, len(data), 65536))
-    assert file.fingerprint(bits) == xxhash.xxh3_128_digest(pieces)
+def test_a_known_fingerprint_is_what_counts() -> None:
+    """Who says that the base is another one is believed: nothing is read to find out."""
+    base, new = sparse_pair()
+    made = encode(base, new)
+    with pytest.raises(WeightsError, match="another base"):
+        decode(base, made.data, known=made.base ^ 1)
+
+
+def test_other_weights_under_a_known_fingerprint() -> None:
+    """A wrong `known` cannot do harm: what comes out has its own fingerprint checked, and places stay inside."""
+    base, new = sparse_pair()
+    made = encode(base, new)
+    for seed in range(200):
+        rng = np.random.default_rng(seed)
+        other = torch.from_numpy(rng.integers(-(2**15), 2**15, len(base)).astype(np.int16)).view(torch.bfloat16)
+        with pytest.raises(CorruptData):
+            decode(other, made.data, known=made.base)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_random_bodies_under_a_right_checksum(dtype: torch.dtype) -> None:
+    """Segments of noise, behind a table that is right up to some place."""
+    rng = np.random.default_rng(3)
+    base, new = sparse_pair(9000, dtype)
+    delta = encode(base, new).data
+    body = delta[BODY + 5 :]
+    for _ in range(1500):
+        kept = int(rng.integers(0, min(60, len(body))))
+        content = body[:kept] + rng.bytes(int(rng.integers(0, 400)))
+        try:
+            change = decode(base, sealed(delta[:BODY] + struct.pack("<BI", 1, len(content)) + content))
+        except CorruptData:
+            continue
+        assert moved(fingerprint(base), base, change) == fingerprint(new)
+
+
+def test_swapped_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file, "_SPARSE_LOG2", 12)
+    base, new = sparse_pair(3 * 4096)
+    made = encode(base, new)
+    header, body = format.opened(made.data)
+    pieces = [struct.pack("<BI", kind, len(data)) + data for kind, data in format.segments(header, body)]
+    for order in ([1, 0, 2], [2, 1, 0], [0, 0, 2], [0, 1], [0, 1, 2, 2]):
+        swapped = b"".join(pieces[number] for number in order)
+        with pytest.raises(CorruptData):
+            decode(base, sealed(made.data[:BODY] + swapped))
+
+
+def test_numbers_that_are_too_large() -> None:
+    """Tables that would make a careless reader take a lot of memory or time."""
+    base, new = sparse_pair(200)
+    delta = encode(base, new).data
+    for table in (
+        b"\x00" + b"\xff" * 40,
+        b"\x00\xff\xff\xff\xff\x7f" + bytes(20),
+        b"\x00\xc7\x01\x17" + bytes(40),
+        b"\x00\x05\x16\x00\x00" + b"\xff\xff\xff\xff" + bytes(40),
+        b"\xff" + bytes(300),
+        b"\x02\x05\x05" + bytes(40),
+        b"\x00",
+        b"",
+    ):
+        with pytest.raises(CorruptData):
+            decode(base, sealed(delta[:BODY] + struct.pack("<BI", 1, len(table)) + table))

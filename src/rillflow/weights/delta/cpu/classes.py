@@ -6,13 +6,13 @@ coded as ranks within classes of like density. A class is a range of exponents.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from rillflow.weights.delta.cpu.lanes import at_least, exponents_of
 from rillflow.weights.delta.format import Array
 from rillflow.weights.delta.jit import compiled, inlined
-from rillflow.weights.delta.cpu.lanes import at_least, exponents_of
 
 # Weights are looked at in blocks of this many, so that all of it happens in the processor's nearest cache.
 BLOCK = 4096
@@ -120,7 +120,7 @@ def choose(size_E: Array, table_EL: Array) -> Array:
 
 
 @inlined
-def _add(tally_S: Array, size_E: Array, table_EL: Array, exponent: int) -> bool:
+def _add(tally_S: Array, size_E: Array, table_EL: Array, exponent: int) -> Any:
     """Add an exponent to a class: its changes by length, all of them, its weights; whether it has any."""
     changed = 0
     lengths = table_EL.shape[1]

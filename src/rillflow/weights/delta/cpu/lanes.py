@@ -5,8 +5,8 @@ All take an array and the index of the first of 64 (of `exponents_of`: 16) items
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import numpy as np
 from llvmlite import ir
@@ -21,6 +21,11 @@ _LANES = 16
 _1 = np.uint64(1)
 SPARE = 4
 _BYTES = ir.VectorType(_I8, _LANES)
+
+
+def _instruction(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What compiled functions call by the arguments without the first."""
+    return cast(Callable[..., Any], intrinsic(function))
 
 
 def _constant(values: Sequence[int], item: ir.Type) -> ir.Constant:
@@ -62,7 +67,7 @@ def _bits(builder: ir.IRBuilder, flags: Sequence[ir.Value]) -> ir.Value:
     return builder.bitcast(eights, _I64)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@_instruction
 def differing(typing: Any, old: Any, new: Any, first: Any) -> Any:
     """A bit for each weight that is not the same in both."""
 
@@ -73,7 +78,7 @@ def differing(typing: Any, old: Any, new: Any, first: Any) -> Any:
     return types.uint64(old, old, types.int64), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@_instruction
 def exponents_of(typing: Any, weights: Any, first: Any, mantissa: Any, mask: Any, out: Any, at: Any) -> Any:
     """Write the exponents of 16 weights into the bytes `out` from `at` on."""
 
@@ -88,7 +93,7 @@ def exponents_of(typing: Any, weights: Any, first: Any, mantissa: Any, mask: Any
     return types.void(weights, types.int64, types.int64, types.int64, out, types.int64), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@_instruction
 def at_least(typing: Any, exponents: Any, first: Any, low: Any) -> Any:
     """How many of 64 bytes are not below `low`."""
 
@@ -98,7 +103,7 @@ def at_least(typing: Any, exponents: Any, first: Any, low: Any) -> Any:
         for row in range(4):
             loaded = _load(context, builder, exponents, args[0], args[1], row)
             total = builder.sub(total, builder.sext(builder.icmp_unsigned(">=", loaded, limit), _BYTES))
-        summed = cgutils.get_or_insert_function(
+        summed = cgutils.get_or_insert_function(  # type: ignore[no-untyped-call]
             builder.module, ir.FunctionType(_I8, [_BYTES]), "llvm.vector.reduce.add.v16i8"
         )
         return builder.zext(builder.call(summed, [total]), _I64)
@@ -106,7 +111,7 @@ def at_least(typing: Any, exponents: Any, first: Any, low: Any) -> Any:
     return types.int64(exponents, types.int64, types.uint8), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@_instruction
 def members(typing: Any, exponents: Any, first: Any, low: Any, span: Any) -> Any:
     """A bit for each of 64 bytes that is at least `low` and at most `low + span`."""
 
@@ -118,7 +123,7 @@ def members(typing: Any, exponents: Any, first: Any, low: Any, span: Any) -> Any
     return types.uint64(exponents, types.int64, types.uint8, types.uint8), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@_instruction
 def ones(typing: Any, word: Any) -> Any:
     """How many bits are set."""
 
@@ -128,7 +133,7 @@ def ones(typing: Any, word: Any) -> Any:
     return types.int64(types.uint64), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@_instruction
 def lowest(typing: Any, word: Any) -> Any:
     """The place of the lowest bit that is set; 64 where none is."""
 
@@ -138,7 +143,7 @@ def lowest(typing: Any, word: Any) -> Any:
     return types.int64(types.uint64), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@_instruction
 def highest(typing: Any, word: Any) -> Any:
     """The place of the highest bit that is set, floor(log2), of a number that is not 0."""
 
@@ -150,7 +155,7 @@ def highest(typing: Any, word: Any) -> Any:
 
 
 @inlined
-def places(bits: Any, start: int, out: Any, at: int) -> int:
+def places(bits: Any, start: int, out: Any, at: Any) -> Any:
     """Write where bits are set, counted from `start`, into `out` from `at` on; the index behind them. Some items
     behind that are written too, up to SPARE: that takes less time than to find out."""
     if not bits:

@@ -13,7 +13,8 @@ import numpy as np
 
 from rillflow.errors import CorruptData
 from rillflow.weights.delta.cpu.classes import BLOCK, Classes, count_block, fill_exponents
-from rillflow.weights.delta.cpu.lanes import SPARE, members, ones, places
+from rillflow.weights.delta.cpu.lanes import SPARE, members, places
+from rillflow.weights.delta.cpu.search import row_of, select
 from rillflow.weights.delta.cpu.subsets import get, put_run
 from rillflow.weights.delta.cpu.words import mixed, word_of
 from rillflow.weights.delta.format import DAMAGED, MAX_RICE, Array, Layout
@@ -32,16 +33,8 @@ _WRONG = (
     "names an item that does not exist",
 )
 
-_0, _1, _6 = np.uint64(0), np.uint64(1), np.uint64(6)
-_STEPS = tuple(np.uint64(step) for step in (32, 16, 8, 4, 2, 1))
+_1, _6 = np.uint64(1), np.uint64(6)
 _FAR = 1 << 40
-# Where the first, second, … bit of a byte is.
-_SELECT = np.array(
-    [([bit for bit in range(8) if byte >> bit & 1] + [0] * 8)[:8] for byte in range(256)], np.uint8
-)
-_5, _3, _F = np.uint64(0x5555555555555555), np.uint64(0x3333333333333333), np.uint64(0x0F0F0F0F0F0F0F0F)
-_EACH, _TOP = np.uint64(0x0101010101010101), np.uint64(0x8080808080808080)
-_2, _4, _8, _56, _255 = (np.uint64(value) for value in (2, 4, 8, 56, 255))
 
 
 class Found(NamedTuple):
@@ -134,11 +127,12 @@ def _read_table(data_B: Array, above_C: Array, plan_CSP: Array) -> tuple[int, in
         total = above_C[number] - above_C[number + 1]
         for subset in range(plan_CSP.shape[1]):
             plan = plan_CSP[number, subset]
-            count = shift = 0
+            shift = 0
+            count: Any = 0
             while shift <= 28:
                 if at >= len(data_B):
                     return _SHORT, at, 0, 0
-                byte = np.int64(data_B[at])
+                byte: Any = np.int64(data_B[at])
                 at += 1
                 count |= (byte & 0x7F) << shift
                 shift = shift + 7 if byte > 0x7F else _FAR
@@ -166,7 +160,7 @@ def _read_table(data_B: Array, above_C: Array, plan_CSP: Array) -> tuple[int, in
 
 
 @inlined
-def _coded(plan: Array) -> int:
+def _coded(plan: Array) -> Any:
     """How many gaps a subset has: none where all or no items are members."""
     if plan[1] == 0 or plan[1] == plan[0]:
         return 0
@@ -174,7 +168,7 @@ def _coded(plan: Array) -> int:
 
 
 @inlined
-def _of_length(plan_SP: Array, length: int) -> int:
+def _of_length(plan_SP: Array, length: int) -> Any:
     """How many changes of a class have this length, not 0."""
     longer = plan_SP[length + 2, 1] if length + 2 < len(plan_SP) else 0
     return plan_SP[length + 1, 1] - longer
@@ -208,7 +202,7 @@ def _read_streams(place_G: Array, field_W: Array, plan_CSP: Array, gap_K: Array,
 
 
 @compiled
-def _members(place_G: Array, one: int, field_W: Array, field_at: int, plan: Array, gap_M: Array) -> bool:
+def _members(place_G: Array, one: int, field_W: Array, field_at: int, plan: Array, gap_M: Array) -> Any:
     """The gaps before the members of a subset; whether all of them exist."""
     coded, rice, total = _coded(plan), plan[2] & 0x7F, plan[0]
     before = place_G[one - 1] if one else -1
@@ -275,26 +269,14 @@ def _low_bits(field_W: Array, field_at: int, plan_SP: Array, length_K: Array, ch
         first_L[length] = field_at
         field_at += length * _of_length(plan_SP, length)
     for k in range(len(change_K)):
-        length = np.int64(length_K[k])
-        size = np.int64((_1 << np.uint64(length)) | get(field_W, first_L[length], length))
-        first_L[length] += length
+        bits: Any = np.int64(length_K[k])
+        size = np.int64((_1 << np.uint64(bits)) | get(field_W, first_L[bits], bits))
+        first_L[bits] += bits
         change_K[k] = -size if change_K[k] else size
     return field_at
 
 
 # ------------------------------------------------------------ places
-
-
-@inlined
-def _select(bits: Any, rank: int) -> int:
-    """The place of the set bit of this rank, which is there."""
-    counts = bits - ((bits >> _1) & _5)
-    counts = (counts & _3) + ((counts >> _2) & _3)
-    sums = ((counts + (counts >> _4)) & _F) * _EACH  # each byte: the ones in it and those below
-    byte = ones((((np.uint64(rank) * _EACH) | _TOP) - sums) & _TOP)
-    shift = np.uint64(8 * byte)
-    before = ((sums << _8) >> shift) & _255
-    return 8 * byte + _SELECT[(bits >> shift) & _255, rank - np.int64(before)]
 
 
 @compiled
@@ -322,15 +304,10 @@ def _fill(
         next_C[number], end = end, end + count_C[number]
         end_C[number] = end
         rank_C[number] = gap_K[next_C[number]] if count_C[number] else _FAR
-    each, width = 8 // old_N.itemsize, 8 * old_N.itemsize
-    old_W = old_N[: len(old_N) // each * each].view(np.uint64)
-    sign = np.int64(1) << (width - 1)
-    full = 2 * sign - 1
     exponent_B, change_B = np.empty(BLOCK, np.uint8), np.empty(BLOCK, np.uint32)
     rank_B, row_B = np.empty(BLOCK, np.int32), np.empty(BLOCK, np.uint8)
     bits_R, before_R = np.zeros(rows, np.uint64), np.empty(rows, np.int32)
-    gained = before = after = np.uint64(0)
-    last = -1
+    gained = np.uint64(0)
     end = 0
     for block in range(0, len(old_N), BLOCK):
         fill_exponents(old_N, block, BLOCK, mantissa, mask, exponent_B, 0)
@@ -342,7 +319,8 @@ def _fill(
             if rank >= behind:
                 continue
             for row in range(rows):
-                before_R[row] = above_CR[number, first_row + row] - above_CR[number + 1, first_row + row]
+                at = np.uint64(first_row + row)  # what cannot be negative is not looked for at the other end
+                before_R[row] = above_CR[np.uint64(number), at] - above_CR[np.uint64(number + 1), at]
             k = next_C[number]
             while rank < behind:
                 rank_B[count] = rank
@@ -350,38 +328,45 @@ def _fill(
                 k += 1
                 rank = rank + gap_K[k] + 1 if k < end_C[number] else _FAR
             for m in range(count):
-                row_B[m] = _row(before_R, rank_B[m])
+                row_B[m] = row_of(before_R, rank_B[m])
             for m in range(count):
-                row = np.uint64(row_B[m])
-                found = members(exponent_B, row << _6, start_C[number], span_C[number])
-                place = np.uint64(_select(found, rank_B[m] - before_R[row]))
-                bits_R[row] |= _1 << place
-                change_B[(row << _6) | place] = change_K[next_C[number] + m]
+                at_row = np.uint64(row_B[m])
+                found = members(exponent_B, at_row << _6, start_C[number], span_C[number])
+                place = select(found, np.uint64(rank_B[m] - before_R[at_row]))
+                bits_R[at_row] |= _1 << place
+                change_B[(at_row << _6) | place] = change_K[next_C[number] + m]
             next_C[number], rank_C[number] = k, rank
         begin = end
         for row in range(end_row - first_row):
             end = places(bits_R[row], block + 64 * row, index_K, end)
             bits_R[row] = np.uint64(0)
-        for k in range(begin, end):
-            place = np.int64(index_K[k])
-            old = np.int64(old_N[place])
-            ordered = ((full ^ old if old & sign else old | sign) + np.int64(change_B[place - block])) & full
-            new = ordered ^ sign if ordered & sign else full ^ ordered
-            value_K[k] = new
-            word = place // each
-            if word != last:
-                gained += mixed(after, first_word + last) - mixed(before, first_word + last)
-                before = after = old_W[word] if word < len(old_W) else word_of(old_N, word)
-                last = word
-            after ^= np.uint64(old ^ new) << np.uint64(width * (place - word * each))
+        gained += _values(old_N, block, change_B, first_word, begin, end, index_K, value_K)
+    return gained
+
+
+@compiled
+def _values(
+    old_N: Array, block: int, change_B: Array, first_word: int, begin: int, end: int, index_K: Array, value_K: Array
+) -> Any:
+    """What the changed weights of a block become, those from `begin` to `end`; what the fingerprint gains."""
+    each, width = 8 // old_N.itemsize, 8 * old_N.itemsize
+    shift = 2 if each == 4 else 1
+    old_W = old_N[: len(old_N) // each * each].view(np.uint64)
+    sign = np.int64(1) << (width - 1)
+    full = 2 * sign - 1
+    gained = before = after = np.uint64(0)
+    last: Any = -1
+    for k in range(begin, end):
+        place: Any = np.int64(index_K[k])
+        old = np.int64(old_N[np.uint64(place)])
+        change = np.int64(change_B[np.uint64(place - block)])
+        ordered = ((full ^ old if old & sign else old | sign) + change) & full
+        new = ordered ^ sign if ordered & sign else full ^ ordered
+        value_K[k] = new
+        word = place >> shift
+        if word != last:
+            gained += mixed(after, first_word + last) - mixed(before, first_word + last)
+            before = after = old_W[np.uint64(word)] if word < len(old_W) else word_of(old_N, word)
+            last = word
+        after ^= np.uint64(old ^ new) << np.uint64(width * (place & (each - 1)))
     return gained + mixed(after, first_word + last) - mixed(before, first_word + last)
-
-
-@inlined
-def _row(before_R: Array, rank: int) -> Any:
-    """The last of 64 rows with at most `rank` before it; the first has. Without a branch: nobody could foretell which
-    way it goes."""
-    row = np.uint64(0)
-    for step in _STEPS:
-        row += step if before_R[row + step] <= rank else _0
-    return row

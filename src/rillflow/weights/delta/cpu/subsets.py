@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from rillflow.weights.delta.cpu.lanes import highest
 from rillflow.weights.delta.format import MAX_RICE, Array
 from rillflow.weights.delta.jit import compiled, inlined
-from rillflow.weights.delta.cpu.lanes import highest
 
 _1, _63 = np.uint64(1), np.uint64(63)
 

@@ -1,4 +1,4 @@
-"""Sums of mixed words, the compiled part of `weights.fingerprint`: words are 8 bytes of a tensor, the last one padded."""
+"""Sums of mixed words, the compiled part of `weights.fingerprint`: words are 8 bytes, the last one padded."""
 
 from __future__ import annotations
 
@@ -41,6 +41,16 @@ def total(words_W: Array, first_word: int) -> Any:
     found = np.uint64(0)
     for number in range(len(words_W)):
         found += mixed(words_W[number], first_word + number)
+    return found
+
+
+@compiled
+def gained(old_W: Array, new_W: Array, first_word: int) -> Any:
+    """What the sum gains when words become others: only those that differ are mixed."""
+    found = np.uint64(0)
+    for number in range(len(old_W)):
+        if old_W[number] != new_W[number]:
+            found += mixed(new_W[number], first_word + number) - mixed(old_W[number], first_word + number)
     return found
 
 

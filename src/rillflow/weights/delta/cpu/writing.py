@@ -23,7 +23,7 @@ from rillflow.weights.delta.cpu.words import mixed, word_of
 from rillflow.weights.delta.format import Array, Layout
 from rillflow.weights.delta.jit import compiled
 
-_1 = np.uint64(1)
+_1, _6, _63 = np.uint64(1), np.uint64(6), np.uint64(63)
 # Places in the array that says how much is written: bytes of the table, bits of the streams, and whether all fitted.
 _TABLE, _UNARY, _FIELD, _FULL = range(4)
 
@@ -96,22 +96,22 @@ def _find(
         block_end = min(block + BLOCK, len(old_N))
         for start in range(block, block_end - 63, 64):
             end = places(differing(old_N, new_N, start), start, position_K, end)
-        for position in range(block_end & ~63, block_end):
-            position_K[end] = position
-            end += old_N[position] != new_N[position]
+        for rest in range(block_end & ~63, block_end):
+            position_K[end] = rest
+            end += old_N[rest] != new_N[rest]
         for k in range(begin, end):
-            position = np.int64(position_K[k])
-            old, new = np.int64(old_N[position]), np.int64(new_N[position])
+            position: Any = np.int64(position_K[k])
+            old, new = np.int64(old_N[np.uint64(position)]), np.int64(new_N[np.uint64(position)])
             was = full ^ old if old & sign else old | sign
             now = full ^ new if new & sign else new | sign
             change = ((now - was + sign) & full) - sign
             change_K[k] = change
-            table_EL[(old >> mantissa) & mask, highest(np.uint64(abs(change)))] += 1
+            table_EL[np.uint64((old >> mantissa) & mask), np.uint64(highest(np.uint64(abs(change))))] += 1
             number = position // each
             if number != last:
                 last = number
-                before = old_W[number] if number < whole else word_of(old_N, number)
-                after = new_W[number] if number < whole else word_of(new_N, number)
+                before = old_W[np.uint64(number)] if number < whole else word_of(old_N, number)
+                after = new_W[np.uint64(number)] if number < whole else word_of(new_N, number)
                 gained += mixed(after, first_word + number) - mixed(before, first_word + number)
     return end, gained
 
@@ -146,17 +146,17 @@ def _rank(
     for block in range(0, len(old_N), BLOCK):
         count_block(old_N, block, mantissa, mask, start_C, exponent_B, total_C, above_CR, 0)
         while k < len(position_K) and position_K[k] < block + BLOCK:
-            inside = np.int64(position_K[k]) - block
-            row = inside >> 6
-            number = class_E[exponent_B[inside]]
-            bits = members(exponent_B, row << 6, start_C[number], span_C[number])
-            below = (_1 << np.uint64(inside & 63)) - _1
-            rank = np.int64(above_CR[number, row]) - above_CR[number + 1, row] + ones(bits & below)
-            at = next_C[number]
-            gap_K[at] = rank - rank_C[number] - 1
+            inside = np.uint64(position_K[k] - block)
+            row = inside >> _6
+            mine = np.uint64(class_E[exponent_B[inside]])
+            bits = members(exponent_B, row << _6, start_C[mine], span_C[mine])
+            below = (_1 << (inside & _63)) - _1
+            rank = np.int64(above_CR[mine, row]) - above_CR[mine + _1, row] + ones(bits & below)
+            at = next_C[mine]
+            gap_K[at] = rank - rank_C[mine] - 1
             sorted_K[at] = change_K[k]
-            next_C[number] = at + 1
-            rank_C[number] = rank
+            next_C[mine] = at + 1
+            rank_C[mine] = rank
             k += 1
     for number in range(classes):
         size_C[number] = total_C[number] - total_C[number + 1]

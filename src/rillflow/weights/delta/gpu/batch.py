@@ -59,10 +59,9 @@ def spans(number: int, weights: int, log2: int = MOST_LOG2) -> list[Span]:
 
 def words_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's memory, or a copy if it is not one run that begins and ends at multiples of 16 bytes."""
+    if tensor.is_contiguous() and tensor.data_ptr() % _ALIGNED == 0 and tensor.nbytes % _ALIGNED == 0:
+        return tensor.detach().view(-1)
     flat = tensor.detach().reshape(-1)
-    flat = flat if flat.is_contiguous() else flat.contiguous()
-    if flat.data_ptr() % _ALIGNED == 0 and flat.nbytes % _ALIGNED == 0:
-        return flat
     padded = flat.new_zeros(-(-flat.nbytes // _ALIGNED) * _ALIGNED // flat.element_size())
     padded[: len(flat)] = flat
     return padded
@@ -81,7 +80,6 @@ class Rows:
         self.table[:, 0], self.table[:, 1] = old[span[:, 0]] + byte, new[span[:, 0]] + byte
         self.table[:, 2], self.table[:, 3] = span[:, 2], span[:, 1] // lanes
         self.table[:, 4], self.table[:, 5] = np.cumsum(self.blocks) - self.blocks, self.blocks
-        self.table[:, 6] = span[:, 1]
         self.on_device = torch.from_numpy(self.table).to(device)
         self.count = int(self.blocks.sum())
 
@@ -104,7 +102,7 @@ class Landing:
             self._tensors = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
             for to, tensor in zip(self._tensors, tensors, strict=True):
                 to.copy_(tensor, non_blocking=True)
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
         else:
             self._tensors = [tensor.clone() for tensor in tensors]

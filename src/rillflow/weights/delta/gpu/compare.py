@@ -1,7 +1,7 @@
 """Kernels that read old and new weights: what classes to make, which weights changed, and in what order they are coded.
 
 The table of segments has a row of eight 64-bit numbers for each: address of the old words, of the new ones, weights,
-index of its first word in its tensor, first block, blocks, index of its first weight. A block is WORDS words; blocks belong to one segment. What is
+index of its first word in its tensor, first block, blocks. A block is WORDS words; it belongs to one segment. What is
 counted per block and class lies at `first block * CLASSES + class * blocks + block`, so that one prefix sum over all
 orders everything by segment, class and position. A group is a class of a segment.
 """
@@ -139,6 +139,18 @@ def choose(table, histogram, lowest, before, choices, CLASSES: tl.constexpr):
     tl.store(choices + s * 4 + 1, dense)
     tl.store(choices + s * 4 + 2, (used - 1).to(tl.int64))
     tl.store(choices + s * 4 + 3, (share * weights).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["words", "number", "first_word"])
+def fingerprint(words, number, first_word, out, WORDS: tl.constexpr, ROUNDS: tl.constexpr):
+    """Add a run of words to the fingerprint of the tensor at the address `words`."""
+    start = tl.program_id(0).to(tl.int64) * (WORDS * ROUNDS)
+    address = words.to(tl.int64)
+    sums = tl.zeros([WORDS], tl.int64)
+    for step in tl.static_range(ROUNDS):
+        at = start + step * WORDS + tl.arange(0, WORDS)
+        sums += mixed(words_at(address, at, number, 1), first_word + at, at < number)
+    tl.atomic_add(out, tl.sum(sums), sem="relaxed")
 
 
 @triton.jit

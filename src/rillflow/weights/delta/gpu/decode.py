@@ -1,7 +1,8 @@
 """Deltas read on the device. All tensors of a call go through the same few launches, batch by batch.
 
 Invariants: no tensor is written before every delta of the call has been verified: checksum, table, every index, the
-fingerprints of base and result. The base's is believed where the caller knows it; the result's follows from what changed.
+fingerprints of base and result. The base's is believed where the caller knows it; the result's follows from what
+changed.
 """
 
 from __future__ import annotations
@@ -213,16 +214,19 @@ def _decode(job: _Job, part: slice) -> Work:
     rows, parts = job.rows(job.spans[part]), job.parts[part]
     size = np.array([len(part) for part in parts], np.int64)
     begin = np.cumsum(size) - size
-    bytes_here = np.zeros(int(size.sum()) // 4 * 4 + 8, np.uint8)
-    for start, data in zip(begin, parts, strict=True):
-        bytes_here[start : start + len(data)] = np.frombuffer(data, np.uint8)
+    # Whole words, and one more than there are.
+    buffer = torch.empty(int(size.sum()) // 4 + 2, dtype=torch.int32, pin_memory=device.type == "cuda")
+    buffer[-2:] = 0
+    bytes_here = buffer.numpy().view(np.uint8)
+    for start, piece in zip(begin, parts, strict=True):
+        bytes_here[start : start + len(piece)] = np.frombuffer(piece, np.uint8)
     host_limits, state = tables.read_limits(bytes_here, begin, size, job.layout.exponents)
     if not state.all():
         raise job.damaged()
     if (state == 2).any():
         size = _without(job, rows, state, host_limits, size)
     classes = 8 if host_limits[:, 2].max() < 8 else 16
-    data, limits = uploaded([bytes_here.view(np.int32), host_limits], device)
+    data, (limits,) = buffer.to(device, non_blocking=True), uploaded([host_limits], device)
     owner = rows.owner()
     sizes = torch.empty(rows.count * classes, dtype=torch.int32, device=device)
     before = torch.empty(rows.count * _CELLS * (classes // 4), dtype=torch.int64, device=device)
@@ -248,12 +252,12 @@ def _decode(job: _Job, part: slice) -> Work:
     # As many different places as there are changes, or they are not what the table says.
     fault = torch.stack([found.fault, (cells_from[-1] != len(places)).int()])
     first_cell = torch.from_numpy(np.append(rows.table[:, 4], rows.count) * _CELLS).to(device)
-    fault, sums, ends = yield Landing(fault, sums, cells_from[first_cell])
-    if fault.any():
+    faults, sums_here, ends = yield Landing(fault, sums, cells_from[first_cell])
+    if faults.any():
         raise job.damaged()
     job.found.append(_Found(rows, owner, cells_from, places, values))
     for s, span in enumerate(rows.spans):
-        job.sums[span.tensor] += sums[s].view(np.uint64)
+        job.sums[span.tensor] += sums_here[s].view(np.uint64)
     _split(job, rows, ends, places, values)
 
 

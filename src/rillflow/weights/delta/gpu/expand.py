@@ -1,8 +1,13 @@
-"""Kernels that read deltas. Every subset becomes a bitmap over its items, with prefix sums of its ones: whether an item
-is a member and how many members come before it can then be asked for any item, at any time, by any program.
+"""Kernels that read deltas.
 
-The columns of a group are those of `streams`, the table of segments and the places of blocks those of `compare`. Whatever the bytes are, nothing outside of the arrays is
-read or written: indices that cannot be are masked and set `fault`.
+Where changed weights are coded, their events give their ranks in order. Every other subset becomes a bitmap over its
+items, with prefix sums of its ones: whether an item is a member and how many members come before it can then be asked
+for any item, at any time, by any program. From its rank a weight is found through the numbers of its class before each
+block and before each cell of a block.
+
+The columns of a group are those of `streams`, the table of segments and the places of blocks those of `compare`.
+Whatever the bytes are, nothing outside of the arrays is read or written: indices that cannot be are masked and set
+`fault`.
 """
 
 from __future__ import annotations
@@ -88,7 +93,7 @@ def _unary_words(data, unary, owner, chunks_from, CHUNK: tl.constexpr):
 
 @triton.jit
 def count_ones(data, unary, owner, chunks_from, counts, CHUNK: tl.constexpr):
-    s, words, bit = _unary_words(data, unary, owner, chunks_from, CHUNK)
+    _, words, _ = _unary_words(data, unary, owner, chunks_from, CHUNK)
     tl.store(counts + tl.program_id(0) * CHUNK + tl.arange(0, CHUNK), popcount(words))
 
 
@@ -192,7 +197,7 @@ def changes(
     index = (p - tl.load(chunks_from + g)) * CHUNK + tl.arange(0, CHUNK)
     valid = index < tl.load(changes_from + g + 1) - start
     columns = g * (2 * WIDTH)
-    bits, before = _ones_before(bitmap, ranks, tl.load(words_from + columns + 1), index, valid)
+    bits, _ = _ones_before(bitmap, ranks, tl.load(words_from + columns + 1), index, valid)
     negative = (((bits >> (index & 31)) & 1) != 0) != ((tl.load(kinds + columns + 1) & 128) != 0)
     item, active = index, valid
     length = tl.zeros([CHUNK], tl.int32)
@@ -351,7 +356,7 @@ def gain(
             (i == tl.load(cells_from + b * CELLS))
             | (tl.load(places + i - 1, mask=valid & (i > 0), other=-1) // LANES != word)
         )
-        at = word - first * WORDS
+        at = tl.where(valid, word - first * WORDS, 0)
         x = words_at(tl.load(table + s * 8), at, weights, LANES)
         y = x
         for k in tl.static_range(LANES):

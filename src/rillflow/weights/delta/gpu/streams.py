@@ -31,7 +31,7 @@ def _chunk(owner, chunks_from, changes_from, changes, CHUNK: tl.constexpr, WIDTH
 @triton.jit(do_not_specialize=["stride"])
 def count(owner, chunks_from, changes_from, changes, counts, stride, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
     """How many changes of a chunk have each length, and in row WIDTH how many are negative."""
-    g, begin, index, valid, change, size, length = _chunk(owner, chunks_from, changes_from, changes, CHUNK, WIDTH)
+    _, _, _, valid, change, _, length = _chunk(owner, chunks_from, changes_from, changes, CHUNK, WIDTH)
     found = tl.histogram(tl.where(valid, length, 2 * WIDTH - 1), 2 * WIDTH)
     row = tl.arange(0, 2 * WIDTH)
     found = tl.where(row == WIDTH, tl.sum((change < 0).to(tl.int32)), found)
@@ -40,8 +40,8 @@ def count(owner, chunks_from, changes_from, changes, counts, stride, CHUNK: tl.c
 
 @triton.jit(do_not_specialize=["stride"])
 def plan(
-    group_sizes, changes_from, chunks_from, modes, counts, stride, total_out, members_out, kind_out, coded_out, bits_out,
-    most_out, WIDTH: tl.constexpr,
+    group_sizes, changes_from, chunks_from, modes, counts, stride, total_out, members_out, kind_out, coded_out,
+    bits_out, most_out, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The columns of a group: items, members, Rice parameter and inversion, coded items, field bits, most unary bits.
 

@@ -44,8 +44,16 @@ class Found:
             chunks_of(np.diff(plans.changes_from), _CHUNK),
             chunks_of(np.diff(plans.changes_from), _LOCATED),
         ]
-        whole = [plans.total, plans.kinds, plans.events_from, plans.fields_from, plans.words_from, plans.changes_from]
-        there = uploaded([*whole, plans.unary, *(array for chunks in self._chunks for array in chunks)], device)
+        whole: list[Array] = [
+            plans.total,
+            plans.kinds,
+            plans.events_from,
+            plans.fields_from,
+            plans.words_from,
+            plans.changes_from,
+        ]
+        maps = [array for chunks in self._chunks for array in (chunks.owner, chunks.chunks_from)]
+        there = uploaded([*whole, plans.unary, *maps], device)
         self._total, self._kinds, self._events_from, self._fields_from, self._words_from, self._changes_from = there[:6]
         self._unary, self._maps = there[6], _pairs(there[7:])
         self.fault = torch.zeros((), dtype=torch.int32, device=device)

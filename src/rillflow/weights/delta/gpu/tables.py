@@ -22,7 +22,9 @@ def write(limits: Array, last: Array, total: Array, members: Array, kinds: Array
 
 
 @compiled
-def _write(limits, last, total, members, kinds, width, out, sizes):  # type: ignore[no-untyped-def]
+def _write(
+    limits: Array, last: Array, total: Array, members: Array, kinds: Array, width: int, out: Array, sizes: Array
+) -> None:
     for s in range(len(last)):
         row, at = out[s], 0
         row[at] = last[s]
@@ -71,7 +73,7 @@ def read(data: Array, begin: Array, size: Array, sizes: Array, last: Array, widt
 
     A segment of no bytes is one in which nothing changed.
     """
-    plans = Plans(*sizes.shape, width)
+    plans = Plans(sizes.shape[0], sizes.shape[1], width)
     good = _read(
         data, begin, size, sizes, last, width, plans.total, plans.kinds, plans.events_from, plans.fields_from,
         plans.words_from, plans.changes_from, plans.unary,
@@ -80,13 +82,13 @@ def read(data: Array, begin: Array, size: Array, sizes: Array, last: Array, widt
 
 
 @compiled
-def _number(data, at, end):  # type: ignore[no-untyped-def]
+def _number(data: Array, at: int, end: int) -> tuple[int, int]:
     """A varint and where it ends; -1 where there is none."""
     value = 0
     for shift in range(0, 35, 7):
         if at >= end:
             return -1, at
-        byte = np.int64(data[at])
+        byte = int(data[at])
         at += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
@@ -95,9 +97,25 @@ def _number(data, at, end):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _read(  # type: ignore[no-untyped-def]
-    data, begin, size, sizes, last, width, total, kinds, events_from, fields_from, words_from, changes_from, unary
-):
+def _subset(data: Array, at: int, end: int, items: int) -> tuple[int, int, int]:
+    """Where a subset's numbers end, or -1; how many members it has; its kind, with 128 where all items are members."""
+    members, at = _number(data, at, end)
+    if members < 0 or members > items:
+        return -1, 0, 0
+    if members == items:
+        return at, members, 128 if items else 0
+    if not members:
+        return at, 0, 0
+    if at >= end or int(data[at]) & 127 > MAX_RICE:
+        return -1, 0, 0
+    return at + 1, members, int(data[at])
+
+
+@compiled
+def _read(
+    data: Array, begin: Array, size: Array, sizes: Array, last: Array, width: int, total: Array, kinds: Array,
+    events_from: Array, fields_from: Array, words_from: Array, changes_from: Array, unary: Array,
+) -> bool:  # fmt: skip
     classes = sizes.shape[1]
     events, words, changes = 0, 0, 0
     for s in range(len(begin)):
@@ -113,18 +131,9 @@ def _read(  # type: ignore[no-untyped-def]
                 members, kind = 0, 0
                 # Classes that are not used have no items; a group without changes has no further columns.
                 if size[s] and c <= last[s] and (column == 0 or items):
-                    members, at = _number(data, at, end)
-                    if members < 0 or members > items:
+                    at, members, kind = _subset(data, at, end, items)
+                    if at < 0:
                         return False
-                    if members == items:
-                        kind = 128 if items else 0
-                    elif members:
-                        if at >= end:
-                            return False
-                        kind = np.int64(data[at])
-                        at += 1
-                        if kind & 127 > MAX_RICE:
-                            return False
                 coded = 0
                 if 0 < members < items:
                     coded = items - members if kind & 128 else members
@@ -147,14 +156,13 @@ def _read(  # type: ignore[no-untyped-def]
                     items = changed
                 else:
                     # Those of length column - 2, whose low bits come after all subsets.
-                    total[first + width + column - 2] += 0 if column == 2 else items - members
+                    if column > 2:
+                        total[first + width + column - 2] = items - members
                     items = members
-            # Column `width` is a subset, so that the counts of lengths begin one behind it.
-            left = items
+            # Those of the last subset are of the greatest length.
+            total[first + 2 * width - 1] = items
             for length in range(1, width):
                 column = first + width + length
-                if length == width - 1:
-                    total[column] = left
                 events_from[column], words_from[column], fields_from[column] = events, words, bits
                 bits += length * total[column]
         unary[s, 3] = events
@@ -162,8 +170,8 @@ def _read(  # type: ignore[no-untyped-def]
             continue
         if at + 4 > end:
             return False
-        stream = np.int64(data[at]) | np.int64(data[at + 1]) << 8 | np.int64(data[at + 2]) << 16
-        stream |= np.int64(data[at + 3]) << 24
+        stream = int(data[at]) | int(data[at + 1]) << 8 | int(data[at + 2]) << 16
+        stream |= int(data[at + 3]) << 24
         at += 4
         if at + stream + (bits + 7) // 8 != end or stream >= 1 << 28:
             return False
@@ -176,26 +184,26 @@ def _read(  # type: ignore[no-untyped-def]
 
 
 def read_limits(data: Array, begin: Array, size: Array, exponents: int) -> tuple[Array, Array]:
-    """Of each segment: limits (see `words.reached`) in two numbers, and the last class; and what it is: 0 damaged, 1 good, 2 of more
-    classes than the kernels have room for."""
+    """Of each segment: limits (see `words.reached`) in two numbers, and the last class; and what it is: 0 damaged, 1
+    good, 2 of more classes than the kernels have room for."""
     limits, state = np.zeros((len(begin), 3), np.int64), np.zeros(len(begin), np.int8)
     _read_limits(data, begin, size, exponents, limits, state)
     return limits, state
 
 
 @compiled
-def _read_limits(data, begin, size, exponents, limits, state):  # type: ignore[no-untyped-def]
+def _read_limits(data: Array, begin: Array, size: Array, exponents: int, limits: Array, state: Array) -> None:
     for s in range(len(begin)):
         state[s] = 1
         if not size[s]:
             continue
-        last = np.int64(data[begin[s]])
+        last = int(data[begin[s]])
         if 1 + last > size[s]:
             state[s] = 0
             continue
         before = 0
         for c in range(1, last + 1):
-            start = np.int64(data[begin[s] + c])
+            start = int(data[begin[s] + c])
             if start <= before or start >= exponents:
                 state[s] = 0
                 break

@@ -1,0 +1,43 @@
+"""A request on its way through a server engine."""
+
+from __future__ import annotations
+
+import asyncio
+from weakref import ref
+
+from rillflow.engine.progress import Progress
+from rillflow.engine.stream import Stream
+from rillflow.types import Chunk, GenerateRequest
+
+
+class Call:
+    """How far it is. The stream is held weakly: a caller that drops it thereby aborts the request."""
+
+    def __init__(self, request: GenerateRequest, context: int) -> None:
+        self.progress = Progress(request, context)
+        self.stream: ref[Stream]
+        self.task: asyncio.Task[None]
+        self.limit: asyncio.Timeout | None = None  # of the running attempt
+        self.cause = ""  # why the running attempt is being cut
+        self.owed = False  # it was cut by new weights and has had no token since
+
+    def end_attempt(self) -> None:
+        """The cause of a cut is for the tokens of the next attempt, not for the last ones of this."""
+        self.limit = None
+        if self.cause:
+            self.progress.cause = self.cause
+            self.owed = self.cause == "weights"
+            self.cause = ""
+
+    def push(self, chunk: Chunk) -> None:
+        stream = self.stream()
+        if stream is not None:
+            stream.push(chunk)
+
+    def fail(self, error: Exception) -> None:
+        stream = self.stream()
+        if stream is not None:
+            stream.fail(error)
+
+    def abort(self) -> None:
+        self.task.cancel()

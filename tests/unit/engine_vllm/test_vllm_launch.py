@@ -1,0 +1,70 @@
+"""How vLLM is started, and which running ones are used."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from rillflow.config import PolicyConfig
+from rillflow.config.engine import EngineConfig, ServerConfig
+from rillflow.engine.build import build_engine
+from rillflow.engine.servers.facts import model_facts
+from rillflow.engine.vllm import VllmEngine, launch
+from rillflow.engine.vllm.inside.rillflow_channel import TOKEN
+from rillflow.errors import ConfigError, EngineLost
+
+
+def settings(**server: object) -> EngineConfig:
+    return EngineConfig(kind="vllm", slots=7, context=99, device="cpu", server=ServerConfig(**server))
+
+
+def test_it_listens_on_loopback_and_shuts_all_its_routes() -> None:
+    command = launch.command(model_facts("tiny", "fp32"), settings(arguments=["--swap-space", "0"]), 4321)
+    pairs = dict(itertools.pairwise(command))
+    assert (pairs["--host"], pairs["--port"]) == ("127.0.0.1", "4321")
+    assert (pairs["--max-num-seqs"], pairs["--max-model-len"], pairs["--dtype"]) == ("7", "99", "float32")
+    assert pairs["--logprobs-mode"] == "processed_logprobs"
+    assert command[-2:] == ["--swap-space", "0"], "the user's last, so that they win"
+    assert "secret" not in " ".join(command)
+    environment = launch.environment(settings(environment={"OMP_NUM_THREADS": "3"}), "secret")
+    assert environment[TOKEN] == environment["VLLM_API_KEY"] == "secret"
+    assert environment["OMP_NUM_THREADS"] == "3"
+    assert "VLLM_SERVER_DEV_MODE" not in environment
+
+
+def test_two_servers_do_not_draw_alike() -> None:
+    facts = model_facts("tiny", "fp32")
+    seeds = {dict(itertools.pairwise(c))["--seed"] for c in (launch.command(facts, settings(), 1) for _ in "ab")}
+    assert len(seeds) == 2
+
+
+@pytest.mark.parametrize("url", ["http://10.0.0.1:8000", "http://example.org", "http://127.0.0.1.example.org:80"])
+def test_a_server_elsewhere_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="loopback"):
+        launch.running_server(settings(url=url, environment={TOKEN: "t"}))
+
+
+def test_a_running_server_needs_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=TOKEN):
+        launch.running_server(settings(url="http://127.0.0.1:8000"))
+    monkeypatch.setenv(TOKEN, "t")
+    assert launch.running_server(settings(url="http://127.0.0.1:8000/")) == ("http://127.0.0.1:8000", "t")
+
+
+def test_what_servers_cannot_do_is_refused() -> None:
+    plain = PolicyConfig(model="tiny", engine=settings())
+    assert isinstance(build_engine(plain, exact=False), VllmEngine)
+    with pytest.raises(ConfigError, match="deterministic"):
+        build_engine(plain, exact=True)
+    with pytest.raises(ConfigError, match="on_update"):
+        build_engine(plain.model_copy(update={"engine": EngineConfig(kind="vllm", on_update="keep")}), exact=False)
+
+
+async def test_an_interpreter_without_vllm_says_so(tmp_path: object) -> None:
+    facts = model_facts("tiny", "fp32")
+    with pytest.raises(EngineLost, match="cannot be started"):
+        await VllmEngine(facts, settings(python="/no/such/python"), logs=tmp_path).start()  # type: ignore[arg-type]
+    with pytest.raises(EngineLost, match="ended before it served") as caught:
+        await VllmEngine(facts, settings(python="false"), logs=tmp_path).start()  # type: ignore[arg-type]
+    assert caught.value.hint

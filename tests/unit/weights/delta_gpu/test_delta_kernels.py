@@ -1,0 +1,139 @@
+"""The kernels write deltas that the host reads and read those that it writes, bit for bit, and refuse damaged ones."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import pytest
+import torch
+
+from rillflow.contracts import Change
+from rillflow.errors import CorruptData, WeightsError
+from rillflow.weights import delta
+from rillflow.weights.delta.format import CODED, RAW, Header, opened, sealed, segment_head
+from rillflow.weights.fingerprint import fingerprint
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed: torch for CUDA brings it", allow_module_level=True)
+
+from rillflow.weights.delta import gpu
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# In the interpreter each of these takes many seconds.
+pytestmark = [] if DEVICE == "cuda" else [pytest.mark.slow]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    kind = torch.int32 if tensor.dtype == torch.float32 else torch.int16
+    return tensor.cpu().contiguous().reshape(-1).view(kind).numpy().tobytes()
+
+
+def pair(count: int, share: float, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and what some of them become; among them a NaN, infinities, a denormal and -0."""
+    source = torch.Generator().manual_seed(count)
+    base = (0.02 * torch.randn(count, generator=source)).to(dtype)
+    step = 1 + 0.02 * torch.randn(count, generator=source)
+    new = torch.where(torch.rand(count, generator=source) < share, (base * step).to(dtype), base)
+    special = torch.tensor([float("nan"), float("inf"), -float("inf"), 1e-40, -0.0]).to(dtype)
+    if share and count > 10:
+        new[:5], base[5:10] = special, special
+    return base, new
+
+
+def applied(base: torch.Tensor, change: Change) -> torch.Tensor:
+    if change.index_K is None:
+        return change.value_K.view(base.shape)
+    new = base.clone()
+    new.view(-1)[change.index_K] = change.value_K
+    return new
+
+
+def exchange(base: torch.Tensor, new: torch.Tensor) -> None:
+    there, theirs = base.to(DEVICE), delta.encode(base, new)
+    ours = gpu.encode_gpu(there, new.to(DEVICE))
+    assert ours[1:] == theirs[1:]
+    assert bits(delta.apply(base, ours.data)) == bits(new)
+    for data in (ours.data, theirs.data):
+        change = gpu.decode_gpu(there, data)
+        assert bits(applied(there, change)) == bits(new)
+        assert bits(there) == bits(base)
+        if change.index_K is not None:
+            assert torch.equal(change.index_K.cpu(), torch.sort(change.index_K.cpu())[0])
+    assert bits(gpu.apply_gpu_(there, theirs.data, theirs.base)) == bits(new)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("share", [0.02, 0.6])
+def test_host_and_device_read_each_other(dtype: torch.dtype, share: float) -> None:
+    exchange(*pair(5003, share, dtype))
+
+
+def test_many_tensors_at_once() -> None:
+    pairs = [pair(4999, 0.05), pair(0, 0.0), pair(1, 1.0), pair(300, 0.0), pair(64, 0.5, torch.float32)]
+    there = [(base.to(DEVICE), new.to(DEVICE)) for base, new in pairs]
+    known = [fingerprint(base) for base, _ in pairs]
+    made = gpu.encode_many(there, known)
+    assert [one[1:] for one in made] == [delta.encode(base, new)[1:] for base, new in pairs]
+    gpu.apply_many_([(base, one.data) for (base, _), one in zip(there, made, strict=True)], known)
+    assert [bits(base) for base, _ in there] == [bits(new) for _, new in pairs]
+
+
+def test_tensors_that_are_not_one_run_of_aligned_words() -> None:
+    base, new = pair(2 * 999, 0.1)
+    across, odd = base.view(2, 999).to(DEVICE).T, base.to(DEVICE)[3:1000]
+    for there, to in ((across, new.view(2, 999).T), (odd, new[3:1000])):
+        made = gpu.encode_gpu(there, to.to(DEVICE))
+        assert bits(gpu.apply_gpu_(there, made.data)) == bits(to)
+
+
+def test_fingerprints_are_those_of_the_host() -> None:
+    base, _ = pair(5003, 0.0)
+    there = base.to(DEVICE)
+    assert gpu.fingerprint_gpu(there) == fingerprint(base)
+    parts = gpu.fingerprint_gpu(there[:4000]) + gpu.fingerprint_gpu(there[4000:], 1000)
+    assert parts % 2**64 == fingerprint(base)
+
+
+def test_many_classes_and_raw_segments_go_another_way() -> None:
+    base, new = pair(64, 1.0)
+    weights = new.view(torch.int16).numpy().tobytes()
+    header = Header(1, 22, 64, fingerprint(base), fingerprint(new))
+    data = sealed(header, [segment_head(RAW, len(weights)), weights])
+    assert bits(gpu.apply_gpu_(base.to(DEVICE), data)) == bits(new)
+    # Twenty-one classes, nothing changed in any.
+    same = bytes([20, *range(1, 21)]) + bytes(21) + bytes(4)
+    data = sealed(Header(1, 22, 64, fingerprint(base), fingerprint(base)), [segment_head(CODED, len(same)), same])
+    assert bits(gpu.apply_gpu_(base.to(DEVICE), data)) == bits(base)
+
+
+def test_another_base_is_refused() -> None:
+    base, new = pair(3000, 0.1)
+    data = delta.encode(base, new).data
+    other = base.to(DEVICE)
+    other[17] = 3.0
+    before = bits(other)
+    for known in (None, gpu.fingerprint_gpu(other)):
+        with pytest.raises(WeightsError):
+            gpu.apply_gpu_(other, data, known)
+    assert bits(other) == before
+
+
+@pytest.mark.parametrize("seed", range(40 if DEVICE == "cuda" else 4))
+def test_damage_behind_a_good_checksum_changes_nothing(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    base, new = pair(3000, 0.1)
+    header, body = opened(delta.encode(base, new).data)
+    damaged = bytearray(body)
+    for at in rng.integers(5, len(damaged), rng.integers(1, 4)):
+        damaged[at] ^= 1 << rng.integers(8)
+    there = base.to(DEVICE)
+    if bytes(damaged) == bytes(body):
+        return
+    try:
+        gpu.apply_many_([(there, sealed(header, [bytes(damaged)]))])
+    except CorruptData:
+        assert bits(there) == bits(base)
+    else:  # a bit of padding
+        assert bits(there) == bits(new)
