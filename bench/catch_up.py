@@ -31,10 +31,10 @@ from rillflow.engine.embedded import EmbeddedEngine
 from rillflow.trainer.optimizer import Optimizer
 from rillflow.trainer.parallel.peers import Alone
 from rillflow.types import GenerateRequest, Sampling
-from rillflow.weights.objects import FolderSource
 from rillflow.weights.pull import Puller
 from rillflow.weights.refresh import Refresher
 from rillflow.weights.store import FolderStore
+from rillflow.weights.transport.objects import FolderSource
 
 BEHIND = (30, 5, 1)
 UNSEEN = 2

@@ -85,7 +85,8 @@ class World:
     def serve(self) -> None:
         """The weight server in the hub, and the distance to it in every region."""
         code = (
-            "import asyncio, sys; from pathlib import Path; from rillflow.weights.serve import serve_weights; "
+            "import asyncio, sys; from pathlib import Path; "
+            "from rillflow.weights.transport.serve import serve_weights; "
             f"asyncio.run(serve_weights(Path(sys.argv[1]), {TOKEN!r}, host='0.0.0.0', port={SERVER_PORT}, "
             "on_ready=lambda url: Path(sys.argv[2]).touch()))"
         )
@@ -96,8 +97,8 @@ class World:
 
     def relay(self, region: Region) -> None:
         code = (
-            "import asyncio, sys; from pathlib import Path; from rillflow.weights.relay import serve_relay; "
-            "from rillflow.weights.serve import reading_token; "
+            "import asyncio, sys; from pathlib import Path; from rillflow.weights.transport.relay import serve_relay; "
+            "from rillflow.weights.transport.serve import reading_token; "
             f"asyncio.run(serve_relay(['http://127.0.0.1:{FAR_PORT}'], Path(sys.argv[1]), reading_token({TOKEN!r}), "
             f"port={RELAY_PORT}, on_ready=lambda url: Path(sys.argv[2]).touch()))"
         )

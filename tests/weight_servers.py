@@ -16,9 +16,9 @@ from rillflow.storage import write_atomic
 from rillflow.weights import sealed
 from rillflow.weights.manifest import Entry, Line, VersionManifest
 from rillflow.weights.sealed import FileFacts
-from rillflow.weights.serve import WeightService, reading_token
-from rillflow.weights.shelf import FolderShelf
 from rillflow.weights.signing import key_of, signed
+from rillflow.weights.transport.serve import WeightService, reading_token
+from rillflow.weights.transport.shelf import FolderShelf
 
 TOKEN = "the run's token"
 KEY = key_of(TOKEN)

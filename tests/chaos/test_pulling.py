@@ -15,8 +15,8 @@ import torch
 from killed_publisher import content
 
 from rillflow.errors import RillflowError
-from rillflow.weights.objects import FolderSource
 from rillflow.weights.pull import Puller
+from rillflow.weights.transport.objects import FolderSource
 
 SCRIPT = Path(__file__).with_name("killed_publisher.py")
 LIVES = 4

@@ -14,9 +14,9 @@ from commands import Cli, Started, wait_until
 from rillflow.config import load_recipe
 from rillflow.errors import WireError
 from rillflow.runtime.folder import RunFolder
-from rillflow.weights.remote import HttpSource
-from rillflow.weights.serve import reading_token
 from rillflow.weights.signing import key_of, signed
+from rillflow.weights.transport.remote import HttpSource
+from rillflow.weights.transport.serve import reading_token
 from weight_servers import publish, some_bytes
 
 DATA = some_bytes(2_000_000)

@@ -10,8 +10,8 @@ from rich.console import Console
 from rillflow.errors import ConfigError
 from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.process import prepare, run_until_signal
-from rillflow.weights.relay import serve_relay
-from rillflow.weights.serve import reading_token
+from rillflow.weights.transport.relay import serve_relay
+from rillflow.weights.transport.serve import reading_token
 
 TOKEN_VARIABLE = "RILLFLOW_WEIGHTS_TOKEN"
 _LEAST = 1 << 20

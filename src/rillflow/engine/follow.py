@@ -11,10 +11,10 @@ from rillflow.clients.turns import Ask, EngineTurn
 from rillflow.config import PolicyConfig
 from rillflow.contracts import Engine
 from rillflow.weights.models import load_policy_model
-from rillflow.weights.objects import open_source
 from rillflow.weights.pull import Puller
 from rillflow.weights.refresh import Refresher
 from rillflow.weights.signing import key_of
+from rillflow.weights.transport.objects import open_source
 
 if TYPE_CHECKING:
     from rillflow.contracts import Tensors

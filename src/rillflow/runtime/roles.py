@@ -77,7 +77,7 @@ def unit_role(folder: RunFolder, name: str) -> int:
 
 def weights_role(folder: RunFolder, *, host: str | None = None, port: int | None = None) -> int:
     """Serve the weights of all policies. Other hosts reach it where `host` is one of theirs to reach."""
-    from rillflow.weights.serve import serve_weights
+    from rillflow.weights.transport.serve import serve_weights
 
     recipe = folder.recipe
     used = port if port is not None else recipe.runtime.weights_port or folder.last_port("weights")

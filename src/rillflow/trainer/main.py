@@ -33,7 +33,7 @@ from rillflow.trainer.stream import RemoteStream, Stream
 from rillflow.weights import FolderStore
 from rillflow.weights.models import DTYPES
 from rillflow.weights.signing import key_of
-from rillflow.weights.upload import uploader
+from rillflow.weights.transport.upload import uploader
 from rillflow.wire import Client, LoopThread, Service
 
 log = logging.getLogger(__name__)

@@ -18,8 +18,8 @@ import pytest
 
 from commands import wait_until
 from rillflow.agents.command import AgentFailed, CommandAgent, words_of
-from rillflow.engine.reaper import Reaper
 from rillflow.config.schema import CommandConfig
+from rillflow.engine.reaper import Reaper
 from rillflow.errors import ConfigError
 from rillflow.types import Prompt
 

@@ -10,8 +10,8 @@ from rillflow.cli.weights import TOKEN_VARIABLE, print_token, relay
 from rillflow.config import load_recipe
 from rillflow.errors import ConfigError, WeightsError
 from rillflow.runtime.folder import RunFolder
-from rillflow.weights.relay import RelayShelf
-from rillflow.weights.serve import reading_token
+from rillflow.weights.transport.relay import RelayShelf
+from rillflow.weights.transport.serve import reading_token
 
 
 @pytest.mark.parametrize(("token", "gigabytes", "said"), [("", 1.0, TOKEN_VARIABLE), ("t", 0.0, "holds nothing")])

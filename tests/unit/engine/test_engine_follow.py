@@ -13,10 +13,10 @@ import torch
 
 from rillflow.contracts import Patch
 from rillflow.errors import EngineLost, Unavailable, WeightsError
-from rillflow.weights.objects import FolderSource
 from rillflow.weights.pull import Puller
 from rillflow.weights.refresh import Refresher, StoreSupply
 from rillflow.weights.store import FolderStore
+from rillflow.weights.transport.objects import FolderSource
 
 
 class Learner:

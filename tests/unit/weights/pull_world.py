@@ -9,8 +9,8 @@ import torch
 
 from rillflow.errors import RillflowError
 from rillflow.weights.manifest import Line, VersionManifest
-from rillflow.weights.objects import FolderSource
 from rillflow.weights.store import FolderStore
+from rillflow.weights.transport.objects import FolderSource
 
 Weights = dict[str, torch.Tensor]
 

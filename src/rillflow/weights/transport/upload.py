@@ -12,9 +12,9 @@ import threading
 import time
 
 from rillflow.weights.manifest import FOLDER_NAME, HEAD, folder_name
-from rillflow.weights.objects import open_url
 from rillflow.weights.sealed import MANIFEST, as_text
 from rillflow.weights.store import FolderStore
+from rillflow.weights.transport.objects import open_url
 
 log = logging.getLogger(__name__)
 

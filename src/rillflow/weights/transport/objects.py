@@ -18,11 +18,11 @@ from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import ConfigError, CorruptData, Unavailable, WeightsError
 from rillflow.storage import file_hash
 from rillflow.weights import sealed, signing
-from rillflow.weights.cache import FileCache
 from rillflow.weights.folder import Folder
 from rillflow.weights.manifest import HEAD, Line, VersionManifest, folder_name
-from rillflow.weights.partial import PartFile
 from rillflow.weights.source import WeightSource
+from rillflow.weights.transport.cache import FileCache
+from rillflow.weights.transport.partial import PartFile
 
 T = TypeVar("T")
 
@@ -41,8 +41,8 @@ def open_source(
     (with commas between them), or a URL that fsspec knows. `cache` is for the files of those that are far."""
     text = str(where)
     if text.startswith(("http://", "https://")):
-        from rillflow.weights.apart import ApartSource
-        from rillflow.weights.remote import HttpSource
+        from rillflow.weights.transport.apart import ApartSource
+        from rillflow.weights.transport.remote import HttpSource
 
         return ApartSource(HttpSource(f"{text}/{policy}", cache=cache / policy, key=key, token=token, streams=streams))
     if "://" in text:

@@ -11,12 +11,12 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from rillflow.weights import download as downloads
-from rillflow.weights import following, relay
-from rillflow.weights import mirrors as servers
-from rillflow.weights.relay import RelayService, RelayShelf
-from rillflow.weights.remote import HttpSource
-from rillflow.weights.serve import reading_token
+from rillflow.weights.transport import download as downloads
+from rillflow.weights.transport import following, relay
+from rillflow.weights.transport import mirrors as servers
+from rillflow.weights.transport.relay import RelayService, RelayShelf
+from rillflow.weights.transport.remote import HttpSource
+from rillflow.weights.transport.serve import reading_token
 from weight_servers import KEY, POLICY, TOKEN, Exchange, between, publish, served, some_bytes, well
 
 SIZE = 3_000_000

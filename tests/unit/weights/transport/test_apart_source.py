@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from rillflow.errors import WeightsError
-from rillflow.weights.apart import ApartSource
-from rillflow.weights.remote import HttpSource
+from rillflow.weights.transport.apart import ApartSource
+from rillflow.weights.transport.remote import HttpSource
 from weight_servers import KEY, POLICY, TOKEN, publish, served, some_bytes
 
 DATA = some_bytes(1_000_000)

@@ -16,12 +16,13 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from rillflow.errors import ConfigError, CorruptData, Unavailable, WeightsError
-from rillflow.weights import FolderStore, objects
-from rillflow.weights.objects import FolderSource, ObjectSource, open_source
-from rillflow.weights.remote import HttpSource
+from rillflow.weights import FolderStore
 from rillflow.weights.signing import key_of
 from rillflow.weights.source import WeightSource
-from rillflow.weights.upload import Uploader, uploader
+from rillflow.weights.transport import objects
+from rillflow.weights.transport.objects import FolderSource, ObjectSource, open_source
+from rillflow.weights.transport.remote import HttpSource
+from rillflow.weights.transport.upload import Uploader, uploader
 
 KEY = key_of("the run's token")
 _names = itertools.count()

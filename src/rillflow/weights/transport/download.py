@@ -15,8 +15,8 @@ from pathlib import Path
 
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import CorruptData, RillflowError, Unauthorized, Unavailable, WireError
-from rillflow.weights.mirrors import STALL_SECONDS, Mirrors, NotThere
-from rillflow.weights.partial import PartFile, Span
+from rillflow.weights.transport.mirrors import STALL_SECONDS, Mirrors, NotThere
+from rillflow.weights.transport.partial import PartFile, Span
 
 PATIENCE = 120.0
 LEAST_PIECE, LARGE_PIECE = 256 << 10, 8 << 20

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rillflow.errors import CorruptData, DiskFull, Unauthorized, Unavailable, WeightsError, WireError
-from rillflow.weights import download as downloads
-from rillflow.weights import mirrors as servers
-from rillflow.weights.download import piece_size
-from rillflow.weights.partial import Spans
-from rillflow.weights.remote import EMPTY, HttpSource
+from rillflow.weights.transport import download as downloads
+from rillflow.weights.transport import mirrors as servers
+from rillflow.weights.transport.download import piece_size
+from rillflow.weights.transport.partial import Spans
+from rillflow.weights.transport.remote import EMPTY, HttpSource
 from weight_servers import KEY, POLICY, TOKEN, Exchange, between, part_record, publish, served, some_bytes, well
 
 SIZE = 3_000_000

@@ -12,8 +12,8 @@ import aiohttp
 import pytest
 
 from raw_http import connected, exchanged
-from rillflow.weights import serve
-from rillflow.weights.serve import reading_token
+from rillflow.weights.transport import serve
+from rillflow.weights.transport.serve import reading_token
 from rillflow.wire.client import Client
 from weight_servers import POLICY, TOKEN, publish, served, some_bytes
 

@@ -18,15 +18,15 @@ from urllib.parse import quote
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import CorruptData, WeightsError
 from rillflow.storage import file_hash
-from rillflow.weights.cache import FileCache
-from rillflow.weights.download import PATIENCE, Download
 from rillflow.weights.manifest import Line, VersionManifest, folder_name
-from rillflow.weights.mirrors import STALL_SECONDS, Answer, Mirrors, NotThere
-from rillflow.weights.partial import PartFile
 from rillflow.weights.sealed import MANIFEST, FileFacts
-from rillflow.weights.serve import reading_token
-from rillflow.weights.shelf import NOTHING
 from rillflow.weights.signing import parse_line, parse_manifest
+from rillflow.weights.transport.cache import FileCache
+from rillflow.weights.transport.download import PATIENCE, Download
+from rillflow.weights.transport.mirrors import STALL_SECONDS, Answer, Mirrors, NotThere
+from rillflow.weights.transport.partial import PartFile
+from rillflow.weights.transport.serve import reading_token
+from rillflow.weights.transport.shelf import NOTHING
 
 T = TypeVar("T")
 

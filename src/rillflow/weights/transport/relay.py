@@ -20,16 +20,16 @@ from prometheus_client import Gauge
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import CorruptData, QueueFull, RillflowError
 from rillflow.storage import file_hash, write_atomic
-from rillflow.weights.cache import FileCache
-from rillflow.weights.download import PATIENCE, Download
-from rillflow.weights.following import Follower
 from rillflow.weights.manifest import VersionManifest, folder_name
-from rillflow.weights.mirrors import STALL_SECONDS, Mirrors, NotThere
-from rillflow.weights.partial import PartFile
 from rillflow.weights.sealed import MANIFEST, FileFacts
-from rillflow.weights.serve import WeightService
-from rillflow.weights.shelf import BLOCK, DiskFile, OpenFile, Told, absent, checked
 from rillflow.weights.signing import parse_manifest
+from rillflow.weights.transport.cache import FileCache
+from rillflow.weights.transport.download import PATIENCE, Download
+from rillflow.weights.transport.following import Follower
+from rillflow.weights.transport.mirrors import STALL_SECONDS, Mirrors, NotThere
+from rillflow.weights.transport.partial import PartFile
+from rillflow.weights.transport.serve import WeightService
+from rillflow.weights.transport.shelf import BLOCK, DiskFile, OpenFile, Told, absent, checked
 
 log = logging.getLogger(__name__)
 

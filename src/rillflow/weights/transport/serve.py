@@ -30,7 +30,7 @@ from starlette.types import Receive, Scope, Send
 
 from rillflow.errors import BadRequest, WireError
 from rillflow.weights.sealed import MANIFEST
-from rillflow.weights.shelf import NOTHING, FolderShelf, OpenFile, Shelf, absent
+from rillflow.weights.transport.shelf import NOTHING, FolderShelf, OpenFile, Shelf, absent
 from rillflow.wire import Service
 from rillflow.wire.gate import Gate
 

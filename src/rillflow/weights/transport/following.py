@@ -14,9 +14,9 @@ from urllib.parse import quote
 from rillflow.contracts import Clock
 from rillflow.errors import RillflowError, Unavailable
 from rillflow.storage import write_atomic
-from rillflow.weights.mirrors import Mirrors, NotThere
-from rillflow.weights.shelf import NOTHING, Told, tag_of
 from rillflow.weights.signing import parse_line
+from rillflow.weights.transport.mirrors import Mirrors, NotThere
+from rillflow.weights.transport.shelf import NOTHING, Told, tag_of
 
 log = logging.getLogger(__name__)
 
