@@ -317,7 +317,7 @@ async def test_a_restart_goes_on_with_what_has_come(reader: Reader, url: str) ->
         with pytest.raises(Unavailable):
             await reader(middle, patience=0.0).file(7, NAME)
         there = sum(end - start for start, end in part_record(reader.cache, 7, NAME))
-        assert there > SIZE // 8
+        assert there >= SIZE // 8  # of one range at least
         seen.behave = well
         later = reader(middle)
         assert (await later.file(7, NAME)).read_bytes() == DATA
