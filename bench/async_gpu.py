@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -84,7 +85,7 @@ def recipe(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
         "workflow": "rillflow.agents.workflows.question:play",
         "reward": "rillflow.agents.environments.addition:reward",
         "data": {"prompts": {"generator": questions, "arguments": {"split": "train", "count": 1 << 16, "seed": 1}}},
-        "dataflow": {"group_size": GROUP, "staleness": 2, "filters": []},
+        "dataflow": {"group_size": GROUP, "staleness": arguments.staleness, "filters": []},
         "trainer": {
             "algorithm": "grpo",
             "steps": arguments.steps,
@@ -95,14 +96,19 @@ def recipe(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
             "dtype": dtype,
             "checkpoint_every": arguments.steps,
         },
-        "rollout": {"nodes": arguments.nodes, "engines": arguments.engines, "episodes": arguments.episodes},
+        "rollout": {
+            "nodes": arguments.nodes,
+            "engines": arguments.engines,
+            "episodes": arguments.episodes,
+            "refresh_every": 0.05,
+        },
         "observe": {"tensorboard": False, "plot": False},
         "runtime": {"start_timeout": 300},
     }
 
 
-def ours(arguments: argparse.Namespace, model: str, folder: Path) -> tuple[Side, list[dict[str, Any]]]:
-    """Our run, and its lines of metrics."""
+def ours(arguments: argparse.Namespace, model: str, folder: Path) -> tuple[Side, dict[str, float]]:
+    """Our run, and what else there is to tell of it."""
     file = folder / "recipe.yaml"
     file.write_text(yaml.safe_dump(recipe(arguments, model)))
     command = [sys.executable, "-m", "rillflow", "run", str(file), "--runs", str(folder / "runs")]
@@ -113,7 +119,11 @@ def ours(arguments: argparse.Namespace, model: str, folder: Path) -> tuple[Side,
             sys.stderr.write(f"--- {log.name}\n{log.read_text()[-3000:]}\n")
         raise RuntimeError(f"our run ended with {done.returncode}")
     steps = read_metrics(run / "metrics.jsonl", "agent").of("agent")
-    return Side([step["time"] for step in steps], [step["reward_mean"] for step in steps]), steps
+    others = transfers(run)
+    for key in sorted({key for step in steps for key in step if key.startswith(("weights", "consistency", "wait_f"))}):
+        values = [step[key] for step in steps[len(steps) // 10 :] if isinstance(step.get(key), int | float)]
+        others |= {f"median {key}": statistics.median(values)} if values else {}
+    return Side([step["time"] for step in steps], [step["reward_mean"] for step in steps]), others
 
 
 def trl(arguments: argparse.Namespace, model: str, folder: Path) -> Side:
@@ -127,18 +137,39 @@ def trl(arguments: argparse.Namespace, model: str, folder: Path) -> Side:
     return Side(found["ended"], found["reward"])
 
 
-def tell(report: Report, arguments: argparse.Namespace, mine: Side, peer: Side | None, steps: list[Any]) -> None:
+_TRANSFER = re.compile(
+    r"version \d+, (\w+), (\d+) bytes: fetched in ([\d.]+) s, verified in ([\d.]+) s, applied in ([\d.]+) s, ([\d.]+) s"
+)
+
+
+def transfers(run: Path) -> dict[str, float]:
+    """Medians over the changes of weights that the engines' logs tell of, the first tenth left out."""
+    found = [match for log in sorted(run.glob("logs/*.log")) for match in _TRANSFER.findall(log.read_text())]
+    found = found[len(found) // 10 :]
+    names = ("bytes", "seconds of fetching", "seconds of decoding", "seconds of the update", "seconds without a token")
+    return {
+        "weight updates": float(len(found)),
+        "of them by delta": float(sum(kind == "delta" for kind, *_ in found)),
+        **{
+            f"an update's {name}": statistics.median(float(one[place]) for one in found)
+            for place, name in enumerate(names, 1)
+            if found
+        },
+    }
+
+
+def tell(
+    report: Report, arguments: argparse.Namespace, mine: Side, peer: Side | None, others: dict[str, float]
+) -> None:
     rate = mine.steps_per_second()
     other = None if peer is None else peer.steps_per_second()
-    report.add("samples/s", rate * arguments.batch, other and other * arguments.batch, unit="samples/s", goal=GOAL)
+    report.add("samples/s", rate * batch, other and other * batch, unit="samples/s", goal=GOAL)
     report.add("seconds a step", 1 / rate, other and 1 / other, unit="s", less_is_better=True)
     for name, at in (("first", slice(0, WINDOW)), ("last", slice(-WINDOW, None))):
         theirs = None if peer is None else statistics.mean(peer.reward[at])
         report.add(f"reward, {name} {WINDOW} steps", statistics.mean(mine.reward[at]), theirs, unit="reward")
-    for key in sorted({key for step in steps for key in step if key.startswith(("weights", "consistency", "wait"))}):
-        values = [step[key] for step in steps[len(steps) // 10 :] if isinstance(step.get(key), int | float)]
-        if values:
-            report.add(f"median {key}", statistics.median(values), None, unit="", reason="ours alone")
+    for name, value in others.items():
+        report.add(name, value, None, unit="", reason="ours alone")
 
 
 def read_arguments() -> argparse.Namespace:
@@ -149,7 +180,8 @@ def read_arguments() -> argparse.Namespace:
     made.add_argument("--steps", type=int, default=60)
     made.add_argument("--batch", type=int, default=256, help="samples of a step")
     made.add_argument("--lr", type=float, default=5e-6)
-    made.add_argument("--nodes", type=int, default=4)
+    made.add_argument("--staleness", type=int, default=4)
+    made.add_argument("--nodes", type=int, default=6)
     made.add_argument("--engines", type=int, default=1)
     made.add_argument("--episodes", type=int, default=128, help="that one node plays at once")
     made.add_argument("--limit", type=float, default=300.0, help="seconds that a side may take")
@@ -166,10 +198,10 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         tiny = arguments.model == "tiny"
         model = "tiny" if tiny else str(model_folder(Path(arguments.model).resolve(), folder / "model"))
-        mine, steps = ours(arguments, model, folder)
+        mine, others = ours(arguments, model, folder)
         peer = None if arguments.no_trl else trl(arguments, model, folder)
         report = Report("async_gpu")
-        tell(report, arguments, mine, peer, steps)
+        tell(report, arguments.batch, mine, peer, others)
         report.finish(arguments.json)
 
 

@@ -20,6 +20,8 @@ from rillflow.contracts import Change
 from rillflow.errors import WeightsError
 
 _MODULUS = 1 << 64
+_STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_CHUNK = 1 << 14  # words: all that is computed of them stays in the processor's cache
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -34,6 +36,23 @@ def fingerprint(tensor: torch.Tensor, first_word: int = 0) -> int:
     words_W, rest_W = _words(tensor)
     found = int(words.total(words_W, first_word)) + int(words.total(rest_W, first_word + len(words_W)))
     return found % _MODULUS
+
+
+def plain(tensor: torch.Tensor, first_word: int = 0) -> int:
+    """The same several times slower, but at once: it needs no compiled loops, which take seconds to load."""
+    if tensor.is_cuda:
+        return fingerprint(tensor, first_word)
+    total = 0
+    for words_W in _words(tensor):
+        for start in range(0, len(words_W), _CHUNK):
+            z_W = words_W[start : start + _CHUNK]
+            first = first_word + start + 1
+            z_W = z_W + np.arange(first, first + len(z_W), dtype=np.uint64) * np.uint64(_STEP)
+            z_W = (z_W ^ (z_W >> np.uint64(30))) * np.uint64(_FIRST)
+            z_W = (z_W ^ (z_W >> np.uint64(27))) * np.uint64(_SECOND)
+            total += int((z_W ^ (z_W >> np.uint64(31))).sum())
+        first_word += len(words_W)
+    return total % _MODULUS
 
 
 def gained(base: torch.Tensor, new: torch.Tensor, first_word: int = 0) -> int:
@@ -112,8 +131,8 @@ def _difference_on_device(base: torch.Tensor, index_K: torch.Tensor, value_K: to
 
 
 def _mixed(word_W: torch.Tensor, number_W: torch.Tensor) -> torch.Tensor:
-    """As `delta.words.mixed`: signed numbers wrap around in the same way, but their shifts bring the sign along."""
-    step, first, second = (value - _MODULUS for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+    """As `delta.cpu.words.mixed`: signed numbers wrap around in the same way, but their shifts bring the sign along."""
+    step, first, second = (value - _MODULUS for value in (_STEP, _FIRST, _SECOND))
     z = word_W + (number_W + 1) * step
     z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * first
     z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * second

@@ -12,6 +12,7 @@ from rillflow.errors import EngineLost, WeightsError
 from rillflow.types import GenerateRequest
 
 VOCABULARY = 1000
+STALLED = 13  # the seed of a request that the server is silent to
 
 
 def token_at(place: int) -> int:
@@ -31,6 +32,10 @@ class FakeUpdate(Update):
             raise Tainted("other weights than published")
         if self._outcome == "unfit":
             raise WeightsError("does not fit")
+        if self._outcome == "silent":
+            raise EngineLost("no answer")
+        if self._outcome == "slow":
+            await asyncio.sleep(600)
 
     async def close(self) -> None:
         self.closed = True
@@ -77,6 +82,8 @@ class FakeServer(ServerEngine):
 
     async def sample(self, request: GenerateRequest, version: int) -> AsyncGenerator[Part]:
         self.asked.append((version, request))
+        if request.sampling.seed == STALLED:
+            raise TimeoutError
         self.running += 1
         try:
             place, count = len(request.tokens), request.sampling.max_tokens

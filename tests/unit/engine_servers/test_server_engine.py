@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from fake_server import FakeServer, token_at
+from fake_server import STALLED, FakeServer, token_at
 
 from counting_engine import until
 from rillflow.contracts import Patch
@@ -175,6 +175,60 @@ async def test_nothing_is_sampled_from_weights_that_arrived_wrong() -> None:
             await engine.patch(Patch(0, {}, {}), 2)
         await engine.load({}, 2)
         assert {chunk.version for chunk in await task} == {2}
+
+
+async def test_nothing_is_sampled_after_a_change_that_was_broken_off() -> None:
+    async with running() as engine:
+        change = asyncio.create_task(engine.load({"outcome": "slow"}, 1))  # type: ignore[dict-item]
+        await until(lambda: "apply" in engine.log)
+        change.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await change
+        assert engine.version == module.UNKNOWN, "who knows what was written"
+        engine.give(100)
+        task = asyncio.create_task(collect(engine, request(), []))
+        await asyncio.sleep(0.01)
+        assert not engine.asked
+        await engine.load({}, 2)
+        assert {chunk.version for chunk in await task} == {2}
+
+
+async def test_a_server_that_does_not_do_what_it_is_told_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_FIRST_PAUSE", 0.001)
+    async with running() as engine:
+        with pytest.raises(EngineLost):
+            await engine.load({"outcome": "silent"}, 1)  # type: ignore[dict-item]
+        await until(lambda: engine.log.count("up") == 2 and engine.version == 0)
+        engine.give(100)
+        await engine.load({}, 2)
+        assert {chunk.version for chunk in await collect(engine, request(), [])} == {2}
+
+
+async def test_an_answer_that_stalls_is_lost() -> None:
+    async with running() as engine:
+        with pytest.raises(EngineLost, match="silent"):
+            async with asyncio.timeout(1.0):
+                await collect(engine, request(seed=STALLED), [])
+        assert len(engine.asked) == 1
+
+
+async def test_nobody_waits_for_a_server_that_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_FIRST_PAUSE", 0.001)
+    failures = iter([False])
+
+    def start() -> None:
+        if next(failures, True):
+            raise OSError("no space left on device")
+
+    async with running(start=start) as engine:
+        engine.die()
+        await until(lambda: engine.log.count("up") >= 4)
+        async with asyncio.timeout(1.0):
+            await engine.pause()
+            with pytest.raises(EngineLost, match="not there"):
+                await engine.load({}, 1)
+            await engine.resume()
+        assert not engine.updates, "nothing is laid ready for a server that is not there"
 
 
 async def test_a_server_that_dies_loses_its_answers_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:

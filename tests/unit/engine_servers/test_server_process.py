@@ -19,6 +19,21 @@ child = subprocess.Popen([sys.executable, "-c", stubborn])
 print(child.pid, flush=True)
 time.sleep(600)
 """
+# One that ends its child by word of mouth; a signal would be the end of both.
+_TIDY = """
+import signal, subprocess, sys, time
+heard = "import sys; sys.stdin.read(); print('tidy', flush=True)"
+child = subprocess.Popen([sys.executable, "-c", heard], stdin=subprocess.PIPE)
+
+def end(*_):
+    print("told", flush=True)
+    child.stdin.close()
+    raise SystemExit
+
+signal.signal(signal.SIGTERM, end)
+print(child.pid, flush=True)
+time.sleep(600)
+"""
 _PARENT = """
 import asyncio, sys
 from pathlib import Path
@@ -56,7 +71,17 @@ async def test_stopping_takes_its_children_along(tmp_path: Path) -> None:
     assert _lives(child)
     await process.stop()
     assert not process.running
-    await until(lambda: not _lives(child))
+    assert not _lives(child), "what it held is free for the next one"
+
+
+async def test_it_may_end_its_children_itself(tmp_path: Path) -> None:
+    """They have memory of the machine to give back, which a signal of ours would keep them from."""
+    log = tmp_path / "server.log"
+    process = ServerProcess([sys.executable, "-c", _TIDY], environment=dict(os.environ), log=log)
+    await process.start()
+    await until(lambda: _child(log) > 0)
+    await process.stop()
+    assert log.read_text().split()[1:] == ["told", "tidy"]
 
 
 async def test_it_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:

@@ -303,3 +303,32 @@ async def test_changed_returns_when_there_is_news(tmp_path: Path) -> None:
     async with asyncio.timeout(20):
         await waiting
     assert await world.puller.head() == 1
+
+
+async def test_a_line_that_says_something_else_than_a_manifest(tmp_path: Path) -> None:
+    """What a server still shows of a version that was written again meanwhile: no way, but an answer."""
+    world = World(tmp_path)
+    world.trainer.publish(2)
+    await world.check()
+    world.trainer.publish(2)
+    path = world.store.path(2)
+    text = sealed.as_text(msgspec.structs.replace(world.store.manifest(2), delta_of=0))
+    (path / "manifest.json").write_bytes(text)
+    async with asyncio.timeout(30):
+        with pytest.raises(WeightsError, match="is from 0"):
+            await world.puller.pull()
+
+
+async def test_an_adapter_that_is_orphaned_on_the_way(tmp_path: Path) -> None:
+    trainer, source = Trainer(tmp_path), Source(tmp_path)
+    trainer.publish(1)
+    low = {"up.lora_A": torch.full((2, 32), 0.1), "up.lora_B": torch.ones(128, 2)}
+    for version in (1, 2):
+        trainer.store.publish_adapter(Adapter(low, rank=2, alpha=4.0), version, version - 1, 0)
+
+    def rewind(version: int, name: str) -> None:
+        source.before = lambda version, name: None
+        trainer.store.rewind(1)
+
+    source.before = rewind
+    assert (await Puller(source).pull()).version == 1

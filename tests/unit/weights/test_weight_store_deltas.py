@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -147,6 +149,53 @@ def test_nothing_changed(tmp_path: Path) -> None:
     assert done.changed == 0
     assert 0 < store.line().entries[1].delta_bytes < 50
     assert same(store.pull(1), weights(0))
+
+
+# ---------------------------------------------------------------- what is compiled
+
+
+def test_until_deltas_can_be_made_at_once_versions_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for a compiler."""
+    ready = False
+    store = FolderStore(tmp_path, deltas=True, ready=lambda: ready)
+    with monkeypatch.context() as patched:
+        patched.setattr("rillflow.weights.previous.fingerprint", None)
+        for version in range(2):
+            store.publish(weights(version), version, store.head())
+        store.mend(weights(1), 1)
+    ready = True
+    for version in range(2, 4):
+        store.publish(weights(version), version, store.head())
+    assert [files(tmp_path, version) for version in range(4)] == [WHOLE, WHOLE, DELTA, DELTA]
+    for version in range(4):
+        assert same(FolderStore(tmp_path).pull(version), weights(version))
+        assert set(store.manifest(version).fingerprints) == set(weights(version)) - {"head"}
+
+
+def test_without_deltas_nothing_is_compiled_or_loaded_for_it(tmp_path: Path) -> None:
+    """Neither by the trainer nor by its nodes."""
+    subprocess.run([sys.executable, "-c", WITHOUT_DELTAS, str(tmp_path)], check=True, timeout=120)
+
+
+WITHOUT_DELTAS = """
+import asyncio, sys, torch
+from pathlib import Path
+from rillflow.weights import FolderStore
+from rillflow.weights.pull import Puller
+from rillflow.weights.transport.objects import FolderSource
+
+async def follow():
+    store, node = FolderStore(Path(sys.argv[1])), Puller(FolderSource(Path(sys.argv[1])), initial=lambda: {})
+    for version in range(3):
+        tensors = {"w": torch.full((300,), float(version))}
+        store.publish(tensors, version, store.head())
+        assert torch.equal((await node.pull()).tensors["w"], tensors["w"])
+    assert not FolderStore(Path(sys.argv[1])).mend(tensors, 2)
+    assert not store.manifest(2).fingerprints
+
+asyncio.run(follow())
+assert "numba" not in sys.modules
+"""
 
 
 # ---------------------------------------------------------------- restarts

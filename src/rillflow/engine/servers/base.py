@@ -3,7 +3,8 @@
 Invariants: an attempt to sample runs only while no reason holds the engine, and weights change only once no attempt
 runs, so every token has the version that sampled it. Answers that are cut go on from the ids they have: nothing sampled
 is delivered twice, nothing delivered is sampled again. A request always ends: with a finish reason, or with EngineLost
-when the server died; it is then started again, and samples nothing before it has weights again.
+when the server died or no longer does what it is told; it is then started again, and samples nothing before it has
+weights again. Nobody but a request waits for a server that is not there.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 from weakref import ref
 
 from rillflow.config.engine import EngineConfig
 from rillflow.contracts import Clock, SystemClock
 from rillflow.engine.admission import check_request
-from rillflow.engine.servers.calls import Call
+from rillflow.engine.servers.calls import Call, Part
 from rillflow.engine.servers.facts import ModelFacts
+from rillflow.engine.servers.layout import Tainted
+from rillflow.engine.servers.updates import Update
 from rillflow.engine.stream import Stream
 from rillflow.errors import EngineLost, QueueFull, RillflowError, WeightsError
 from rillflow.types import Chunk, EngineStats, FinishReason, GenerateRequest
@@ -38,31 +41,6 @@ _WEIGHTS_SECONDS = 60.0  # a server that was started again waits no longer for n
 _DOWN, _PAUSED, _UPDATE, _WEIGHTS = "down", "paused", "update", "weights"
 
 
-class Part(NamedTuple):
-    """Tokens of one attempt. `finish` None: there is more to come; `abort`: the server was told to cut it."""
-
-    tokens: list[int]
-    logprobs: list[float]
-    raw_logprobs: list[float]
-    finish: FinishReason | None = None
-
-
-class Tainted(WeightsError):
-    """Weights were written, and are not what they should be: the engine samples nothing until whole ones come."""
-
-
-class Update(ABC):
-    """Weights on their way into the server: checked and laid ready, nothing changed yet."""
-
-    @abstractmethod
-    async def apply(self) -> None:
-        """Change the weights, and verify them. WeightsError: nothing was changed; Tainted: something was."""
-
-    @abstractmethod
-    async def close(self) -> None:
-        """Whatever was laid ready is removed."""
-
-
 class ServerEngine(ABC):
     """A `contracts.Engine`. What an adapter writes is below; everything else is the same for all servers."""
 
@@ -77,6 +55,7 @@ class ServerEngine(ABC):
         self._attempts: set[Call] = set()
         self._moved = asyncio.Event()  # an attempt has ended, or had its first token
         self._one_at_a_time = asyncio.Lock()
+        self._disobeyed = asyncio.Event()  # the server did not do what it was told
         self._halted = False  # whether the server was told to sample nothing
         self._closed = False
         self._supervisor: asyncio.Task[None] | None = None
@@ -191,9 +170,11 @@ class ServerEngine(ABC):
 
     async def load(self, tensors: Tensors, version: int) -> None:
         """As the contract has it. Where the written weights turn out wrong, `Tainted`: the version is unknown then."""
+        self._check_up()
         await self._change(await self.prepare_load(tensors), version)
 
     async def patch(self, patch: Patch, version: int) -> None:
+        self._check_up()
         self._check_base(patch)
         await self._change(await self.prepare_patch(patch), version, lambda: self._check_base(patch))
 
@@ -209,24 +190,34 @@ class ServerEngine(ABC):
             await update.close()
 
     async def _apply(self, update: Update, version: int) -> None:
-        if _DOWN in self._held:
-            raise EngineLost("the server is not there", "it is started again: try later")
+        self._check_up()
         began = self._clock.monotonic()
         self._hold(_UPDATE)
         try:
             await self._cut_all("weights")
-            await update.apply()
-        except Tainted:
-            self._version = UNKNOWN
-            self._hold(_WEIGHTS)
-            raise
-        else:
+            await self._write(update)
             self._version = version
             self._loads += 1
             self._held.discard(_WEIGHTS)
         finally:
             await self._let_go(_UPDATE)
             self._load_seconds += self._clock.monotonic() - began
+
+    async def _write(self, update: Update) -> None:
+        """However it is broken off, also by a caller who goes: nobody knows then what was written."""
+        try:
+            await update.apply()
+        except BaseException as error:
+            if isinstance(error, Tainted) or not isinstance(error, WeightsError):
+                self._version = UNKNOWN
+                self._hold(_WEIGHTS)
+            if isinstance(error, EngineLost):
+                self._disobeyed.set()
+            raise
+
+    def _check_up(self) -> None:
+        if _DOWN in self._held:
+            raise EngineLost("the server is not there", "it is started again: try later")
 
     def _check_base(self, patch: Patch) -> None:
         if patch.base != self._version:
@@ -259,6 +250,7 @@ class ServerEngine(ABC):
                 await self.go_on()
             except EngineLost as error:
                 log.warning("the server does not go on: %s", error.message)
+                self._disobeyed.set()
             self._halted = False
         self._release(reason)
 
@@ -270,7 +262,11 @@ class ServerEngine(ABC):
         for call in self._attempts:
             call.cause = cause
         self._halted = True
-        await self.cut()
+        try:
+            await self.cut()
+        except EngineLost:
+            self._disobeyed.set()
+            raise
         deadline = self._clock.monotonic() + _CUT_SECONDS
         while self._attempts and self._clock.monotonic() < deadline:
             await self._wait_moved(_CUT_SECONDS)
@@ -318,8 +314,10 @@ class ServerEngine(ABC):
                     if part.finish is not None:
                         return finish is not None
             raise EngineLost("the server ended an answer without saying how", "see its log")
-        except TimeoutError:
-            return False
+        except TimeoutError as error:
+            if call.limit is not None and call.limit.expired():
+                return False
+            raise EngineLost("the server was silent for too long", "the request can go on elsewhere") from error
         finally:
             call.end_attempt()
             self._attempts.discard(call)
@@ -343,32 +341,43 @@ class ServerEngine(ABC):
 
     async def _supervise(self) -> None:
         while True:
-            reason = await self.lost()
+            reason = await self._loss()
             log.warning("the server is lost: %s", reason)
-            began_with = self._version
             self._hold(_DOWN)
             await self._fail_all(EngineLost(f"the server was lost: {reason}", "the request can go on elsewhere"))
-            async with self._one_at_a_time:
+            async with self._one_at_a_time:  # a change of weights that was under way has ended
                 self._halted = False
-                await self._again()
-                self._version = 0
-                if began_with != 0:
-                    self._hold(_WEIGHTS)
-                    asyncio.get_running_loop().call_later(_WEIGHTS_SECONDS, self._make_do, self._loads)
-                self._release(_DOWN)
+            await self._again()
+            self._disobeyed.clear()
+            began_with, self._version = self._version, 0
+            if began_with != 0:
+                self._hold(_WEIGHTS)
+                asyncio.get_running_loop().call_later(_WEIGHTS_SECONDS, self._make_do, self._loads)
+            self._release(_DOWN)
+
+    async def _loss(self) -> str:
+        """Returns, with the reason, once the server is lost, or does not do what it is told."""
+        lost, disobeyed = asyncio.create_task(self.lost()), asyncio.create_task(self._disobeyed.wait())
+        try:
+            await asyncio.wait({lost, disobeyed}, return_when=asyncio.FIRST_COMPLETED)
+            return lost.result() if lost.done() else "it does not do what it is told"
+        finally:
+            lost.cancel()
+            disobeyed.cancel()
 
     async def _again(self) -> None:
         pause = _FIRST_PAUSE
         while True:
-            with suppress(RillflowError):
-                await self.tear_down()
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
             try:
+                await self.tear_down()
+                await asyncio.sleep(pause)
                 await self.bring_up()
                 return
-            except RillflowError as error:
-                log.warning("the server was not started again: %s", error)
+            except Exception as error:  # a full disk, say: whoever waits here must not wait in vain
+                log.warning(
+                    "the server was not started again: %s", error, exc_info=not isinstance(error, RillflowError)
+                )
+            pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _make_do(self, loads: int) -> None:
         if loads == self._loads and self._version == 0:

@@ -1,13 +1,23 @@
-"""A request on its way through a server engine."""
+"""A request on its way through a server engine, and what comes back for it."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import NamedTuple
 from weakref import ref
 
 from rillflow.engine.progress import Progress
 from rillflow.engine.stream import Stream
-from rillflow.types import Chunk, GenerateRequest
+from rillflow.types import Chunk, FinishReason, GenerateRequest
+
+
+class Part(NamedTuple):
+    """Tokens of one attempt. `finish` None: there is more to come; `abort`: the server was told to cut it."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    raw_logprobs: list[float]
+    finish: FinishReason | None = None
 
 
 class Call:

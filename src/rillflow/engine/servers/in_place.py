@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rillflow.engine.servers.base import ServerEngine, Update
-from rillflow.engine.servers.updates import LaidUpdate, lay_changes, lay_whole
+from rillflow.engine.servers.base import ServerEngine
+from rillflow.engine.servers.updates import LaidUpdate, Update, lay_changes, lay_whole
 from rillflow.errors import WeightsError
 from rillflow.weights.models import load_policy_model
 

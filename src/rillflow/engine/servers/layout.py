@@ -9,11 +9,14 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-from rillflow.engine.servers.base import Tainted
 from rillflow.engine.servers.facts import ModelFacts
-from rillflow.errors import ConfigError
+from rillflow.errors import ConfigError, WeightsError
 
 _HINT = "weights are changed in place: serve the model unquantised, in the dtype that is published"
+
+
+class Tainted(WeightsError):
+    """Weights were written, and are not what they should be: the engine samples nothing until whole ones come."""
 
 
 def check_layout(model: ModelFacts, answers: Sequence[Mapping[str, Any]]) -> None:

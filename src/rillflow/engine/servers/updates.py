@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,14 +13,25 @@ from typing import Any, NamedTuple
 import torch
 
 from rillflow.contracts import Change
-from rillflow.engine.servers.base import Tainted, Update
 from rillflow.engine.servers.facts import ModelFacts
-from rillflow.engine.servers.layout import verify
+from rillflow.engine.servers.layout import Tainted, verify
 from rillflow.errors import EngineError, EngineLost
 from rillflow.weights import codec
 from rillflow.weights.fingerprint import fingerprint
 
 _SHARED_MEMORY = Path("/dev/shm")
+
+
+class Update(ABC):
+    """Weights on their way into the server: checked and laid ready, nothing changed yet."""
+
+    @abstractmethod
+    async def apply(self) -> None:
+        """Change the weights, and verify them. WeightsError: nothing was changed; anything else: something may be."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Whatever was laid ready is removed."""
 
 
 class Laid(NamedTuple):

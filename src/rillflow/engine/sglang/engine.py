@@ -27,7 +27,7 @@ import msgspec
 
 from rillflow.config.engine import EngineConfig
 from rillflow.contracts import Clock
-from rillflow.engine.servers.base import Part
+from rillflow.engine.servers.calls import Part
 from rillflow.engine.servers.facts import ModelFacts
 from rillflow.engine.servers.in_place import InPlaceEngine
 from rillflow.engine.servers.layout import check_layout

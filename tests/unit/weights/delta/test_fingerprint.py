@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rillflow.contracts import Change
 from rillflow.errors import WeightsError
 from rillflow.weights import fingerprint as module
-from rillflow.weights.fingerprint import fingerprint, gained, moved
+from rillflow.weights.fingerprint import fingerprint, gained, moved, plain
 
 DTYPES = [torch.uint8, torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64]
 MASK = 2**64 - 1
@@ -38,7 +38,15 @@ def random(count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 @settings(max_examples=100, deadline=None)
 def test_it_is_the_definition(dtype: torch.dtype, count: int, first_word: int) -> None:
     tensor = random(count, dtype, count)
-    assert fingerprint(tensor, first_word) == slow(tensor, first_word)
+    assert fingerprint(tensor, first_word) == plain(tensor, first_word) == slow(tensor, first_word)
+
+
+def test_without_compiled_loops_it_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CHUNK", 64)
+    for count in (0, 1, 255, 256, 1003):
+        tensor = random(count, torch.bfloat16)
+        assert plain(tensor, 7) == fingerprint(tensor, 7)
+        assert plain(tensor[1:], 7) == fingerprint(tensor[1:], 7)  # not aligned to words
 
 
 def test_empty_and_shapes() -> None:
