@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 BENCHES := engine dataflow two_policies data_algorithms gateway tree trainer
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all test-agents test-oracle test-engines lint format docs bench clean
+.PHONY: help setup quickstart test test-all test-agents test-oracle test-engines test-sglang lint format docs bench clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -39,7 +39,11 @@ test-oracle: setup  ## our losses and advantages against verl's and TRL's, in an
 
 test-engines: setup  ## a real vLLM (its CPU build), in an environment of its own
 	test -x .venv-vllm/bin/python || bash scripts/make_vllm_venv.sh
-	RILLFLOW_REQUIRE_ENGINES=1 $(BIN)/python -m pytest -m engines tests/engines
+	RILLFLOW_REQUIRE_ENGINES=1 $(BIN)/python -m pytest -m engines tests/engines --ignore tests/engines/test_sglang_contract.py
+
+test-sglang: setup  ## a real SGLang (on plain torch), in an environment of its own; a quarter of an hour
+	test -x .venv-sglang/bin/python || bash scripts/make_sglang_venv.sh
+	RILLFLOW_REQUIRE_ENGINES=1 $(BIN)/python -m pytest -m engines tests/engines/test_sglang_contract.py
 
 lint: setup  ## formatting, lint and types
 	$(BIN)/ruff format --check .
