@@ -158,9 +158,7 @@ def transfers(run: Path) -> dict[str, float]:
     }
 
 
-def tell(
-    report: Report, arguments: argparse.Namespace, mine: Side, peer: Side | None, others: dict[str, float]
-) -> None:
+def tell(report: Report, batch: int, mine: Side, peer: Side | None, others: dict[str, float]) -> None:
     rate = mine.steps_per_second()
     other = None if peer is None else peer.steps_per_second()
     report.add("samples/s", rate * batch, other and other * batch, unit="samples/s", goal=GOAL)

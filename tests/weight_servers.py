@@ -6,17 +6,21 @@ import asyncio
 import json
 import random
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import pytest
 
 from rillflow.storage import write_atomic
 from rillflow.weights import sealed
-from rillflow.weights.manifest import Entry, Line, VersionManifest
+from rillflow.weights.manifest import Line, VersionManifest
 from rillflow.weights.sealed import FileFacts
 from rillflow.weights.signing import key_of, signed
+from rillflow.weights.transport.partial import PartFile
 from rillflow.weights.transport.serve import WeightService, reading_token
 from rillflow.weights.transport.shelf import FolderShelf
 
@@ -45,8 +49,9 @@ def publish(root: Path, version: int, files: Files, policy: str = POLICY) -> Non
 
 
 def write_line(root: Path, head: int, policy: str = POLICY) -> None:
-    names = [path.name for path in (root / policy).iterdir() if re.fullmatch(r"v\d{8}", path.name)]
-    line = Line(head, frozenset(), {int(name[1:]): Entry(full_bytes=1) for name in names})
+    folders = [path for path in (root / policy).iterdir() if re.fullmatch(r"v\d{8}", path.name)]
+    manifests = [sealed.read_manifest(folder, VersionManifest) for folder in folders]
+    line = Line(head, frozenset(), {manifest.version: manifest.entry for manifest in manifests})
     write_atomic(root / policy / "head.json", msgspec.json.encode(signed(line, KEY)))
 
 
@@ -152,3 +157,29 @@ def part_record(cache: Path, version: int, name: str) -> list[list[int]]:
     """What the record of a download says to be there."""
     record = cache / f"v{version:08d}" / f".{name}.part.json"
     return json.loads(record.read_bytes())["have"] if record.is_file() else []
+
+
+async def leaves_no_write_behind(reading: Coroutine[Any, Any, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cancelled while a thread writes, `reading` closes its file only after that: the descriptor could be another
+    file's by then."""
+    order: list[str] = []
+    began, released = threading.Event(), threading.Event()
+    write, close = PartFile.write, PartFile.close
+
+    def slow(part: PartFile, start: int, data: bytes) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            began.set()
+            released.wait(30)
+        order.append("write")
+        write(part, start, data)
+
+    monkeypatch.setattr(PartFile, "write", slow)
+    monkeypatch.setattr(PartFile, "close", lambda part: (order.append("close"), close(part)))
+    task = asyncio.ensure_future(reading)
+    assert await asyncio.to_thread(began.wait, 30)
+    task.cancel()
+    await asyncio.sleep(0.1)
+    released.set()
+    await asyncio.gather(task, return_exceptions=True)
+    await asyncio.sleep(0.1)
+    assert order[-1] == "close", order

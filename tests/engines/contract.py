@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from playing import play_episodes
 
 from conftest import build_model
 from counting_engine import until
+from playing import play_episodes
 from rillflow.config import SamplingConfig
 from rillflow.config.engine import EngineConfig, ServerConfig
 from rillflow.contracts import Change, Patch
@@ -250,12 +250,16 @@ async def test_episodes_play_through_the_gateway_while_weights_change(world: Wor
         while not enough.is_set():
             samples.extend(await play_episodes(world.engine, SamplingConfig(max_tokens=48), 8))
 
+    async def sampled() -> None:
+        before = world.engine.stats().generated_tokens
+        await until(lambda: world.engine.stats().generated_tokens > before + 100, 60)
+
     player = asyncio.create_task(keep_playing())
     started = world.version
     for change in (world.patch, world.load, world.patch):
-        before = world.engine.stats().generated_tokens
-        await until(lambda before=before: world.engine.stats().generated_tokens > before + 100, 60)
+        await sampled()
         await change()
+    await sampled()
     enough.set()
     await player
     claimed = {int(version) for sample in samples for version in sample.columns["versions"] if version >= 0}
@@ -287,9 +291,7 @@ async def test_a_wrong_weight_in_the_server_is_noticed(world: World) -> None:
     name = "model.layers.1.self_attn.k_proj.weight"
     laid = lay_changes({name: Change(torch.tensor([77]), torch.tensor([123.0]))}, {})
     await world.write([str(path) for path in laid.folder.iterdir()])
-    for path in laid.folder.iterdir():
-        path.unlink()
-    laid.folder.rmdir()
+    laid.remove()
     with pytest.raises(WeightsError, match="k_proj"):
         await world.patch()
     assert world.engine.version == -1

@@ -2,52 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any
-
 import numpy as np
-import openai
 import pytest
 
 from engine_log import LoggedEngine, trained_turns
-from rillflow.agents.environments.stockroom import prompts
-from rillflow.agents.workflows.stockroom import play
+from playing import play_episodes
 from rillflow.config import SamplingConfig, TrainerConfig
-from rillflow.contracts import SystemClock
-from rillflow.gateway import Gateway, Policy, Renderer, anthropic_url
 from rillflow.gateway.trees.record import Sample
-from rillflow.rollout.episode import RunningEpisode
 from rillflow.trainer.batches import make_rows
 from rillflow.trainer.forward import PolicyForward
 from rillflow.trainer.graph.databuffer import Databuffer
 from rillflow.trainer.learner import Learner
 from rillflow.trainer.parallel.peers import Alone
-from rillflow.types import BatchSample, Prompt, Row, Task
+from rillflow.types import BatchSample, Row
 from rillflow.weights.models import load_policy_model, pick_device
-
-
-async def play_episodes(engine: LoggedEngine, sampling: SamplingConfig, count: int) -> list[Sample]:
-    gateway = Gateway("token", {"agent": Policy(engine, Renderer.load("tiny"))}, {"agent": sampling})
-    url = await gateway.start()
-    client = openai.AsyncOpenAI(api_key="unset", base_url=url, http_client=openai.DefaultAioHttpClient())
-
-    async def episode(index: int, row: dict[str, Any]) -> list[Sample]:
-        task = Task(id=f"t.{index}", prompt=Prompt(**row), group="t", place=index, lane="train", seed=index)
-        key = gateway.sessions.open(task.id, seed=task.seed, group="t", deadline_seconds=60)
-        running = RunningEpisode(
-            task, client=client, policies=["agent"], url=anthropic_url(url, task.id), api_key=key,
-            clock=SystemClock(), seconds=60, give=gateway.sessions.get(task.id).rewards.give,
-        )  # fmt: skip
-        await play(running)
-        return gateway.sessions.close(task.id).samples("agent")
-
-    try:
-        rows = list(prompts("train", count, 0))
-        played = await asyncio.gather(*(episode(index, row) for index, row in enumerate(rows)))
-        return [sample for samples in played for sample in samples]
-    finally:
-        await client.close()
-        await gateway.stop()
 
 
 def as_batch(samples: list[Sample]) -> list[BatchSample]:

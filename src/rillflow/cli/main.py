@@ -289,9 +289,17 @@ def weights(
         typer.Option("--token", help="Only print the token that opens these weights, for relays, and nothing else"),
     ] = False,
     host: Annotated[str | None, typer.Option(help="Where to listen", show_default="runtime.host")] = None,
-    port: Annotated[int | None, typer.Option(help="0 for any free one", show_default="the one it had")] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            help="0 for any free one", show_default="runtime.weights_port, else the one it had", min=0, max=65535
+        ),
+    ] = None,
 ) -> None:
-    """Serve the weights of a run over HTTP, for relays and nodes that do not see its folder."""
+    """Serve the weights of a run over HTTP, for relays and nodes that do not see its folder.
+
+    Where it listens is in RUN/endpoints/weights.json. Nodes pull from there with policies.*.weights.source=URL.
+    """
     from rillflow.cli.weights import print_token
     from rillflow.runtime.folder import RunFolder
     from rillflow.runtime.roles import weights_role
@@ -310,11 +318,12 @@ def relay(
     cache: Annotated[Path, typer.Option(help="Where it keeps what it has fetched", file_okay=False)],
     limit: Annotated[float, typer.Option(help="GB that the cache may take", metavar="GB")] = 100.0,
     host: Annotated[str, typer.Option(help="Where to listen")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 for any free one")] = 0,
+    port: Annotated[int, typer.Option(help="0 for any free one", min=0, max=65535)] = 0,
 ) -> None:
     """Pass a run's weights on in another region: fetched once, kept, served to all nodes there.
 
-    The token that opens the run's weights is taken from RILLFLOW_WEIGHTS_TOKEN (`rillflow weights RUN --token`).
+    The token that opens the run's weights is taken from RILLFLOW_WEIGHTS_TOKEN (`rillflow weights RUN --token`). Nodes
+    pull from the relay with policies.*.weights.source=URL; the URL is printed once it listens.
     """
     from rillflow.cli.weights import relay as run_relay
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -32,13 +33,14 @@ def relay(upstream: str, cache: Path, *, gigabytes: float, host: str, port: int)
             f"a relay needs the token that opens the run's weights, in {TOKEN_VARIABLE}",
             "`rillflow weights RUN --token` prints it, where the run's folder is",
         )
-    limit = int(gigabytes * 1e9)
-    if limit < _LEAST:
-        raise ConfigError(f"a cache of {gigabytes} GB holds nothing", "give --limit at least the size of a version")
+    if not _LEAST <= gigabytes * 1e9 < math.inf:  # also when it is no number
+        raise ConfigError(f"a cache cannot have {gigabytes} GB", "give --limit at least the size of a version")
     prepare()
 
     def ready(url: str) -> None:
         console.print(f"relay of {upstream} at {url}, cache in {cache}", highlight=False, soft_wrap=True)
 
     urls = [url.strip() for url in upstream.split(",")]
-    return run_until_signal(serve_relay(urls, cache, token, on_ready=ready, limit=limit, host=host, port=port))
+    return run_until_signal(
+        serve_relay(urls, cache, token, on_ready=ready, limit=int(gigabytes * 1e9), host=host, port=port)
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import Callable
 from contextlib import suppress
@@ -47,9 +48,12 @@ async def run_engine(
     news = asyncio.Event()
     for refresher in refreshers:
         refresher.on_load = news.set
-    await served.start()
     try:
+        await served.start()
         await asyncio.gather(*(refresher.refresh() for refresher in refreshers))
+        # Modules and models stay: every full collection would stop all answers to look at them again.
+        gc.collect()
+        gc.freeze()
         on_ready(await service.start(host))
         async with asyncio.TaskGroup() as group:
             group.create_task(_beat(served, dataflow, news), name="engine-beat")

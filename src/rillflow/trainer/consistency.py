@@ -41,12 +41,14 @@ class Consistency:
         self._sums_2S, self._peak_2 = self._sums_2S.to(trainer_T.device), self._peak_2.to(trainer_T.device)
         apart_T = (trainer_T - engine_T).abs().double()
         kind_T = (fresh_T > 0).long()
-        of_kind_2T = torch.stack([1 - kind_T, kind_T])
+        if not len(kind_T):
+            return
+        of_kind_2T = torch.stack([kind_T == 0, kind_T == 1])
         ones_T = torch.ones_like(apart_T)
         of_T3 = torch.stack([ones_T, apart_T, ratio(trainer_T, engine_T).double()], 1)
         self._sums_2S[:, :3].index_add_(0, kind_T, of_T3)
         self._sums_2S.view(-1).index_add_(0, kind_T * self._sums_2S.shape[1] + 3 + _cell(apart_T), ones_T)
-        self._peak_2 = torch.maximum(self._peak_2, (apart_T * of_kind_2T).amax(1))
+        self._peak_2 = torch.maximum(self._peak_2, torch.where(of_kind_2T, apart_T, 0.0).amax(1))
 
     def values(self, peers: Peers) -> dict[str, float]:
         """Over all ranks: `consistency/…` of the fresh tokens, `consistency/stale_…` of the others. Collective."""

@@ -31,6 +31,7 @@ from rillflow.trainer.parallel.rendezvous import connect, device_of
 from rillflow.trainer.process import prepare_torch, stops_on_signal
 from rillflow.trainer.stream import RemoteStream, Stream
 from rillflow.weights import FolderStore
+from rillflow.weights.delta.ahead import Ahead
 from rillflow.weights.models import DTYPES
 from rillflow.weights.signing import key_of
 from rillflow.weights.transport.upload import uploader
@@ -199,13 +200,15 @@ def _opened(
 ) -> Iterator[tuple[FolderStore, Callable[[], None]]]:
     """The policy's store, and what to call when it has changed: rank 0 copies it to the object store that the recipe
     names, if any. The last versions get some time at the end."""
-    settings = recipe.policies[policy].weights
+    settings, deltas = recipe.policies[policy].weights, _writes_deltas(recipe, policy)
     store = FolderStore(
         folder / "weights" / policy,
         key_of(token),
         # The ranks of a sharded model find out themselves what has changed.
-        deltas=_writes_deltas(recipe, policy) and not _sharded(recipe, policy, peers),
+        deltas=deltas and not _sharded(recipe, policy, peers),
+        fingerprints=deltas,
         snapshot_every=settings.snapshot_every,
+        ready=_ready(recipe, policy, peers) if deltas else lambda: True,
     )
     copies = uploader(store, settings.source, policy) if peers.rank == 0 else None
     try:
@@ -213,6 +216,12 @@ def _opened(
     finally:
         if copies is not None:
             copies.close(_LAST_UPLOAD)
+
+
+def _ready(recipe: Recipe, policy: str, peers: Peers) -> Callable[[], bool]:
+    """Whether deltas can be made at once: what makes them is compiled while the model is loaded and samples come."""
+    settings = recipe.policies[policy]
+    return Ahead(DTYPES[settings.engine.dtype], device_of(settings.trainer.device, peers.rank)).ready
 
 
 def _nothing() -> None:

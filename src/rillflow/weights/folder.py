@@ -18,9 +18,7 @@ from rillflow.errors import CorruptData, WeightsError
 from rillflow.weights import sealed, signing
 from rillflow.weights.adapters import Adapter, merged
 from rillflow.weights.codec import assembled, decode
-from rillflow.weights.manifest import FOLDER_NAME, HEAD, Entry, Line, VersionManifest, folder_name
-
-_EMPTY = Line(head=None, orphaned=frozenset())
+from rillflow.weights.manifest import EMPTY, FOLDER_NAME, HEAD, Entry, Line, VersionManifest, folder_name
 
 
 class Folder:
@@ -28,8 +26,7 @@ class Folder:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._seen: tuple[int, int] | None = None
-        self._line = _EMPTY
+        self._seen: tuple[object, Line] = (None, EMPTY)  # which file, and what is in it: threads see both or neither
         self._base: tuple[str, dict[str, torch.Tensor]] | None = None  # by the hash of its manifest
 
     def line(self) -> Line:
@@ -37,13 +34,14 @@ class Folder:
         path = self._folder / HEAD
         try:
             stat = path.stat()
-            seen = (stat.st_ino, stat.st_mtime_ns)
-            if seen != self._seen:
-                self._line = self._filled(signing.parse_line(path.read_bytes(), b"", str(path)))
-                self._seen = seen
+            file = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+            seen, line = self._seen
+            if file != seen:
+                line = self._filled(signing.parse_line(path.read_bytes(), b"", str(path)))
+                self._seen = file, line
         except FileNotFoundError:
-            return _EMPTY
-        return self._line
+            return EMPTY
+        return line
 
     def _filled(self, line: Line) -> Line:
         """Lines once had no entries: they are in the manifests."""

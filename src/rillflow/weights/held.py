@@ -54,11 +54,12 @@ class Held:
     def __init__(self) -> None:
         self.version: int | None = None
         self.tensors: dict[str, torch.Tensor] = {}
-        self.fingerprints: dict[str, int] = {}
+        self.fingerprints: dict[str, int] = {}  # none where no manifest told them and no delta came yet
+        self._own: dict[str, torch.Tensor] = {}  # without aliases
 
     def forget(self) -> None:
         """Hold nothing: the next version comes whole."""
-        self.version, self.tensors, self.fingerprints = None, {}, {}
+        self.version, self.tensors, self.fingerprints, self._own = None, {}, {}, {}
 
     def replace(self, tensors: Tensors, manifest: VersionManifest, *, verified: bool = False) -> None:
         """Hold these tensors, which nobody else may change. CorruptData when they are not what the manifest says.
@@ -69,15 +70,14 @@ class Held:
         if {name: tensor_facts(tensor) for name, tensor in unique.items()} != manifest.tensors:
             raise CorruptData(f"version {manifest.version} has other tensors than its manifest names", "it was changed")
         found = told = _known(manifest)
-        if not verified or set(told) != set(unique):
-            from rillflow.weights.fingerprint import fingerprint
-
-            found = dict(zip(unique, _at_once(fingerprint, list(unique.values())), strict=True))
+        if not verified or (told and set(told) != set(unique)):
+            found = _fingerprints(unique)
         for name, known in told.items():
             if found.get(name) != known:
                 raise CorruptData(
                     f"{name} of version {manifest.version} does not have its fingerprint", "it was changed"
                 )
+        self._own = unique
         self.tensors = unique | {alias: unique[name] for alias, name in manifest.aliases.items()}
         self.fingerprints = found
         self.version = manifest.version
@@ -103,6 +103,8 @@ class Held:
 
         manifest = step.manifest
         self._check(manifest)
+        if not self.fingerprints:
+            self.fingerprints = _fingerprints(self._own)
         changes: dict[str, list[Change]] = defaultdict(list)
         now = dict(self.fingerprints)
         for found in _at_once(self._moved, container.read(step.paths)):
@@ -124,7 +126,7 @@ class Held:
                 f"the delta of version {manifest.version} is from {manifest.delta_of}, version {self.version} is held",
                 "take another way to it",
             )
-        if {name: tensor_facts(self.tensors[name]) for name in self.fingerprints} != manifest.tensors:
+        if {name: tensor_facts(tensor) for name, tensor in self._own.items()} != manifest.tensors:
             raise CorruptData(
                 f"version {manifest.version} has other tensors than version {self.version}", "its manifest was changed"
             )
@@ -134,9 +136,8 @@ class Held:
         from rillflow.weights.delta.pieces import changes_of
         from rillflow.weights.fingerprint import moved
 
-        own = {name: self.tensors[name] for name in self.fingerprints}
-        changes = changes_of(piece, own, self.fingerprints)
-        return {name: _Moved(change, moved(0, own[name], change)) for name, change in changes.items()}
+        changes = changes_of(piece, self._own, self.fingerprints)
+        return {name: _Moved(change, moved(0, self._own[name], change)) for name, change in changes.items()}
 
     def _write(self, changes: Mapping[str, Sequence[Change]], version: int, now: dict[str, int]) -> None:
         self.version = None  # should writing fail, nothing whole is held
@@ -164,8 +165,14 @@ class Held:
         return Change(None, flat) if len(index_K) > _DENSE * len(flat) else Change(index_K, flat[index_K])
 
 
+def _fingerprints(tensors: Tensors) -> dict[str, int]:
+    from rillflow.weights.fingerprint import fingerprint
+
+    return dict(zip(tensors, _at_once(fingerprint, list(tensors.values())), strict=True))
+
+
 def _known(manifest: VersionManifest) -> dict[str, int]:
-    """Versions of before there were deltas have no fingerprints."""
+    """Versions of a run without deltas have no fingerprints."""
     try:
         return {name: int(digits, 16) for name, digits in manifest.fingerprints.items()}
     except ValueError as error:

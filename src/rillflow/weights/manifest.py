@@ -90,3 +90,6 @@ class Line(msgspec.Struct, frozen=True):
     orphaned: frozenset[int]
     entries: dict[int, Entry] = msgspec.field(default_factory=dict)
     signature: str = ""
+
+
+EMPTY = Line(head=None, orphaned=frozenset())  # of a policy that has published nothing

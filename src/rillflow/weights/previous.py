@@ -14,7 +14,7 @@ import torch
 
 from rillflow.weights.delta.container import Part, Piece
 from rillflow.weights.delta.pieces import WORD, joined, piece_of, runs
-from rillflow.weights.fingerprint import fingerprint
+from rillflow.weights.fingerprint import fingerprint, plain
 
 Parts = Mapping[Part, torch.Tensor]
 
@@ -24,9 +24,9 @@ def whole_parts(tensors: Mapping[str, torch.Tensor]) -> dict[Part, torch.Tensor]
     return {Part(name, 0, tensor.numel()): tensor for name, tensor in tensors.items()}
 
 
-def sum_of(part: Part, tensor: torch.Tensor) -> int:
-    """What a part adds to the fingerprint of its tensor."""
-    return fingerprint(tensor, part.first * tensor.element_size() // WORD)
+def sum_of(part: Part, tensor: torch.Tensor, *, compiled: bool = True) -> int:
+    """What a part adds to the fingerprint of its tensor; without compiled loops where they are not there yet."""
+    return (fingerprint if compiled else plain)(tensor, part.first * tensor.element_size() // WORD)
 
 
 class Difference(NamedTuple):

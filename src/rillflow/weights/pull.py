@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from msgspec.structs import replace
 
@@ -24,6 +24,7 @@ from rillflow.weights.held import Held, Step
 from rillflow.weights.manifest import Entry, Line, VersionManifest
 from rillflow.weights.route import Mode, Route, route
 from rillflow.weights.source import WeightSource
+from rillflow.wire import in_thread
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,7 +41,6 @@ _AT_ONCE = 8  # files on the way: a far source takes longer to answer than to se
 _ROOT = 0  # what every engine has when it starts: the model's own weights
 
 Kind = Literal["delta", "full"]
-T = TypeVar("T")
 
 
 class _Step(NamedTuple):
@@ -162,10 +162,10 @@ class Puller:
         adapter = await self._files(line.head, "full") if manifest.adapter is not None else None
         way, found, fetch = await self._ready(line, line.head if manifest.adapter is None else manifest.adapter.base)
         began = time.perf_counter()
-        patch = await _finished(lambda: self._take(way, found))
+        patch = await in_thread(lambda: self._take(way, found))
         tensors: Tensors = self._held.tensors
         if adapter is not None:
-            tensors = await _finished(lambda: self._merge(adapter))
+            tensors = await in_thread(lambda: self._merge(adapter))
         verify = time.perf_counter() - began
         await self._forget()
         size = way.bytes + sum(facts.size for facts in manifest.full_files.values() if adapter is not None)
@@ -187,8 +187,8 @@ class Puller:
             steps.insert(0, _Step(way.snapshot, "full"))
         found = await self._fetch(steps)
         seconds = time.perf_counter() - began
-        if want in (await self._source.line()).orphaned:
-            raise _Spoilt(WeightsError(f"version {want} was orphaned while it was fetched"))
+        if line.head in (await self._source.line()).orphaned:
+            raise _Spoilt(WeightsError(f"version {line.head} was orphaned while it was fetched"))
         return _Ready(way, {one.manifest.version: one for one in found}, seconds)
 
     def _usable(self, entries: Mapping[int, Entry]) -> dict[int, Entry]:
@@ -212,7 +212,7 @@ class Puller:
             manifest = await self._source.manifest(_ROOT)
             initial, self._initial = self._initial, None
             if manifest.fingerprints:
-                await _finished(lambda: self._held.replace(initial(), manifest))
+                await in_thread(lambda: self._held.replace(initial(), manifest))
         except (WeightsError, CorruptData, ConfigError) as error:
             log.info("the model's own weights are not taken for version %d: %s", _ROOT, error)
 
@@ -266,8 +266,9 @@ class Puller:
             steps = [found[version] for version in way.deltas]
             return self._held.advance([Step(manifest, list(paths.values())) for manifest, paths in steps])
         except (CorruptData, WeightsError) as error:
-            # The steps before the bad one have been taken.
-            bad = next(one for one in steps if one.manifest.delta_of == self._held.version)
+            # The steps before the bad one have been taken: it is the first that leads on from what is held.
+            at = self._held.version
+            bad = next((one for one in steps if at is None or one.manifest.version > at), steps[-1])
             if way.snapshot is None and all(path.exists() for path in bad.paths.values()):
                 # The file has its hash: rather what is held is not what the line calls so. Begin with a whole version.
                 self._held.forget()
@@ -291,13 +292,3 @@ def _blaming(step: _Step) -> Iterator[None]:
         raise _Spoilt(error, step) from error
     except OSError as error:
         raise _Spoilt(CorruptData(f"version {step.version} cannot be read: {error}"), step) from error
-
-
-async def _finished(work: Callable[[], T]) -> T:
-    """`work` in a thread; it has ended when this returns, also when the caller is cancelled."""
-    future = asyncio.get_running_loop().run_in_executor(None, work)
-    try:
-        return await asyncio.shield(future)
-    except asyncio.CancelledError:
-        await asyncio.wait([future])
-        raise

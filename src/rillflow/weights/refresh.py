@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Protocol
 
-from rillflow.contracts import Engine, WeightStore
+from rillflow.contracts import Clock, Engine, SystemClock, WeightStore
 from rillflow.errors import EngineError, RillflowError, WeightsError
 from rillflow.weights.pull import Pulled, Transfer
 
@@ -24,6 +24,9 @@ _KEPT = 100
 # Seconds that a source has to tell of news; then the engine is looked at again, which may have lost weights.
 _LOOK = 2.0
 _AWAY = 1.0  # between two looks when the source cannot be asked
+_REPEAT = 60.0  # before the log has the same complaint again
+# What a source, a disk or an engine has to say; a shared folder may be away for a moment too.
+_TROUBLE = (RillflowError, OSError)
 
 Turn = Callable[[], AbstractAsyncContextManager[None]]
 
@@ -90,11 +93,15 @@ class Refresher:
     first look, when the engine serves nobody yet. `on_load` is called after each.
     """
 
-    def __init__(self, policy: str, engine: Engine, supply: Supply, *, turn: Turn | None = None) -> None:
+    def __init__(
+        self, policy: str, engine: Engine, supply: Supply, *, turn: Turn | None = None, clock: Clock | None = None
+    ) -> None:
         self._policy = policy
         self._engine = engine
         self._supply = supply
         self._turn = turn
+        self._clock = clock or SystemClock()
+        self._said: dict[str, float] = {}
         self._one_at_a_time = asyncio.Lock()
         self._serving = False
         self.on_load: Callable[[], None] = lambda: None
@@ -109,9 +116,9 @@ class Refresher:
                 if head is None or head == self._engine.version:
                     return False
                 return await self._give(await self._supply.pull())
-            except RillflowError as error:
+            except _TROUBLE as error:
                 # The head may have moved on while it was read; a really broken version stays in the log.
-                log.warning("policy %s: version %s not loaded: %s", self._policy, head, error)
+                self._complain("no newer version loaded" if head is None else f"version {head} not loaded", error)
                 return False
             finally:
                 self._serving = True
@@ -127,6 +134,7 @@ class Refresher:
             apply = time.perf_counter() - began
         pause = self._engine.stats().load_seconds - paused
         done = pulled.transfer._replace(apply=apply, pause=pause)
+        self._said.clear()
         self.transfers.add(done)
         log.info("policy %s: %s", self._policy, done)
         self.on_load()
@@ -150,9 +158,17 @@ class Refresher:
             await asyncio.sleep(every)
             try:
                 await self._supply.changed(_LOOK)
-            except RillflowError as error:
-                log.warning("policy %s: the weights cannot be looked for: %s", self._policy, error)
+            except _TROUBLE as error:
+                self._complain("the weights cannot be looked for", error)
                 await asyncio.sleep(_AWAY)
+
+    def _complain(self, what: str, error: Exception) -> None:
+        """Nodes that are behind ask several times a second: what was said is not said again for a while."""
+        now = self._clock.monotonic()
+        self._said = {text: until for text, until in self._said.items() if until > now}
+        if what not in self._said:
+            self._said[what] = now + _REPEAT
+            log.warning("policy %s: %s, version %d goes on: %s", self._policy, what, self._engine.version, error)
 
     async def close(self) -> None:
         await self._supply.close()

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -185,3 +185,6 @@ def remove_leftovers(parent: Path) -> None:
     for path in parent.glob(f".*{_TEMPORARY}"):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
+        else:  # of `write_atomic`
+            with suppress(OSError):
+                path.unlink()

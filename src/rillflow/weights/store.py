@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -57,15 +57,33 @@ class Publication(NamedTuple):
     changed: float
 
 
+def _always() -> bool:
+    return True
+
+
 class FolderStore(Folder):
     """With `deltas` it keeps a copy of what it published last, and writes whole versions only at the beginning, every
-    `snapshot_every` versions, and where a delta would not help."""
+    `snapshot_every` versions, where a delta would not help, and until what makes deltas is `ready`: nobody waits for
+    that. With `fingerprints` others make the deltas. Without either, versions have no fingerprints: nobody needs them.
+    """
 
-    def __init__(self, folder: Path, key: bytes = b"", *, deltas: bool = False, snapshot_every: int = 20) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        key: bytes = b"",
+        *,
+        deltas: bool = False,
+        fingerprints: bool = False,
+        snapshot_every: int = 20,
+        ready: Callable[[], bool] = _always,
+    ) -> None:
         super().__init__(folder)
         self._key = key
         self._previous = _previous() if deltas else None
+        self._fingerprints = deltas or fingerprints
         self._snapshot_every = snapshot_every
+        self.ready = ready
+        self.copying: Collection[int] = ()  # versions that somebody copies elsewhere now: they stay meanwhile
 
     @property
     def deltas(self) -> bool:
@@ -114,7 +132,14 @@ class FolderStore(Folder):
         """What was read back, as the base of the next delta."""
         if self._previous is not None:
             single, aliases = unique(tensors)
-            self._previous.hold(_parts(single), aliases, version, _sums(single))
+            self._previous.hold(_parts(single), aliases, version, self._sums(single))
+
+    def _sums(self, tensors: Tensors) -> dict[Part, int]:
+        """The fingerprints of these tensors."""
+        from rillflow.weights.previous import sum_of
+
+        compiled = self.ready()
+        return {part: sum_of(part, tensor, compiled=compiled) for part, tensor in _parts(tensors).items()}
 
     def _write(
         self, tensors: Tensors, version: int, parent: int | None, adapter: AdapterFacts | None = None
@@ -122,7 +147,11 @@ class FolderStore(Folder):
         started = time.perf_counter()
         single, aliases = unique(tensors)
         found = None if adapter is not None else self._difference(single, aliases, parent)
-        sums = _sums(single) if found is None else found.sums
+        sums: dict[Part, int] = {}
+        if found is not None:
+            sums = found.sums
+        elif adapter is None and self._fingerprints:
+            sums = self._sums(single)
         manifest = VersionManifest(
             files={},
             version=version,
@@ -152,7 +181,7 @@ class FolderStore(Folder):
     def _difference(self, tensors: Tensors, aliases: Mapping[str, str], parent: int | None) -> Difference | None:
         """From the parent, if it is in memory, of the same tensors, and if that saves something."""
         previous = self._previous
-        if previous is None or parent is None or previous.version != parent:
+        if previous is None or parent is None or previous.version != parent or not self.ready():
             return None
         weights = _parts(tensors)
         if not previous.fits(weights, aliases):
@@ -204,9 +233,10 @@ class FolderStore(Folder):
         self, keep: int, protect: Collection[int] = (), in_use: Collection[int] = (), retain: int = 64
     ) -> list[int]:
         """Remove orphaned and old versions, never the head, the newest `keep`, those in `protect`, those by which nodes
-        on the versions `in_use` catch up (of the newest `retain`), or what any of these needs. Returns what is gone."""
-        line, there = self.line(), self.versions()
-        stays = kept(line, there, self._bases(), keep=keep, protect=protect, in_use=in_use, retain=retain)
+        on the versions `in_use` catch up (of the newest `retain`), those that somebody is `copying`, or what any of
+        these needs. Returns what is gone."""
+        line, there, protect = self.line(), self.versions(), {*protect, *self.copying}
+        stays = kept(line, there, self._bases(line), keep=keep, protect=protect, in_use=in_use, retain=retain)
         gone = [version for version in there if version not in stays]
         if gone and line.head is not None:
             self._move(line.head, line.orphaned, without=gone)
@@ -214,10 +244,12 @@ class FolderStore(Folder):
             sealed.remove(self.path(version))
         return gone
 
-    def _bases(self) -> dict[int, int]:
-        """Of the versions that are adapters, and whole, what they belong to."""
+    def _bases(self, line: Line) -> dict[int, int]:
+        """Of the versions that are adapters, what they belong to. Those with a delta are none."""
         bases = {}
         for version in self.versions():
+            if (entry := line.entries.get(version)) is not None and entry.delta_bytes:
+                continue
             with suppress(CorruptData):
                 if (adapter := self.manifest(version).adapter) is not None:
                     bases[version] = adapter.base
@@ -263,12 +295,6 @@ def _parts(tensors: Tensors) -> dict[Part, torch.Tensor]:
     from rillflow.weights.delta.container import Part
 
     return {Part(name, 0, tensor.numel()): tensor.detach().contiguous() for name, tensor in tensors.items()}
-
-
-def _sums(tensors: Tensors) -> dict[Part, int]:
-    from rillflow.weights.previous import sum_of
-
-    return {part: sum_of(part, tensor) for part, tensor in _parts(tensors).items()}
 
 
 def _facts(tensors: Tensors) -> dict[str, object]:

@@ -1,10 +1,12 @@
-"""An event loop in a thread of its own, for loops that compute: a trainer's heartbeats go on during its step."""
+"""Event loops and threads beside each other: a loop of its own for code that computes (a trainer's heartbeats go on
+during its step), and threads for what would hold up a loop."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -38,3 +40,14 @@ class LoopThread:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def in_thread(work: Callable[[], T], executor: Executor | None = None) -> T:
+    """`work` in a thread. It has ended when this returns, also when the caller is cancelled: what it uses may then be
+    changed or closed. Not for work that may hang."""
+    future = asyncio.get_running_loop().run_in_executor(executor, work)
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        await asyncio.wait([future])
+        raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -224,3 +225,36 @@ async def test_a_store_in_memory_is_simply_read(kit: Any, tmp_path: Path) -> Non
         assert await world.refresher.refresh()
         assert await world.is_current()
         assert not await world.refresher.refresh()
+
+
+async def test_what_a_node_that_is_behind_says_is_said_once(
+    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with following(kit, tmp_path) as world:
+
+        async def away() -> int | None:
+            raise Unavailable("no way there")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(world.puller, "head", away)
+            for _ in range(20):
+                assert not await world.refresher.refresh()
+        assert caplog.text.count("no way there") == 1
+        assert "version 0 goes on" in caplog.text
+        world.learner.step()
+        assert await world.refresher.refresh()
+        monkeypatch.setattr(world.puller, "head", away)
+        assert not await world.refresher.refresh()
+        assert caplog.text.count("no way there") == 2, "what went well in between makes it news"
+
+
+async def test_a_folder_that_is_away_for_a_moment_ends_nothing(
+    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with following(kit, tmp_path) as world:
+        world.learner.step()
+        with monkeypatch.context() as patched:
+            stale = OSError(errno.ESTALE, "Stale file handle")
+            patched.setattr(Path, "stat", lambda *_, **__: (_ for _ in ()).throw(stale))
+            assert not await world.refresher.refresh()
+        assert await world.refresher.refresh()

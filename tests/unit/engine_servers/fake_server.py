@@ -12,7 +12,7 @@ from rillflow.errors import EngineLost, WeightsError
 from rillflow.types import GenerateRequest
 
 VOCABULARY = 1000
-STALLED = 13  # the seed of a request that the server is silent to
+STALLED, GIVEN_UP = 13, 14  # seeds of requests that the server is silent to, and that it cuts unasked
 
 
 def token_at(place: int) -> int:
@@ -84,6 +84,10 @@ class FakeServer(ServerEngine):
         self.asked.append((version, request))
         if request.sampling.seed == STALLED:
             raise TimeoutError
+        if request.sampling.seed == GIVEN_UP:
+            await asyncio.sleep(0)
+            yield Part([], [], [], "abort")
+            return
         self.running += 1
         try:
             place, count = len(request.tokens), request.sampling.max_tokens

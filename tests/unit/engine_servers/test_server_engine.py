@@ -9,11 +9,12 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from fake_server import STALLED, FakeServer, token_at
+from fake_server import GIVEN_UP, STALLED, FakeServer, token_at
 
 from counting_engine import until
 from rillflow.contracts import Patch
 from rillflow.engine.servers import base as module
+from rillflow.engine.servers.calls import TRIES
 from rillflow.errors import ContextOverflow, EngineError, EngineLost, QueueFull, WeightsError
 from rillflow.types import Chunk, GenerateRequest, Sampling
 
@@ -210,6 +211,14 @@ async def test_an_answer_that_stalls_is_lost() -> None:
             async with asyncio.timeout(1.0):
                 await collect(engine, request(seed=STALLED), [])
         assert len(engine.asked) == 1
+
+
+async def test_an_answer_that_the_server_gives_up_again_and_again_is_lost() -> None:
+    async with running() as engine:
+        with pytest.raises(EngineLost, match="gives up"):
+            async with asyncio.timeout(1.0):
+                await collect(engine, request(seed=GIVEN_UP), [])
+        assert len(engine.asked) == TRIES
 
 
 async def test_nobody_waits_for_a_server_that_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:

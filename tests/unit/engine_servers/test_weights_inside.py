@@ -3,6 +3,7 @@ shards of two ranks, a head of its own or none, norms on every rank."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rillflow.contracts import Change
-from rillflow.engine.servers import ModelFacts, Tainted
+from rillflow.engine.servers import ModelFacts, Tainted, updates
 from rillflow.engine.servers.inside.rillflow_weights import Place, RillflowWorker, _hex, _scatter
 from rillflow.engine.servers.layout import check_layout, verify
 from rillflow.engine.servers.updates import lay_changes, lay_whole
 from rillflow.errors import ConfigError
+from rillflow.weights import codec
 from rillflow.weights.fingerprint import fingerprint
 
 HIDDEN, HEADS, KEYS, VOCABULARY, PADDED = 16, 16, 8, 30, 32
@@ -89,9 +91,7 @@ class Ranks:
 
     def take(self, laid: Any) -> None:
         answers = self.call(laid.method, sorted(map(str, laid.folder.iterdir())))
-        for path in laid.folder.iterdir():
-            path.unlink()
-        laid.folder.rmdir()
+        laid.remove()
         verify(self.facts, laid.fingerprints, answers)
 
     def expected(self, rank: int, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -145,8 +145,7 @@ def test_changes_reach_their_places_on_every_rank(seed: int, dense: bool) -> Non
         value_K = torch.randn(len(index_K), generator=generator).bfloat16()
         tensor.view(-1)[index_K] = value_K
         changes[name] = Change(None if len(index_K) == tensor.numel() else index_K, value_K)
-    named = {name: change for name, change in changes.items() if change.value_K.numel()}
-    ranks.take(lay_changes(named, {name: fingerprint(weights[name]) for name in named}))
+    ranks.take(lay_changes(changes, {name: fingerprint(weights[name]) for name in changes}))
     ranks.assert_holds(weights)
 
 
@@ -193,10 +192,41 @@ def test_what_does_not_fit_is_refused_before_anything_is_written() -> None:
         laid = lay_whole({"embed.weight": torch.zeros(VOCABULARY, HIDDEN).bfloat16()} | wrong)
         with pytest.raises(ValueError, match="layout"):
             ranks.take(laid)
-        for path in laid.folder.iterdir():
-            path.unlink()
-        laid.folder.rmdir()
+        laid.remove()
+    laid = lay_changes({"embed.weight": Change(None, torch.zeros(3).bfloat16())}, {})
+    with pytest.raises(ValueError, match="layout"):
+        ranks.take(laid)
+    laid.remove()
     ranks.assert_holds(weights)
+
+
+def test_changes_in_several_files_find_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks()
+    ranks.learn()
+    weights = random_weights()
+    ranks.take(lay_whole(weights))
+    monkeypatch.setattr(codec, "SHARD_BYTES", 1)
+    index_K, value_K = torch.tensor([3, 40, 200]), torch.tensor([1.0, 2.0, 3.0]).bfloat16()
+    weights["q.weight"].view(-1)[index_K] = value_K
+    laid = lay_changes({"q.weight": Change(index_K, value_K)}, {"q.weight": fingerprint(weights["q.weight"])})
+    assert len(list(laid.folder.iterdir())) == 2
+    ranks.take(laid)
+    ranks.assert_holds(weights)
+
+
+def test_what_a_dead_process_has_left_in_memory_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(updates, "_SHARED_MEMORY", tmp_path)
+    left, young, foreign = tmp_path / "rillflow-1-a", tmp_path / "rillflow-1-b", tmp_path / "other-1-c"
+    for folder in (left, young, foreign):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"weights")
+    mine = lay_whole(random_weights())
+    for folder in (left, foreign, mine.folder):
+        os.utime(folder, (0, 0))
+    lay_whole(random_weights()).remove()
+    assert set(tmp_path.iterdir()) == {young, foreign, mine.folder}, "one that is in use stays, however old"
+    mine.remove()
+    assert set(tmp_path.iterdir()) == {young, foreign}
 
 
 @pytest.mark.parametrize("odd", ["scaled", "head"])

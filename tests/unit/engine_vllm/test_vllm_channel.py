@@ -15,6 +15,7 @@ from aiohttp import web
 
 from counting_engine import until
 from rillflow.engine.vllm.channel import ChannelClient
+from rillflow.engine.vllm.inside import rillflow_channel
 from rillflow.engine.vllm.inside.rillflow_channel import PATH, TOKEN, Channel
 from rillflow.errors import EngineError, EngineLost
 
@@ -86,7 +87,7 @@ def _output(tokens: list[int], finish: str | None) -> Any:
 
 async def _asgi(channel: Channel, llm: FakeLLM, request: web.Request) -> web.StreamResponse:
     """What uvicorn does for an ASGI application."""
-    socket = web.WebSocketResponse()
+    socket = web.WebSocketResponse(max_msg_size=16 << 20)  # as uvicorn's
     accepted = False
 
     async def receive() -> Any:
@@ -174,6 +175,32 @@ async def test_requests_travel_with_all_that_matters(world: World, client: Chann
     assert prompt == {"type": "token", "prompt_token_ids": [5, 6, 7], "cache_salt": "3"}
     assert (params["stop_token_ids"], params["ignore_eos"], params["logprobs"]) == ([2], True, 0)
     assert "seed" not in params
+
+
+async def test_long_prompts_of_many_requests_travel_at_once(world: World, client: ChannelClient) -> None:
+    """As after a cut, when all of them go on."""
+    world.llm.give(100)
+    answers = [ask(client, 2, [70_000] * 400_000)[1] for _ in range(10)]
+    assert [await read(answer) for answer in answers] == [([0, 1], "length")] * 10
+
+
+async def test_a_reply_does_not_wait_for_parts_to_gather(
+    world: World, client: ChannelClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rillflow_channel, "_GATHER_SECONDS", 600.0)
+    await client.call("pause", deadline=5.0)
+    world.llm.give(1)
+    _, answer = ask(client, 1)
+    await until(lambda: not world.llm.running and len(world.llm.asked) == 1)
+    await client.call("resume", deadline=5.0)
+    assert await read(answer) == ([0], "length"), "and takes with it what there is"
+
+
+async def test_what_cannot_be_sent_ends_the_channel(client: ChannelClient) -> None:
+    _, answer = ask(client, 2**70)
+    with pytest.raises(EngineLost, match="broke"):
+        async with asyncio.timeout(5.0):
+            await answer.next()
 
 
 async def test_a_pause_is_answered_after_all_that_was_sampled(world: World, client: ChannelClient) -> None:

@@ -64,6 +64,15 @@ def test_the_numbers_are_those_of_all_differences() -> None:
         assert values[f"consistency/{kind}ratio"] == pytest.approx(np.exp(trainer - engine)[at].mean())
 
 
+def test_what_is_infinitely_apart_is_of_its_own_kind_alone() -> None:
+    measured = Consistency()
+    measured.add(torch.zeros(0), torch.zeros(0), torch.zeros(0))
+    measured.add(torch.tensor([-torch.inf, -1.0]), torch.tensor([-1.0, -1.5]), torch.tensor([1.0, 0.0]))
+    values = measured.values(Alone())
+    assert values["consistency/max"] == torch.inf
+    assert (values["consistency/stale_max"], values["consistency/stale_tokens"]) == (0.5, 1.0)
+
+
 def test_no_difference_is_exactly_none_and_no_token_has_no_numbers() -> None:
     seen = Consistency()
     same = torch.linspace(-3, 0, 9)

@@ -75,6 +75,7 @@ def of(first: int, weights: int, name: object = "a") -> list[object]:
         listed([[of(0, 8)], "delta", 8], [[of(0, 8, "b")], "delta", -4]) + b"four",
         listed([[of(-8, 8)], "delta", 4]) + b"four",
         listed([[of(0, -8)], "delta", 4]) + b"four",
+        listed([[of(0, 0)], "raw", 0]),
         listed([[of(0, 8)], "xor", 4]) + b"four",
         listed([[of(0, 8)], "delta"]) + b"four",
         listed([[of(0, 8)], "delta", 4, 9]) + b"four",

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ import torch
 
 from rillflow.contracts import WeightStore
 from rillflow.errors import CorruptData, DiskFull, WeightsError
-from rillflow.weights import FolderStore, codec
+from rillflow.weights import FolderStore, codec, signing
+from rillflow.weights.folder import Folder
+from rillflow.weights.manifest import Line
 
 
 def tensors(seed: int) -> dict[str, torch.Tensor]:
@@ -184,6 +187,47 @@ def test_a_poller_sees_every_move_of_the_head(tmp_path: Path) -> None:
         assert reader.head() == version
     writer.rewind(2)
     assert reader.line().orphaned == {3}
+
+
+def test_threads_that_look_at_once_do_not_see_an_old_head_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow one that has read the old line ends in the middle of what a quick one does."""
+    store = FolderStore(tmp_path)
+    store.publish({"w": torch.zeros(1)}, 0, None)
+    has_read, may_go_on = threading.Event(), threading.Event()
+    parse = signing.parse_line
+
+    def slowly(data: bytes, key: bytes, what: str) -> Line:
+        if threading.current_thread() is slow:
+            has_read.set()
+            may_go_on.wait(10)
+        return parse(data, key, what)
+
+    class Watched(Folder):
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+            if has_read.is_set() and threading.current_thread() is not slow:
+                may_go_on.set()
+                slow.join(10)
+
+    reader = Watched(tmp_path)
+    slow = threading.Thread(target=reader.line)
+    monkeypatch.setattr(signing, "parse_line", slowly)
+    slow.start()
+    assert has_read.wait(10)
+    store.publish({"w": torch.ones(1)}, 1, 0)
+    assert reader.line().head == 1
+    assert reader.line().head == 1
+
+
+def test_what_a_killed_writer_left_is_cleared(tmp_path: Path) -> None:
+    store = filled(tmp_path, 0, 1)
+    (tmp_path / ".head.json.123.tmp").write_bytes(b"half a li")
+    (tmp_path / ".v00000002.123.tmp").mkdir()
+    (tmp_path / ".v00000002.123.tmp" / "model.safetensors").write_bytes(b"half a file")
+    store.rewind(1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["head.json", "v00000000", "v00000001"]
 
 
 def test_a_broken_head_is_an_error_not_a_guess(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from rillflow.engine.embedded.core import Core, Ticket
 from rillflow.engine.stream import Stream
 from rillflow.errors import EngineError, EngineLost, QueueFull
 from rillflow.types import Chunk, EngineStats, GenerateRequest
+from rillflow.wire import in_thread
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -180,8 +181,8 @@ class EmbeddedEngine:
         if self._worker is None:
             work()
         else:
-            # Shielded: a cancelled caller must not leave while the worker still changes the core.
-            await _finish(asyncio.get_running_loop().run_in_executor(self._worker, work))
+            # A cancelled caller must not leave while the worker still changes the core.
+            await in_thread(work, self._worker)
 
     def _hand_out(self) -> None:
         for ticket, chunk in self._core.outbox.take():
@@ -218,12 +219,3 @@ class EmbeddedEngine:
 
 def _closed() -> EngineLost:
     return EngineLost("the engine was closed", "send the request to another engine")
-
-
-async def _finish(future: asyncio.Future[None]) -> None:
-    """Wait until the worker is done even when cancelled, then let the cancellation go on."""
-    try:
-        await asyncio.shield(future)
-    except asyncio.CancelledError:
-        await asyncio.wait([future])
-        raise

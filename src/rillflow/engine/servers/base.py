@@ -312,6 +312,7 @@ class ServerEngine(ABC):
                     if part.tokens or finish is not None:
                         self._hand_over(call, part, finish, version)
                     if part.finish is not None:
+                        call.check_end(part)
                         return finish is not None
             raise EngineLost("the server ended an answer without saying how", "see its log")
         except TimeoutError as error:

@@ -8,7 +8,10 @@ from weakref import ref
 
 from rillflow.engine.progress import Progress
 from rillflow.engine.stream import Stream
+from rillflow.errors import EngineLost
 from rillflow.types import Chunk, FinishReason, GenerateRequest
+
+TRIES = 8  # of an answer that the server cuts unasked, without one token
 
 
 class Part(NamedTuple):
@@ -30,6 +33,12 @@ class Call:
         self.limit: asyncio.Timeout | None = None  # of the running attempt
         self.cause = ""  # why the running attempt is being cut
         self.owed = False  # it was cut by new weights and has had no token since
+
+    def check_end(self, last: Part) -> None:
+        """A late cut may still hit the next attempt. A server that goes on cutting does not sample this answer."""
+        self.progress.cuts += last.finish == "abort" and not self.cause
+        if self.progress.cuts >= TRIES:
+            raise EngineLost("the server gives up an answer that nobody has cut", "see its log")
 
     def end_attempt(self) -> None:
         """The cause of a cut is for the tokens of the next attempt, not for the last ones of this."""

@@ -1,14 +1,21 @@
-"""Weights laid ready for a server's workers: files in memory that live as long as an update."""
+"""Weights laid ready for a server's workers: files in memory that live as long as an update.
+
+Invariant: the files are locked while somebody lives who will remove them; what a process that was killed has left is
+removed by the next one.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import tempfile
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 
@@ -20,6 +27,7 @@ from rillflow.weights import codec
 from rillflow.weights.fingerprint import fingerprint
 
 _SHARED_MEMORY = Path("/dev/shm")
+_YOUNG_SECONDS = 60.0  # a folder's files may not be there yet
 
 
 class Update(ABC):
@@ -38,41 +46,63 @@ class Laid(NamedTuple):
     """A folder of safetensors files, how the workers take them, and what the tensors named are afterwards."""
 
     folder: Path
+    files: Sequence[IO[bytes]]
     method: str
     fingerprints: Mapping[str, int]
 
+    def remove(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        for file in self.files:
+            file.close()
+
 
 def lay_whole(tensors: Mapping[str, torch.Tensor]) -> Laid:
-    folder = _written(tensors)
-    return Laid(folder, "rillflow_load", {name: fingerprint(tensor) for name, tensor in tensors.items()})
+    fingerprints = {name: fingerprint(tensor) for name, tensor in tensors.items()}
+    return Laid(*_written(tensors), "rillflow_load", fingerprints)
 
 
 def lay_changes(changes: Mapping[str, Change], fingerprints: Mapping[str, int]) -> Laid:
-    return Laid(_written(dict(_entries(changes))), "rillflow_patch", fingerprints)
+    """Tensors in which nothing has changed stay out of it."""
+    changes = {name: change for name, change in changes.items() if change.value_K.numel()}
+    expected = {name: value for name, value in fingerprints.items() if name in changes}
+    return Laid(*_written(dict(_entries(changes))), "rillflow_patch", expected)
 
 
 def _entries(changes: Mapping[str, Change]) -> Iterator[tuple[str, torch.Tensor]]:
     for name, (index_K, value_K) in changes.items():
-        if value_K.numel() == 0:
-            continue
         yield f"{name}:value", value_K.reshape(-1)
         if index_K is not None:
             small = int(index_K[-1]) < 2**31
             yield f"{name}:index", index_K.to(torch.int32) if small else index_K
 
 
-def _written(tensors: Mapping[str, torch.Tensor]) -> Path:
+def _written(tensors: Mapping[str, torch.Tensor]) -> tuple[Path, list[IO[bytes]]]:
+    _sweep()
     size = sum(tensor.nbytes for tensor in tensors.values())
     memory = _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > 2 * size
     folder = Path(tempfile.mkdtemp(prefix=f"rillflow-{os.getpid()}-", dir=_SHARED_MEMORY if memory else None))
+    files: list[IO[bytes]] = []
     try:
         for name, pieces in codec.encode(tensors):
-            with open(folder / name, "wb") as file:
-                file.writelines(pieces)
+            files.append(open(folder / name, "wb"))  # noqa: SIM115 - it stays open: with it goes the lock
+            fcntl.flock(files[-1], fcntl.LOCK_EX)
+            files[-1].writelines(pieces)
+            files[-1].flush()
     except BaseException:
         shutil.rmtree(folder)
         raise
-    return folder
+    return folder, files
+
+
+def _sweep() -> None:
+    """Remove what processes that were killed have left in memory."""
+    for folder in _SHARED_MEMORY.glob("rillflow-*-*"):
+        with suppress(OSError):  # it is locked, it has gone meanwhile, or it is another user's
+            if time.time() - folder.stat().st_mtime > _YOUNG_SECONDS:
+                for path in folder.iterdir():
+                    with open(path, "rb") as file:
+                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
 
 
 class LaidUpdate(Update):
@@ -94,4 +124,4 @@ class LaidUpdate(Update):
         verify(self._model, self._laid.fingerprints, answers)
 
     async def close(self) -> None:
-        shutil.rmtree(self._laid.folder, ignore_errors=True)
+        self._laid.remove()

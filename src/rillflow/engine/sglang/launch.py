@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rillflow.config.engine import EngineConfig
 from rillflow.engine.servers.facts import ModelFacts
-from rillflow.engine.servers.running import WEIGHTS_INSIDE, on_loopback
+from rillflow.engine.servers.running import DTYPE_NAMES, WEIGHTS_INSIDE, on_loopback, visible_gpus
 from rillflow.engine.sglang.inside.rillflow_sglang import ORDERS
 from rillflow.errors import ConfigError
 from rillflow.weights.models import pick_device
@@ -16,7 +16,6 @@ from rillflow.weights.models import pick_device
 LOADER = "rillflow_sglang.take"
 KEY = "RILLFLOW_SGLANG_KEY"  # of a server that runs already, where it has one
 _INSIDE = Path(__file__).resolve().parent / "inside"
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 # Tokens of an answer between two of its parts: fewer parts cost SGLang's server less.
 _STREAM_INTERVAL = 16
 # SGLang keeps places of the context for itself.
@@ -32,7 +31,7 @@ def command(model: ModelFacts, settings: EngineConfig, port: int, secret: Path) 
         *("--config", str(secret)),
         *("--model-path", str(model.folder)),
         *("--host", "127.0.0.1", "--port", str(port)),
-        *("--dtype", _DTYPES[model.dtype]),
+        *("--dtype", DTYPE_NAMES[model.dtype]),
         *("--context-length", str(settings.context + _RESERVED)),
         *("--max-running-requests", str(settings.slots)),
         *("--tp-size", str(server.tensor_parallel)),
@@ -70,11 +69,8 @@ def environment(settings: EngineConfig, orders: Path) -> dict[str, str]:
         "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
     }
     if device.type == "cpu":
-        chosen |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    elif device.index is not None:
-        devices = range(device.index, device.index + settings.server.tensor_parallel)
-        chosen["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
-    return chosen | settings.server.environment
+        chosen["SGLANG_USE_CPU_ENGINE"] = "1"
+    return chosen | visible_gpus(device, settings.server.tensor_parallel) | settings.server.environment
 
 
 def running_server(settings: EngineConfig) -> tuple[str, str, Path]:

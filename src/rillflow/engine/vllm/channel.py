@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import count
 from typing import Any
@@ -29,6 +30,7 @@ from rillflow.errors import EngineError, EngineLost
 _OPEN_SECONDS = 30.0
 _CLOSE_SECONDS = 1.0
 _LARGEST_FRAME = 64 << 20
+_FRAME_TOKENS = 1 << 21  # of prompts in one frame, up to 5 bytes each: uvicorn takes 16 MiB
 
 
 class Answer:
@@ -148,9 +150,10 @@ class ChannelClient:
             while True:
                 await self._full.wait()
                 self._full.clear()
-                frame, self._outbox = self._outbox, []
-                await socket.send_bytes(msgspec.msgpack.encode(frame))
-        except (aiohttp.ClientError, OSError) as error:
+                messages, self._outbox = self._outbox, []
+                for frame in _frames(messages):
+                    await socket.send_bytes(msgspec.msgpack.encode(frame))
+        except Exception as error:  # whatever it is: nothing is sent any more
             self._lose(f"vLLM's channel broke: {error!r}")
 
     async def _read(self, socket: aiohttp.ClientWebSocketResponse) -> None:
@@ -192,3 +195,17 @@ class ChannelClient:
                 reply.set_exception(EngineLost(reason, "it is started again: try later"))
             with suppress(asyncio.CancelledError):
                 reply.exception()
+
+
+def _frames(messages: Asked) -> Iterator[Asked]:
+    """In order, in frames that are not too large: after a cut all answers are asked for at once."""
+    frame: Asked = []
+    tokens = 0
+    for message in messages:
+        size = len(message.tokens) if isinstance(message, Ask) else 0
+        if frame and tokens + size > _FRAME_TOKENS:
+            yield frame
+            frame, tokens = [], 0
+        frame.append(message)
+        tokens += size
+    yield frame

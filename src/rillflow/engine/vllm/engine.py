@@ -141,7 +141,7 @@ class VllmEngine(InPlaceEngine):
             tokens=request.tokens,
             temperature=asked.temperature,
             top_p=asked.top_p,
-            top_k=asked.top_k,
+            top_k=asked.top_k if asked.top_k < self.model.vocabulary else 0,
             max_tokens=min(asked.max_tokens, self.settings.context - len(request.tokens)),
             stop=[token for token in asked.stop_tokens if 0 <= token < self.model.vocabulary],
             salt=str(version),

@@ -8,13 +8,12 @@ from pathlib import Path
 
 from rillflow.config.engine import EngineConfig
 from rillflow.engine.servers.facts import ModelFacts
-from rillflow.engine.servers.running import WEIGHTS_INSIDE, on_loopback
+from rillflow.engine.servers.running import DTYPE_NAMES, WEIGHTS_INSIDE, on_loopback, visible_gpus
 from rillflow.engine.vllm.inside.rillflow_channel import TOKEN
 from rillflow.errors import ConfigError
 from rillflow.weights.models import pick_device
 
 _INSIDE = Path(__file__).resolve().parent / "inside"
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 # Tokens of an answer between two of its parts: fewer parts cost vLLM's API server less.
 _STREAM_INTERVAL = 16
 
@@ -27,7 +26,7 @@ def command(model: ModelFacts, settings: EngineConfig, port: int) -> list[str]:
         *("-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(model.folder)),
         *("--host", "127.0.0.1", "--port", str(port)),
-        *("--dtype", _DTYPES[model.dtype]),
+        *("--dtype", DTYPE_NAMES[model.dtype]),
         *("--max-model-len", str(settings.context)),
         *("--max-num-seqs", str(settings.slots)),
         *("--tensor-parallel-size", str(server.tensor_parallel)),
@@ -40,6 +39,7 @@ def command(model: ModelFacts, settings: EngineConfig, port: int) -> list[str]:
         *("--worker-extension-cls", "rillflow_weights.RillflowWorker"),
         "--skip-tokenizer-init",
         "--disable-uvicorn-access-log",
+        "--disable-log-stats",  # its metrics cost as much as our part of a request
         *(["--enforce-eager"] if cpu else []),
         *server.arguments,
     ]
@@ -68,12 +68,8 @@ def environment(settings: EngineConfig, token: str) -> dict[str, str]:
             "VLLM_TARGET_DEVICE": "cpu",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "CUDA_VISIBLE_DEVICES": "",
         }
-    elif device.index is not None:
-        devices = range(device.index, device.index + settings.server.tensor_parallel)
-        chosen["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
-    return chosen | settings.server.environment
+    return chosen | visible_gpus(device, settings.server.tensor_parallel) | settings.server.environment
 
 
 def running_server(settings: EngineConfig) -> tuple[str, str]:

@@ -13,7 +13,7 @@ import math
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from rillflow.weights.store import Publication
 
 if TYPE_CHECKING:
     from rillflow.contracts import Tensors
+    from rillflow.weights.delta.container import Part
 
 _MODULUS = 1 << 64  # of fingerprints
 
@@ -65,7 +66,8 @@ class _Taken:
 
 
 class ShardPublisher(Publisher):
-    """Every rank has one and calls the same, but for `prune`, which rank 0 calls. Its store writes no deltas itself."""
+    """Every rank has one and calls the same, but for `prune`, which rank 0 calls. Its store writes fingerprints, and no
+    deltas itself."""
 
     def __init__(
         self,
@@ -96,7 +98,8 @@ class ShardPublisher(Publisher):
 
     def _decided(self) -> _Kind:
         base = self._previous.version
-        delta = base is not None and base == self._store.head()
+        ready = not any(self._peers.highest([float(not self._store.ready())]))
+        delta = ready and base is not None and base == self._store.head()
         whole = base is None or not delta or self._store.whole_is_due(base)
         mine = _Kind(delta, whole, uuid.uuid4().hex)
         return msgspec.json.decode(self._peers.first(msgspec.json.encode(mine)), type=_Kind)
@@ -112,7 +115,7 @@ class ShardPublisher(Publisher):
         parts, aliases = taken.shards.parts, taken.shards.aliases
         with self._apart({part.tensor: tensor for part, tensor in parts.items()}):
             found = self._previous.difference(parts, math.inf) if taken.kind.delta else None
-            sums = {part: sum_of(part, tensor) for part, tensor in parts.items()} if found is None else found.sums
+            sums = self._sums(parts) if found is None else found.sums
             if found is not None:
                 mine = {part.tensor: value for part, value in sums.items()}
                 last = self._write_delta(taken, found, mine, version, parent)
@@ -125,6 +128,10 @@ class ShardPublisher(Publisher):
             self._last = last._replace(seconds=time.perf_counter() - started)
             self._published()
             self.prune()
+
+    def _sums(self, parts: Mapping[Part, torch.Tensor]) -> dict[Part, int]:
+        compiled = self._store.ready()
+        return {part: sum_of(part, tensor, compiled=compiled) for part, tensor in parts.items()}
 
     def _write_delta(
         self, taken: _Taken, found: Difference, sums: dict[str, int], version: int, parent: int

@@ -9,9 +9,9 @@ tensor's fingerprint is a sum of its own. A piece is of the weights of all its p
 the other: many small tensors share the tables of one delta. Kind "delta" is a delta of these weights as if they were
 one tensor (`format`); "raw" is their new content.
 
-Invariants: weights without a piece are as they were; no two parts of a delta have weights in common, and no two of one
-piece are of the same tensor. A reader gets pieces that lie within the file; what is in them is for their decoder to
-verify, and the file as a whole has a hash in the manifest.
+Invariants: weights without a piece are as they were; no part is empty, no two parts of a delta have weights in common,
+and no two of one piece are of the same tensor. A reader gets pieces that lie within the file; what is in them is for
+their decoder to verify, and the file as a whole has a hash in the manifest.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def _list(content: memoryview, path: Path) -> tuple[list[_Listed], int]:
         raise CorruptData(f"{path} has no valid list of pieces: {error}", _DAMAGED) from error
     if not deflated.eof or deflated.unused_data:
         raise CorruptData(f"{path} has a list of pieces that does not end where it should", _DAMAGED)
-    if any(one.size < 0 or min(min(part[1:]) for part in one.parts) < 0 for one in listed if one.parts):
-        raise CorruptData(f"{path} has pieces of negative size", _DAMAGED)
+    if any(one.size < 0 for one in listed) or any(p.first < 0 or p.weights < 1 for one in listed for p in one.parts):
+        raise CorruptData(f"{path} has pieces or parts of an impossible size", _DAMAGED)
     if any(len({part.tensor for part in one.parts}) < len(one.parts) for one in listed):
         raise CorruptData(f"{path} has several parts of a tensor in one piece", _DAMAGED)
     if not all(one.parts for one in listed) or start + sum(one.size for one in listed) != len(content):

@@ -1,7 +1,8 @@
 """Compiled loops. The first call of one compiles it (seconds); the machine code is kept beside the source.
 
 numba checks only the file of a function for changes, not those of the functions compiled into it, so here the kept
-code is valid only for this very state of all files of its folder. Nothing is kept where nothing can be written.
+code is valid only for this very state of all files of its folder and of this one. Nothing is kept where nothing can be
+written.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @cache
 def _state(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    files = [Path(__file__), *sorted(folder.glob("*.py"))]
+    files = [path for place in (Path(__file__).parent, folder) for path in sorted(place.glob("*.py"))]
     return tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
 
 

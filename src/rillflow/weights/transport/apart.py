@@ -1,7 +1,8 @@
 """A weight source with an event loop and a thread of its own.
 
 An engine on a CPU computes in its process's event loop, and whoever shares that loop gets a turn once a token: over a
-long link, where a transfer is many small steps, it would take many times as long as the link does.
+long link, where a transfer is many small steps, it would take many times as long as the link does. And threads that
+hang in a store which does not answer are none of those that the process needs for anything else.
 """
 
 from __future__ import annotations
@@ -44,5 +45,7 @@ class ApartSource:
         await self._loop.call(self._source.forget(version))
 
     async def close(self) -> None:
-        await self._loop.call(self._source.close())
-        await asyncio.to_thread(self._loop.close)
+        try:
+            await self._loop.call(self._source.close())
+        finally:
+            await asyncio.to_thread(self._loop.close)

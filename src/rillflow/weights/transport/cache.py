@@ -36,7 +36,7 @@ class FileCache:
 
     def take(self, path: Path) -> None:
         self._uses[path] += 1
-        with suppress(FileNotFoundError):
+        with suppress(OSError):  # who opens it hears of it
             os.utime(path)
 
     def leave(self, path: Path) -> None:

@@ -17,6 +17,7 @@ from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import CorruptData, RillflowError, Unauthorized, Unavailable, WireError
 from rillflow.weights.transport.mirrors import STALL_SECONDS, Mirrors, NotThere
 from rillflow.weights.transport.partial import PartFile, Span
+from rillflow.wire import in_thread
 
 PATIENCE = 120.0
 LEAST_PIECE, LARGE_PIECE = 256 << 10, 8 << 20
@@ -86,7 +87,7 @@ class Download:
                 self._resumed = len(self._part.have) > 0
                 await self._fetch_all()
                 try:
-                    return await asyncio.to_thread(self._part.finish)
+                    return await in_thread(self._part.finish)
                 except CorruptData as error:
                     self._blame(error)
                     self._part.restart()
@@ -121,7 +122,7 @@ class Download:
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
-            await asyncio.to_thread(self._part.note)
+            await in_thread(self._part.note)
 
     # ------------------------------------------------------------ one stream
 
@@ -200,13 +201,14 @@ class Download:
 
     async def _keep(self, url: str, start: int, buffer: bytearray) -> int:
         data = bytes(buffer)
-        await asyncio.shield(asyncio.to_thread(self._part.write, start, data))
+        # To its end, also when cancelled: the file is closed then, and its descriptor may soon be another file's.
+        await in_thread(lambda: self._part.write(start, data))
         buffer.clear()
         end = self._has(url, start, len(data))
         now = self._clock.monotonic()
         if now - self._noted > _NOTE_SECONDS:
             self._noted = now
-            await asyncio.to_thread(self._part.note)
+            await in_thread(self._part.note)
         return end
 
     def _has(self, url: str, start: int, size: int) -> int:

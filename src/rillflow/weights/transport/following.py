@@ -12,8 +12,9 @@ from pathlib import Path
 from urllib.parse import quote
 
 from rillflow.contracts import Clock
-from rillflow.errors import RillflowError, Unavailable
+from rillflow.errors import RillflowError, StorageError, Unavailable
 from rillflow.storage import write_atomic
+from rillflow.weights.manifest import EMPTY, Entry, Line
 from rillflow.weights.signing import parse_line
 from rillflow.weights.transport.mirrors import Mirrors, NotThere
 from rillflow.weights.transport.shelf import NOTHING, Told, tag_of
@@ -36,6 +37,7 @@ class Follower:
         self._path = kept
         self._clock = clock
         self._told: Told | None = None
+        self._line = EMPTY
         self._heard: float | None = None  # when upstream last answered
         self._away: RillflowError | None = None
         self._asked = clock.monotonic()
@@ -45,6 +47,10 @@ class Follower:
     @property
     def ended(self) -> bool:
         return self._task.done()
+
+    def entry(self, version: int) -> Entry | None:
+        """What the line says of a version."""
+        return self._line.entries.get(version)
 
     async def line(self, known: str, wait: float) -> Told:
         end = self._clock.monotonic() + wait
@@ -76,7 +82,7 @@ class Follower:
     # ------------------------------------------------------------ upstream
 
     async def _follow(self) -> None:
-        self._told = await asyncio.to_thread(_read, self._path)
+        self._told, self._line = await asyncio.to_thread(_read, self._path)
         pause = _FIRST_PAUSE
         while self._clock.monotonic() - self._asked < IDLE:
             try:
@@ -97,23 +103,23 @@ class Follower:
         first = self._heard is None or self._away is not None
         tag, wait = (self._told.tag, _WAIT) if self._told is not None else ("", 0.0)
         wait = 0.0 if first else wait
+        data, line = b"", EMPTY
         try:
             answer = await self._mirrors.get(f"/weights/{self._policy}/line?known={quote(tag)}&wait={wait}", wait)
-            data = answer.data
-            if answer.status == 304:
-                data = self._told.data if self._told is not None else b""
+            if answer.status != 304:
+                data, line = answer.data, self._mirrors.read(answer, lambda text, what: parse_line(text, b"", what))
+            elif self._told is not None:
+                data, line = self._told.data, self._line
         except NotThere:
-            data = b""
-        if data:
-            parse_line(data, b"", f"the line of {self._policy}")
+            pass
         told = Told(data, tag_of(data) if data else NOTHING)
-        if self._told is None or told.tag != self._told.tag:
-            if data:
-                await asyncio.to_thread(_write, self._path, data)
-            self._told = told
+        changed = self._told is None or told.tag != self._told.tag
+        if changed:
+            self._told, self._line = told, line
+        if changed or first:
             self._tell()
-        elif first:
-            self._tell()
+        if changed and data:
+            await asyncio.to_thread(_write, self._path, data)
 
     def _tell(self) -> None:
         self._news.set()
@@ -124,15 +130,19 @@ class Follower:
         await asyncio.gather(self._task, return_exceptions=True)
 
 
-def _read(path: Path) -> Told | None:
+def _read(path: Path) -> tuple[Told | None, Line]:
     try:
         data = path.read_bytes()
-        parse_line(data, b"", str(path))
+        line = parse_line(data, b"", str(path))
     except (OSError, RillflowError):
-        return None
-    return Told(data, tag_of(data))
+        return None, EMPTY
+    return Told(data, tag_of(data)), line
 
 
 def _write(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, data)
+    """For the next start; without it, this one goes on."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, data)
+    except (OSError, StorageError) as error:
+        log.warning("the line is not kept on disk: %s", error)

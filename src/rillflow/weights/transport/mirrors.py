@@ -9,16 +9,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import aiohttp
 import msgspec
 
 from rillflow.contracts import Clock, SystemClock
-from rillflow.errors import ErrorBody, RillflowError, Unauthorized, Unavailable, WeightsError, WireError, from_body
+from rillflow.errors import (
+    CorruptData,
+    ErrorBody,
+    RillflowError,
+    Unauthorized,
+    Unavailable,
+    WeightsError,
+    WireError,
+    from_body,
+)
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 CONNECT_SECONDS = 10.0
 STALL_SECONDS = 15.0  # a connection that brings nothing for so long is cut
@@ -162,6 +174,14 @@ class Mirrors:
         if response.status not in (200, 304):
             raise _refusal(url, path, response.status, data)
         return Answer(response.status, data, response.headers.get("etag", "").strip('"'), url)
+
+    def read(self, answer: Answer, parse: Callable[[bytes, str], T]) -> T:
+        """What `parse` makes of an answer. Who gave one that is damaged is left alone for a while."""
+        try:
+            return parse(answer.data, f"what {answer.url} answers")
+        except CorruptData as error:
+            self.lied(answer.url, error)
+            raise
 
     async def blocks(self, url: str, path: str, start: int, end: int, size: int) -> AsyncGenerator[bytes]:
         """The bytes [start, end) of a file that has `size` bytes, as they come; an error when they stop coming."""

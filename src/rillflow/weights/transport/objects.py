@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,19 +20,21 @@ from rillflow.errors import ConfigError, CorruptData, Unavailable, WeightsError
 from rillflow.storage import file_hash
 from rillflow.weights import sealed, signing
 from rillflow.weights.folder import Folder
-from rillflow.weights.manifest import HEAD, Line, VersionManifest, folder_name
+from rillflow.weights.manifest import EMPTY, HEAD, Line, VersionManifest, folder_name
 from rillflow.weights.source import WeightSource
+from rillflow.weights.transport.apart import ApartSource
 from rillflow.weights.transport.cache import FileCache
 from rillflow.weights.transport.partial import PartFile
+from rillflow.wire import in_thread
 
 T = TypeVar("T")
 
-EMPTY = Line(head=None, orphaned=frozenset())
 _FOLDER_POLL, _OBJECT_POLL = 0.05, 1.0
 _BLOCK = 8 << 20
 _ATTEMPTS = 4
 _FIRST_PAUSE = 0.5
-_DEADLINE = 120.0
+_DEADLINE = 120.0  # for a block
+_SMALL_DEADLINE = 15.0  # for a line or a manifest: a node that starts waits for it
 
 
 def open_source(
@@ -41,12 +44,11 @@ def open_source(
     (with commas between them), or a URL that fsspec knows. `cache` is for the files of those that are far."""
     text = str(where)
     if text.startswith(("http://", "https://")):
-        from rillflow.weights.transport.apart import ApartSource
         from rillflow.weights.transport.remote import HttpSource
 
         return ApartSource(HttpSource(f"{text}/{policy}", cache=cache / policy, key=key, token=token, streams=streams))
     if "://" in text:
-        return ObjectSource(f"{text.rstrip('/')}/{policy}", cache / policy, key, streams=streams)
+        return ApartSource(ObjectSource(f"{text.rstrip('/')}/{policy}", cache / policy, key, streams=streams))
     return FolderSource(Path(where) / policy, key)
 
 
@@ -156,19 +158,19 @@ class ObjectSource:
         async def stream() -> None:
             while blocks:
                 start, end = blocks.pop(0)
-                data = await self._asked(self._files.cat_file, where, start, end)
+                data = await self._asked(self._files.cat_file, where, start, end, deadline=self._deadline)
                 if len(data) != end - start:
                     raise CorruptData(f"{where} is shorter than its manifest says", "it was cut: publish it again")
-                await asyncio.to_thread(part.write, start, data)
+                await in_thread(partial(part.write, start, data))
                 part.have.add(start, end)
                 async with noting:
-                    await asyncio.to_thread(part.note)
+                    await in_thread(part.note)
 
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(self._streams, len(blocks))):
                     group.create_task(stream())
-            await asyncio.to_thread(part.finish)
+            await in_thread(part.finish)
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         except CorruptData:
@@ -177,12 +179,13 @@ class ObjectSource:
         finally:
             part.close()
 
-    async def _asked(self, call: Callable[..., T], *arguments: Any) -> T:
+    async def _asked(self, call: Callable[..., T], *arguments: Any, deadline: float | None = None) -> T:
         """A call of the object store: tried again when it fails, not when there is no such file."""
         pause = _FIRST_PAUSE
+        seconds = deadline or min(self._deadline, _SMALL_DEADLINE)
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                return await asyncio.wait_for(asyncio.to_thread(call, *arguments), self._deadline)
+                return await asyncio.wait_for(asyncio.to_thread(call, *arguments), seconds)
             except FileNotFoundError as error:
                 raise WeightsError(
                     f"{arguments[0]} is not there", "it was removed or never published: look at the line again"

@@ -18,7 +18,7 @@ from pathlib import Path
 from prometheus_client import Gauge
 
 from rillflow.contracts import Clock, SystemClock
-from rillflow.errors import CorruptData, QueueFull, RillflowError
+from rillflow.errors import CorruptData, QueueFull, RillflowError, Unavailable
 from rillflow.storage import file_hash, write_atomic
 from rillflow.weights.manifest import VersionManifest, folder_name
 from rillflow.weights.sealed import MANIFEST, FileFacts
@@ -110,15 +110,23 @@ class RelayShelf:
             return await asyncio.shield(self._manifests[path])
 
     async def _get_manifest(self, path: Path, policy: str, version: int) -> bytes:
-        try:
-            return await asyncio.to_thread(path.read_bytes)
-        except FileNotFoundError:
-            pass
+        kept = await asyncio.to_thread(_read, path, version)
+        follower = self._followers.get(policy)
+        listed = None if follower is None else follower.entry(version)
+        if kept is not None and listed in (None, _parsed(kept, version).entry):
+            return kept
         try:
             answer = await self._mirrors.get(f"/weights/{policy}/{version}/{MANIFEST}")
         except NotThere as error:
             raise absent(f"version {version} of {policy}") from error
-        _parsed(answer.data, version)
+        except Unavailable:
+            if kept is None:
+                raise
+            return kept
+        self._mirrors.read(answer, lambda data, what: parse_manifest(data, version, b"", what))
+        if kept is not None and kept != answer.data:  # the version was written again
+            await asyncio.to_thread(self._cache.remove, path.parent)
+            self._checks = {of: check for of, check in self._checks.items() if of.parent != path.parent}
         await asyncio.to_thread(_write, path, answer.data)
         return answer.data
 
@@ -270,6 +278,15 @@ def _kept(path: Path, size: int) -> int | None:
 
 def _parsed(data: bytes, version: int) -> VersionManifest:
     return parse_manifest(data, version, b"", f"the manifest of version {version}")
+
+
+def _read(path: Path, version: int) -> bytes | None:
+    try:
+        data = path.read_bytes()
+        _parsed(data, version)
+    except (FileNotFoundError, CorruptData):
+        return None
+    return data
 
 
 def _write(path: Path, data: bytes) -> None:

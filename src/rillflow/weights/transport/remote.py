@@ -9,28 +9,25 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import CorruptData, WeightsError
 from rillflow.storage import file_hash
-from rillflow.weights.manifest import Line, VersionManifest, folder_name
+from rillflow.weights.manifest import EMPTY, Line, VersionManifest, folder_name
 from rillflow.weights.sealed import MANIFEST, FileFacts
 from rillflow.weights.signing import parse_line, parse_manifest
 from rillflow.weights.transport.cache import FileCache
 from rillflow.weights.transport.download import PATIENCE, Download
-from rillflow.weights.transport.mirrors import STALL_SECONDS, Answer, Mirrors, NotThere
+from rillflow.weights.transport.mirrors import STALL_SECONDS, Mirrors, NotThere
 from rillflow.weights.transport.partial import PartFile
 from rillflow.weights.transport.serve import reading_token
 from rillflow.weights.transport.shelf import NOTHING
 
-T = TypeVar("T")
-
-EMPTY = Line(head=None, orphaned=frozenset())
 _WAIT = 20.0  # seconds that a request for news waits at the server
 _FOLLOWED = 120.0  # seconds after which a line that nobody asks for is not followed on
 _LEAST_PAUSE = 0.02
@@ -78,6 +75,7 @@ class HttpSource:
         self._known: tuple[Line, str] = (EMPTY, NOTHING)
         self._manifests: dict[int, VersionManifest] = {}
         self._fetches: dict[tuple[int, str], _Fetch] = {}
+        self._one_at_a_time = asyncio.Lock()
         self._following: asyncio.Task[None] | None = None
         self._asked = 0.0
         self._news = asyncio.Event()
@@ -88,19 +86,29 @@ class HttpSource:
 
     async def line(self, known: Line | None = None, wait: float = 0.0) -> Line:
         """Without a round trip, once it was asked for: a request for the next line waits at the server all the time."""
-        self._asked = self._clock.monotonic()
-        end = self._asked + wait
-        if self._following is None or self._following.done():
-            await self._ask_line(0.0)
-            self._following = asyncio.create_task(self._follow(), name="follow-line")
-            self._following.add_done_callback(lambda task: task.cancelled() or task.exception())  # told below, or never
-        while self._known[0] == known and (left := end - self._clock.monotonic()) > 0:
-            news, following = asyncio.ensure_future(self._news.wait()), self._following
-            await asyncio.wait({news, following}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            news.cancel()
+        end = self._clock.monotonic() + wait
+        while True:
+            self._asked = self._clock.monotonic()
+            following, news = await self._followed(), self._news
+            left = end - self._clock.monotonic()
+            if self._known[0] != known or left <= 0:
+                return self._known[0]
+            told = asyncio.ensure_future(news.wait())
+            try:
+                await asyncio.wait({told, following}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                told.cancel()
             if following.done() and (error := following.exception()) is not None:
                 raise error
-        return self._known[0]
+
+    async def _followed(self) -> asyncio.Task[None]:
+        """The task that asks for the next line all the time; one for all who ask at once."""
+        async with self._one_at_a_time:
+            if self._following is None or self._following.done():
+                await self._ask_line(0.0)
+                self._following = asyncio.create_task(self._follow(), name="follow-line")
+                self._following.add_done_callback(lambda task: task.cancelled() or task.exception())  # told, or never
+            return self._following
 
     async def _follow(self) -> None:
         """Until nobody asks any more, or the servers fail: then who asks next hears of it."""
@@ -116,7 +124,7 @@ class HttpSource:
             self._known = (EMPTY, NOTHING)
             return
         if answer.status != 304:
-            line = self._parsed(answer, lambda data, what: parse_line(data, self._key, what))
+            line = self._mirrors.read(answer, lambda data, what: parse_line(data, self._key, what))
             self._known = (line, answer.tag)
             self._news.set()
             self._news = asyncio.Event()
@@ -125,21 +133,14 @@ class HttpSource:
             await asyncio.to_thread(self._tidy, line)
 
     async def manifest(self, version: int) -> VersionManifest:
-        found = self._manifests.get(version)
-        if found is None:
+        found, listed = self._manifests.get(version), self._known[0].entries.get(version)
+        if found is None or (listed is not None and listed != found.entry):  # it may have been written again
             answer = await self._mirrors.get(f"{self._path}/{version}/{MANIFEST}")
-            found = self._parsed(answer, lambda data, what: parse_manifest(data, version, self._key, what))
+            found = self._mirrors.read(answer, lambda data, what: parse_manifest(data, version, self._key, what))
             while len(self._manifests) >= _MANIFESTS:
                 self._manifests.pop(min(self._manifests))
             self._manifests[version] = found
         return found
-
-    def _parsed(self, answer: Answer, parse: Callable[[bytes, str], T]) -> T:
-        try:
-            return parse(answer.data, f"what {answer.url} answers")
-        except CorruptData as error:
-            self._mirrors.lied(answer.url, error)
-            raise
 
     # ------------------------------------------------------------ files
 

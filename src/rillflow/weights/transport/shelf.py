@@ -93,7 +93,7 @@ class FolderShelf:
         self._root = root
         self._clock = clock or SystemClock()
         self._readers = ThreadPoolExecutor(_READERS, "weight-reads")
-        self._seen: dict[str, tuple[tuple[int, int], Told]] = {}
+        self._seen: dict[str, tuple[tuple[int, int, int], Told]] = {}
         self._looks: dict[str, asyncio.Task[Told]] = {}
 
     async def line(self, policy: str, known: str, wait: float) -> Told:
@@ -119,7 +119,7 @@ class FolderShelf:
             return Told(b"", NOTHING)
         try:
             status = os.fstat(at)
-            seen = (status.st_ino, status.st_mtime_ns)
+            seen = (status.st_ino, status.st_mtime_ns, status.st_size)
             if policy not in self._seen or self._seen[policy][0] != seen:
                 data = _whole(at, f"{policy}/{HEAD}")
                 self._seen[policy] = (seen, Told(data, tag_of(data)))

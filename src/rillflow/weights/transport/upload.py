@@ -2,7 +2,8 @@
 
 Invariants: nobody who publishes waits for it; what waits is at most one copy, of the store as it is by then, however
 many versions have come meanwhile; a reader of the object store finds a manifest after all its files, and a head after
-all versions that it names. What fails is tried again, without end, while the trainer runs.
+all versions that it names; what is being copied stays in the store meanwhile. What fails is tried again, without end,
+while the trainer runs.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import logging
 import threading
 import time
 
-from rillflow.weights.manifest import FOLDER_NAME, HEAD, folder_name
+from rillflow.weights import signing
+from rillflow.weights.manifest import FOLDER_NAME, HEAD, Line, folder_name
 from rillflow.weights.sealed import MANIFEST, as_text
 from rillflow.weights.store import FolderStore
 from rillflow.weights.transport.objects import open_url
@@ -78,13 +80,21 @@ class Uploader:
         if self._there is None:
             self._there = self._found()
         line = self._store.line()
+        self._store.copying = set(line.entries)  # else a slow store would never get all of a line
+        try:
+            self._copy_line(line)
+        finally:
+            self._store.copying = ()
+
+    def _copy_line(self, line: Line) -> None:
+        assert self._there is not None
         for version in sorted(line.entries):
             try:
                 self._copy_version(version)
             except FileNotFoundError:
                 if version in self._store.line().entries:
                     raise
-                self._wanted.set()  # it was removed meanwhile: the store has moved on, and so does this
+                self._wanted.set()  # it was removed a moment ago: the store has moved on, and so does this
                 return
         self._replace(HEAD, as_text(line))
         for version in sorted(set(self._there) - set(line.entries), reverse=True):
@@ -115,7 +125,7 @@ class Uploader:
         if version in self._there:  # half of it, or what it was before it was mended
             self._remove(version)
         self._files.makedirs(f"{self._root}/{folder.name}", exist_ok=True)
-        for name in self._store.manifest(version).files:
+        for name in signing.parse_manifest(manifest, version, b"", str(folder)).files:
             self._files.put_file(str(folder / name), f"{self._root}/{folder.name}/{name}")
         self._replace(f"{folder.name}/{MANIFEST}", manifest)
         self._there[version] = manifest

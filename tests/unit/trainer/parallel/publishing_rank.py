@@ -29,7 +29,7 @@ def publish(folder: Path, peers: Peers, dtype: torch.dtype, *, tied: bool) -> No
     config = TrainerConfig(sharding="fsdp", lr=1e-4)
     shard(model, config, peers, CPU)
     optimizer = Optimizer(model, config, peers)
-    together, alone = FolderStore(folder / "together", KEY, snapshot_every=EVERY), None
+    together, alone = FolderStore(folder / "together", KEY, fingerprints=True, snapshot_every=EVERY), None
     publisher = ShardPublisher(together, dtype, peers, Retention(keep=100))
     if peers.rank == 0:
         alone = FolderStore(folder / "alone", KEY, deltas=True, snapshot_every=EVERY)

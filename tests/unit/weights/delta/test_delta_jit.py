@@ -7,8 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from numba.extending import is_jitted
 
-from rillflow.weights.delta import jit
+from rillflow.weights.delta import encode, jit
+from rillflow.weights.delta.ahead import Ahead
+from rillflow.weights.delta.cpu import classes, subsets, words, writing
 
 KERNEL = """
 from rillflow.weights.delta.jit import compiled
@@ -47,6 +51,32 @@ def test_a_change_of_another_file_of_the_folder_counts(tmp_path: Path, monkeypat
     assert sum(kernel.stats.cache_hits.values()) == 1
     (tmp_path / "kernel_part.py").write_text(PART.format(20))
     assert fresh(tmp_path)(1) == 21
+
+
+def test_what_encodes_is_compiled_ahead() -> None:
+    """All of it: nothing is left for the first real delta."""
+    ahead = Ahead(torch.bfloat16, torch.device("cpu"))
+    assert ahead.wait(300)
+    loops = [loop for module in (words, classes, subsets, writing) for loop in vars(module).values() if is_jitted(loop)]
+    before = [len(loop.signatures) for loop in loops]
+    assert any(before)
+    generator = torch.Generator().manual_seed(1)
+    base = torch.randn(100_003, generator=generator).bfloat16()
+    for share in (0.001, 0.9):
+        changed = torch.rand(len(base), generator=generator) < share
+        encode(base, torch.where(changed, base * 1.5, base))
+    assert [len(loop.signatures) for loop in loops] == before
+
+
+def test_what_cannot_be_prepared_is_left_to_who_needs_it(caplog: pytest.LogCaptureFixture) -> None:
+    assert Ahead(torch.int64, torch.device("cpu")).wait(60)
+    assert "could not be prepared" in caplog.text
+
+
+def test_code_is_of_the_format_that_it_was_compiled_with(tmp_path: Path) -> None:
+    """Constants of the folder above are compiled into it."""
+    named = {name for name, *_ in jit._state(tmp_path)}
+    assert {"jit.py", "format.py"} <= named
 
 
 def test_without_a_folder_to_keep_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

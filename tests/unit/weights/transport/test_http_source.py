@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from hashlib import sha256
 from itertools import pairwise
@@ -15,10 +16,24 @@ from hypothesis import strategies as st
 from rillflow.errors import CorruptData, DiskFull, Unauthorized, Unavailable, WeightsError, WireError
 from rillflow.weights.transport import download as downloads
 from rillflow.weights.transport import mirrors as servers
+from rillflow.weights.transport import remote
 from rillflow.weights.transport.download import piece_size
 from rillflow.weights.transport.partial import Spans
 from rillflow.weights.transport.remote import EMPTY, HttpSource
-from weight_servers import KEY, POLICY, TOKEN, Exchange, between, part_record, publish, served, some_bytes, well
+from weight_servers import (
+    KEY,
+    POLICY,
+    TOKEN,
+    Exchange,
+    Files,
+    between,
+    leaves_no_write_behind,
+    part_record,
+    publish,
+    served,
+    some_bytes,
+    well,
+)
 
 SIZE = 3_000_000
 DATA = some_bytes(SIZE)
@@ -397,6 +412,46 @@ async def test_lines_and_manifests_of_others_are_refused(reader: Reader, tmp_pat
     source = reader(url)
     with pytest.raises(CorruptData):
         await (source.line() if what == "head.json" else source.manifest(7))
+
+
+def write_again(root: Path, version: int, files: Files) -> None:
+    """As a trainer that starts again and finds a version damaged."""
+    shutil.rmtree(root / POLICY / f"v{version:08d}")
+    publish(root, version, files)
+
+
+async def test_a_version_that_was_written_again(reader: Reader, tmp_path: Path, url: str) -> None:
+    source = reader(url)
+    before = await source.line()
+    assert set((await source.manifest(7)).files) == {NAME}
+    write_again(tmp_path / "weights", 7, {"other.bin": DATA[:1000]})
+    assert await source.line(before, wait=20) != before
+    assert (await source.file(7, "other.bin")).read_bytes() == DATA[:1000]
+
+
+async def test_those_who_ask_for_the_line_at_once_are_followed_by_one_task(reader: Reader, url: str) -> None:
+    source = reader(url)
+    await asyncio.gather(*(source.line() for _ in range(5)))
+    assert [task.get_name() for task in asyncio.all_tasks()].count("follow-line") == 1
+
+
+async def test_a_line_is_waited_for_longer_than_it_is_followed(
+    reader: Reader, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "_FOLLOWED", 0.05)
+    monkeypatch.setattr(remote, "_WAIT", 0.05)
+    source = reader(url)
+    known = await source.line()
+    waiting = asyncio.create_task(source.line(known, wait=30))
+    await asyncio.sleep(0.5)
+    publish(tmp_path / "weights", 8, {NAME: DATA})
+    assert (await waiting).head == 8
+
+
+async def test_who_is_cancelled_leaves_no_write_behind(
+    reader: Reader, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await leaves_no_write_behind(reader(url, streams=1).file(7, NAME), monkeypatch)
 
 
 # ---------------------------------------------------------------- several servers

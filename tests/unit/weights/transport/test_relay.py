@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from rillflow.errors import CorruptData, Unavailable
 from rillflow.weights.transport import download as downloads
 from rillflow.weights.transport import following, relay
 from rillflow.weights.transport import mirrors as servers
@@ -373,3 +375,59 @@ async def test_relays_of_relays(tmp_path: Path, store: Path) -> None:
     ):
         assert (await source.line()).head == 7
         assert (await source.file(7, NAME)).read_bytes() == DATA
+
+
+async def test_a_version_that_was_written_again(tmp_path: Path, store: Path) -> None:
+    """A trainer that starts again does so with a version that it finds damaged."""
+    async with served(store) as origin, relayed(origin, tmp_path / "relay") as (url, shelf):
+        async with reading(url, tmp_path / "a") as source:
+            line = await source.line()
+            await source.file(7, NAME)
+            await _come(shelf)
+            shutil.rmtree(store / POLICY / "v00000007")
+            publish(store, 7, {NAME: DATA[:1000], "other.bin": DATA})
+            assert await source.line(line, wait=20) != line
+        async with reading(url, tmp_path / "b") as source:
+            await source.line()
+            assert (await source.file(7, NAME)).read_bytes() == DATA[:1000]
+            assert (await source.file(7, "other.bin")).read_bytes() == DATA
+
+
+async def test_an_upstream_that_answers_nonsense_is_left_for_another(tmp_path: Path, store: Path) -> None:
+    shutil.copytree(store, tmp_path / "damaged")
+    (tmp_path / "damaged" / POLICY / "head.json").write_bytes(b"{}")
+    (tmp_path / "damaged" / POLICY / "v00000007" / "manifest.json").write_bytes(b"{}")
+    async with served(tmp_path / "damaged") as bad, served(store) as good:
+        shelf = RelayShelf([bad, good], READING, tmp_path / "relay")
+        shelf._mirrors._probing = asyncio.create_task(asyncio.sleep(0))  # the first counts as the nearest
+        try:
+            async with asyncio.timeout(20):
+                with pytest.raises(CorruptData):
+                    await shelf.manifest(POLICY, 7)
+                assert hashlib.sha256(await shelf.manifest(POLICY, 7)).digest()
+                shelf._mirrors.answered(bad)
+                while not (await _line(shelf)):  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+        finally:
+            await shelf.close()
+
+
+async def _line(shelf: RelayShelf) -> bytes:
+    try:
+        return (await shelf.line(POLICY, "", 0.0)).data
+    except Unavailable:
+        return b""
+
+
+async def test_a_line_goes_on_when_it_cannot_be_kept(tmp_path: Path, store: Path) -> None:
+    (tmp_path / "relay").mkdir()
+    (tmp_path / "relay" / POLICY).write_bytes(b"")  # no folder can be made here
+    async with (
+        served(store) as origin,
+        relayed(origin, tmp_path / "relay") as (url, _),
+        reading(url, tmp_path / "a") as source,
+    ):
+        line = await source.line()
+        assert line.head == 7
+        publish(store, 8, {NAME: DATA})
+        assert (await source.line(line, wait=20)).head == 8

@@ -17,12 +17,15 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from rillflow.errors import ConfigError, CorruptData, Unavailable, WeightsError
 from rillflow.weights import FolderStore
+from rillflow.weights.folder import Folder
 from rillflow.weights.signing import key_of
 from rillflow.weights.source import WeightSource
 from rillflow.weights.transport import objects
+from rillflow.weights.transport.apart import ApartSource
 from rillflow.weights.transport.objects import FolderSource, ObjectSource, open_source
 from rillflow.weights.transport.remote import HttpSource
 from rillflow.weights.transport.upload import Uploader, uploader
+from weight_servers import leaves_no_write_behind
 
 KEY = key_of("the run's token")
 _names = itertools.count()
@@ -117,12 +120,12 @@ async def test_damaged_files_are_refused(place: tuple[FolderStore, Any], tmp_pat
         path = store.path(4) / name
         path.write_bytes(path.read_bytes()[:-1] + b"x")
     else:
-        files, root = fsspec.core.url_to_fs(source._url)
+        files, root = fsspec.core.url_to_fs(source._source._url)
         data = files.cat_file(f"{root}/v00000004/{name}")
         files.pipe_file(f"{root}/v00000004/{name}", data[:-1] + b"x")
     with pytest.raises(CorruptData):
         await source.file(4, name)
-    if isinstance(source, ObjectSource):
+    if isinstance(source, ApartSource):
         assert not (tmp_path / "cache" / "p" / "v00000004" / name).exists()
         files.pipe_file(f"{root}/v00000004/{name}", data)
         assert (await source.file(4, name)).read_bytes() == data, "the wrong bytes are not kept"
@@ -159,14 +162,63 @@ async def test_what_has_come_is_not_fetched_again(tmp_path: Path, url: str, monk
     assert asked == [], "also not after a restart"
 
 
-def test_sources_by_their_names(tmp_path: Path) -> None:
+async def test_sources_by_their_names(tmp_path: Path) -> None:
     assert isinstance(open_source(tmp_path, "p", cache=tmp_path), FolderSource)
     assert isinstance(open_source(str(tmp_path), "p", cache=tmp_path), FolderSource)
-    assert isinstance(open_source("memory://x", "p", cache=tmp_path), ObjectSource)
-    for where in ("http://a:1", "https://a:1,http://b:2"):
-        assert isinstance(open_source(where, "p", cache=tmp_path, token="t"), HttpSource)
+    for where, kind in {
+        "memory://x": ObjectSource,
+        "http://a:1": HttpSource,
+        "https://a:1,http://b:2": HttpSource,
+    }.items():
+        far = open_source(where, "p", cache=tmp_path, token="t")
+        assert isinstance(far, ApartSource)
+        assert isinstance(far._source, kind)
+        await far.close()
     with pytest.raises(ConfigError, match="nosuch://"):
         open_source("nosuch://x", "p", cache=tmp_path)
+
+
+async def test_a_store_that_hangs_takes_no_thread_from_others(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not one of those in which an engine prepares its weights, or a session is written."""
+    released = threading.Event()
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", lambda *_, **__: released.wait(60))
+    sources = [open_source(url, f"p{number}", cache=tmp_path) for number in range(40)]
+    asking = [asyncio.create_task(source.line()) for source in sources]
+    try:
+        await asyncio.sleep(0.2)
+        async with asyncio.timeout(20):
+            assert await asyncio.to_thread(lambda: 7) == 7
+    finally:
+        for task in asking:
+            task.cancel()
+        released.set()
+        await asyncio.gather(*asking, return_exceptions=True)
+        for source in sources:
+            await source.close()
+
+
+async def test_a_store_that_hangs_is_told_of_soon(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes look at the line before they start."""
+    released = threading.Event()
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", lambda *_, **__: released.wait(60))
+    monkeypatch.setattr(objects, "_SMALL_DEADLINE", 0.01)
+    monkeypatch.setattr(objects, "_FIRST_PAUSE", 0.0)
+    try:
+        async with asyncio.timeout(20):
+            with pytest.raises(Unavailable, match="does not answer"):
+                await ObjectSource(url, tmp_path).line()
+    finally:
+        released.set()
+
+
+async def test_who_is_cancelled_leaves_no_write_behind(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = filled(tmp_path / "w")
+    Uploader(store, url).copy()
+    await leaves_no_write_behind(ObjectSource(url, tmp_path / "cache", KEY).file(0, "model.safetensors"), monkeypatch)
 
 
 # ---------------------------------------------------------------- copies
@@ -266,6 +318,33 @@ def test_a_store_that_fails_holds_nobody_up_and_gets_the_newest_later(
     copies.poke()
     assert copies.close(30)
     assert there(url) == here(store)
+
+
+def test_who_copies_slowly_gets_it_all_though_versions_come_and_go(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FolderStore(tmp_path)
+    for version in range(3):
+        store.publish(tensors(version), version, store.head())
+    copies = Uploader(store, url)
+    before = MemoryFileSystem.put_file
+
+    def put(self: Any, source: str, target: str, **more: Any) -> None:
+        version = store.highest() + 1
+        store.publish(tensors(version), version, store.head())
+        store.prune(1)
+        before(self, source, target, **more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MemoryFileSystem, "put_file", put)
+        copies.copy()
+    copied = Folder(tmp_path / "copy")
+    for name, data in there(url).items():
+        (tmp_path / "copy" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "copy" / name).write_bytes(data)
+    assert copied.head() == 2
+    assert all(torch.equal(copied.pull(2)[name], tensor) for name, tensor in tensors(2).items())
+    assert store.prune(1) == [0, 1, 2], "what was copied may go"
 
 
 def test_the_end_waits_only_so_long(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:

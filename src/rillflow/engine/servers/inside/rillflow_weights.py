@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import struct
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -100,46 +100,46 @@ class RillflowWorker:
     # ------------------------------------------------------------ writing
 
     def _rillflow_changed(self, paths: list[str], write: Any) -> dict[str, Any]:
-        files = [_File(path) for path in paths]
-        names: dict[str, None] = {}
-        for file in files:
-            self._rillflow_check(file)
-            names |= dict.fromkeys(name.rpartition(":")[0] or name for name in file.tensors)
-        for file in files:
-            write(file)
+        entries = {entry: file for file in map(_File, paths) for entry in file.tensors}
+        for entry in entries:
+            self._rillflow_check(entry, entries)
+        write(entries)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return self.rillflow_fingerprints(list(names))
+        return self.rillflow_fingerprints(list(dict.fromkeys(entry.rpartition(":")[0] or entry for entry in entries)))
 
-    def _rillflow_check(self, file: _File) -> None:
-        for entry, (dtype, shape) in file.facts():
-            name, _, part = entry.rpartition(":")
-            known = self.rillflow_facts.get(name or entry)
-            if known is None:
-                raise ValueError(f"{entry} is not in the layout")
-            if part == "index":
-                continue
-            whole, expected = known
-            if dtype != expected or (not name and tuple(shape) != whole):
-                raise ValueError(f"{entry} is {dtype} {shape}, the layout has {expected} {whole}")
+    def _rillflow_check(self, entry: str, entries: dict[str, _File]) -> None:
+        name, _, part = entry.rpartition(":")
+        known = self.rillflow_facts.get(name or entry)
+        if known is None:
+            raise ValueError(f"{entry} is not in the layout")
+        if part == "index":
+            return
+        dtype, shape = entries[entry].facts(entry)
+        whole, expected = known
+        if name:
+            index = f"{name}:index"
+            whole = entries[index].facts(index)[1] if index in entries else (math.prod(whole),)
+        if dtype != expected or shape != whole:
+            raise ValueError(f"{entry} is {dtype} {shape}, the layout has {expected} {whole}")
 
-    def _rillflow_write_whole(self, file: _File) -> None:
-        for name in file.tensors:
+    def _rillflow_write_whole(self, entries: dict[str, _File]) -> None:
+        for name, file in entries.items():
             for place in self.rillflow_places[name]:
                 _fill(place, file.read(name).to(place.held.device, non_blocking=True).reshape(-1))
 
-    def _rillflow_write_some(self, file: _File) -> None:
-        for entry in file.tensors:
+    def _rillflow_write_some(self, entries: dict[str, _File]) -> None:
+        for entry, file in entries.items():
             name, _, part = entry.rpartition(":")
             if part != "value":
                 continue
             index = f"{name}:index"
             for place in self.rillflow_places[name]:
                 value = file.read(entry).to(place.held.device, non_blocking=True)
-                if index not in file.tensors:
+                if index not in entries:
                     _fill(place, value)
                 else:
-                    _scatter(place, file.read(index).to(place.held.device, non_blocking=True), value)
+                    _scatter(place, entries[index].read(index).to(place.held.device, non_blocking=True), value)
 
 
 # ---------------------------------------------------------------- one part
@@ -242,9 +242,9 @@ class _File:
         self._start = 8 + size
         self._data = torch.from_file(path, shared=False, size=os.path.getsize(path), dtype=torch.uint8)
 
-    def facts(self) -> Iterator[tuple[str, tuple[Any, list[int]]]]:
-        for name, entry in self.tensors.items():
-            yield name, (_DTYPES.get(entry["dtype"]), entry["shape"])
+    def facts(self, name: str) -> tuple[Any, tuple[int, ...]]:
+        entry = self.tensors[name]
+        return _DTYPES.get(entry["dtype"]), tuple(entry["shape"])
 
     def read(self, name: str) -> torch.Tensor:
         entry = self.tensors[name]

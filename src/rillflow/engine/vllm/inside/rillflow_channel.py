@@ -14,6 +14,7 @@ import asyncio
 import hmac
 import importlib
 import os
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -21,7 +22,7 @@ import msgspec
 PATH = "/rillflow/channel"
 TOKEN = "RILLFLOW_CHANNEL_TOKEN"
 LOST = "lost"  # the `finish` of an answer when vLLM's engine has died
-_GATHER_SECONDS = 0.005  # parts that arrive within so long travel in one frame
+_GATHER_SECONDS = 0.005  # parts that arrive within so long travel in one frame; a reply takes them along at once
 _CUT_SECONDS = 1.0  # after a pause, for requests to end by themselves
 
 
@@ -103,6 +104,7 @@ class _Connection:
         self._send = send
         self._outbox: list[Part | Reply] = []
         self._full = asyncio.Event()
+        self._urgent = asyncio.Event()
         self._asks: dict[int, asyncio.Task[None]] = {}
         self._controls: set[asyncio.Task[None]] = set()
         self._params = importlib.import_module("vllm.sampling_params")
@@ -133,12 +135,17 @@ class _Connection:
     def _put(self, message: Part | Reply) -> None:
         self._outbox.append(message)
         self._full.set()
+        if isinstance(message, Reply):
+            self._urgent.set()
 
     async def _deliver(self) -> None:
         while True:
             await self._full.wait()
-            await asyncio.sleep(_GATHER_SECONDS)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_GATHER_SECONDS):
+                    await self._urgent.wait()
             self._full.clear()
+            self._urgent.clear()
             frame, self._outbox = self._outbox, []
             await self._send({"type": "websocket.send", "bytes": msgspec.msgpack.encode(frame)})
 
@@ -176,6 +183,7 @@ class _Connection:
             flat_logprobs=True,
             detokenize=False,
             output_kind=self._params.RequestOutputKind.DELTA,
+            skip_clone=True,  # made for this request alone: vLLM need not copy it
         )
 
     def _name(self, number: int) -> str:
