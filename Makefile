@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-BENCHES := engine dataflow two_policies data_algorithms gateway tree trainer
+BENCHES := engine dataflow two_policies data_algorithms gateway tree trainer catch_up
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart test test-all test-agents test-oracle test-engines test-sglang lint format docs bench clean

@@ -69,7 +69,7 @@ class Held:
         unique = {name: tensors[name].contiguous() for name in manifest.tensors if name in tensors}
         if {name: tensor_facts(tensor) for name, tensor in unique.items()} != manifest.tensors:
             raise CorruptData(f"version {manifest.version} has other tensors than its manifest names", "it was changed")
-        found = told = _known(manifest)
+        found = told = manifest.tensor_fingerprints()
         if not verified or (told and set(told) != set(unique)):
             found = _fingerprints(unique)
         for name, known in told.items():
@@ -111,7 +111,7 @@ class Held:
             for name, one in found.items():  # the parts of a tensor begin at whole words: what they add is a sum
                 changes[name].append(one.change)
                 now[name] = (now[name] + one.gained) % _MODULUS
-        for name, known in _known(manifest).items():
+        for name, known in manifest.tensor_fingerprints().items():
             if now.get(name) != known:
                 raise CorruptData(
                     f"{name} would not have the fingerprint that version {manifest.version} gives it",
@@ -169,16 +169,6 @@ def _fingerprints(tensors: Tensors) -> dict[str, int]:
     from rillflow.weights.fingerprint import fingerprint
 
     return dict(zip(tensors, _at_once(fingerprint, list(tensors.values())), strict=True))
-
-
-def _known(manifest: VersionManifest) -> dict[str, int]:
-    """Versions of a run without deltas have no fingerprints."""
-    try:
-        return {name: int(digits, 16) for name, digits in manifest.fingerprints.items()}
-    except ValueError as error:
-        raise CorruptData(
-            f"a fingerprint of version {manifest.version} is no number", "the manifest was changed"
-        ) from error
 
 
 def _at_once(work: Callable[[S], T], items: Sequence[S]) -> list[T]:

@@ -16,6 +16,7 @@ from typing import Annotated
 
 import msgspec
 
+from rillflow.errors import CorruptData
 from rillflow.weights.adapters import AdapterFacts
 from rillflow.weights.codec import TensorFacts
 from rillflow.weights.sealed import FileFacts, Manifest
@@ -66,8 +67,13 @@ class VersionManifest(Manifest, frozen=True, kw_only=True):
         )
 
     def tensor_fingerprints(self) -> dict[str, int]:
-        """As numbers; none of versions that were published before there were any."""
-        return {name: int(text, 16) for name, text in self.fingerprints.items()}
+        """As numbers; versions of a run without deltas have none. CorruptData when one is no number."""
+        try:
+            return {name: int(text, 16) for name, text in self.fingerprints.items()}
+        except ValueError as error:
+            raise CorruptData(
+                f"a fingerprint of version {self.version} is no number", "the manifest was changed"
+            ) from error
 
 
 def as_hexadecimal(fingerprints: Mapping[str, int]) -> dict[str, str]:
