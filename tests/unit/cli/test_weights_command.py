@@ -14,7 +14,7 @@ from rillflow.weights.transport.relay import RelayShelf
 from rillflow.weights.transport.serve import reading_token
 
 
-@pytest.mark.parametrize(("token", "gigabytes", "said"), [("", 1.0, TOKEN_VARIABLE), ("t", 0.0, "holds nothing")])
+@pytest.mark.parametrize(("token", "gigabytes", "said"), [("", 1.0, TOKEN_VARIABLE), ("t", 0.0, "cannot have 0.0 GB")])
 def test_what_a_relay_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: str, gigabytes: float, said: str
 ) -> None:

@@ -21,6 +21,9 @@ METRICS = {
     "reward_mean", "reward_std", "advantage_mean", "advantage_std", "response_length", "truncated", "zero_variance",
     "staleness_mean", "staleness_max", "tokens", "trained_tokens", "samples", "tokens_per_second", "lr", "skipped",
     "parts", "replayed_fraction",
+    # The tokens of these rows are of no version that the trainer is at: only the stale ones are compared.
+    "consistency/tokens", "consistency/stale_tokens", "consistency/stale_mean", "consistency/stale_p99",
+    "consistency/stale_max", "consistency/stale_ratio",
 }  # fmt: skip
 OWN = {
     "m2po": {"m2", "m2_clip_low", "m2_clip_high"},
