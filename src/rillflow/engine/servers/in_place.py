@@ -4,21 +4,67 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from rillflow.config import EngineConfig
+from rillflow.contracts import Clock
 from rillflow.engine.servers.base import ServerEngine
+from rillflow.engine.servers.facts import ModelFacts
+from rillflow.engine.servers.process import ServerProcess
 from rillflow.engine.servers.updates import LaidUpdate, Update, lay_changes, lay_whole
-from rillflow.errors import WeightsError
+from rillflow.errors import EngineLost, WeightsError
 from rillflow.weights.models import load_policy_model
 
 if TYPE_CHECKING:
     from rillflow.contracts import Patch, Tensors
 
 
+_LOOK_SECONDS = 0.25  # between two looks at a server that starts
+
+
 class InPlaceEngine(ServerEngine):
-    """What is left for an adapter is to have all workers carry out a method."""
+    """What is left for an adapter, of the server `PRODUCT`, is to have all workers carry out a method.
+
+    `process` is there where the server is ours to start, and to take down.
+    """
+
+    PRODUCT: ClassVar[str]
+
+    def __init__(
+        self, model: ModelFacts, settings: EngineConfig, *, logs: Path | None = None, clock: Clock | None = None
+    ) -> None:
+        super().__init__(model, settings, clock=clock)
+        self.process: ServerProcess | None = None
+        self._logs = logs
+
+    async def launch(self, process: ServerProcess) -> None:
+        self.process = process
+        try:
+            await process.start()
+        except OSError as error:
+            raise EngineLost(
+                f"{self.settings.server.python} cannot be started: {error}",
+                f"engine.server.python is the interpreter of the environment that has {self.PRODUCT}",
+            ) from error
+
+    async def wait_until(self, serves: Callable[[], Awaitable[bool]]) -> None:
+        """EngineLost when the server ends before, or takes longer than `server.start_timeout`."""
+        seconds = self.settings.server.start_timeout
+        try:
+            async with asyncio.timeout(seconds):
+                while not await serves():
+                    if self.process is not None and not self.process.running:
+                        raise EngineLost(f"{self.PRODUCT} ended before it served", self._words())
+                    await asyncio.sleep(_LOOK_SECONDS)
+        except TimeoutError:
+            raise EngineLost(f"{self.PRODUCT} does not serve after {seconds:g} s", self._words()) from None
+
+    def _words(self) -> str:
+        return f"its last words:\n{self.process.tail()}" if self.process is not None else "is it running?"
 
     @abstractmethod
     async def rewrite(self, method: str, paths: list[str]) -> list[Any]:

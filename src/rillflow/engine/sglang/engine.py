@@ -41,7 +41,6 @@ from rillflow.weights.models import DTYPES
 
 _T = TypeVar("_T")
 
-_LOOK_SECONDS = 0.25  # between two looks at a server that starts
 _WATCH_SECONDS = 2.0  # between two looks at one that somebody else runs
 _MISSES = 5  # looks in a row that fail before it counts as lost
 _CONTROL_SECONDS = 60.0
@@ -56,16 +55,12 @@ _FINISHES: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "ab
 class SglangEngine(InPlaceEngine):
     """Starts and supervises an SGLang server, or uses one that runs."""
 
+    PRODUCT = "SGLang"
+
     def __init__(
-        self,
-        model: ModelFacts,
-        settings: EngineConfig,
-        *,
-        logs: Path | None = None,
-        clock: Clock | None = None,
+        self, model: ModelFacts, settings: EngineConfig, *, logs: Path | None = None, clock: Clock | None = None
     ) -> None:
-        super().__init__(model, settings, clock=clock)
-        self._logs = logs
+        super().__init__(model, settings, logs=logs, clock=clock)
         self._url = ""
         self._http: aiohttp.ClientSession | None = None
         self._orders = Path()
@@ -73,7 +68,6 @@ class SglangEngine(InPlaceEngine):
         self._running = 0
         self._aborting: asyncio.Task[None] | None = None
         self._events = msgspec.json.Decoder(Chunk)
-        self.process: ServerProcess | None = None
 
     # ------------------------------------------------------------ the server
 
@@ -87,7 +81,7 @@ class SglangEngine(InPlaceEngine):
             headers={"authorization": f"Bearer {key}"} if key else {},
             read_bufsize=_LONGEST_LINE,
         )
-        await self._wait_ready()
+        await self.wait_until(self._answers)
         check_layout(self.model, await self._order("rillflow_layout"))
         if self.settings.server.url is not None:  # whatever it served before
             await self.put_initial()
@@ -97,40 +91,20 @@ class SglangEngine(InPlaceEngine):
         self._orders = Path(tempfile.mkdtemp(prefix="rillflow-sglang-"))
         secret = self._orders / "secret.yaml"
         secret.write_text(f"api-key: {key}\n")
-        self.process = ServerProcess(
+        process = ServerProcess(
             launch.command(self.model, self.settings, port, secret),
             environment=launch.environment(self.settings, self._orders),
             log=(self._logs or self._orders) / f"sglang-{port}.log",
         )
         self._url = f"http://127.0.0.1:{port}"
-        try:
-            await self.process.start()
-        except OSError as error:
-            raise EngineLost(
-                f"{self.settings.server.python} cannot be started: {error}",
-                "engine.server.python is the interpreter of the environment that has SGLang",
-            ) from error
+        await self.launch(process)
         return key
-
-    async def _wait_ready(self) -> None:
-        try:
-            async with asyncio.timeout(self.settings.server.start_timeout):
-                while not await self._answers():
-                    if self.process is not None and not self.process.running:
-                        raise EngineLost("SGLang ended before it served", self._words())
-                    await asyncio.sleep(_LOOK_SECONDS)
-        except TimeoutError:
-            seconds = self.settings.server.start_timeout
-            raise EngineLost(f"SGLang does not serve after {seconds:g} s", self._words()) from None
 
     async def _answers(self) -> bool:
         with suppress(EngineError):
             await self._call("GET", "/model_info", None, deadline=5.0)
             return True
         return False
-
-    def _words(self) -> str:
-        return f"its last words:\n{self.process.tail()}" if self.process is not None else "is it running?"
 
     async def lost(self) -> str:
         if self.process is not None:

@@ -36,7 +36,6 @@ from rillflow.errors import EngineError, EngineLost
 from rillflow.types import FinishReason, GenerateRequest
 from rillflow.weights.models import DTYPES
 
-_LOOK_SECONDS = 0.25
 _CONTROL_SECONDS = 60.0
 _WEIGHTS_SECONDS = 600.0  # for all weights of a large model to be copied and read back
 _STALL_SECONDS = 600.0  # without a token of an answer: vLLM's own queue is part of it
@@ -46,18 +45,13 @@ _FINISHES: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "ab
 class VllmEngine(InPlaceEngine):
     """Starts and supervises a vLLM server, or uses one that runs."""
 
+    PRODUCT = "vLLM"
+
     def __init__(
-        self,
-        model: ModelFacts,
-        settings: EngineConfig,
-        *,
-        logs: Path | None = None,
-        clock: Clock | None = None,
+        self, model: ModelFacts, settings: EngineConfig, *, logs: Path | None = None, clock: Clock | None = None
     ) -> None:
-        super().__init__(model, settings, clock=clock)
-        self._logs = logs
+        super().__init__(model, settings, logs=logs, clock=clock)
         self._channel: ChannelClient | None = None
-        self.process: ServerProcess | None = None
 
     # ------------------------------------------------------------ the server
 
@@ -77,34 +71,17 @@ class VllmEngine(InPlaceEngine):
     async def _start(self) -> tuple[str, str]:
         port, token = free_port(), secrets.token_urlsafe(32)
         logs = self._logs or Path(tempfile.mkdtemp(prefix="rillflow-vllm-"))
-        self.process = ServerProcess(
+        process = ServerProcess(
             launch.command(self.model, self.settings, port),
             environment=launch.environment(self.settings, token),
             log=logs / f"vllm-{port}.log",
         )
-        try:
-            await self.process.start()
-        except OSError as error:
-            raise EngineLost(
-                f"{self.settings.server.python} cannot be started: {error}",
-                "engine.server.python is the interpreter of the environment that has vLLM",
-            ) from error
+        await self.launch(process)
         return f"http://127.0.0.1:{port}", token
 
     async def _wait_healthy(self, url: str) -> None:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5.0)) as session:
-            try:
-                async with asyncio.timeout(self.settings.server.start_timeout):
-                    while not await _healthy(session, url):
-                        if self.process is not None and not self.process.running:
-                            raise EngineLost("vLLM ended before it served", self._words())
-                        await asyncio.sleep(_LOOK_SECONDS)
-            except TimeoutError:
-                seconds = self.settings.server.start_timeout
-                raise EngineLost(f"vLLM does not serve after {seconds:g} s", self._words()) from None
-
-    def _words(self) -> str:
-        return f"its last words:\n{self.process.tail()}" if self.process is not None else "is it running?"
+            await self.wait_until(lambda: _healthy(session, url))
 
     async def _learn_layout(self) -> None:
         shapes = {name: list(shape) for name, shape in self.model.shapes.items()}
