@@ -264,6 +264,23 @@ class Generator(Protocol):
         """Returns once no token is being sampled. Episodes that are under way wait for the next `begin`."""
 
 
+class Executor(Protocol):
+    """Starts and ends rollout nodes somewhere, for a maintainer. Nodes outlive who started them: a new executor of the
+    same kind finds those of the one before it. Every call returns within its own deadline or raises RunError."""
+
+    async def start(self, node: str) -> None:
+        """Begin to start a node of this name; it joins the run by itself, or `nodes` tells that it has failed."""
+
+    async def stop(self, node: str) -> None:
+        """End a node that was drained, or that does not answer. One that has gone already is passed over."""
+
+    async def nodes(self) -> dict[str, bool]:
+        """The nodes that were started and not stopped, and whether each still runs."""
+
+    async def close(self) -> None:
+        """Let go of them: they run on."""
+
+
 class PromptSource(Protocol):
     """Yields prompts in an order fixed by its seed; `length` prompts make one epoch."""
 

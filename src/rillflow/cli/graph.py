@@ -49,7 +49,7 @@ def find_chain(name: str, overrides: Sequence[str], policy: str | None) -> tuple
         raise ConfigError(f"the recipe has no policy {whose!r}", f"it has: {', '.join(recipe.policies)}")
     trainer = recipe.policies[whose].trainer
     what = "a graph of its own" if trainer.graph is not None else trainer.algorithm
-    return f"A step of {whose}: {what}, {recipe.runtime.mode}", chain_of(trainer, recipe.runtime.mode)
+    return f"A step of {whose}: {what}, {recipe.mode}", chain_of(trainer, recipe.mode)
 
 
 def _rich(chain: Chain) -> Table:

@@ -45,7 +45,7 @@ def check(recipe: Recipe) -> None:
         for model in (policy.model, kl.reference if kl else None, critic.model if critic else None):
             if model is not None:
                 model_folder(model)
-        chain_of(policy.trainer, recipe.runtime.mode)
+        chain_of(policy.trainer, recipe.mode)
     Hooks.of(recipe.dataflow)
     open_sources(recipe.data.prompts, seed=recipe.seed, shuffle=False)
     if recipe.data.heldout is not None:

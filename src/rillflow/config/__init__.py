@@ -3,6 +3,7 @@
 from rillflow.config.algorithm import CriticConfig, KlConfig, OverlongConfig
 from rillflow.config.engine import EngineConfig, ServerConfig
 from rillflow.config.load import load_recipe, recipes, resolve_object, write_resolved
+from rillflow.config.resources import ResourcesConfig, ScalingConfig, WorkersConfig
 from rillflow.config.schema import (
     CommandConfig,
     DataConfig,
@@ -40,14 +41,17 @@ __all__ = [
     "PauseConfig",
     "PolicyConfig",
     "Recipe",
+    "ResourcesConfig",
     "RolloutConfig",
     "RuntimeConfig",
     "SamplingConfig",
+    "ScalingConfig",
     "ServerConfig",
     "SourceConfig",
     "TrainerConfig",
     "UnitsConfig",
     "WeightsConfig",
+    "WorkersConfig",
     "load_recipe",
     "recipes",
     "resolve_object",

@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from rillflow.config import algorithm, engine, schema, supervised, trainer, weights
+from rillflow.config import algorithm, engine, resources, schema, supervised, trainer, weights
 
 SECTIONS: dict[str, type[BaseModel]] = {
     "top level": schema.Recipe,
@@ -33,6 +33,9 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "gateway": schema.GatewayConfig,
     "evaluation": schema.EvaluationConfig,
     "observe": schema.ObserveConfig,
+    "resources": resources.ResourcesConfig,
+    "resources.workers": resources.WorkersConfig,
+    "resources.scaling": resources.ScalingConfig,
     "runtime": schema.RuntimeConfig,
     "top level (rillflow fit)": supervised.FitRecipe,
     "data (rillflow fit)": supervised.FitDataConfig,

@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from rillflow.config.base import Name, NonNegative, Positive, Seconds, Section
 from rillflow.config.engine import EngineConfig
+from rillflow.config.resources import ResourcesConfig
 from rillflow.config.trainer import TrainerConfig
 from rillflow.config.weights import WeightsConfig
 
@@ -230,10 +231,11 @@ class ObserveConfig(Section):
 
 
 class RuntimeConfig(Section):
-    mode: Literal["asynchronous", "colocated"] = Field(
+    mode: Literal["asynchronous", "colocated", "multiplexed"] = Field(
         "asynchronous",
-        description="nodes and trainers at work at once; or one kind of process that generates a batch, then trains on "
-        "it, then generates again",
+        description="nodes and trainers at work at once, each worker with one tag; colocated: all workers have both "
+        "tags and generate a batch, then train on it; multiplexed: trainers have both and sample while they wait, "
+        "beside nodes that only sample",
     )
     deterministic: bool = Field(
         False,
@@ -276,6 +278,7 @@ class Recipe(Section):
     gateway: GatewayConfig = GatewayConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     observe: ObserveConfig = ObserveConfig()
+    resources: ResourcesConfig = ResourcesConfig()
     runtime: RuntimeConfig = RuntimeConfig()
 
     @model_validator(mode="after")
@@ -285,17 +288,39 @@ class Recipe(Section):
         bounds = {name: self.staleness(name) for name in self.policies}
         if self.runtime.deterministic and any(bounds.values()):
             raise ValueError("runtime.deterministic needs dataflow.staleness=0: only on-policy runs are repeatable")
-        if self.runtime.mode == "colocated" and (len(self.policies) > 1 or self.rollout.engines or self.outside):
-            raise ValueError(
-                "runtime.mode=colocated is for one policy, with workflow or command, and rollout.engines=0"
-            )
-        if self.runtime.mode == "colocated" and self.rollout.nodes > 1:
-            raise ValueError("runtime.mode=colocated has a node in each rank: raise trainer.ranks, not rollout.nodes")
+        self._check_workers()
         for name, policy in self.policies.items():
             for other in policy.trains_on or ():
                 if other not in self.policies:
                     raise ValueError(f"policies.{name}.trains_on names {other!r}; there is {', '.join(self.policies)}")
         return self
+
+    def _check_workers(self) -> None:
+        if self.resources.workers is not None:
+            if self.runtime.mode != "asynchronous":
+                raise ValueError("give runtime.mode or resources.workers, not both: the workers' tags are the mode")
+            for workers in self.resources.workers:
+                if workers.policy is not None and workers.policy not in self.policies:
+                    raise ValueError(f"resources.workers names the policy {workers.policy!r}, which is not there")
+            for tag in ("rollout", "train"):
+                if not any(tag in workers.tags for workers in self.resources.workers):
+                    raise ValueError(f"no worker in resources.workers has the tag {tag}: the run could never get on")
+        if self.mode != "asynchronous" and (len(self.policies) > 1 or self.outside):
+            raise ValueError(f"a {self.mode} run is for one policy, with workflow or command")
+        if self.mode == "colocated" and self.rollout.engines:
+            raise ValueError("a colocated run samples in its trainers: rollout.engines must be 0")
+        if self.runtime.mode == "colocated" and self.rollout.nodes > 1:
+            raise ValueError("runtime.mode=colocated has a node in each rank: raise trainer.ranks, not rollout.nodes")
+
+    @property
+    def mode(self) -> Literal["asynchronous", "colocated", "multiplexed"]:
+        """`runtime.mode`, or what the tags of `resources.workers` come to."""
+        if self.resources.workers is None:
+            return self.runtime.mode
+        kinds = [set(workers.tags) for workers in self.resources.workers]
+        if {"rollout", "train"} not in kinds:
+            return "asynchronous"
+        return "multiplexed" if {"rollout"} in kinds else "colocated"
 
     def staleness(self, policy: str) -> int:
         """The bound of one policy's stream."""

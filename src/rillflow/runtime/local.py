@@ -97,7 +97,7 @@ class LocalRun:
         for name in engines:
             self._start(name, "engine", "--name", name)
         # Colocated, every trainer plays by itself.
-        nodes = self._recipe.rollout.nodes if self._recipe.runtime.mode == "asynchronous" else 0
+        nodes = self._recipe.rollout.nodes if self._recipe.mode == "asynchronous" else 0
         for index in range(nodes):
             self._start(f"rollout-{index}", "rollout", "--name", f"rollout-{index}")
         for policy in self._recipe.policies:

@@ -207,7 +207,7 @@ def _one_rank(folder: RunFolder, policy: str, place: Place) -> int:
         for lock in ([name] if place.ranks == 1 else []) + [f"{name}-rank{place.rank}"]:
             stack.enter_context(folder.locked(lock, PREDECESSOR_WAIT))
         try:
-            if recipe.runtime.mode == "colocated":
+            if recipe.mode == "colocated":
                 from rillflow.runtime.colocated import run_colocated
 
                 finished = run_colocated(folder, f"colocated-{place.rank}", url, train)
@@ -219,7 +219,7 @@ def _one_rank(folder: RunFolder, policy: str, place: Place) -> int:
             log.error("%s", error)
             return LEFT_ALONE
     code = 0 if finished else STOPPED
-    if recipe.runtime.mode == "colocated":
+    if recipe.mode == "colocated":
         _leave(code)
     return code
 

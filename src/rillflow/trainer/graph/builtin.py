@@ -18,7 +18,7 @@ from rillflow.trainer.graph.nodes import Node, make_node
 from rillflow.trainer.graph.planner import Chain, plan
 from rillflow.trainer.graph.registry import REGISTRY, Registry
 
-Mode = Literal["asynchronous", "colocated"]
+Mode = Literal["asynchronous", "colocated", "multiplexed"]
 _STATISTICS = ("group_mean_R", "group_std_R")
 
 
@@ -37,7 +37,7 @@ def builtin(config: TrainerConfig, mode: Mode = "asynchronous") -> list[NodeConf
 
 def _names(config: TrainerConfig, mode: Mode) -> Iterator[str]:
     critic = config.algorithm == "ppo"
-    yield "generate" if mode == "colocated" else "fetch"
+    yield "fetch" if mode == "asynchronous" else "generate"
     if needs_proximal(config):
         yield "actor_logprobs"
     if config.kl is not None:

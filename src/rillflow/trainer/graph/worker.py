@@ -47,7 +47,7 @@ def build_worker(
     """Everything that trains `policy` on this rank, by default on the device that the recipe names. Collective."""
     settings = recipe.policies[policy]
     config = settings.trainer
-    chain = chain_of(config, recipe.runtime.mode)
+    chain = chain_of(config, recipe.mode)
     roles = Roles(settings, peers, device or pick_device(config.device), recipe.seed, recipe.runtime.deterministic)
     algorithm = ALGORITHMS[config.algorithm](config)
     return Worker(chain, roles.learners(chain.roles), algorithm, config, peers, clock=clock)

@@ -1,0 +1,73 @@
+"""Who works on what: workers and their tags, what happens when one is preempted, and how many nodes there are."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from rillflow.config.base import Name, Positive, Seconds, Section
+
+Tag = Literal["rollout", "train"]
+PositiveFloat = Annotated[float, Field(gt=0)]
+
+
+class WorkersConfig(Section):
+    """Some workers of one kind, by what they are able to do."""
+
+    tags: list[Tag] = Field(min_length=1, description="what such a worker can do: rollout, train, or both")
+    count: Positive = Field(1, description="how many of them")
+    policy: Name | None = Field(None, description="which policy it can train; default: the recipe's first")
+    tflops: PositiveFloat | None = Field(None, description="peak compute in TFLOP/s; default: measured at its start")
+    bandwidth: PositiveFloat | None = Field(None, description="memory bandwidth in GB/s; default: measured")
+
+    @field_validator("tags")
+    @classmethod
+    def _once(cls, tags: list[Tag]) -> list[Tag]:
+        if len(set(tags)) < len(tags):
+            raise ValueError("it names one twice")
+        return tags
+
+
+class ScalingConfig(Section):
+    """The maintainer: it starts and retires rollout nodes as the balance report asks for."""
+
+    enabled: bool = Field(False, description="whether `rillflow run` starts a maintainer")
+    least: Positive = Field(1, description="nodes that there are at least")
+    most: Positive = Field(8, description="nodes that there are at most")
+    cooldown: Seconds = Field(60.0, description="least seconds between two changes of the pool")
+    dry_run: bool = Field(False, description="only say what would be done")
+    executor: Literal["local", "ray", "command"] = Field(
+        "local", description="where nodes run: processes on this machine, Ray actors, or what the commands below start"
+    )
+    start: str | None = Field(
+        None, description="command that starts a node, for executor command; {node}, {url} and {token_file} are filled"
+    )
+    stop: str | None = Field(None, description="command that ends the node {node} after it was drained")
+    alive: str | None = Field(None, description="command that succeeds while the node {node} is there")
+    drain: Seconds = Field(120.0, description="seconds that a retired node has to finish its episodes")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ScalingConfig:
+        if self.least > self.most:
+            raise ValueError(f"least ({self.least}) is more than most ({self.most})")
+        if self.executor == "command" and not (self.start and self.stop):
+            raise ValueError("executor=command needs `start` and `stop`")
+        return self
+
+
+class ResourcesConfig(Section):
+    workers: list[WorkersConfig] | None = Field(
+        None, description="workers by their tags, in place of runtime.mode, rollout.nodes and trainer.ranks"
+    )
+    on_preempt: Literal["pause", "move"] = Field(
+        "pause",
+        description="what becomes of the answers under way on a worker that turns to training: they wait for it, or "
+        "go on at other engines",
+    )
+    memory: Literal["keep", "release"] = Field(
+        "keep",
+        description="whether a worker that can do both keeps the memory of what it does not do at present; release: "
+        "the engine's cache goes while it trains, the optimizer's state is set aside while it samples",
+    )
+    scaling: ScalingConfig = ScalingConfig()

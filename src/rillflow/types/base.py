@@ -1,0 +1,14 @@
+"""What all that travels is made of."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Lane = Literal["train", "eval"]
+Phase = Literal["training", "finishing", "ended"]
+
+
+class Wire(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Base of everything that travels: keyword-only, immutable, unknown fields refused."""

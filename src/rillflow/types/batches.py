@@ -1,0 +1,154 @@
+"""Batches: what trainers and stages lease and commit."""
+
+from __future__ import annotations
+
+from rillflow.types.base import Phase, Wire
+from rillflow.types.units import Row
+
+
+class LeaseBatch(Wire, frozen=True):
+    """A trainer at `version` asks for a batch of `groups` groups; waits up to `wait` seconds for more of them.
+
+    A batch is served whole (`least` 0), or as a stream: each ask under the same attempt names the groups it `have`s
+    and is answered with the next ones as soon as `least` of them are ready. Ranks that share a trainer ask under the
+    same attempt and each get their own part of every answer, balanced by tokens.
+    """
+
+    policy: str
+    incarnation: str
+    attempt: str
+    groups: int
+    version: int
+    wait: float
+    have: int = 0
+    least: int = 0
+    rank: int = 0
+    ranks: int = 1
+
+
+class BatchSample(Wire, frozen=True):
+    """One training row by reference, with the statistics of its group over the episodes of the same policy.
+
+    `policy` sampled it; `staleness` counts versions of that policy. `extra` are rows of columns that stages added.
+    `member` is the place of its group in the batch; `agent` and `turn` are as in `SampleMeta`. Samples of one member
+    with the same number `alike` are those that are compared with each other.
+    """
+
+    id: str
+    row: Row
+    tokens: int
+    trained: int
+    reward: float
+    group: str
+    group_mean: float
+    group_std: float
+    group_size: int
+    staleness: int
+    truncated: bool
+    policy: str = ""
+    task: str = ""
+    extra: list[Row] = []
+    replayed: bool = False
+    member: int = 0
+    agent: str = ""
+    turn: int = 0
+    alike: int = 0
+
+
+class Batch(Wire, frozen=True):
+    """What was asked for of a batch: `samples` are those after the groups that the asker had, `groups` all so far.
+
+    `complete` says that nothing more will be added.
+    """
+
+    id: str
+    attempt: str
+    policy: str
+    version: int
+    samples: list[BatchSample]
+    seconds: float
+    groups: int = 0
+    complete: bool = True
+
+
+class RenewBatch(Wire, frozen=True):
+    """The holder still works on the batch: its lease has its full time again."""
+
+    batch: str
+    attempt: str
+
+
+class BatchReply(Wire, frozen=True):
+    """`batch` is None when none became ready in time or when the run has ended; `waiting_for` says which."""
+
+    batch: Batch | None
+    phase: Phase
+    waiting_for: str = ""
+
+
+class CommitBatch(Wire, frozen=True):
+    """The optimizer step on `batch` produced `version`, already published. Trained and version move together.
+
+    `restorable` is the oldest version that this trainer keeps a checkpoint of: what went into it or before it is
+    never asked for again.
+    """
+
+    policy: str
+    incarnation: str
+    batch: str
+    attempt: str
+    version: int
+    metrics: dict[str, float]
+    step_seconds: float
+    wait_seconds: float
+    restorable: int = 0
+
+
+class JoinTrainer(Wire, frozen=True):
+    """A trainer starts from `checkpoint` (the version it restored; 0 for the initial weights).
+
+    `published` is the highest version in its weight store: a version that was published but never committed died
+    with the trainer that made it, and only the store knows of it.
+    """
+
+    policy: str
+    incarnation: str
+    checkpoint: int
+    published: int = 0
+
+
+class TrainerJoined(Wire, frozen=True):
+    """Versions after `version` are orphaned; `highest` was ever used; `steps` are committed on the live line."""
+
+    version: int
+    highest: int
+    steps: int
+    orphaned: list[int]
+    rolled_back: int
+
+
+class LeaseStage(Wire, frozen=True):
+    """A worker of a stage before the update (log-probs, a reward model) asks for up to `groups` groups."""
+
+    policy: str
+    stage: str
+    attempt: str
+    groups: int
+    wait: float
+
+
+class SampleColumns(Wire, frozen=True):
+    """Columns that a stage has computed for a sample, already durable in a storage unit."""
+
+    sample: str
+    row: Row
+
+
+class CommitStage(Wire, frozen=True):
+    """The stage has handled `batch`; each sample at most once, and only samples of the batch."""
+
+    policy: str
+    stage: str
+    batch: str
+    attempt: str
+    columns: list[SampleColumns]

@@ -1,0 +1,94 @@
+"""Engines: token ids in, chunks out."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from rillflow.types.base import Wire
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class Sampling(Wire, frozen=True):
+    """How tokens are drawn. `top_k` 0 and `top_p` 1 switch those cuts off; `seed` None draws a fresh one."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 128
+    stop_tokens: tuple[int, ...] = ()
+    seed: int | None = None
+
+
+class GenerateRequest(Wire, frozen=True):
+    """Token ids in. `group` lets an engine find requests that share their prompt."""
+
+    id: str
+    tokens: list[int]
+    sampling: Sampling
+    group: str = ""
+
+
+class Chunk(Wire, frozen=True):
+    """Tokens out, all sampled by one `version`. The stop token, when sampled, is part of `tokens`.
+
+    `logprobs` are of the distribution that was sampled from, `raw_logprobs` of the untempered one. `seam` says why
+    sampling was cut before the first of these tokens and went on from the ids produced so far; empty where it was not.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    raw_logprobs: list[float]
+    version: int
+    finish: FinishReason | None = None
+    seam: str = ""
+
+
+class EngineStats(Wire, frozen=True):
+    version: int
+    running: int
+    waiting: int
+    slots: int
+    generated_tokens: int
+    prefilled_tokens: int
+    reused_tokens: int
+    steps: int
+    loads: int
+    load_seconds: float = 0.0  # in which no token could be sampled because weights were changed
+
+
+class AskTurn(Wire, frozen=True):
+    """An engine of a policy wants to change its weights now, or (`done`) has done it."""
+
+    policy: str
+    engine: str
+    done: bool = False
+    wait: float = 0.0
+
+
+class TurnReply(Wire, frozen=True):
+    """Whether it may; if not, it asks again."""
+
+    granted: bool
+
+
+class EngineInfo(Wire, frozen=True):
+    """A process that samples for others: where it listens and which version of each policy it serves now.
+
+    `paused` names why it does not sample at present; empty where it does.
+    """
+
+    name: str
+    url: str
+    versions: dict[str, int]
+    context: int
+    slots: int
+    running: int = 0
+    waiting: int = 0
+    paused: str = ""
+
+
+class Engines(Wire, frozen=True):
+    """The engine processes of a run that were heard of lately."""
+
+    engines: list[EngineInfo]

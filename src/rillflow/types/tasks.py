@@ -1,0 +1,123 @@
+"""Tasks and trajectories: what nodes lease, play and push."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rillflow.errors import ErrorBody
+from rillflow.types.base import Lane, Phase, Wire
+from rillflow.types.units import Row
+
+
+class Prompt(Wire, frozen=True):
+    """A dataset row; `source` names where it came from when a run has several sources."""
+
+    id: str
+    payload: dict[str, Any]
+    source: str = ""
+
+
+class Task(Wire, frozen=True):
+    """One episode to run. `seed` depends on the run, the group and the place alone, never on the attempt."""
+
+    id: str
+    prompt: Prompt
+    group: str
+    place: int
+    lane: Lane
+    seed: int
+
+
+class TaskLease(Wire, frozen=True):
+    """The right to play `task` until `seconds` from now, renewed by heartbeats that name `attempt`."""
+
+    task: Task
+    attempt: str
+    seconds: float
+
+
+class LeaseTasks(Wire, frozen=True):
+    """A node asks for up to `want` tasks, telling which version of each policy it serves now."""
+
+    node: str
+    incarnation: str
+    want: int
+    versions: dict[str, int]
+    wait: float = 0.0
+
+
+class TaskLeases(Wire, frozen=True):
+    leases: list[TaskLease]
+    heads: dict[str, int]
+    phase: Phase
+
+
+class SampleMeta(Wire, frozen=True):
+    """What the ledger is told of a sample: everything but its tokens.
+
+    `fork` says why its path left another one ("history": the agent's messages did; "template": the chat template wrote
+    them anew), `seams` how often its sampling was cut and continued. `agent` is whom the calls said to be of, `turn`
+    which of that agent's calls in the episode begins it, from 0.
+    """
+
+    policy: str
+    row: Row
+    tokens: int
+    trained: int
+    oldest: int
+    newest: int
+    reward: float
+    truncated: bool = False
+    fork: str = ""
+    seams: int = 0
+    agent: str = ""
+    turn: int = 0
+
+
+class CompleteTask(Wire, frozen=True):
+    """An episode has ended well; its samples are already durable in a storage unit."""
+
+    task: str
+    attempt: str
+    node: str
+    reward: float
+    samples: list[SampleMeta]
+    calls: int
+    seconds: float
+    metrics: dict[str, float] = {}
+
+
+class FailTask(Wire, frozen=True):
+    """An episode has ended badly; the ledger decides whether the task is retried."""
+
+    task: str
+    attempt: str
+    node: str
+    cause: str
+    error: str
+
+
+class Ack(Wire, frozen=True):
+    """`accepted` is False where the news came too late (another attempt holds the task) and changes nothing."""
+
+    accepted: bool
+    reason: str = ""
+
+
+class CompleteTasks(Wire, frozen=True):
+    """Completions that travel together; each is taken or refused on its own."""
+
+    tasks: list[CompleteTask]
+
+
+class Taken(Wire, frozen=True):
+    """The answer to one of several: exactly one of the two."""
+
+    ack: Ack | None = None
+    error: ErrorBody | None = None
+
+
+class TasksTaken(Wire, frozen=True):
+    """In the order of what was sent."""
+
+    taken: list[Taken]

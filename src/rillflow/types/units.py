@@ -1,0 +1,79 @@
+"""Storage units and the rows that they keep."""
+
+from __future__ import annotations
+
+from rillflow.types.base import Wire
+
+
+class Row(Wire, frozen=True):
+    """Where a storage unit keeps one row of columns."""
+
+    unit: str
+    segment: int
+    offset: int
+    length: int
+
+
+class PutRows(Wire, frozen=True):
+    rows: list[dict[str, bytes]]
+
+
+class RowsPut(Wire, frozen=True):
+    rows: list[Row]
+
+
+class GetRows(Wire, frozen=True):
+    rows: list[Row]
+    columns: list[str]
+
+
+class RowsGot(Wire, frozen=True):
+    rows: list[dict[str, bytes]]
+
+
+class UnitInfo(Wire, frozen=True):
+    """A storage unit: `unit` was drawn once and is its name for good, `url` is where it listens now.
+
+    `path` is the folder of segments: who can open it on the own host reads and writes there instead of asking; it
+    is empty where a unit has none. `load` is the bytes that wait or were written lately, `free` the bytes left.
+    """
+
+    unit: str
+    path: str
+    url: str = ""
+    kind: str = "files"
+    load: float = 0.0
+    free: int = 0
+
+
+class UnitBeat(Wire, frozen=True):
+    """A unit lives. `dropped` are the segments it was told to drop and has; `closed` those of the idle ones it was
+    asked about that nobody will ever write into again."""
+
+    info: UnitInfo
+    dropped: list[int] = []
+    closed: list[int] = []
+
+
+class UnitBeatReply(Wire, frozen=True):
+    """`drop`: segments that nobody will ever ask for again; `idle`: those that could go if nobody writes into them."""
+
+    drop: list[int]
+    idle: list[int] = []
+
+
+class Units(Wire, frozen=True):
+    """The units of a run that were heard of lately, the least loaded first."""
+
+    units: list[UnitInfo]
+
+
+class LoseRows(Wire, frozen=True):
+    """Rows that could not be read as they were written: they are set aside and their episodes played again."""
+
+    rows: list[Row]
+    reason: str
+
+
+class DropSegments(Wire, frozen=True):
+    segments: list[int]
