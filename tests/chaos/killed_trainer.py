@@ -13,6 +13,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,38 +81,49 @@ def around(owner: Any, name: str, before: Callable[..., Any] = nothing, after: C
     setattr(owner, name, wrapped)
 
 
-def live(folder: RunFolder, policy: str, moment: str | None, times: int) -> int:
-    """How the life ended: minus the signal, or its exit code."""
+def apart(work: Callable[[], int]) -> int:
+    """How `work` in a fork ended: minus the signal, or its exit code.
+
+    This process itself never computes: the threads that torch computes with would be missing in later forks.
+    """
     child = os.fork()
     if child == 0:
-        log = os.open(folder.log(f"trainer-{policy}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(log, 2)
         code = 1
         try:
-            if moment is not None:
-                Death(moment, times).lurk()
-            code = trainer_role(folder, policy)
+            code = work()
         except BaseException:
             traceback.print_exc()
         finally:
+            sys.stdout.flush()
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def look(folder: RunFolder, policy: str) -> dict[str, Any]:
-    """Everything that can be seen is whole; damage raises."""
+def live(folder: RunFolder, policy: str, moment: str | None, times: int) -> int:
+    """The trainer, until it dies at its moment."""
+    log = os.open(folder.log(f"trainer-{policy}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 2)
+    if moment is not None:
+        Death(moment, times).lurk()
+    return trainer_role(folder, policy)
+
+
+def look(folder: RunFolder, policy: str, told: dict[str, Any]) -> int:
+    """Everything that can be seen is whole; damage raises. Prints what there is beside what is `told`."""
     store, checkpoints = FolderStore(folder.weights(policy)), Checkpoints(folder.checkpoints(policy), 2)
     for version in store.versions():
         store.pull(version)
     for version in checkpoints.versions():
         checkpoints.load(version)
     assert store.head() in store.versions()
-    return {"head": store.head(), "checkpoints": checkpoints.versions()}
+    print(json.dumps({**told, "head": store.head(), "checkpoints": checkpoints.versions()}), flush=True)
+    return 0
 
 
 if __name__ == "__main__":
     opened = RunFolder.open(sys.argv[1])
     name = opened.recipe.policy
     for moment, times in [*json.loads(sys.argv[2]), [None, 0]]:
-        code = live(opened, name, moment, times)
-        print(json.dumps({"moment": moment, "code": code, **look(opened, name)}), flush=True)
+        code = apart(partial(live, opened, name, moment, times))
+        if apart(partial(look, opened, name, {"moment": moment, "code": code})):
+            sys.exit(f"after {moment}: what is visible is not whole")
