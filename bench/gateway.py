@@ -55,6 +55,7 @@ class Asked:
         pipe = subprocess.PIPE
         command = [sys.executable, "-m", module, *arguments]
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+        self.pid = self._process.pid
 
     def hear(self) -> dict[str, Any]:
         assert self._process.stdout is not None

@@ -12,7 +12,7 @@ if [ ! -f "$venv/.installed" ]; then
     "$venv/bin/pip" install --quiet --upgrade pip
     "$venv/bin/pip" install --quiet -c constraints.txt torch numpy omegaconf hydra-core tensordict ray pandas \
         "transformers>=5.5.3,<5.11" accelerate datasets peft codetiming orjson torchdata dill cachetools pyvers \
-        pybind11 pylatexenc
+        pybind11 pylatexenc jmespath
     "$venv/bin/pip" install --quiet --no-deps "verl==0.9.1" "trl==1.16.0"
     touch "$venv/.installed"
 fi

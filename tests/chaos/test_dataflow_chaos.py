@@ -1,183 +1,141 @@
-"""The dataflow service and its storage units are killed with -9 again and again under load: 0 lost, 0 twice.
-
-Eight producers play nodes and four consumers play two trainers and two workers of a stage. Everybody speaks to real
-processes through the real clients, half of them over HTTP alone. What was acknowledged is remembered here and compared
-with what was trained.
-"""
+"""The dataflow service and its units are killed, cut off and slowed down under load: 0 lost, 0 trained twice."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-import uuid
-import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import pytest
+from dataflow_load import GROUP, Load, make_loaded_run
 
-from bench.traffic import COLUMNS, Columns, Processes, Producers, Seat, consume_stage, last_lines, make_run, trajectory
+from bench.traffic import Processes, Role
+from forwarder import Forwarder, forwarder
 from rillflow.clients.dataflow import DataflowClient
-from rillflow.clients.payloads import PayloadReader
-from rillflow.clients.units import UnitWriter
-from rillflow.dataflow.audit import audit
-from rillflow.errors import LeaseLost, RillflowError
-from rillflow.types import Ack, Batch, BatchSample, TaskLease
+from rillflow.storage import read_json
+from rillflow.types import Units
+from rillflow.wire import Client
 
-POLICIES = ("solver", "checker")
-PROMPTS, GROUP, BATCH = 400, 4, 4
-KILLS = 20
-
-
-def token_of(task: str, policy: str) -> int:
-    """What the rows of this task and policy are filled with, so that a mix-up is seen."""
-    return zlib.crc32(f"{task}/{policy}".encode()) % 30_000 + 1
-
-
-def rows_of(lease: TaskLease) -> Mapping[str, Columns]:
-    length = 20 + zlib.crc32(lease.attempt.encode()) % 200
-    return {policy: trajectory(length, token_of(lease.task.id, policy)) for policy in POLICIES}
-
-
-def check_rows(samples: Sequence[BatchSample], arrays: Sequence[Mapping[str, Any]]) -> None:
-    for sample, row in zip(samples, arrays, strict=True):
-        assert len(row["tokens"]) == sample.tokens
-        assert (row["tokens"] == token_of(sample.task, sample.policy)).all()
-
-
-class Trainer(Seat):
-    """Leases batches of one policy, whole or streamed, reads them and commits; it is never restarted."""
-
-    def __init__(self, policy: str, client: DataflowClient, reader: PayloadReader, least: int) -> None:
-        super().__init__(policy, client)
-        self.trained: Counter[tuple[str, str]] = Counter()  # (task, policy) of committed samples
-        self._reader = reader
-        self._least = least
-
-    async def run(self) -> None:
-        await self.join()
-        going = True
-        while going:
-            try:
-                going = await self._step()
-            except LeaseLost:
-                continue  # the batch went back to the stream: the next one is leased under another attempt
-
-    async def _step(self) -> bool:
-        attempt, samples = uuid.uuid4().hex, list[BatchSample]()
-        batch: Batch | None = None
-        while batch is None or not batch.complete:
-            have = 0 if batch is None else batch.groups
-            reply = await self.lease(BATCH, wait=1.0, attempt=attempt, have=have, least=self._least)
-            if reply.batch is None:
-                if reply.phase != "training":
-                    return False
-                continue
-            batch = reply.batch
-            check_rows(batch.samples, await self._reader.read([s.row for s in batch.samples], list(COLUMNS)))
-            samples += batch.samples
-        await self.commit(batch, deadline=60.0)
-        self.trained.update((sample.task, sample.policy) for sample in samples)
-        return True
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(330)]
+SECONDS = 280.0
+KILLS, CUTS = 12, 20
 
 
 class Killer:
-    """kill -9 of one process after the other, each started again at once."""
+    """kill -9 of one process after the other, each started again at once; the load gets on between two kills."""
 
-    def __init__(self, processes: Processes, seed: int) -> None:
+    def __init__(self, load: Load, tasks: int) -> None:
         self.killed: Counter[str] = Counter()
-        self._processes = processes
-        self._random = random.Random(seed)
+        self._load = load
+        self._tasks = tasks
+        self._random = random.Random(7)
 
     async def run(self) -> None:
-        while True:
-            await asyncio.sleep(self._random.uniform(0.3, 2.0))
-            role = self._random.choice(self._processes.roles)
+        roles = self._load.processes.roles
+        for number in range(KILLS):
+            while len(self._load.acked) < number * self._tasks // KILLS:  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.01)
+            if number % len(roles) == 0:
+                self._random.shuffle(roles)
+            role = roles[number % len(roles)]
+            while not serves(role):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(self._random.uniform(0.0, 0.2))
             role.kill()
             self.killed[role.name] += 1
             role.start()
 
 
-async def play_all(processes: Processes, acked: set[str]) -> tuple[dict[str, Trainer], Killer]:
-    folder = processes.folder
-    client = await processes.ready()
-    close: list[Any] = [client]
-
-    def note(lease: TaskLease, ack: Ack) -> None:
-        if ack.accepted:
-            acked.add(lease.task.id)
-
-    def reader(remote: bool) -> PayloadReader:
-        made = PayloadReader(client.units, folder.token, allow_map=not remote)
-        close.append(made)
-        return made
-
-    def producer(number: int) -> Producers:
-        writer = UnitWriter(client.units, folder.token, allow_local=number % 2 == 0)
-        close.append(writer)
-        return Producers(f"node-{number}", client, writer, POLICIES, rows_of, note, deadline=90.0)
-
-    def handled(samples: Sequence[BatchSample], arrays: Sequence[Mapping[str, Any]]) -> bool:
-        check_rows(samples, arrays)
-        return True
-
-    trainers = {
-        "solver": Trainer("solver", client, reader(remote=False), least=0),
-        "checker": Trainer("checker", client, reader(remote=True), least=1),
-    }
-    killer = Killer(processes, seed=7)
-    stage = ("solver", "reference")
-    background = [asyncio.create_task(forever(client, reader(n == 0), stage, handled)) for n in range(2)]
-    background += [asyncio.create_task(until_over(producer(n))) for n in range(8)]
-    killing = asyncio.create_task(killer.run())
-    try:
-        async with asyncio.timeout(280):
-            await asyncio.gather(*(trainer.run() for trainer in trainers.values()))
-    finally:
-        for task in (*background, killing):
-            task.cancel()
-        await asyncio.gather(*background, killing, return_exceptions=True)
-        for thing in reversed(close):
-            await thing.close()
-    return trainers, killer
+def serves(role: Role) -> bool:
+    """Whether it has said where it listens since it was started."""
+    path = role.folder.root / "endpoints" / f"{role.name}.json"
+    assert role.process is not None
+    return path.is_file() and read_json(path)["pid"] == role.process.pid
 
 
-async def forever(client: DataflowClient, reader: PayloadReader, stage: tuple[str, str], handled: Any) -> None:
+async def test_kills_lose_nothing_and_nothing_is_trained_twice(tmp_path: Path) -> None:
+    prompts = 200
+    with Processes(make_loaded_run(tmp_path, prompts), 2) as processes:
+        client = await processes.ready()
+        load = Load(processes, client, client.units)
+        killer = Killer(load, prompts * GROUP)
+        trainers = await load.play(killer.run(), SECONDS)
+        await client.close()
+    assert killer.killed == dict.fromkeys(("dataflow", "unit-0", "unit-1"), KILLS // 3)
+    load.check(trainers, prompts)
+
+
+class Far:
+    """The service and its units behind forwarders: there is no other way to any of them."""
+
+    def __init__(self, stack: AsyncExitStack, near: DataflowClient, url: str, token: str) -> None:
+        self.links: dict[str, Forwarder] = {}
+        self._stack = stack
+        self._near = near
+        self._url = url
+        self._token = token
+
+    async def client(self) -> DataflowClient:
+        link = await self._link("dataflow", self._url)
+        return DataflowClient(Client(link.url, self._token, peer="dataflow"))
+
+    async def units(self) -> Units:
+        """As the service tells of them, but for their addresses."""
+        told = await self._near.units()
+        moved = [
+            msgspec.structs.replace(unit, path="", url=(await self._link(unit.unit, unit.url)).url)
+            for unit in told.units
+        ]
+        return msgspec.structs.replace(told, units=moved)
+
+    async def _link(self, name: str, url: str) -> Forwarder:
+        if name not in self.links:
+            self.links[name] = await self._stack.enter_async_context(forwarder(url))
+        return self.links[name]
+
+
+async def cut_often(far: Far) -> None:
+    """All connections of one of them at a time; now and then it cannot be reached for a while."""
+    draw = random.Random(3)
     while True:
-        try:
-            await consume_stage(client, reader, stage, 2, handled)
-        except RillflowError:
-            await asyncio.sleep(0.1)  # its lease was lost, or a unit was down for too long: it goes on
+        await asyncio.sleep(draw.uniform(0.1, 0.5))
+        link = draw.choice(sorted(far.links.values(), key=lambda link: link.url))
+        link.cut(refuse=draw.random() < 0.3)
+        await asyncio.sleep(draw.uniform(0.0, 0.6))
+        link.mend()
 
 
-async def until_over(producer: Producers) -> None:
+async def slow_down(far: Far) -> None:
+    """A far region's line to all of them, which also stands still for a second now and then."""
+    draw = random.Random(4)
     while True:
-        try:
-            await producer.run(2)
-            return
-        except RillflowError:
-            await asyncio.sleep(0.1)
+        for link in far.links.values():
+            link.delay, link.rate = 0.05, 100_000.0
+            link.stall()
+            await asyncio.sleep(draw.uniform(0.2, 1.0))
+            link.mend()
+        await asyncio.sleep(1.0)
 
 
-@pytest.mark.chaos
-@pytest.mark.timeout(330)
-async def test_nothing_is_lost_and_nothing_trained_twice(tmp_path: Path) -> None:
-    policies = {
-        "solver": {"stages": ["reference"], "trainer": {"batch_groups": BATCH, "steps": 10_000}},
-        "checker": {"trainer": {"batch_groups": BATCH, "steps": 10_000}},
-    }
-    flow = {"group_size": GROUP, "staleness": 1000, "units": {"count": 2}, "task_lease": 10.0, "batch_lease": 20.0}
-    folder = make_run(tmp_path, PROMPTS, policies, flow)
-    acked: set[str] = set()
-    with Processes(folder, 2) as processes:
-        trainers, killer = await play_all(processes, acked)
-    report = audit(folder.ledger)
-    assert report.balanced, (report.to_dict(), last_lines(folder, "dataflow"))
-    assert sum(killer.killed.values()) >= KILLS, killer.killed
-    assert set(killer.killed) == {"dataflow", "unit-0", "unit-1"}
-    for policy, trainer in trainers.items():
-        assert set(trainer.trained.values()) == {1}, "a sample was trained twice"
-        assert {task for task, _ in trainer.trained} >= acked, "an acknowledged sample was lost"
-        assert len(trainer.trained) == PROMPTS * GROUP, policy
+@pytest.mark.parametrize(("harm", "prompts"), [(cut_often, 200), (slow_down, 50)])
+async def test_a_bad_network_loses_nothing_and_nothing_is_trained_twice(
+    tmp_path: Path, harm: object, prompts: int
+) -> None:
+    with Processes(make_loaded_run(tmp_path, prompts), 2) as processes:
+        near = await processes.ready()
+        async with AsyncExitStack() as stack:
+            folder = processes.folder
+            far = Far(stack, near, folder.endpoint("dataflow") or "", folder.token)
+            client = await far.client()
+            stack.push_async_callback(client.close)
+            load = Load(processes, client, far.units, near=False)
+            trainers = await load.play(harm(far), SECONDS)  # type: ignore[operator]
+        await near.close()
+    assert len(far.links) == 3
+    assert all(link.carried for link in far.links.values())
+    if harm is cut_often:
+        assert sum(link.cuts for link in far.links.values()) >= CUTS
+    load.check(trainers, prompts)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import msgspec
 
 from rillflow.clients.coalesce import Coalesced
 from rillflow.errors import RillflowError, from_body
@@ -24,12 +27,17 @@ from rillflow.types import (
     LeaseBatch,
     LeaseStage,
     LeaseTasks,
+    LeaveRun,
     LoseRows,
+    NodeList,
     RenewBatch,
+    RetireNode,
+    RunRecipe,
     Status,
     StopRun,
     TaskLeases,
     TasksTaken,
+    TellFetch,
     TrainerJoined,
     TurnReply,
     UnitBeat,
@@ -38,6 +46,21 @@ from rillflow.types import (
 )
 from rillflow.wire import Client
 from rillflow.wire.client import DEFAULT_DEADLINE
+
+_ANYWHERE = ("0.0.0.0", "::")  # who listens on all addresses of its host names none
+
+
+def reached_by(url: str, service: str) -> str:
+    """Where a process of the run listens, for who has reached its service under the URL `service`.
+
+    One that listens on all addresses is looked for at the service's own.
+    """
+    parts = urlsplit(url)
+    if parts.hostname not in _ANYWHERE:
+        return url
+    host = urlsplit(service).hostname or ""
+    netloc = f"[{host}]" if ":" in host else host
+    return urlunsplit(parts._replace(netloc=f"{netloc}:{parts.port}" if parts.port else netloc))
 
 
 class DataflowClient:
@@ -63,6 +86,22 @@ class DataflowClient:
 
     async def heartbeat(self, beat: Heartbeat, deadline: float = DEFAULT_DEADLINE) -> HeartbeatReply:
         return await self.wire.post("/nodes/heartbeat", beat, HeartbeatReply, deadline)
+
+    async def retire(self, ask: RetireNode, deadline: float = DEFAULT_DEADLINE) -> Ack:
+        """Raises BadRequest when no such node is there."""
+        return await self.wire.post("/nodes/retire", ask, Ack, deadline)
+
+    async def leave(self, news: LeaveRun, deadline: float = DEFAULT_DEADLINE) -> Ack:
+        return await self.wire.post("/nodes/leave", news, Ack, deadline)
+
+    async def nodes(self, deadline: float = DEFAULT_DEADLINE) -> NodeList:
+        """The rollout nodes that are there, and those that went a short while ago."""
+        return await self.wire.get("/nodes", NodeList, deadline)
+
+    async def recipe(self, deadline: float = DEFAULT_DEADLINE) -> RunRecipe:
+        """What a process needs that joins from elsewhere (`clients.joining`)."""
+        told = await self.wire.get("/recipe", RunRecipe, deadline)
+        return msgspec.structs.replace(told, weights=reached_by(told.weights, self.wire.url) if told.weights else "")
 
     async def lease_batch(self, ask: LeaseBatch) -> BatchReply:
         return await self.wire.post("/batches/lease", ask, BatchReply, ask.wait + DEFAULT_DEADLINE)
@@ -98,18 +137,25 @@ class DataflowClient:
 
     async def units(self, deadline: float = DEFAULT_DEADLINE) -> Units:
         """The storage units that were heard of lately, the least loaded first."""
-        return await self.wire.get("/units", Units, deadline)
+        units = (await self.wire.get("/units", Units, deadline)).units
+        return Units(units=[msgspec.structs.replace(one, url=reached_by(one.url, self.wire.url)) for one in units])
 
     async def engine_beat(self, info: EngineInfo, deadline: float = DEFAULT_DEADLINE) -> Engines:
         return await self.wire.post("/engines/beat", info, Engines, deadline)
 
     async def engines(self, deadline: float = DEFAULT_DEADLINE) -> Engines:
         """The engine processes that were heard of lately."""
-        return await self.wire.get("/engines", Engines, deadline)
+        engines = (await self.wire.get("/engines", Engines, deadline)).engines
+        found = [msgspec.structs.replace(one, url=reached_by(one.url, self.wire.url)) for one in engines]
+        return Engines(engines=found)
 
     async def turn(self, ask: AskTurn, deadline: float = DEFAULT_DEADLINE) -> TurnReply:
         """Whether an engine may change its weights now, or that it has done so (`clients.turns`)."""
         return await self.wire.post("/weights/turn", ask, TurnReply, deadline)
+
+    async def fetching(self, news: TellFetch, deadline: float = DEFAULT_DEADLINE) -> Ack:
+        """An engine tells which version it fetches (`clients.fetching`)."""
+        return await self.wire.post("/weights/fetch", news, Ack, deadline)
 
     async def versions_in_use(self, policy: str, deadline: float = DEFAULT_DEADLINE) -> list[int]:
         """The versions of a policy that live nodes and engine processes serve, in ascending order."""

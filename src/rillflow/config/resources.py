@@ -58,7 +58,9 @@ class ScalingConfig(Section):
 
 class ResourcesConfig(Section):
     workers: list[WorkersConfig] | None = Field(
-        None, description="workers by their tags, in place of runtime.mode, rollout.nodes and trainer.ranks"
+        None,
+        description="workers by their tags, in place of runtime.mode and rollout.nodes; of those that can train, "
+        "trainer.ranks train each policy",
     )
     on_preempt: Literal["pause", "move"] = Field(
         "pause",
@@ -70,4 +72,5 @@ class ResourcesConfig(Section):
         description="whether a worker that can do both keeps the memory of what it does not do at present; release: "
         "the engine's cache goes while it trains, the optimizer's state is set aside while it samples",
     )
+    grace: Seconds = Field(60.0, description="seconds that a trainer whose workers change has for its checkpoint")
     scaling: ScalingConfig = ScalingConfig()

@@ -177,7 +177,7 @@ def _node(row: sqlite3.Row) -> NodeLook:
     return NodeLook(
         name=row["name"],
         seen=row["seen"],
-        gone=row["state"] == "gone",
+        gone=row["state"] != "healthy",
         gpus=_gpus(json.loads(row["stats"]).get("gpus")),
         version=row["version"],
         counts=Counts(**{name: row[name] for name in Counts.__struct_fields__}),

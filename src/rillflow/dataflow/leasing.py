@@ -1,7 +1,8 @@
 """Which tasks a node gets: those whose tokens can still be trained when they come back.
 
-A node that is too far behind in any policy, or on a version that died, gets none. Tasks of one group go to the node
-that plays the group already, for its prefix cache, as long as it keeps up; nobody idles while others' tasks wait.
+A node that is too far behind in any policy, or on a version that died, gets none, nor does one that leaves. Tasks of
+one group go to the node that plays the group already, for its prefix cache, as long as it keeps up; nobody idles while
+others' tasks wait, unless it is so slow that they get them done sooner (`throttle`).
 Evaluations take at most half of what a node holds while training tasks are pending; runs that wait for them anyway
 (on-policy, finishing) play them first.
 """
@@ -17,7 +18,7 @@ from rillflow.dataflow.lineage import Lineage
 from rillflow.dataflow.nodes import Nodes
 from rillflow.dataflow.part import Base, Part
 from rillflow.dataflow.streams import Streams
-from rillflow.dataflow.throttle import Allowance
+from rillflow.dataflow.throttle import Allowance, Work
 from rillflow.types import Task, TaskLease
 
 _LEASABLE = (
@@ -37,10 +38,10 @@ class Leasing(Part):
 
     def lease(self, node: str, versions: Versions, want: int, *, training: bool) -> list[TaskLease]:
         """Up to `want` tasks that a node on these versions may play."""
-        if self._unfit(versions):
+        if self._unfit(versions) or self._nodes.is_leaving(node):
             return []
         held, held_eval = self._nodes.held(node)
-        allowed = self.allowance(node, versions, want)
+        allowed = self.allowance(node, versions, want, training=training)
         want = min(want, max(0, allowed.tasks - held)) if allowed.why else want
         half = training and not self._rules.on_policy
         room = min(want, max(0, (held + want + 1) // 2 - held_eval)) if half else want
@@ -51,12 +52,14 @@ class Leasing(Part):
             leases += self._lease_rows(self._pending_eval(node, versions, want - len(leases)), node)
         return leases
 
-    def allowance(self, node: str, versions: Versions, want: int) -> Allowance:
+    def allowance(self, node: str, versions: Versions, want: int, *, training: bool) -> Allowance:
         """How many tasks the node may hold, by how old its oldest weights are and how it has done so far."""
         heads = self._lineage.heads
+        pending = self._db.value("SELECT count(*) FROM tasks WHERE state = 'pending'")
+        work = Work(int(pending), ends=self._rules.on_policy or not training)
         ages = [(max(0, heads[p] - versions[p]), b) for p in heads if (b := self._bound(p)) is not None]
         behind, bound = max(ages, key=lambda age: age[0] / (age[1] + 1), default=(0, 0))
-        return self._nodes.allowance(node, want, behind, bound)
+        return self._nodes.allowance(node, want, work, behind, bound)
 
     # ------------------------------------------------------------ versions
 
@@ -84,13 +87,15 @@ class Leasing(Part):
                 return f"it is at version {versions[policy]}, the trainer at {head}, and the bound is {bound}"
         return None
 
-    def why_none(self, node: str, versions: Versions, pending: int) -> str:
+    def why_none(self, node: str, versions: Versions, pending: int, *, training: bool) -> str:
         """What a node that gets no task waits for."""
+        if self._nodes.is_leaving(node):
+            return "the end of its episodes: it leaves"
         if policy := self._unfit(versions):
             return f"weights: it serves no live version of {policy}"
         if old := self._too_old(versions):
             return f"weights: {old}"
-        if pending and (held := self.allowance(node, versions, 1)).why:
+        if pending and (held := self.allowance(node, versions, 1, training=training)).why:
             return f"its episodes: {held.why}"
         if pending:
             return "weights: the pending tasks need a newer version, or another node"
@@ -114,7 +119,7 @@ class Leasing(Part):
 
     def _pending_train(self, node: str, want: int) -> list[sqlite3.Row]:
         end = self._streams.window_end()
-        if self._rules.on_policy or self._nodes.healthy < 2:
+        if self._rules.on_policy or self._nodes.taking < 2:
             return self._train_rows(node, "t.round = 0", (), end, want)
         rows = self._train_rows(node, "t.home = ?", (node,), end, want)
         if len(rows) < want:
@@ -131,7 +136,7 @@ class Leasing(Part):
 
     def _left_to_others(self, node: str) -> tuple[str, float]:
         """A task that went wrong on this node is left to another for a while, when there is one."""
-        return node if self._nodes.healthy > 1 else "", self._clock.now() - self._rules.node_timeout
+        return node if self._nodes.taking > 1 else "", self._clock.now() - self._rules.node_timeout
 
     # ------------------------------------------------------------ leasing
 

@@ -50,9 +50,11 @@ from rillflow.types import (
     LeaseBatch,
     LeaseStage,
     LeaseTasks,
+    LeaveRun,
     LoseRows,
     Phase,
     RenewBatch,
+    RetireNode,
     TaskLeases,
     TrainerJoined,
     UnitBeat,
@@ -264,9 +266,30 @@ class Ledger:
                 lost = beat.attempts
             else:
                 self._hear(beat.node, beat.incarnation, beat.versions)
-                self.nodes.describe(beat.node, beat.capacity, beat.stats)
+                self.nodes.describe(beat)
                 lost = self.tasks.renew(beat.node, beat.attempts)
-            return HeartbeatReply(lost=lost, heads=self.heads, phase=self.phase)
+            leave = self.nodes.leave_in(beat.node)
+            return HeartbeatReply(lost=lost, heads=self.heads, phase=self.phase, leave=leave)
+
+    def retire(self, ask: RetireNode) -> Ack:
+        """The node gets no more tasks; it hears with its next heartbeat when it has to be gone."""
+        with self.db.change():
+            self.nodes.retire(ask.node, ask.drain)
+            self.tasks.forsake(ask.node)
+            return Ack(accepted=True)
+
+    def leave(self, news: LeaveRun) -> Ack:
+        """A node goes: what it holds returns at once, and no attempt is used up. Told twice, it has gone once."""
+        with self.db.change():
+            if not self.nodes.retired(news.node, news.incarnation):
+                self._hear(news.node, news.incarnation, {})
+                self._leave(news.node, news.incarnation)
+            return Ack(accepted=True)
+
+    def _leave(self, node: str, incarnation: str) -> None:
+        self.tasks.give_node_back(node, "node_left")
+        self.nodes.leave(node, incarnation)
+        self.advance()
 
     def _hear(self, node: str, incarnation: str, versions: dict[str, int]) -> None:
         if self.nodes.hear(node, incarnation, versions):
@@ -275,7 +298,7 @@ class Ledger:
 
     def why_no_tasks(self, node: str, versions: dict[str, int]) -> str:
         """What a node on these versions that gets no task waits for."""
-        return self.leasing.why_none(node, versions, self.tasks.pending)
+        return self.leasing.why_none(node, versions, self.tasks.pending, training=self.phase == "training")
 
     def complete(self, news: CompleteTask) -> Ack:
         (taken,) = self.complete_many([news])
@@ -303,6 +326,8 @@ class Ledger:
         with self.db.change():
             for node in self.nodes.silent():
                 self.tasks.lose_node(node, "node_gone")
+            for node, incarnation in self.nodes.overdue():
+                self._leave(node, incarnation)
             for unit in self.roster.silent():
                 self.losses.lose_unit(unit)
             self.tasks.expire()

@@ -8,6 +8,7 @@ from pathlib import Path
 from rillflow.config import Recipe
 from rillflow.contracts import Clock
 from rillflow.dataflow.hooks import Hooks
+from rillflow.dataflow.joining import Invitation
 from rillflow.dataflow.journal import Journal
 from rillflow.dataflow.ledger import Ledger
 from rillflow.dataflow.rules import Rules
@@ -43,7 +44,11 @@ async def serve(
     ledger = open_ledger(recipe, folder, resume=resume)
     try:
         service = DataflowService(
-            ledger, Journal(folder / METRICS), token, commit_interval=recipe.dataflow.commit_interval
+            ledger,
+            Journal(folder / METRICS),
+            token,
+            commit_interval=recipe.dataflow.commit_interval,
+            invitation=Invitation(recipe, folder),
         )
         try:
             on_ready(await service.start(host, port))

@@ -1,25 +1,38 @@
-"""Rollout nodes as the ledger knows them: when they were heard of, what they serve, what they made."""
+"""Rollout nodes as the ledger knows them: when they were heard of, what they serve, what they made, whether they leave.
+
+A node that leaves gets no more tasks and is not lost: what it hands back counts against nobody. A process that comes
+under the name of one that has left, or was told to, is a new node.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import sqlite3
 from collections.abc import Mapping, Sequence
 
 from rillflow.dataflow.part import Part
-from rillflow.dataflow.throttle import DECAY, Allowance, NodeLook, allowance
+from rillflow.dataflow.throttle import DECAY, Allowance, NodeLook, Work, allowance
 from rillflow.errors import BadRequest
+from rillflow.types import Heartbeat, NodeInfo
 
 _PACE = 0.8  # of the mean seconds that is kept at every success
 _LONGEST = 1e9  # seconds; whatever a node says, the mean stays a number
+_SHORTEST = 1e-3  # seconds; nobody is infinitely quick
+_RATE_SECONDS = 30.0  # over which samples a second are counted, roughly
+_GONE_SHOWN = 3600.0  # seconds that a node which is gone is listed
 _SUCCEEDED = (
     "UPDATE nodes SET held = held - ?, held_eval = held_eval - ?, ends = ends * ? + ?, bad_ends = bad_ends * ?, "
-    "bad_row = 0, pace = CASE WHEN pace IS NULL THEN ? ELSE pace * ? + ? END, completed = completed + ?, "
-    "produced = produced + ?, accepted = accepted + ? WHERE name = ?"
+    "bad_row = 0, pace = CASE WHEN pace IS NULL THEN ? ELSE pace * ? + ? END, made = made * ? + ?, "
+    "busy = busy * ? + ?, ended_at = ?, completed = completed + ?, produced = produced + ?, accepted = accepted + ? "
+    "WHERE name = ?"
 )
 _FAILED = (
     "UPDATE nodes SET held = held - 1, held_eval = held_eval - ?, ends = ends * ? + 1, bad_ends = bad_ends * ? + 1, "
-    "bad_row = bad_row + 1, failed = failed + 1, produced = produced + ? WHERE name = ?"
+    "bad_row = bad_row + 1, ended_at = ?, failed = failed + 1, produced = produced + ? WHERE name = ?"
 )
+_HEALTHY = "SELECT count(*) FROM nodes WHERE state = 'healthy'"
+_TAKING = "state = 'healthy' AND leaving = 0 AND active = 'rollout'"
 
 
 class Nodes(Part):
@@ -52,12 +65,66 @@ class Nodes(Part):
         if row["incarnation"] == incarnation:
             return False
         self._db.run("INSERT OR IGNORE INTO retired VALUES (?, ?)", (node, row["incarnation"]))
-        # Another process: what the one before it did says nothing of it.
-        self._db.run("UPDATE nodes SET ends = 0, bad_ends = 0, bad_row = 0, pace = NULL WHERE name = ?", (node,))
+        # Another process: what the one before it did says nothing of it, nor does what that one was told.
+        self._db.run(
+            "UPDATE nodes SET ends = 0, bad_ends = 0, bad_row = 0, pace = NULL, made = 0, busy = 0, ended_at = NULL, "
+            "rate = 0, rate_at = NULL, leaving = 0, leave_at = NULL, drain = NULL WHERE name = ?",
+            (node,),
+        )
         return True
 
-    def describe(self, node: str, capacity: int, stats: dict[str, float]) -> None:
-        self._db.run("UPDATE nodes SET capacity = ?, stats = ? WHERE name = ?", (capacity, json.dumps(stats), node))
+    def describe(self, beat: Heartbeat) -> None:
+        """What the node says of itself, and how many samples it has brought since it did so last."""
+        row = self._db.one("SELECT rate, rate_at, rate_accepted, accepted FROM nodes WHERE name = ?", (beat.node,))
+        assert row is not None, "heard of before"
+        now = self._clock.now()
+        rate = _rate(row, now)
+        self._db.run(
+            "UPDATE nodes SET capacity = ?, stats = ?, active = ?, leaving = max(leaving, ?), rate = ?, rate_at = ?, "
+            "rate_accepted = ? WHERE name = ?",
+            (
+                *(beat.capacity, json.dumps(beat.stats), beat.active[:100], beat.leaving),
+                *(rate, now, row["accepted"], beat.node),
+            ),
+        )
+
+    # ------------------------------------------------------------ leaving
+
+    def retire(self, node: str, drain: float) -> None:
+        """The node is to be gone in so many seconds. Told again, the earlier end counts."""
+        row = self._db.one("SELECT state, leave_at FROM nodes WHERE name = ?", (node,))
+        if row is None or row["state"] != "healthy":
+            known = "is not there any more" if row is not None else "was never heard of"
+            raise BadRequest(f"node {node!r:.80} {known}", "`rillflow nodes RUN` lists those that are there")
+        if not 0 <= drain <= _LONGEST:
+            raise BadRequest(f"a node cannot leave within {drain} seconds", "give 0 or more")
+        until = self._clock.now() + drain
+        if row["leave_at"] is None or until < row["leave_at"]:
+            self._db.run("UPDATE nodes SET leaving = 1, leave_at = ?, drain = ? WHERE name = ?", (until, drain, node))
+
+    def leave_in(self, node: str) -> float | None:
+        """The seconds that a node which was retired has left; None for one that stays."""
+        row = self._db.one("SELECT leave_at, drain FROM nodes WHERE name = ?", (node,))
+        if row is None or row["leave_at"] is None:
+            return None
+        # Not more than it was given: the clock may have been set back.
+        return max(0.0, min(float(row["leave_at"]) - self._clock.now(), float(row["drain"])))
+
+    def leave(self, node: str, incarnation: str) -> None:
+        """This process of the node goes for good and is not heard again."""
+        self._db.run("INSERT OR IGNORE INTO retired VALUES (?, ?)", (node, incarnation))
+        self._db.run("UPDATE nodes SET state = 'left', leaving = 1 WHERE name = ?", (node,))
+
+    def is_leaving(self, node: str) -> bool:
+        return bool(self._db.value("SELECT leaving FROM nodes WHERE name = ?", (node,)))
+
+    def overdue(self) -> list[tuple[str, str]]:
+        """Names and incarnations of those that should have gone and have not, though they are still heard of."""
+        rows = self._db.all(
+            "SELECT name, incarnation FROM nodes WHERE state = 'healthy' AND leave_at < ?",
+            (self._clock.now() - self._rules.node_timeout,),
+        )
+        return [(row["name"], row["incarnation"]) for row in rows]
 
     # ------------------------------------------------------------ counting
 
@@ -80,14 +147,15 @@ class Nodes(Part):
             _SUCCEEDED,
             (
                 *(number, 0 if train else number, decay, sum(DECAY**n for n in range(number)), decay),
-                *(first, kept, pace, number, counted, counted, node),
+                *(first, kept, pace, decay, samples, decay, max(sum(took), _SHORTEST), self._clock.now()),
+                *(number, counted, counted, node),
             ),
         )
 
     def failed(self, node: str, lane: str, samples: int) -> None:
         """An episode has ended badly."""
         train = lane == "train"
-        self._db.run(_FAILED, (not train, DECAY, DECAY, samples if train else 0, node))
+        self._db.run(_FAILED, (not train, DECAY, DECAY, self._clock.now(), samples if train else 0, node))
 
     def returned(self, node: str, lane: str, samples: int = 0, *, stale: bool = False) -> None:
         """A lease has ended without a verdict on the episode."""
@@ -125,7 +193,12 @@ class Nodes(Part):
 
     @property
     def healthy(self) -> int:
-        return int(self._db.value("SELECT count(*) FROM nodes WHERE state = 'healthy'"))
+        return int(self._db.value(_HEALTHY))
+
+    @property
+    def taking(self) -> int:
+        """Nodes that take tasks."""
+        return int(self._db.value(f"SELECT count(*) FROM nodes WHERE {_TAKING}"))
 
     def serving(self, policy: str) -> list[int]:
         """Of every node that lives and serves the policy, the version that it serves."""
@@ -137,13 +210,60 @@ class Nodes(Part):
         row = self._db.one("SELECT held, held_eval FROM nodes WHERE name = ?", (node,))
         return (row["held"], row["held_eval"]) if row else (0, 0)
 
-    def allowance(self, node: str, want: int, behind: int, bound: int) -> Allowance:
+    def allowance(self, node: str, want: int, work: Work, behind: int, bound: int) -> Allowance:
         """How many tasks the node may hold; one that has not told its capacity has what it holds and wants."""
-        looks = {}
+        now, looks = self._clock.now(), {}
         for row in self._db.all(
-            "SELECT name, capacity, held, ends, bad_ends, bad_row, pace FROM nodes WHERE state = 'healthy'"
+            "SELECT name, capacity, held, ends, bad_ends, bad_row, pace, made, busy, ended_at FROM nodes "
+            f"WHERE {_TAKING}"
         ):
-            capacity = row["capacity"] or row["held"] + want
-            looks[row["name"]] = NodeLook(capacity, row["ends"], row["bad_ends"], row["bad_row"], row["pace"])
+            looks[row["name"]] = _look(row, row["capacity"] or row["held"] + want, now)
         mine = looks.pop(node, NodeLook(want))
-        return allowance(mine, list(looks.values()), behind=behind, bound=bound)
+        return allowance(mine, list(looks.values()), work, behind=behind, bound=bound)
+
+    def infos(self) -> list[NodeInfo]:
+        """Every node that is there, and those that went a short while ago."""
+        now = self._clock.now()
+        rows = self._db.all(
+            "SELECT * FROM nodes WHERE state = 'healthy' OR seen > ? ORDER BY name", (now - _GONE_SHOWN,)
+        )
+        return [
+            NodeInfo(
+                name=row["name"],
+                state=row["state"],
+                active=row["active"],
+                leaving=bool(row["leaving"]),
+                capacity=row["capacity"],
+                held=row["held"],
+                completed=row["completed"],
+                failed=row["failed"],
+                pace=row["pace"],
+                throughput=_rate(row, now) if row["state"] == "healthy" else 0.0,
+                seen=max(0.0, now - row["seen"]),
+                versions=json.loads(row["versions"]),
+                stats=json.loads(row["stats"]),
+            )
+            for row in rows
+        ]
+
+
+def _look(row: sqlite3.Row, capacity: int, now: float) -> NodeLook:
+    return NodeLook(
+        capacity,
+        row["ends"],
+        row["bad_ends"],
+        row["bad_row"],
+        row["pace"],
+        row["made"] / row["busy"] if row["made"] > 0 and row["busy"] > 0 else None,
+        row["held"],
+        now - row["ended_at"] if row["ended_at"] is not None else 0.0,
+    )
+
+
+def _rate(row: sqlite3.Row, now: float) -> float:
+    """Samples a second: what was known fades, what came since then counts. The first time tells nothing yet."""
+    if row["rate_at"] is None or now <= row["rate_at"]:
+        return float(row["rate"])
+    seconds = max(now - row["rate_at"], 1.0)
+    kept = math.exp(-seconds / _RATE_SECONDS) if row["rate"] > 0 else 0.0
+    return float(row["rate"] * kept + (row["accepted"] - row["rate_accepted"]) / seconds * (1 - kept))

@@ -18,8 +18,10 @@ from rillflow.dataflow import report
 from rillflow.dataflow.balance import Balance
 from rillflow.dataflow.balance_ledger import BalanceGauges
 from rillflow.dataflow.engines import EngineRoster
+from rillflow.dataflow.fetches import Fetches
 from rillflow.dataflow.flow import GroupCommit, News, Watch
 from rillflow.dataflow.gauges import LedgerGauges
+from rillflow.dataflow.joining import Invitation
 from rillflow.dataflow.journal import Journal
 from rillflow.dataflow.ledger import Ledger
 from rillflow.dataflow.turns import Turns
@@ -40,13 +42,18 @@ from rillflow.types import (
     LeaseBatch,
     LeaseStage,
     LeaseTasks,
+    LeaveRun,
     LoseRows,
+    NodeList,
     RenewBatch,
+    RetireNode,
+    RunRecipe,
     Status,
     StopRun,
     Taken,
     TaskLeases,
     TasksTaken,
+    TellFetch,
     TrainerJoined,
     TurnReply,
     UnitBeat,
@@ -73,8 +80,10 @@ class DataflowService(Service):
         commit_interval: float = 0.005,
         clock: Clock | None = None,
         body_limit: int = 64 << 20,
+        invitation: Invitation | None = None,
     ) -> None:
         super().__init__("dataflow", token, body_limit=body_limit)
+        self._invitation = invitation
         self._ledger = ledger
         self._journal = journal
         self._engines = EngineRoster(clock)
@@ -83,6 +92,7 @@ class DataflowService(Service):
         self._broken: asyncio.Future[None] | None = None
         self._tasks_news, self._batch_news, self._turn_news = News(NEWS_PAUSE), News(NEWS_PAUSE), News(NEWS_PAUSE)
         self._turns = Turns(clock)
+        self._fetches = Fetches(clock)
         self._told: tuple[int, dict[str, int], str] = (0, {}, "")
         self._waits: dict[int, Callable[[], str]] = {}
         self._housekeeper: asyncio.Task[None] | None = None
@@ -95,6 +105,10 @@ class DataflowService(Service):
         self.post("/tasks/complete", self._complete, CompleteTasks)
         self.post("/tasks/fail", self._fail, FailTask)
         self.post("/nodes/heartbeat", self._heartbeat, Heartbeat)
+        self.post("/nodes/retire", self._retire, RetireNode)
+        self.post("/nodes/leave", self._leave, LeaveRun)
+        self.get("/nodes", self._nodes)
+        self.get("/recipe", self._recipe)
         self.post("/batches/lease", self._lease_batch, LeaseBatch)
         self.post("/batches/commit", self._commit_batch, CommitBatch)
         self.post("/batches/renew", self._renew_batch, RenewBatch)
@@ -107,6 +121,7 @@ class DataflowService(Service):
         self.post("/engines/beat", self._engine_beat, EngineInfo)
         self.get("/engines", self._all_engines)
         self.post("/weights/turn", self._turn, AskTurn)
+        self.post("/weights/fetch", self._fetch, TellFetch)
         self.get("/weights/versions", self._versions_in_use)
         self.get("/units", self._units)
         self.get("/status", self._status)
@@ -220,6 +235,20 @@ class DataflowService(Service):
     async def _heartbeat(self, beat: Heartbeat) -> HeartbeatReply:
         return await self._changed(self._ledger.renew(beat))
 
+    async def _retire(self, ask: RetireNode) -> Ack:
+        return await self._changed(self._ledger.retire(ask))
+
+    async def _leave(self, news: LeaveRun) -> Ack:
+        return await self._changed(self._ledger.leave(news))
+
+    async def _nodes(self) -> NodeList:
+        return NodeList(nodes=self._ledger.nodes.infos())
+
+    async def _recipe(self) -> RunRecipe:
+        if self._invitation is None:
+            raise BadRequest("this service has no recipe to tell", "start it with `rillflow dataflow RUN`")
+        return self._invitation.answer()
+
     # ------------------------------------------------------------ the trainer
 
     async def _lease_batch(self, ask: LeaseBatch) -> BatchReply:
@@ -276,9 +305,7 @@ class DataflowService(Service):
     # ------------------------------------------------------------ weights
 
     async def _turn(self, ask: AskTurn) -> TurnReply:
-        policy, policies = ask.policy, self._ledger.rules.policies
-        if policy not in policies:
-            raise BadRequest(f"there is no policy {policy!r:.80}", f"one of: {', '.join(policies)}")
+        policy = self._known(ask.policy)
         if ask.done:
             self._turns.done(policy, ask.engine)
             self._turn_news.tell()
@@ -291,10 +318,23 @@ class DataflowService(Service):
             lambda: f"{ask.engine} waits to change the weights of {policy}: others do so now",
         )
 
+    def _known(self, policy: str) -> str:
+        policies = self._ledger.rules.policies
+        if policy not in policies:
+            raise BadRequest(f"there is no policy {policy!r:.80}", f"one of: {', '.join(policies)}")
+        return policy
+
+    async def _fetch(self, news: TellFetch) -> Ack:
+        self._known(news.policy)
+        self._fetches.tell(news)
+        return Ack(accepted=True)
+
     async def _versions_in_use(self) -> dict[str, list[int]]:
-        engines, nodes = self._engines, self._ledger.nodes
+        """Of all that serve, and of all that fetch what they will serve."""
+        sources = (self._engines.serving, self._ledger.nodes.serving, self._fetches.versions)
         return {
-            policy: sorted({*engines.serving(policy), *nodes.serving(policy)}) for policy in self._ledger.rules.policies
+            policy: sorted({version for source in sources for version in source(policy)})
+            for policy in self._ledger.rules.policies
         }
 
     def _engines_of(self, policy: str) -> list[int]:

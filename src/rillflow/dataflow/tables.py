@@ -13,13 +13,14 @@ States:
     stage_batches  leased -> done, or released
     steps     live or orphaned: one row for every committed version of a policy
     rounds    running -> ended, or orphaned by a rollback: one row for every evaluation
+    nodes     healthy -> gone (not heard of for too long), or left (it said so); healthy again when it is heard of
     units     healthy or gone
     segments  live -> dropping (its unit is told) -> dropped
 """
 
 from __future__ import annotations
 
-FORMAT = 3
+FORMAT = 4
 NEWEST = (1 << 62) - 1  # above every version and position
 
 GROUP_OPEN = ("playing", "open")
@@ -196,6 +197,12 @@ CREATE TABLE IF NOT EXISTS nodes (
     ends REAL NOT NULL DEFAULT 0, bad_ends REAL NOT NULL DEFAULT 0,  -- of episodes and of failed ones, decayed
     bad_row INTEGER NOT NULL DEFAULT 0,  -- failures since the last success
     pace REAL,                       -- seconds of an episode, a decayed mean
+    made REAL NOT NULL DEFAULT 0, busy REAL NOT NULL DEFAULT 0,  -- samples and the episodes' seconds, decayed
+    ended_at REAL,                   -- when an episode of it has ended last
+    rate REAL NOT NULL DEFAULT 0, rate_at REAL, rate_accepted INTEGER NOT NULL DEFAULT 0,  -- samples a second of late
+    active TEXT NOT NULL DEFAULT 'rollout',  -- the tag of what its worker does now
+    leaving INTEGER NOT NULL DEFAULT 0,      -- it gets no more tasks
+    leave_at REAL, drain REAL,       -- it was retired: when it has to be gone, and how many seconds it was given
     leased INTEGER NOT NULL DEFAULT 0, completed INTEGER NOT NULL DEFAULT 0, refused INTEGER NOT NULL DEFAULT 0,
     failed INTEGER NOT NULL DEFAULT 0, returned INTEGER NOT NULL DEFAULT 0,
     -- samples of the train lane: sent; taken; trained; refused or expired for their age

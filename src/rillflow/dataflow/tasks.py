@@ -127,9 +127,20 @@ class Tasks(Part):
         rows = self._db.all("SELECT * FROM tasks WHERE state = 'leased' AND node = ?", (node,))
         for row in rows:
             self.lose(row, cause)
+        self.forsake(node)
+        return len(rows)
+
+    def give_node_back(self, node: str, cause: str) -> None:
+        """A node that leaves hands back what it holds: nobody is to blame."""
+        for row in self._db.all("SELECT * FROM tasks WHERE state = 'leased' AND node = ?", (node,)):
+            self.give_back(row, cause)
+            self._db.count(f"returned.{cause}")
+        self.forsake(node)
+
+    def forsake(self, node: str) -> None:
+        """The groups that had their home at the node have none: anybody may go on with them."""
         for lane in ("train", "eval"):
             self._db.run("UPDATE tasks SET home = NULL WHERE state = 'pending' AND lane = ? AND home = ?", (lane, node))
-        return len(rows)
 
     def give_all_back(self, cause: str) -> None:
         for row in self._db.all("SELECT * FROM tasks WHERE state = 'leased'"):

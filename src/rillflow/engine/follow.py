@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rillflow.clients.fetching import FetchWord, Tell
 from rillflow.clients.turns import Ask, EngineTurn
 from rillflow.config import PolicyConfig
 from rillflow.contracts import Engine
@@ -29,9 +30,10 @@ def follow(
     weights: Path,
     token: str,
     turn: Ask | None = None,
+    tell: Tell | None = None,
 ) -> Refresher:
     """Pulls from where the recipe says; without that from the run's folder, `weights`. `name` is of the process: its
-    files of far sources lie beside `weights`, and it asks for turns under it."""
+    files of far sources lie beside `weights`, and it asks for turns and tells what it fetches under it."""
     far = settings.weights.source
     source = open_source(
         far or weights,
@@ -46,5 +48,6 @@ def follow(
     def initial() -> Tensors:
         return load_policy_model(settings.model, settings.engine.dtype, torch.device("cpu")).state_dict()
 
-    puller = Puller(source, settings.weights.mode, initial=initial)
+    word = FetchWord(tell, policy, name) if tell else None
+    puller = Puller(source, settings.weights.mode, initial=initial, word=word)
     return Refresher(policy, engine, puller, turn=EngineTurn(turn, policy, name) if turn else None)

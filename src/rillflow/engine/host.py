@@ -2,20 +2,22 @@
 
 Invariants: a reason to hold is there until it is released or its time is over; engines sample while there is none. A
 hold that *moves* ends every running answer between two tokens, with a last chunk that says `abort`: whatever was
-sampled comes before it, so who asked can go on elsewhere from the ids it has. Other holds keep the answers open.
+sampled comes before it, so who asked can go on elsewhere from the ids it has. Other holds keep the answers open. A hold
+that *frees* has the engines give back what memory they can, until they sample again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from rillflow.contracts import Engine
 from rillflow.errors import BadRequest, EngineLost
+from rillflow.storage.spans import Spans
 from rillflow.types import Chunk, EngineInfo, GenerateRequest
 
 HOLD_SECONDS = 10.0  # of a hold that nobody renews: who asked for it may have died
@@ -26,6 +28,13 @@ _DRAIN_SECONDS = 2.0
 _FLUSH = 0.05  # for chunks that a paused engine has already let go to reach their reader
 
 
+@runtime_checkable
+class Frees(Protocol):
+    """An engine that can give memory back while it is paused. It takes it again by itself, and drops no request."""
+
+    async def free(self) -> None: ...
+
+
 @dataclass(slots=True, eq=False)
 class _Hold:
     move: bool
@@ -33,14 +42,19 @@ class _Hold:
 
 
 class EngineHost:
-    """Samples for the pools of this process, or through an EngineService for those of others."""
+    """Samples for the pools of this process, or through an EngineService for those of others.
+
+    `on_busy` is told when it begins to sample and when it no longer does: an answer is open, and nothing holds it.
+    """
 
     def __init__(self, name: str, engines: Mapping[str, Engine], url: str = "") -> None:
         self.name = name
         self.url = url
         self.engines = dict(engines)
+        self.on_busy: Callable[[bool], None] = lambda busy: None
         self._holds: dict[str, _Hold] = {}
         self._answers = 0
+        self._busy = False
         self._empty = asyncio.Event()
         self._empty.set()
         self._one_at_a_time = asyncio.Lock()
@@ -82,7 +96,9 @@ class EngineHost:
 
     # ------------------------------------------------------------ who may sample
 
-    async def hold(self, reason: str, *, move: bool = False, seconds: float = HOLD_SECONDS) -> EngineInfo:
+    async def hold(
+        self, reason: str, *, move: bool = False, seconds: float = HOLD_SECONDS, free: bool = False
+    ) -> EngineInfo:
         """Stop sampling for `reason`; returns once no token is being sampled. Asked again, it lasts anew."""
         async with self._one_at_a_time:
             self._forget(reason)
@@ -93,6 +109,9 @@ class EngineHost:
             await asyncio.gather(*(engine.pause() for engine in self.engines.values()))
             if move and self._cut is not None and not self._cut.done():
                 self._cut.set_result(None)
+            if free:
+                await asyncio.gather(*(engine.free() for engine in self.engines.values() if isinstance(engine, Frees)))
+            self._note_busy()
             return self.known
 
     async def release(self, reason: str) -> EngineInfo:
@@ -103,6 +122,7 @@ class EngineHost:
         async with self._one_at_a_time:
             if only in (None, self._holds.get(reason)) and self._forget(reason) and not self._holds:
                 await asyncio.gather(*(engine.resume() for engine in self.engines.values()))
+                self._note_busy()
             return self.known
 
     def _forget(self, reason: str) -> bool:
@@ -115,6 +135,12 @@ class EngineHost:
         task = asyncio.ensure_future(self._release(reason, hold))
         self._expiring.add(task)
         task.add_done_callback(self._expiring.discard)
+
+    def _note_busy(self) -> None:
+        busy = self._answers > 0 and not self._holds
+        if busy != self._busy:
+            self._busy = busy
+            self.on_busy(busy)
 
     @property
     def _moving(self) -> bool:
@@ -148,6 +174,7 @@ class EngineHost:
         chunks = engine.generate(request)
         self._answers += 1
         self._empty.clear()
+        self._note_busy()
         try:
             async with aclosing(self._read(chunks, idle)) as frames:
                 async for frame in frames:
@@ -157,6 +184,7 @@ class EngineHost:
             yield _moved(engine.version, self._why)
         finally:
             self._answers -= 1
+            self._note_busy()
             if not self._answers:
                 self._empty.set()
             await _close(chunks)
@@ -184,6 +212,11 @@ class EngineHost:
                     following.cancel()
                     await asyncio.wait({following})
             yield following.result()
+
+
+def tell_busy(host: EngineHost, spans: Spans) -> None:
+    """A worker with these engines is at `rollout` while at least one sequence is sampled, and idle otherwise."""
+    host.on_busy = lambda busy: (spans.begin if busy else spans.end)("rollout")
 
 
 async def _arrives(following: asyncio.Future[Chunk], cut: asyncio.Future[None], idle: float | None) -> bool:

@@ -13,9 +13,10 @@ from rillflow.clients.dataflow import DataflowClient
 from rillflow.config import Recipe
 from rillflow.engine.build import build_engine
 from rillflow.engine.follow import follow
-from rillflow.engine.host import EngineHost
+from rillflow.engine.host import EngineHost, tell_busy
 from rillflow.engine.service import EngineService
 from rillflow.errors import RillflowError
+from rillflow.storage.spans import open_spans
 from rillflow.wire import Client
 
 log = logging.getLogger(__name__)
@@ -42,12 +43,23 @@ async def run_engine(
     service = EngineService(served, token)
     dataflow = DataflowClient(Client(dataflow_url, token, peer="dataflow"))
     refreshers = [
-        follow(policy, settings, engines[policy], name=name, weights=weights, token=token, turn=dataflow.turn)
+        follow(
+            policy,
+            settings,
+            engines[policy],
+            name=name,
+            weights=weights,
+            token=token,
+            turn=dataflow.turn,
+            tell=dataflow.fetching,
+        )
         for policy, settings in recipe.policies.items()
     ]
-    news = asyncio.Event()
+    news, spans = asyncio.Event(), open_spans(weights.parent, name)
+    tell_busy(served, spans)
     for refresher in refreshers:
         refresher.on_load = news.set
+        refresher.spans = spans
     try:
         await served.start()
         await asyncio.gather(*(refresher.refresh() for refresher in refreshers))
@@ -64,6 +76,7 @@ async def run_engine(
         await served.close()
         await asyncio.gather(*(refresher.close() for refresher in refreshers))
         await dataflow.close()
+        await asyncio.to_thread(spans.close)
 
 
 async def _beat(host: EngineHost, dataflow: DataflowClient, news: asyncio.Event) -> None:

@@ -28,18 +28,22 @@ from rillflow.gateway.sessions.session import Session
 
 STALLED = 30.0
 QUIET = 10.0
+_LOOK = 0.01  # least seconds between two looks at a clock that may stand still
+
+Left = Callable[[], float]
 
 
 class Cutting:
-    """Everything that may cut the task at work on a call. `seconds` are those left to its session."""
+    """Everything that may cut the task at work on a call. `left` says how many seconds its session has."""
 
     def __init__(
-        self, task: asyncio.Task[Any], abandon: Callable[[], None], session: Session, request: Request, seconds: float
+        self, task: asyncio.Task[Any], abandon: Callable[[], None], session: Session, request: Request, left: Left
     ) -> None:
         self._task = task
         self._session = session
         self._late = False
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
+        self._left = left
+        self._timer = asyncio.get_running_loop().call_later(left(), self._expire)
         self._watch = asyncio.create_task(_cut_when_gone(request.receive, task))
         session.at_work[task] = abandon
 
@@ -58,6 +62,10 @@ class Cutting:
         return CallRefused("the client has gone", status=499) if self._watch.done() else None
 
     def _expire(self) -> None:
+        left = self._left()
+        if left > 0:  # the session's clock has stood still meanwhile
+            self._timer = asyncio.get_running_loop().call_later(max(left, _LOOK), self._expire)
+            return
         self._late = True
         self._task.cancel()
 
@@ -68,11 +76,11 @@ async def _cut_when_gone(receive: Receive, task: asyncio.Task[Any]) -> None:
     task.cancel()
 
 
-async def whole(answer: Answer, session: Session, request: Request, seconds: float) -> None:
+async def whole(answer: Answer, session: Session, request: Request, left: Left) -> None:
     """Until the answer has ended, in the task of the request; raises what the work raised, or why it was cut."""
     task = asyncio.current_task()
     assert task is not None
-    cutting = Cutting(task, answer.abandon, session, request, seconds)
+    cutting = Cutting(task, answer.abandon, session, request, left)
     try:
         await answer.whole()
     except asyncio.CancelledError:
@@ -150,7 +158,7 @@ async def streamed(
     events: AsyncGenerator[bytes],
     session: Session,
     request: Request,
-    seconds: float,
+    left: Left,
     *,
     shape: Callable[[RillflowError], bytes],
 ) -> EventStream:
@@ -173,7 +181,7 @@ async def streamed(
 
     working = work()
     task = asyncio.create_task(working)
-    cutting = Cutting(task, answer.abandon, session, request, seconds)
+    cutting = Cutting(task, answer.abandon, session, request, left)
     task.add_done_callback(ended)
     try:
         first = await outbox.take()

@@ -122,17 +122,21 @@ class Gateway(Service):
             if agent := agent_of(request.scope):
                 call = replace(call, agent=agent)
             # From here to the running task nothing awaits: a call that was counted in is at work.
-            now = self._clock.monotonic()
-            number = session.admit(self.limits, now)
+            number = session.admit(self.limits, self._clock.monotonic())
             answer = begin(session, policy, call, _call_id(session, number), int(self._clock.now()))
-            seconds = session.deadline - now
             if call.live:
                 events = dialect.stream(asked, answer, policy.renderer)
-                return await running.streamed(answer, events, session, request, seconds, shape=dialect.error_event)
-            await running.whole(answer, session, request, seconds)
+                return await running.streamed(
+                    answer, events, session, request, self._left(session), shape=dialect.error_event
+                )
+            await running.whole(answer, session, request, self._left(session))
             return Response(dialect.whole(asked, answer, policy.renderer), media_type=JSON)
 
         return ask
+
+    def _left(self, session: Session) -> running.Left:
+        """The seconds that a session has, asked whenever somebody looks."""
+        return lambda: session.deadline - self._clock.monotonic()
 
     async def _count(self, request: Request) -> Response:
         """How many tokens a call with these messages would be given now. Nothing of the session changes."""

@@ -26,6 +26,7 @@ from rillflow.types import Prompt, Task
 log = logging.getLogger(__name__)
 
 GIVE_UP_SECONDS = 1.0  # for cancelled code of the user to clean up
+_LOOK = 0.01  # least seconds between two looks at a clock that may stand still
 
 Workflow = Callable[[Any], Awaitable[Any]]
 Reward = Callable[[dict[str, Any], Any], Any]
@@ -109,7 +110,7 @@ async def play(workflow: Workflow, episode: RunningEpisode) -> Any:
     """The workflow's answer. Whatever it raises, or a deadline it passes, is an EpisodeFailed."""
     seconds = episode.seconds_left()
     try:
-        return await _within(seconds, _shielded(workflow(episode)))
+        return await _within(episode.seconds_left, _shielded(workflow(episode)))
     except _OutOfTime as error:
         raise EpisodeFailed("timeout", f"the workflow took longer than {seconds:.0f} s") from error
     except openai.APIStatusError as error:
@@ -138,14 +139,16 @@ async def _shielded(work: Awaitable[Any]) -> Any:
         raise WorkflowError("it raised CancelledError, though nobody had cancelled it") from error
 
 
-async def _within(seconds: float, work: Coroutine[Any, Any, Any]) -> Any:
-    """The result of `work`; raises _OutOfTime after `seconds`, even when the work swallows its cancellation.
+async def _within(left: Callable[[], float], work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of `work`; raises _OutOfTime once no second is `left`, even when the work swallows its cancellation.
 
     Such work is left behind: its session is closed, its task ends when it wants to.
     """
     task = asyncio.create_task(work)
     try:
-        await asyncio.wait({task}, timeout=seconds)
+        # The clock of a node that training has paused stands still: then it is looked at again.
+        while not task.done() and (seconds := left()) > 0:
+            await asyncio.wait({task}, timeout=max(seconds, _LOOK))
         if not task.done():
             raise _OutOfTime
     except BaseException:
@@ -177,9 +180,10 @@ async def score(
 
 
 async def _call_reward(reward: Reward, payload: dict[str, Any], answer: Any, seconds: float) -> Any:
-    if inspect.iscoroutinefunction(reward):
-        return await _within(seconds, _shielded(reward(payload, answer)))
-    return await _within(seconds, _in_thread(reward, payload, answer))
+    loop = asyncio.get_running_loop()
+    end = loop.time() + seconds  # nobody pauses a reward
+    work = _shielded(reward(payload, answer)) if inspect.iscoroutinefunction(reward) else None
+    return await _within(lambda: end - loop.time(), work or _in_thread(reward, payload, answer))
 
 
 async def _in_thread(function: Callable[..., Any], *arguments: Any) -> Any:

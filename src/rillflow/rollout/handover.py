@@ -1,15 +1,24 @@
 """A node in the process of its trainer: it samples when it is told to, with weights that are handed over in memory.
 
-Invariants: no token is sampled and no task is leased before the first `begin`, nor between an `end` and the next
-`begin`; what is sampled in between is of the version that was handed over. Episodes that are cut by an `end` stay open
-and go on, with a seam, under the weights of the next `begin`.
+Invariants: the own engine samples no token, and no task is leased, before the first `begin`, nor between an `end` and
+the next `begin`; what it samples in between is of the version that was handed over. Episodes that are cut by an `end`
+stay open. Where they pause, they go on, with a seam, under the weights of the next `begin`, and their time stands still
+meanwhile; where they move, they go on at once at engines of other workers, of whichever version those serve.
+
+Beside nodes that only roll out this is the spatiotemporal multiplexing of SeamlessFlow (4.3), step by step:
+
+1. Workers carry tags: the trainer's process both, `rollout` and `train`, others `rollout` alone (`config.resources`).
+2. All of them roll out at first: the trainer waits for a batch, between `begin` and `end`.
+3. The trainer is told as soon as there are samples enough for an update: its lease of a batch is answered.
+4. Its worker is preempted: `end`. Others are not interrupted; what they sample from now on is off-policy by a version.
+5. The update is done: `begin` again. All roll out on the new weights, this worker from memory, others from the store.
 """
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
+from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import WeightsError
 from rillflow.gateway.sampling.node_engines import NodeEngines
 from rillflow.rollout.episodes import Episodes
@@ -18,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from rillflow.contracts import Tensors
+    from rillflow.storage.spans import Spans
 
 _TRAINING = "training"
 
@@ -52,12 +62,53 @@ class HandedWeights:
         self._tensors = {}
 
 
-class Handover:
-    """The trainer's hand on the node of its process; everything here runs in the node's event loop."""
+class NodeClock:
+    """A clock whose monotonic time stands still between `stop` and `go`: an episode that training has paused does not
+    grow older. What is written down has the real time."""
 
-    def __init__(self, policy: str) -> None:
+    def __init__(self, real: Clock | None = None) -> None:
+        self._real = real or SystemClock()
+        self._behind = 0.0
+        self._stopped: float | None = None
+
+    def now(self) -> float:
+        return self._real.now()
+
+    def monotonic(self) -> float:
+        return (self._real.monotonic() if self._stopped is None else self._stopped) - self._behind
+
+    def stop(self) -> None:
+        if self._stopped is None:
+            self._stopped = self._real.monotonic()
+
+    def go(self) -> None:
+        if self._stopped is not None:
+            self._behind += self._real.monotonic() - self._stopped
+            self._stopped = None
+
+
+class Handover:
+    """The trainer's hand on the node of its process; everything here runs in the node's event loop.
+
+    With `move`, answers under way go on at other engines while the trainer needs this worker, if there are any; with
+    `free`, the engine's cache gives its memory back meanwhile. `spans` hear what the node's engine does.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        *,
+        move: bool = False,
+        free: bool = False,
+        spans: Spans | None = None,
+        clock: Clock | None = None,
+    ) -> None:
         self.weights = HandedWeights()
+        self.clock = NodeClock(clock)
+        self.spans = spans
         self._policy = policy
+        self._move = move
+        self._free = free
         self._engines: NodeEngines | None = None
         self._episodes: Episodes | None = None
 
@@ -71,7 +122,7 @@ class Handover:
         self._engines = self._episodes = None
 
     async def begin(self, tensors: Tensors, version: int) -> None:
-        """Sample with these weights. WeightsError when they do not fit the engine."""
+        """Sample with these weights (steps 2 and 5). WeightsError when they do not fit the engine."""
         engines, episodes = self._engines, self._episodes
         if engines is None or episodes is None:
             return
@@ -80,22 +131,22 @@ class Handover:
         self.weights.taken()
         if self._engines is None:
             return  # it has ended meanwhile
-        serving = (engines.versions() or {}).get(self._policy)
+        serving = engines.own_version(self._policy)
         if serving != version:
             raise WeightsError(
                 f"the engine serves version {serving}, not version {version} which was handed over",
                 "the log says why the weights were refused; dtype, model and shapes must be the trainer's",
             )
-        for member in engines.fleet.members.values():
-            await member.engine.release(_TRAINING)
-        engines.fleet.tell()
+        self.clock.go()
+        await engines.release(_TRAINING)
         episodes.resting = False
         episodes.on_room()
 
     async def end(self) -> None:
-        """Returns once no token is being sampled."""
+        """The worker is preempted (step 4). Returns once no token is being sampled here."""
         if self._engines is None or self._episodes is None:
             return
         self._episodes.resting = True
-        for member in self._engines.fleet.members.values():
-            await member.engine.hold(_TRAINING, seconds=math.inf)
+        moved = await self._engines.hold(_TRAINING, move=self._move, free=self._free)
+        if not moved:
+            self.clock.stop()

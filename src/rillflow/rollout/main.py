@@ -14,7 +14,7 @@ import openai
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.clients.units import UnitWriter
 from rillflow.config import Recipe
-from rillflow.contracts import SystemClock
+from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import RunError
 from rillflow.gateway.calls import Policy
 from rillflow.gateway.control import Control
@@ -28,6 +28,7 @@ from rillflow.gateway.trees.render import Renderer
 from rillflow.rollout.episodes import Episodes
 from rillflow.rollout.handover import Handover
 from rillflow.rollout.late import LateRewards
+from rillflow.rollout.leaving import Departure
 from rillflow.rollout.node import Node
 from rillflow.rollout.players import load_player, load_reward
 from rillflow.rollout.push import Pusher
@@ -49,13 +50,17 @@ async def run_node(
     host: str = "127.0.0.1",
     port: int = 0,
     handover: Handover | None = None,
+    departure: Departure | None = None,
+    patience: float | None = None,
 ) -> None:
-    """Play until the run has ended or the caller cancels; `on_ready` gets the gateway's URL.
+    """Play until the run has ended, the node has left or the caller cancels; `on_ready` gets the gateway's URL.
 
     `folder` is the node's own and outlives it; `port` is where the gateway was before, if it was. With a `handover` the
-    node plays only when a trainer in the same process lets it, with that trainer's weights.
+    node plays only when a trainer in the same process lets it, with that trainer's weights. `departure` tells it to
+    leave; after `patience` seconds without an answer of the service it gives up.
     """
-    clock, feed = SystemClock(), Feed()
+    # Time-outs stand still while training has paused a hosted node.
+    clock, feed = SystemClock() if handover is None else handover.clock, Feed()
     late = LateRewards(clock)
     reward = load_reward(recipe)
     async with AsyncExitStack() as stack:
@@ -73,8 +78,11 @@ async def run_node(
             roster=dataflow.engines,
             stores=handed,
             turn=dataflow.turn,
+            tell=dataflow.fetching,
+            hosted=handover is not None,
+            spans=None if handover is None else handover.spans,
         )
-        gateway = build_gateway(recipe, token, engines, sessions)
+        gateway = build_gateway(recipe, token, engines, sessions, clock)
         Control(gateway, feed, late.given)
         # The gateway goes first: no agent is to see the engines go.
         for close in (dataflow.close, writer.close, client.close, sessions.close, engines.close, gateway.stop):
@@ -98,7 +106,14 @@ async def run_node(
         url = episodes.gateway_url = await _listen(gateway, host, port)
         log.info("node %s: gateway at %s", name, url)
         node = Node(
-            name, incarnation(folder, going_on), recipe.rollout, dataflow=dataflow, engines=engines, episodes=episodes
+            name,
+            incarnation(folder, going_on),
+            recipe.rollout,
+            dataflow=dataflow,
+            engines=engines,
+            episodes=episodes,
+            departure=departure,
+            patience=patience,
         )
         feed.on_ask = node.wake
         # Modules, models, templates: what is here now stays, and every full collection would stop all calls for it.
@@ -109,12 +124,15 @@ async def run_node(
         feed.close()
 
 
-def build_gateway(recipe: Recipe, token: str, engines: NodeEngines, sessions: FileSessionLog) -> Gateway:
+def build_gateway(
+    recipe: Recipe, token: str, engines: NodeEngines, sessions: FileSessionLog, clock: Clock | None = None
+) -> Gateway:
     gateway = Gateway(
         token,
         {n: Policy(engines.pools[n], Renderer.load(p.model), p.tools, p.reasoning) for n, p in recipe.policies.items()},
         {n: p.sampling for n, p in recipe.policies.items()},
         limits=recipe.gateway,
+        clock=clock,
         log=sessions,
     )
     add_engine_routes(gateway, engines.manager)

@@ -1,7 +1,8 @@
 """The rollout node: lease tasks, play many episodes at once, follow the weights, renew what is under way.
 
 Invariants: at most `episodes` episodes are played at once; tasks are leased only while somebody can play them and
-engines serve every policy; an episode whose lease is lost is cancelled and pushes nothing.
+engines serve every policy; an episode whose lease is lost is cancelled and pushes nothing. A node that leaves asks for
+no more tasks, ends what it can in its time, and hands the rest back before it goes.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from typing import Any
 
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.config.schema import RolloutConfig
-from rillflow.errors import RillflowError
+from rillflow.contracts import Clock, SystemClock
+from rillflow.errors import RillflowError, RunError
 from rillflow.gateway.sampling.node_engines import NodeEngines
 from rillflow.gateway.sessions.session import Session
 from rillflow.rollout.episodes import Episodes
-from rillflow.types import Heartbeat, LeaseTasks
+from rillflow.rollout.leaving import Departure
+from rillflow.types import Heartbeat, HeartbeatReply, LeaseTasks, LeaveRun
 
 log = logging.getLogger(__name__)
 
@@ -26,13 +29,14 @@ LEASE_WAIT = 2.0
 PULL_WAIT = 0.2  # between two questions while weights are being pulled
 ROSTER_WAIT = 0.25  # of a question of a node whose engines pull by themselves: it tells what they served when it began
 HEARTBEAT_EVERY = 2.0
+GOODBYE = 10.0  # seconds that the last word of a node that leaves may take
 
 
 class Node:
     """One node: its gateway, engines and episodes are handed in, started.
 
     A node that comes after one that died has its `incarnation` if it goes on with sessions of it, so that their leases
-    are still its own.
+    are still its own. One that nobody supervises ends when the service has not answered for `patience` seconds.
     """
 
     def __init__(
@@ -44,6 +48,9 @@ class Node:
         dataflow: DataflowClient,
         engines: NodeEngines,
         episodes: Episodes,
+        departure: Departure | None = None,
+        patience: float | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self.name = name
         self._incarnation = incarnation
@@ -54,15 +61,28 @@ class Node:
         self._playing: dict[str, asyncio.Task[None]] = {}
         self._pulls: dict[str, asyncio.Task[None]] = {}
         self._freed = asyncio.Event()
+        self._beat_now = asyncio.Event()
         episodes.on_room = self.wake
+        self._departure = departure or Departure()
+        self._departure.on_change = self._leaves
+        self._patience = patience
+        self._clock = clock or SystemClock()
+        self._answered = self._clock.monotonic()
         self._ended = False
+        self._left = False
 
     def wake(self) -> None:
         """There may be room for tasks, or somebody asks for one."""
         self._freed.set()
 
+    def _leaves(self) -> None:
+        log.info("node %s leaves: it has %.0f s for %d episodes", self.name, self._departure.left, len(self._playing))
+        self._beat_now.set()
+        self.wake()
+
     async def run(self, going_on: Sequence[Session] = ()) -> None:
-        """Until the run has ended; running episodes are cancelled then, because nobody waits for them.
+        """Until the run has ended or the node has left. What still runs is cancelled then: nobody waits for it, or it
+        is played elsewhere.
 
         `going_on` are sessions of the node before this one, named by the attempts that play them.
         """
@@ -78,18 +98,44 @@ class Node:
                 for helper in helpers:
                     if helper.done():
                         helper.result()
-            self._ended = True
+            self._left = self._departure.begun and not self._ended
+            self._ended = not self._left
         finally:
-            self._episodes.stopping = not self._ended
+            self._episodes.stopping = not (self._ended or self._left)
             tasks = [*helpers, *self._pulls.values(), *self._playing.values()]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        if self._left:
+            await self._say_goodbye()
+
+    # ------------------------------------------------------------ leaving
+
+    async def _drain(self) -> bool:
+        """A moment in which nothing is leased; False once nothing is under way, or the time is over."""
+        if not self._playing or self._departure.left <= 0:
+            return False
+        self._freed.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(min(HEARTBEAT_EVERY, self._departure.left)):
+                await self._freed.wait()
+        return not self._ended
+
+    async def _say_goodbye(self) -> None:
+        """What this node still holds returns at once."""
+        try:
+            await self._dataflow.leave(LeaveRun(node=self.name, incarnation=self._incarnation), GOODBYE)
+        except RillflowError as error:
+            log.warning("left without a word, the leases run out by themselves: %s", error)
+        else:
+            log.info("node %s has left", self.name)
 
     # ------------------------------------------------------------ leasing
 
     async def _lease_once(self) -> bool:
-        """Lease and start what there is room for; False once the run has ended."""
+        """Lease and start what there is room for; False once the run has ended or the node may go."""
+        if self._departure.begun:
+            return await self._drain()
         room, versions = self._episodes.room(len(self._playing)), self._engines.versions()
         if room <= 0 or versions is None:
             self._freed.clear()
@@ -114,7 +160,9 @@ class Node:
             log.warning("no tasks: %s", error)
             await asyncio.sleep(LEASE_WAIT)
             return True
+        self._answered = self._clock.monotonic()
         if reply.phase == "ended":
+            self._ended = True
             return False
         for lease in reply.leases:
             self._start(lease.attempt, self._episodes.play(lease))
@@ -159,12 +207,29 @@ class Node:
                 reply = await self._dataflow.heartbeat(self._beat(), HEARTBEAT_EVERY * 4)
             except RillflowError as error:
                 log.warning("heartbeat not taken: %s", error)
+                self._check_patience()
             else:
-                self._ended = reply.phase == "ended"
-                for attempt in reply.lost:
-                    if attempt in self._playing:
-                        self._playing[attempt].cancel()
-            await asyncio.sleep(HEARTBEAT_EVERY)
+                self._heard(reply)
+            self._beat_now.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(HEARTBEAT_EVERY):
+                    await self._beat_now.wait()
+
+    def _heard(self, reply: HeartbeatReply) -> None:
+        self._answered = self._clock.monotonic()
+        self._ended = reply.phase == "ended"
+        for attempt in reply.lost:
+            if attempt in self._playing:
+                self._playing[attempt].cancel()
+        if reply.leave is not None:
+            self._departure.within(reply.leave)
+
+    def _check_patience(self) -> None:
+        silent = self._clock.monotonic() - self._answered
+        if self._patience is not None and silent > self._patience:
+            raise RunError(
+                f"the run's service has not answered for {silent:.0f} s", "is the run over? join again when it is back"
+            )
 
     def _beat(self) -> Heartbeat:
         under_way, waiting = len(self._playing), self._episodes.waiting
@@ -181,4 +246,6 @@ class Node:
             # What waits for its reward holds a task, but takes nobody's place.
             capacity=self._limits.episodes + waiting,
             stats=stats | self._engines.stats(),
+            active="train" if self._episodes.resting else "rollout",
+            leaving=self._departure.begun,
         )

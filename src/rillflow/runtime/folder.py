@@ -5,30 +5,32 @@ run.json         token, versions, start time    endpoints/       where each serv
 state.json       running, finished, …           ledger.sqlite    states of everything (dataflow)
 metrics.jsonl    one line per step              units/           payloads (storage units)
 weights/         published versions             checkpoints/     trainers' own
+workers.json     workers, tags, assignments     timeline/        who did what when
 gateway/         sessions, one folder per node  tensorboard/     event files
 reward.png, summary.json at the end
 """
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import os
 import platform
 import secrets
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version as installed
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 from rillflow.config import Recipe, write_resolved
 from rillflow.config.load import read_resolved
 from rillflow.config.supervised import FitRecipe
 from rillflow.errors import RunError
+from rillflow.resources.workers import WorkersFile
 from rillflow.storage import disk_errors, read_json, write_json
+from rillflow.storage.locks import LockHeld, locked
 
 State = Literal["running", "finished", "stopped", "failed"]
 
@@ -78,6 +80,10 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
+
+    @property
+    def workers(self) -> WorkersFile:
+        return WorkersFile(self.root)
 
     def log(self, process: str) -> Path:
         return self.root / "logs" / f"{process}.log"
@@ -130,24 +136,15 @@ class RunFolder:
         `wait` seconds are left to a predecessor that is still on its way out.
         """
         path = self.root / (f".lock-{process}" if process else ".lock")
-        with disk_errors(path):
-            file = open(path, "w")  # noqa: SIM115
-        with file:
-            deadline = time.monotonic() + wait
-            while not _lock(file):
-                if time.monotonic() >= deadline:
-                    what = f"is {process} of" if process else "is running"
-                    raise RunError(f"another process {what} {self.root}", "wait for it to end, or stop it with Ctrl-C")
-                time.sleep(0.05)
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(locked(path, wait))
+            except LockHeld:
+                what = f"is {process} of" if process else "is running"
+                raise RunError(
+                    f"another process {what} {self.root}", "wait for it to end, or stop it with Ctrl-C"
+                ) from None
             yield
-
-
-def _lock(file: IO[str]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _make_unused(path: Path) -> Path:

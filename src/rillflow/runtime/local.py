@@ -1,5 +1,9 @@
-"""A whole run on this machine: dataflow service, storage units, engine processes where the recipe wants them, rollout
-nodes and trainers, one for each policy, as supervised processes on loopback.
+"""A whole run on this machine: dataflow service, storage units, engine processes where the recipe wants them, and what
+the workers' tags come to (rollout nodes, and a trainer for each policy), as supervised processes on loopback.
+
+Tags may change while it runs (RUN/workers.json): nodes come, or drain and go; a trainer whose workers change writes a
+checkpoint and goes on from it. A node that cannot be kept alive is left out while others can do its work; any other
+process that cannot ends the run.
 """
 
 from __future__ import annotations
@@ -13,11 +17,14 @@ from contextlib import suppress
 from typing import Any
 
 from rillflow.clients.dataflow import DataflowClient
-from rillflow.errors import DeadlineExceeded, RunError, StorageError, WireError
+from rillflow.errors import BadRequest, DeadlineExceeded, RunError, StorageError, WireError
+from rillflow.resources.placement import Placed, maintainers, services
+from rillflow.resources.priorities import measured, with_rooflines
 from rillflow.runtime.folder import RunFolder
-from rillflow.runtime.process import STOP_SIGNALS, ignored, was_asked_to_stop
+from rillflow.runtime.process import STOP_SIGNALS, bind_host, ignored, was_asked_to_stop
+from rillflow.runtime.reconcile import Reconciler
 from rillflow.runtime.supervisor import ProcessSpec, Supervised, Supervisor
-from rillflow.types import Status
+from rillflow.types import RetireNode, Status
 from rillflow.wire import Client
 
 log = logging.getLogger(__name__)
@@ -27,6 +34,9 @@ POLL = 0.25
 _END_GRACE = 60.0
 # For a predecessor that was killed a moment ago to let go of its port.
 _PORT_PATIENCE = 5.0
+# For the dataflow service to hear that a node is to go, and, beyond its time to drain, for its process to end.
+_RETIRE_PATIENCE = 30.0
+_NODE_GRACE = 3.0
 
 
 def ended_well(status: Status) -> bool:
@@ -45,6 +55,9 @@ class LocalRun:
         runtime = self._recipe.runtime
         self.supervisor = Supervisor(folder.root / "logs", runtime.restarts, runtime.threads)
         self._client: DataflowClient | None = None
+        self._workers = Reconciler(self._recipe, folder.workers, self)
+        self._optional = {process.name for process in maintainers(self._recipe)}
+        self._finished: set[str] = set()
         self._interrupted = asyncio.Event()
         self._furthest = 0
 
@@ -54,17 +67,26 @@ class LocalRun:
         with self._folder.locked():
             self._folder.set_state("running")
             try:
+                await self._begin()
                 status = await self._unless_interrupted(self._run())
             except BaseException as error:
                 with suppress(StorageError):  # on a full disk the error itself matters more
                     self._folder.set_state("failed", str(error))
                 raise
             finally:
+                await self._workers.close()
                 await self.supervisor.stop()
+                await self._end()
                 if self._client is not None:
                     await self._client.close()
             self._note_end(status)
             return status
+
+    async def _begin(self) -> None:
+        """Before anything is started."""
+
+    async def _end(self) -> None:
+        """After everything has stopped, however it went."""
 
     def _listen_for_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -87,32 +109,81 @@ class LocalRun:
 
     async def _run(self) -> Status:
         self._client = await self._start_dataflow()
-        units = [f"unit-{index}" for index in range(self._recipe.dataflow.units.count)]
-        for name in units:
-            self._start(name, "unit", "--name", name)
-        servers = ["weights"] if self._recipe.runtime.weights_server else []
-        for name in servers:
-            self._start(name, "weights")
-        engines = [f"engine-{index}" for index in range(self._recipe.rollout.engines)]
-        for name in engines:
-            self._start(name, "engine", "--name", name)
-        # Colocated, every trainer plays by itself.
-        nodes = self._recipe.rollout.nodes if self._recipe.mode == "asynchronous" else 0
-        for index in range(nodes):
-            self._start(f"rollout-{index}", "rollout", "--name", f"rollout-{index}")
-        for policy in self._recipe.policies:
-            self._start(f"trainer-{policy}", "trainer", "--policy", policy)
+        around = services(self._recipe)
+        for process in around:
+            self._launch(process)
+        await asyncio.to_thread(self._prepare_workers)
+        self._workers.begin()
+        for process in maintainers(self._recipe):
+            self._launch(process)
         status = await self._follow(self._client)
+        await self._workers.close()
         # Trainers and nodes see the end themselves and finish what they write; the others stay for them.
-        await self.supervisor.finish(_END_GRACE, keep={"dataflow", *units, *engines, *servers})
+        await self.supervisor.finish(_END_GRACE, keep={"dataflow", *(process.name for process in around)})
         return status
 
-    def _start(self, name: str, role: str, *options: str) -> Supervised:
-        return self.supervisor.start(ProcessSpec(name, (role, str(self._folder.root), *options)))
+    def _prepare_workers(self) -> None:
+        """The workers as the recipe has them, or as the run has left them; measured where it matters who trains."""
+        file = self._folder.workers
+        known = measured(self._recipe, file.prepare(self._recipe))
+        file.change(lambda workers: with_rooflines(workers, known))
+
+    def _launch(self, process: Placed) -> Supervised:
+        """Every process of the run is started here."""
+        return self.supervisor.start(ProcessSpec(process.name, process.arguments(self._folder.root)))
+
+    # ------------------------------------------------------------ what the tags ask for (reconcile.Carrier)
+
+    def start(self, process: Placed) -> None:
+        self._launch(process)
+
+    async def retire(self, process: Placed) -> None:
+        drain = self._recipe.resources.scaling.drain
+        patience = drain + _NODE_GRACE if await self._told_to_go(process.name, drain) else 0.0
+        if not await self.supervisor.let_go(process.name, patience):
+            await self.supervisor.stop_one(process.name, _NODE_GRACE)
+
+    async def _told_to_go(self, node: str, drain: float) -> bool:
+        """Whether the service knows that the node is to go; False where it does not know the node at all."""
+        assert self._client is not None, "the service comes first"
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + _RETIRE_PATIENCE
+        while clock() < deadline:
+            try:
+                return (await self._client.retire(RetireNode(node=node, drain=drain), deadline=5.0)).accepted
+            except BadRequest:
+                return False
+            except WireError as error:
+                log.warning("the dataflow service has not heard yet that %s is to go: %s", node, error.message)
+                await asyncio.sleep(POLL)
+        return False
+
+    async def stop(self, process: Placed) -> None:
+        await self.supervisor.stop_one(process.name, self._recipe.resources.grace)
+
+    def _heed_deaths(self) -> None:
+        """Raise the error of a process that cannot be kept alive, where the run cannot do without it."""
+        for name, error in self.supervisor.failures().items():
+            if not self._workers.is_changing(name):
+                if name not in self._optional and not self._workers.lost(name):
+                    raise error
+                log.warning("the run goes on without %s: %s", name, error)
+            self.supervisor.forget(name)
+
+    def _heed_goodbyes(self, status: Status) -> None:
+        """A node that somebody has retired leaves its worker free; at the end of a run all go, and that is no news."""
+        finished = self.supervisor.finished() if status.phase == "training" else set()
+        for name in finished & self._finished:
+            if not self._workers.is_changing(name) and self._workers.lost(name):
+                log.warning("%s has left; `rillflow tags` gives its worker something to do again", name)
+                self.supervisor.forget(name)
+        self._finished = finished
+
+    # ------------------------------------------------------------ the service
 
     async def _start_dataflow(self) -> DataflowClient:
         await settle_port(self._folder)
-        process = self._start("dataflow", "dataflow", *(("--resume",) if self._resume else ()))
+        process = self._launch(Placed("dataflow", "dataflow", ("--resume",) if self._resume else ()))
         deadline = asyncio.get_running_loop().time() + self._recipe.runtime.start_timeout
         while asyncio.get_running_loop().time() < deadline:
             self.supervisor.check()
@@ -139,7 +210,8 @@ class LocalRun:
         clock, patience = asyncio.get_running_loop().time, self._recipe.runtime.start_timeout
         heard = clock()
         while True:
-            self.supervisor.check()
+            self._heed_deaths()
+            self._workers.look()
             try:
                 status = await client.status(deadline=5.0)
             except DeadlineExceeded:
@@ -152,6 +224,7 @@ class LocalRun:
             heard = clock()
             self._on_status(status)
             self._note_progress(status)
+            self._heed_goodbyes(status)
             if status.phase == "ended":
                 return status
             await asyncio.sleep(POLL)
@@ -178,7 +251,7 @@ async def settle_port(folder: RunFolder, patience: float = _PORT_PATIENCE) -> No
     For the start of a run: later its peers look for it where it has been.
     """
     port, deadline = folder.last_port("dataflow"), time.monotonic() + patience
-    while port and not _is_free(folder.recipe.runtime.host, port):
+    while port and not _is_free(bind_host(folder.recipe), port):
         if time.monotonic() >= deadline:
             folder.forget_endpoint("dataflow")
             return

@@ -14,9 +14,12 @@ import time
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rillflow.errors import RunError
+
+if TYPE_CHECKING:
+    from rillflow.config import Recipe
 
 # The exit code of a process that would end the same way again: the supervisor does not start it another time.
 GIVE_UP = 3
@@ -26,6 +29,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _held: list[int] = []
 _PR_SET_PDEATHSIG = 1
 _PARENT_ENV = "RILLFLOW_PARENT"
+HOST_ENV = "RILLFLOW_HOST"
 _ORPHAN_POLL = 1.0
 
 log = logging.getLogger(__name__)
@@ -63,12 +67,19 @@ def _hold(number: int, frame: FrameType | None) -> None:
     _held.append(number)
 
 
+def bind_host(recipe: Recipe) -> str:
+    """The address that this process listens on: its own host's, where a cluster has placed it there."""
+    return os.environ.get(HOST_ENV) or recipe.runtime.host
+
+
 def child_environment(threads: int) -> dict[str, str]:
     """The environment of a supervised process: it knows its parent, and its libraries their share of the cores."""
-    environment = dict(os.environ)
-    environment[_PARENT_ENV] = str(os.getpid())
-    environment["TOKENIZERS_PARALLELISM"] = "false"
-    environment["HF_HUB_OFFLINE"] = environment.get("HF_HUB_OFFLINE", "1")
+    return os.environ | role_environment(threads) | {_PARENT_ENV: str(os.getpid())}
+
+
+def role_environment(threads: int) -> dict[str, str]:
+    """What every process of a run finds in its environment, wherever it runs."""
+    environment = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}
     if threads:
         environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     return environment

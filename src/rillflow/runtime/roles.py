@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING, NoReturn
 from rillflow.contracts import Generator
 from rillflow.errors import RunError
 from rillflow.runtime.folder import RunFolder
-from rillflow.runtime.process import STOPPED, GiveUp, LoopWatchdog, child_environment, prepare, run_until_signal
+from rillflow.runtime.process import (
+    STOPPED,
+    GiveUp,
+    LoopWatchdog,
+    bind_host,
+    child_environment,
+    prepare,
+    run_until_signal,
+)
+from rillflow.storage.spans import open_spans
 
 if TYPE_CHECKING:
     from rillflow.trainer.parallel.address import Place
@@ -41,7 +50,7 @@ def dataflow_role(folder: RunFolder, *, resume: bool = False) -> int:
             recipe,
             folder.root,
             folder.token,
-            host=recipe.runtime.host,
+            host=bind_host(recipe),
             port=port,
             on_ready=lambda url: folder.publish_endpoint("dataflow", url),
             resume=resume,
@@ -65,7 +74,7 @@ def unit_role(folder: RunFolder, name: str) -> int:
             name,
             folder.token,
             await wait_for_endpoint(folder, "dataflow"),
-            host=recipe.runtime.host,
+            host=bind_host(recipe),
             port=0,  # its peers hear from the dataflow service where it listens now
             on_ready=lambda own: folder.publish_endpoint(name, own),
         )
@@ -87,7 +96,7 @@ def weights_role(folder: RunFolder, *, host: str | None = None, port: int | None
             folder.root / "weights",
             folder.token,
             on_ready=lambda own: folder.publish_endpoint("weights", own),
-            host=host or recipe.runtime.host,
+            host=host or bind_host(recipe),
             port=used,  # relays and nodes look for it there
         )
 
@@ -111,7 +120,7 @@ def engine_role(folder: RunFolder, name: str) -> int:
             token=folder.token,
             weights=folder.root / "weights",
             on_ready=lambda own: folder.publish_endpoint(name, own),
-            host=recipe.runtime.host,
+            host=bind_host(recipe),
         )
 
     prepare()
@@ -138,7 +147,7 @@ def rollout_role(folder: RunFolder, name: str) -> int:
                 weights=folder.root / "weights",
                 folder=folder.gateway(name),
                 on_ready=lambda own: folder.publish_endpoint(name, own),
-                host=recipe.runtime.host,
+                host=bind_host(recipe),
                 port=folder.last_port(name),  # agents from outside look for their sessions there
             )
         finally:
@@ -151,35 +160,55 @@ def rollout_role(folder: RunFolder, name: str) -> int:
 
 
 def trainer_role(
-    folder: RunFolder, policy: str, *, rank: int | None = None, ranks: int | None = None, rendezvous: str = ""
+    folder: RunFolder,
+    policy: str,
+    *,
+    rank: int | None = None,
+    ranks: int | None = None,
+    rendezvous: str = "",
+    playing: str | None = None,
 ) -> int:
-    """One rank of a trainer, which in a colocated run also plays; without `rank`, all of them."""
+    """One rank of a trainer; without `rank`, all of them. The ranks in `playing` (such as "0,2") also play; by default
+    all do, or in an asynchronous run none."""
     from rillflow.trainer.parallel.address import Place
 
     recipe = folder.recipe
     if policy not in recipe.policies:
         raise RunError(f"there is no policy {policy!r} in this run", f"one of: {', '.join(recipe.policies)}")
     ranks = ranks or recipe.policies[policy].trainer.ranks
+    hosts = _playing_ranks(playing, ranks, by_default=recipe.mode != "asynchronous")
     prepare()
     if rank is None and ranks > 1:
-        return _all_ranks(folder, policy, ranks)
-    return _one_rank(folder, policy, Place(rank or 0, ranks, rendezvous))
+        return _all_ranks(folder, policy, ranks, hosts)
+    return _one_rank(folder, policy, Place(rank or 0, ranks, rendezvous), hosts)
 
 
-def _all_ranks(folder: RunFolder, policy: str, ranks: int) -> int:
+def _playing_ranks(playing: str | None, ranks: int, *, by_default: bool) -> frozenset[int]:
+    if playing is None:
+        return frozenset(range(ranks) if by_default else ())
+    named = [part.strip() for part in playing.split(",")] if playing.strip() else []
+    if not all(part.isdecimal() and int(part) < ranks for part in named):
+        raise RunError(
+            f"--playing {playing!r} does not name ranks of this trainer", f"numbers below {ranks}, such as 0,1"
+        )
+    return frozenset(map(int, named))
+
+
+def _all_ranks(folder: RunFolder, policy: str, ranks: int, playing: frozenset[int]) -> int:
     from rillflow.trainer.parallel.launch import launch
 
     def command(rank: int, rendezvous: str) -> list[str]:
-        options = ("--rank", str(rank), "--ranks", str(ranks), "--rendezvous", rendezvous)
+        options = ("--rank", str(rank), "--ranks", str(ranks), "--rendezvous", rendezvous, "--playing", hosts)
         return [sys.executable, "-m", "rillflow", "trainer", str(folder.root), "--policy", policy, *options]
 
-    name = f"trainer-{policy}"
+    name, hosts = f"trainer-{policy}", ",".join(map(str, sorted(playing)))
     with folder.locked(name, PREDECESSOR_WAIT):
         environment = child_environment(folder.recipe.runtime.threads)
         return launch(command, ranks, environment, lambda rank: folder.log(f"{name}-rank{rank}"))
 
 
-def _one_rank(folder: RunFolder, policy: str, place: Place) -> int:
+def _one_rank(folder: RunFolder, policy: str, place: Place, playing: frozenset[int]) -> int:
+    from rillflow.runtime.hosted import Rests, run_hosted
     from rillflow.trainer.main import run_trainer
     from rillflow.trainer.parallel.launch import LEFT_ALONE
     from rillflow.trainer.parallel.peers import GivenUp, PeerLost
@@ -189,6 +218,7 @@ def _one_rank(folder: RunFolder, policy: str, place: Place) -> int:
     _use_threads(recipe.runtime.threads)
     url = asyncio.run(wait_for_endpoint(folder, "dataflow"))
     name = f"trainer-{policy}"
+    plays = place.rank in playing
 
     def train(generator: Generator | None = None) -> bool:
         return run_trainer(
@@ -200,26 +230,27 @@ def _one_rank(folder: RunFolder, policy: str, place: Place) -> int:
             on_ready=lambda own: folder.publish_endpoint(name, own),
             generator=generator,
             place=place,
+            spans=spans,
         )
 
     # Rank 0 of a trainer of several is a predecessor, too, of one that has no launcher to hold the trainer's own lock.
     with ExitStack() as stack:
         for lock in ([name] if place.ranks == 1 else []) + [f"{name}-rank{place.rank}"]:
             stack.enter_context(folder.locked(lock, PREDECESSOR_WAIT))
+        spans = open_spans(folder.root, name if place.ranks == 1 else f"{name}-rank{place.rank}")
+        stack.callback(spans.close)
         try:
-            if recipe.mode == "colocated":
-                from rillflow.runtime.colocated import run_colocated
-
-                finished = run_colocated(folder, f"colocated-{place.rank}", url, train)
+            if plays:
+                finished = run_hosted(folder, f"colocated-{place.rank}", url, train, spans)
             else:
-                finished = train()
+                finished = train(Rests() if playing else None)
         except NoBatch as error:
             raise GiveUp(error.message, error.hint) from error
         except (GivenUp, PeerLost) as error:
             log.error("%s", error)
             return LEFT_ALONE
     code = 0 if finished else STOPPED
-    if recipe.mode == "colocated":
+    if plays:
         _leave(code)
     return code
 

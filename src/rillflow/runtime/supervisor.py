@@ -4,7 +4,8 @@ Deaths count in a row: those before a process has lived for `SETTLED` seconds wh
 run of weeks survives a crash now and then, and one that gets nowhere, or a process that cannot stay up, ends it.
 
 Invariants: every process runs in a group of its own, which dies with it; `stop` leaves none behind and takes at most
-`grace` + 1 seconds; a process that ended with code 0 has finished and is not started again, nor is one that gave up.
+`grace` + 1 seconds; a process that ended with code 0 has finished and is not started again, nor is one that gave up,
+one that was let go or one that was stopped by itself.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 5.0
 _LOG_TAIL = 25
+_KILL_WAIT = 1.0
 SETTLED = 300.0
 
 
@@ -128,8 +130,10 @@ class Supervisor:
         self._running: dict[Supervised, asyncio.Task[None]] = {}
 
     def start(self, spec: ProcessSpec) -> Supervised:
-        process = Supervised(spec, self._logs / f"{spec.name}.log", self._restarts, self._threads)
-        self._running[process] = asyncio.create_task(process.run(), name=spec.name)
+        return self.add(Supervised(spec, self._logs / f"{spec.name}.log", self._restarts, self._threads))
+
+    def add(self, process: Supervised) -> Supervised:
+        self._running[process] = asyncio.create_task(process.run(), name=process.spec.name)
         return process
 
     @property
@@ -138,9 +142,30 @@ class Supervisor:
 
     def check(self) -> None:
         """Raise the error of the first process that cannot be kept alive."""
-        for task in self._running.values():
-            if task.done() and not task.cancelled():
-                task.result()
+        for error in self.failures().values():
+            raise error
+
+    def failures(self) -> dict[str, BaseException]:
+        """The processes that cannot be kept alive, each with its error."""
+        return {
+            process.spec.name: error
+            for process, task in self._running.items()
+            if task.done() and not task.cancelled() and (error := task.exception()) is not None
+        }
+
+    def finished(self) -> set[str]:
+        """The processes that have ended by themselves, with code 0."""
+        return {
+            process.spec.name
+            for process, task in self._running.items()
+            if task.done() and not task.cancelled() and task.exception() is None
+        }
+
+    def forget(self, name: str) -> None:
+        """Go on without a process that cannot be kept alive, or that has finished."""
+        for process, task in list(self._running.items()):
+            if process.spec.name == name and task.done():
+                del self._running[process]
 
     async def wait(self, seconds: float) -> bool:
         """Whether every process has finished by itself within so many seconds."""
@@ -158,6 +183,35 @@ class Supervisor:
         for process in self._running:
             if process.spec.name == name and process.pid is not None:
                 process.signal(signal.SIGKILL)
+
+    async def let_go(self, name: str, seconds: float) -> bool:
+        """Have a process end by itself, and never start it again; whether it has within so many seconds."""
+        tasks = []
+        for process, task in self._running.items():
+            if process.spec.name == name:
+                process.keep_alive = False
+                tasks.append(task)
+        if tasks:
+            await asyncio.wait(tasks, timeout=seconds)
+        self.forget(name)
+        return all(task.done() for task in tasks)
+
+    async def stop_one(self, name: str, grace: float) -> None:
+        """Ask a process to stop, and end it if it has not within `grace` seconds; it is never started again."""
+        for process, task in list(self._running.items()):
+            if process.spec.name != name:
+                continue
+            process.keep_alive = False
+            if process.pid is None:
+                task.cancel()  # it waits for its next life; the id of the last one may belong to others by now
+            else:
+                process.signal(signal.SIGTERM)
+            await asyncio.wait({task}, timeout=grace)
+            if not task.done():
+                log.warning("%s did not stop within %.0f s: killed", name, grace)
+                process.signal(signal.SIGKILL)
+                await asyncio.wait({task}, timeout=_KILL_WAIT)
+            self._running.pop(process, None)
 
     async def finish(self, seconds: float, keep: Collection[str]) -> None:
         """Let all but those named in `keep` end by themselves, within so many seconds; none is started again."""
@@ -181,5 +235,5 @@ class Supervisor:
                 log.warning("%s did not stop within %.0f s: killed", process.spec.name, self._grace)
             # Also where the leader has gone: members of its group may still be there.
             process.signal(signal.SIGKILL)
-        await asyncio.gather(*(process.wait(1.0) for process in alive))
+        await asyncio.gather(*(process.wait(_KILL_WAIT) for process in alive))
         self._running.clear()

@@ -40,6 +40,7 @@ from rillflow.clients.payloads import DamagedRows
 from rillflow.config import TrainerConfig, WeightsConfig
 from rillflow.contracts import Clock, Generator, SystemClock
 from rillflow.errors import LeaseLost, RillflowError, RunError
+from rillflow.storage.spans import NoSpans, Spans
 from rillflow.trainer.batches import Rows
 from rillflow.trainer.checkpoint import Checkpoints, State, random_state, restore_random
 from rillflow.trainer.parallel.peers import Alone, Peers
@@ -96,7 +97,7 @@ class TrainerLoop:
     """Runs until the dataflow service has no more batches, or `stop` says so.
 
     `in_use` are the versions that live nodes serve; `published` hears of every change of the store. With `shard_deltas`
-    the ranks of a sharded model publish together; otherwise rank 0 does.
+    the ranks of a sharded model publish together; otherwise rank 0 does. `spans` hear when it trains.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class TrainerLoop:
         in_use: Callable[[], Collection[int]] = tuple,
         published: Callable[[], None] = lambda: None,
         shard_deltas: bool = False,
+        spans: Spans | None = None,
     ) -> None:
         self._stream = stream
         self._worker = worker
@@ -137,6 +139,7 @@ class TrainerLoop:
         self._report = report
         self._clock = clock or SystemClock()
         self._generator = generator
+        self._spans = spans or NoSpans()
         self._delayed = config.publish_delay > 0 and not publish_first
         self._version = 0
         self._next = 1
@@ -147,7 +150,8 @@ class TrainerLoop:
         """Whether it has done what there was to do: False when somebody has stopped it, or another rank."""
         self._begin()
         try:
-            stopped = self._train()
+            with self._spans.doing("train"):
+                stopped = self._train()
             self._end()
         except BaseException:
             self._publisher.close()
@@ -248,6 +252,7 @@ class TrainerLoop:
             peers=self._peers,
             generator=self._generator,
             weights=self._weights,
+            spans=self._spans,
         )
         if not parts.open():
             return False

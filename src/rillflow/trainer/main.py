@@ -20,8 +20,11 @@ from rillflow.clients.dataflow import DataflowClient
 from rillflow.clients.payloads import PayloadReader
 from rillflow.config import Recipe
 from rillflow.contracts import Generator
+from rillflow.storage.spans import Spans
+from rillflow.trainer.aside import MakesRoom
 from rillflow.trainer.batches import columns_of
 from rillflow.trainer.checkpoint import Checkpoints
+from rillflow.trainer.graph.builtin import Mode
 from rillflow.trainer.graph.worker import build_worker
 from rillflow.trainer.loop import StepReport, TrainerLoop
 from rillflow.trainer.parallel.address import Place
@@ -53,12 +56,14 @@ def run_trainer(
     on_ready: Callable[[str], None] | None = None,
     generator: Generator | None = None,
     place: Place | None = None,
+    spans: Spans | None = None,
 ) -> bool:
     """Train `policy` until the run has no more batches, or False when SIGTERM came first, to this rank or to another.
 
     `on_ready` gets the URL of the metrics. A `generator` samples in this process while no step computes. Any error ends
     the trainer; started again, it goes on from its last checkpoint. Of several ranks each runs this at its own `place`;
-    rank 0 speaks for all of them.
+    rank 0 speaks for all of them. If one has a `generator`, all have: their decisions must be the same. `spans` hear
+    what this worker does.
     """
     stop = threading.Event()
     place = place or Place()
@@ -84,6 +89,7 @@ def run_trainer(
             store=store,
             in_use=wire.versions_in_use,
             published=published,
+            spans=spans,
         ).run()
     return finished and not stop.is_set()
 
@@ -158,13 +164,18 @@ def build_loop(
     in_use: Callable[[], Collection[int]],
     published: Callable[[], None],
     generator: Generator | None = None,
+    spans: Spans | None = None,
 ) -> TrainerLoop:
     """The loop of a policy on its part of the run folder."""
     settings = recipe.policies[policy]
     prepare_torch(recipe.seed, recipe.runtime.threads, deterministic=recipe.runtime.deterministic)
+    device = device_of(settings.trainer.device, peers.rank)
+    worker = build_worker(recipe, policy, peers, device=device, mode=_mode(recipe, generator))
+    if generator is not None and recipe.resources.memory == "release":
+        generator = MakesRoom(generator, worker.optimizers(), folder)
     return TrainerLoop(
         stream,
-        build_worker(recipe, policy, peers, device=device_of(settings.trainer.device, peers.rank)),
+        worker,
         store,
         Checkpoints(folder / "checkpoints" / policy, settings.trainer.keep_checkpoints, peers),
         settings.trainer,
@@ -180,7 +191,15 @@ def build_loop(
         in_use=in_use,
         published=published,
         shard_deltas=_writes_deltas(recipe, policy) and _sharded(recipe, policy, peers),
+        spans=spans,
     )
+
+
+def _mode(recipe: Recipe, generator: Generator | None) -> Mode:
+    """What this trainer does, which may differ from the recipe: tags change at run time."""
+    if generator is None:
+        return "asynchronous"
+    return "multiplexed" if recipe.mode == "asynchronous" else recipe.mode
 
 
 def _writes_deltas(recipe: Recipe, policy: str) -> bool:
@@ -230,8 +249,9 @@ def _nothing() -> None:
 
 def _publishes_first(recipe: Recipe, policy: str, generator: Generator | None) -> bool:
     """Where a delay would gain nothing, because nodes may not sample on before they have the new weights; and where any
-    commit may end the run, because the prompts do."""
-    return (recipe.staleness(policy) == 0 and generator is None) or recipe.data.epochs is not None
+    commit may end the run, because the prompts do. Where every trainer samples by itself nobody waits for the store."""
+    alone = generator is not None and recipe.mode == "colocated"
+    return (recipe.staleness(policy) == 0 and not alone) or recipe.data.epochs is not None
 
 
 class Gauges:

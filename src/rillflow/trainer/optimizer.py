@@ -178,6 +178,12 @@ class Optimizer:
         self._adamw.load_state_dict(self._adamw_state(moments))
         self.steps = steps
 
+    def idle(self) -> list[torch.Tensor]:
+        """What nothing but an update needs: the moments, and the masters where those are not the model itself."""
+        state = self._adamw.state
+        slopes = [state[master][slope] for master in self._masters.values() if master in state for slope in _SLOPES]
+        return slopes + [master for parameter, master in self._pairs() if parameter.dtype != master.dtype]
+
     def _adamw_state(self, moments: Tensors) -> dict[str, Any]:
         state = {
             number: {moment: _local(moments[f"{moment}/{name}"]).clone() for moment in _MOMENTS}

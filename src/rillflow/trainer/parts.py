@@ -3,8 +3,8 @@
 Invariant: every group of the batch is read exactly once, in the order in which the parts were served. Time spent
 waiting for parts is kept apart from the time of the step; every wait for one is bounded by `patience`.
 
-A trainer that samples by itself (colocated) has a generator, which samples with the weights that are trained, while
-a part is waited for and at no other time.
+A trainer whose worker also rolls out has a generator, which samples with the weights that are trained, while a part is
+waited for and at no other time. That a part is there preempts it; that the next is wanted lets it go on.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from rillflow.contracts import Clock, Generator
 from rillflow.errors import CorruptData, DeadlineExceeded, LeaseLost
+from rillflow.storage.spans import NoSpans, Spans
 from rillflow.trainer.batches import Rows
 from rillflow.trainer.parallel.peers import Alone, Peers, RunOver, Stopped
 from rillflow.trainer.stream import Stream
@@ -38,6 +39,8 @@ class NoBatch(DeadlineExceeded):
 class Parts:
     """Iterate it once, after `open` has said that there is a batch. `weights` are what a `generator` samples with.
 
+    In `spans` the worker is at `train` when it comes here, and not while it waits.
+
     All ranks of a trainer go through equally many parts, of which some may have no rows for one of them.
     """
 
@@ -52,6 +55,7 @@ class Parts:
         peers: Peers | None = None,
         generator: Generator | None = None,
         weights: Callable[[], Tensors] = dict,
+        spans: Spans | None = None,
     ) -> None:
         self._stream = stream
         self._version = version
@@ -61,6 +65,7 @@ class Parts:
         self._peers = peers or Alone()
         self._generator = generator
         self._weights = weights
+        self._spans = spans or NoSpans()
         self._attempt = uuid.uuid4().hex
         self._batch: Batch | None = None
         self.opening = 0.0  # seconds until the first part was there
@@ -105,13 +110,20 @@ class Parts:
 
     def _next(self, have: int) -> Batch | None:
         """What follows after `have` groups; None when nothing will. NoBatch says what it has waited for."""
-        if self._generator is None:
-            return self._wait(have)
-        self._generator.begin(self._weights(), self._version)
+        self._spans.end("train")
+        try:
+            return self._wait(have) if self._generator is None else self._generate(self._generator, have)
+        finally:
+            self._spans.begin("train")
+
+    def _generate(self, generator: Generator, have: int) -> Batch | None:
+        with self._spans.doing("switch"):
+            generator.begin(self._weights(), self._version)
         try:
             return self._wait(have)
         finally:
-            self._generator.end()
+            with self._spans.doing("switch"):
+                generator.end()
 
     def _wait(self, have: int) -> Batch | None:
         deadline = self._clock.monotonic() + self._patience

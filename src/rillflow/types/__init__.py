@@ -30,6 +30,7 @@ from rillflow.types.engine import (
     Sampling,
     TurnReply,
 )
+from rillflow.types.joining import RunRecipe, TellFetch
 from rillflow.types.nodes import Heartbeat, HeartbeatReply, LeaveRun, NodeInfo, NodeList, RetireNode
 from rillflow.types.status import Evaluation, PolicyStatus, Status, StopRun
 from rillflow.types.tasks import (
@@ -101,6 +102,7 @@ __all__ = [
     "Row",
     "RowsGot",
     "RowsPut",
+    "RunRecipe",
     "SampleColumns",
     "SampleMeta",
     "Sampling",
@@ -111,6 +113,7 @@ __all__ = [
     "TaskLease",
     "TaskLeases",
     "TasksTaken",
+    "TellFetch",
     "TrainerJoined",
     "TurnReply",
     "UnitBeat",

@@ -44,7 +44,8 @@ class RetireNode(Wire, frozen=True):
 
 
 class NodeInfo(Wire, frozen=True):
-    """A rollout node as the run knows it. `pace` is the mean seconds of its episodes, `seen` seconds ago."""
+    """A rollout node as the run knows it, heard of `seen` seconds ago. `pace` is the mean seconds of its episodes,
+    `throughput` the samples that it has brought each second of late. State: healthy, gone or left."""
 
     name: str
     state: str
@@ -55,6 +56,7 @@ class NodeInfo(Wire, frozen=True):
     completed: int
     failed: int
     pace: float | None
+    throughput: float
     seen: float
     versions: dict[str, int]
     stats: dict[str, float]

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from msgspec.structs import replace
@@ -41,6 +41,7 @@ _AT_ONCE = 8  # files on the way: a far source takes longer to answer than to se
 _ROOT = 0  # what every engine has when it starts: the model's own weights
 
 Kind = Literal["delta", "full"]
+Word = Callable[[int], AbstractAsyncContextManager[None]]
 
 
 class _Step(NamedTuple):
@@ -96,16 +97,16 @@ class _Found(NamedTuple):
 
 
 class _Ready(NamedTuple):
-    """A way all of whose files are here, and the seconds that this took."""
+    """All files of a way, and the seconds that this took."""
 
-    way: Route
     found: Mapping[int, _Found]
     seconds: float
 
 
 class Puller:
     """Of one policy, on one node. `initial` gives the model's own weights: where they are the root of the line, a new
-    node need not fetch it. One pull at a time."""
+    node need not fetch it. `word` is entered around the way to a version that nothing keeps in the store for this node:
+    one that does not begin with what it serves. One pull at a time."""
 
     def __init__(
         self,
@@ -113,9 +114,11 @@ class Puller:
         mode: Mode = "auto",
         *,
         initial: Callable[[], Tensors] | None = None,
+        word: Word | None = None,
         clock: Clock | None = None,
     ) -> None:
         self._source = source
+        self._word = word
         self._mode: Mode = mode
         self._initial = initial
         self._clock = clock or SystemClock()
@@ -159,8 +162,14 @@ class Puller:
         if line.head is None:
             raise WeightsError("no version was published yet", "the trainer publishes version 0 when it starts")
         manifest = await self._source.manifest(line.head)
-        adapter = await self._files(line.head, "full") if manifest.adapter is not None else None
-        way, found, fetch = await self._ready(line, line.head if manifest.adapter is None else manifest.adapter.base)
+        way = await self._plan(line, line.head if manifest.adapter is None else manifest.adapter.base)
+        word = self._word if way.snapshot is not None else None
+        async with nullcontext() if word is None else word(line.head):
+            return await self._go(line, line.head, manifest, way)
+
+    async def _go(self, line: Line, head: int, manifest: VersionManifest, way: Route) -> Pulled:
+        adapter = await self._files(head, "full") if manifest.adapter is not None else None
+        found, fetch = await self._ready(line, head, way)
         began = time.perf_counter()
         patch = await in_thread(lambda: self._take(way, found))
         tensors: Tensors = self._held.tensors
@@ -173,23 +182,26 @@ class Puller:
         kind = "full" if way.snapshot is not None or adapter is not None else "delta" if way.deltas else "held"
         patch = patch if kind == "delta" else None
         base = None if patch is None else patch.base
-        transfer = Transfer(line.head, base, kind, len(way.deltas), size, fetch, verify)
-        return Pulled(line.head, tensors, patch, transfer)
+        transfer = Transfer(head, base, kind, len(way.deltas), size, fetch, verify)
+        return Pulled(head, tensors, patch, transfer)
 
-    async def _ready(self, line: Line, want: int) -> _Ready:
-        """What is held is not touched yet; but a new node may find that it holds the root already."""
+    async def _plan(self, line: Line, want: int) -> Route:
+        """A new node may find that it holds the root already."""
         entries = self._usable(line.entries)
         await self._begin_at_the_root(entries, want)
-        way = route(entries, self._held.version, want, self._mode)
+        return route(entries, self._held.version, want, self._mode)
+
+    async def _ready(self, line: Line, head: int, way: Route) -> _Ready:
+        """What is held is not touched yet."""
         began = time.perf_counter()
         steps = [_Step(version, "delta") for version in way.deltas]
         if way.snapshot is not None:
             steps.insert(0, _Step(way.snapshot, "full"))
         found = await self._fetch(steps)
         seconds = time.perf_counter() - began
-        if line.head in (await self._source.line()).orphaned:
-            raise _Spoilt(WeightsError(f"version {line.head} was orphaned while it was fetched"))
-        return _Ready(way, {one.manifest.version: one for one in found}, seconds)
+        if head in (await self._source.line()).orphaned:
+            raise _Spoilt(WeightsError(f"version {head} was orphaned while it was fetched"))
+        return _Ready({one.manifest.version: one for one in found}, seconds)
 
     def _usable(self, entries: Mapping[int, Entry]) -> dict[int, Entry]:
         """What the line offers, without what is avoided at present."""

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from rillflow.contracts import Clock, Engine, SystemClock, WeightStore
 from rillflow.errors import EngineError, RillflowError, WeightsError
+from rillflow.storage.spans import NoSpans, Spans
 from rillflow.weights.pull import Pulled, Transfer
 
 log = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ class Refresher:
     """Pulls the head when it differs from what the engine serves, also when it moved back to an older line.
 
     `turn` is entered around every change of weights, so that not all engines of a policy pause at once; but not at the
-    first look, when the engine serves nobody yet. `on_load` is called after each.
+    first look, when the engine serves nobody yet. `on_load` is called after each, `spans` hear of it.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class Refresher:
         self._one_at_a_time = asyncio.Lock()
         self._serving = False
         self.on_load: Callable[[], None] = lambda: None
+        self.spans: Spans = NoSpans()
         self.transfers = Transfers()
 
     async def refresh(self) -> bool:
@@ -128,9 +130,10 @@ class Refresher:
             return False
         async with self._turn() if self._turn is not None and self._serving else nullcontext():
             began, paused = time.perf_counter(), self._engine.stats().load_seconds
-            by_patch = await self._patched(pulled)
-            if not by_patch:
-                await self._engine.load(pulled.tensors, pulled.version)
+            with self.spans.doing("load"):
+                by_patch = await self._patched(pulled)
+                if not by_patch:
+                    await self._engine.load(pulled.tensors, pulled.version)
             apply = time.perf_counter() - began
         pause = self._engine.stats().load_seconds - paused
         done = pulled.transfer._replace(apply=apply, pause=pause)

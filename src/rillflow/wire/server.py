@@ -23,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from rillflow.errors import BadRequest, RillflowError, RunError, Unauthorized, to_body
+from rillflow.errors import BadRequest, DiskFull, RillflowError, RunError, Unauthorized, to_body
 from rillflow.wire.gate import Gate
 from rillflow.wire.protocol import IDLE_SECONDS, BoundedHttp
 from rillflow.wire.routing import Routes, WrongMethod
@@ -189,6 +189,8 @@ class Service:
         try:
             return await endpoint(request)
         except RillflowError as error:
+            if isinstance(error, DiskFull):  # here: who asked may be on another host, in another log
+                log.error("%s: %s", self.name, error)
             return self.error_response(error, request.scope)
         except RecursionError:
             return self.error_response(BadRequest("the body is nested too deeply", "send it flatter"), request.scope)

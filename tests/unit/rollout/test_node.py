@@ -23,7 +23,7 @@ class NoEpisodes:
     """Room for two, and nobody to play them."""
 
     finished = waiting = 0
-    stopping = False
+    stopping = resting = False
     on_room: Any = None
 
     def room(self, under_way: int) -> int:

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
-from rillflow.config import Recipe, load_recipe
-from rillflow.errors import DeadlineExceeded
+from rillflow.config import load_recipe
+from rillflow.errors import BadRequest, DeadlineExceeded, RunError, Unavailable
+from rillflow.resources.placement import Placed
 from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.local import LocalRun
 from rillflow.runtime.process import signals_held
 from rillflow.runtime.supervisor import ProcessSpec
-from rillflow.types import PolicyStatus, Status
+from rillflow.types import Ack, PolicyStatus, RetireNode, Status
 
 
 class Service:
@@ -41,9 +42,11 @@ def status(**changes: Any) -> Status:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> LocalRun:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalRun:
     recipe = load_recipe("quickstart", ["runtime.start_timeout=0.001"])
-    return LocalRun(RunFolder.create(recipe, tmp_path), lambda status: None)
+    run = LocalRun(RunFolder.create(recipe, tmp_path), lambda status: None)
+    monkeypatch.setattr(run._workers, "look", lambda: None)  # nothing has begun
+    return run
 
 
 @pytest.fixture
@@ -142,41 +145,67 @@ def policy(steps: int) -> PolicyStatus:
 
 
 class Recorded:
-    """A supervisor that starts nothing."""
+    """A supervisor that starts nothing; `failing` are processes that cannot be kept alive."""
 
     def __init__(self) -> None:
         self.started: list[ProcessSpec] = []
         self.kept: set[str] = set()
+        self.failing: dict[str, BaseException] = {}
+        self.gone: set[str] = set()
+        self.forgotten: list[str] = []
+        self.let_gone: list[tuple[str, float]] = []
+        self.stopped: list[tuple[str, float]] = []
 
     def start(self, spec: ProcessSpec) -> Any:
         self.started.append(spec)
 
-    def check(self) -> None: ...
+    def failures(self) -> dict[str, BaseException]:
+        return dict(self.failing)
+
+    def finished(self) -> set[str]:
+        return set(self.gone)
+
+    def forget(self, name: str) -> None:
+        self.failing.pop(name, None)
+        self.gone.discard(name)
+        self.forgotten.append(name)
 
     def progressed(self) -> None: ...
 
     async def finish(self, seconds: float, keep: set[str]) -> None:
         self.kept = keep
 
+    async def let_go(self, name: str, seconds: float) -> bool:
+        self.let_gone.append((name, seconds))
+        return seconds > 0
 
-async def recorded_run(folder: RunFolder, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What a run of the recipe starts that ends at once."""
+    async def stop_one(self, name: str, grace: float) -> None:
+        self.stopped.append((name, grace))
+
+    async def stop(self) -> None: ...
+
+
+async def recorded_run(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, service: Any = None
+) -> tuple[LocalRun, Recorded]:
+    """What a run starts that ends at once, or when `service` says so."""
     run = LocalRun(folder, lambda status: None)
-    run._recipe = recipe
     recorded: Any = Recorded()
     run.supervisor = recorded
 
-    async def service() -> Any:
-        return Service(lambda: status(phase="ended", reason="done"))
+    async def start() -> Any:
+        return service or Service(lambda: status(phase="ended", reason="done"))
 
-    monkeypatch.setattr(run, "_start_dataflow", service)
-    await run._run()
-    return recorded
+    monkeypatch.setattr(run, "_start_dataflow", start)
+    monkeypatch.setattr("rillflow.runtime.local.POLL", 0.0)
+    if service is None:
+        await run._run()
+    return run, recorded
 
 
 async def test_a_colocated_run_has_no_nodes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = load_recipe("quickstart_colocated")
-    recorded = await recorded_run(RunFolder.create(recipe, tmp_path), recipe, monkeypatch)
+    folder = RunFolder.create(load_recipe("quickstart_colocated"), tmp_path)
+    _, recorded = await recorded_run(folder, monkeypatch)
     assert [spec.name for spec in recorded.started] == ["unit-0", "trainer-agent"]
 
 
@@ -185,8 +214,8 @@ async def test_units_come_before_those_who_use_them_and_stay_until_they_have_end
 ) -> None:
     recipe = load_recipe("quickstart", ["dataflow.units.count=2", "rollout.nodes=2"])
     two = {name: recipe.policies["agent"] for name in ("solver", "checker")}
-    folder = RunFolder.create(recipe, tmp_path)
-    recorded = await recorded_run(folder, recipe.model_copy(update={"policies": two}), monkeypatch)
+    folder = RunFolder.create(recipe.model_copy(update={"policies": two}), tmp_path)
+    _, recorded = await recorded_run(folder, monkeypatch)
     root = str(folder.root)
     assert [(spec.name, *spec.arguments) for spec in recorded.started] == [
         ("unit-0", "unit", root, "--name", "unit-0"),
@@ -197,3 +226,81 @@ async def test_units_come_before_those_who_use_them_and_stay_until_they_have_end
         ("trainer-checker", "trainer", root, "--policy", "checker"),
     ]
     assert recorded.kept == {"dataflow", "unit-0", "unit-1"}
+
+
+async def test_the_run_goes_on_without_a_node_but_not_without_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder.create(load_recipe("quickstart", ["rollout.nodes=2"]), tmp_path)
+    dying = iter(["rollout-0", None, "rollout-1", None])
+    run, recorded = await recorded_run(folder, monkeypatch, Service(lambda: answer()))
+
+    def answer() -> Status:
+        victim = next(dying)
+        if victim:
+            recorded.failing[victim] = RunError(f"{victim} ended for the 6. time")
+        return status()
+
+    with pytest.raises(RunError, match="rollout-1 ended"):
+        await run._run()
+    assert recorded.forgotten == ["rollout-0"]
+    assert {worker.name: worker.lost for worker in folder.workers.read()} == {
+        "trainer-agent": False, "rollout-0": True, "rollout-1": False,
+    }  # fmt: skip
+    assert not any(worker.lost for worker in folder.workers.prepare(folder.recipe)), "a resumed run tries it again"
+
+
+async def test_a_maintainer_that_cannot_be_kept_alive_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder.create(load_recipe("quickstart", ["resources.scaling.enabled=true"]), tmp_path)
+    phases = iter([status(), status(), status(phase="ended", reason="done")])
+    run, recorded = await recorded_run(folder, monkeypatch, Service(lambda: next(phases)))
+    recorded.failing["maintainer"] = RunError("maintainer ended")
+    await run._run()
+    assert recorded.forgotten == ["maintainer"]
+    assert recorded.started[-1].arguments == ("maintain", str(folder.root))
+
+
+async def test_a_node_that_somebody_retired_leaves_its_worker_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder.create(load_recipe("quickstart", ["rollout.nodes=2"]), tmp_path)
+    phases = iter([status(), status(), status(), status(phase="ended", reason="done")])
+    run, recorded = await recorded_run(folder, monkeypatch, Service(lambda: next(phases)))
+    recorded.gone = {"rollout-1"}
+    await run._run()
+    assert recorded.forgotten == ["rollout-1"]
+    assert [worker.name for worker in folder.workers.read() if worker.lost] == ["rollout-1"]
+
+
+class Retiring:
+    """A service that hears of nodes to retire."""
+
+    def __init__(self, answers: list[Exception | None]) -> None:
+        self.answers = answers
+        self.asked: list[RetireNode] = []
+
+    async def retire(self, ask: RetireNode, deadline: float) -> Ack:
+        self.asked.append(ask)
+        if (error := self.answers.pop(0)) is not None:
+            raise error
+        return Ack(accepted=True)
+
+
+@pytest.mark.parametrize(
+    ("answers", "patience"),
+    [([None], 10.0), ([Unavailable("restarting"), None], 10.0), ([BadRequest("no such node")], 0.0)],
+    ids=["drains", "is told again", "had not joined yet"],
+)
+async def test_a_node_that_loses_its_tag_is_retired_through_the_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: list[Exception | None], patience: float
+) -> None:
+    folder = RunFolder.create(load_recipe("quickstart", ["resources.scaling.drain=7"]), tmp_path)
+    run, recorded = await recorded_run(folder, monkeypatch, Service(status))
+    service: Any = Retiring(list(answers))
+    run._client = service
+    await run.retire(Placed("rollout-0", "rollout"))
+    assert service.asked == [RetireNode(node="rollout-0", drain=7.0)] * len(answers)
+    assert recorded.let_gone == [("rollout-0", patience)]
+    assert [name for name, _ in recorded.stopped] == ([] if patience else ["rollout-0"])

@@ -1,4 +1,4 @@
-"""Slots of KV cache: one preallocated tensor, never reallocated and never concatenated.
+"""Slots of KV cache: one preallocated tensor, never concatenated, and reallocated only after it was freed.
 
 Invariants: slot s holds keys and values of one sequence in columns 0..n-1; the last column belongs to no sequence,
 it takes the writes of padding. Every value is finite (stale columns are masked, and 0 * NaN would not be 0).
@@ -64,9 +64,8 @@ class KVCache:
         self.heads = heads
         self.device = device
         self._grain = _GRAIN[device.type]
-        shape = (layers, 2, slots, heads, context + 1, head_size)
-        self._kv_L2SKCD = torch.zeros(shape, dtype=dtype, device=device)
-        self._flat_LND = self._kv_L2SKCD.view(layers, -1, head_size)
+        self._shape = (layers, 2, slots, heads, context + 1, head_size)
+        self._take(torch.zeros(self._shape, dtype=dtype, device=device))
         # Offsets of (key or value, head) for a slot, in units of head_size.
         half = slots * heads * (context + 1)
         self._offset_2K = np.add.outer(np.arange(2) * half, np.arange(heads) * (context + 1)).reshape(-1)
@@ -94,7 +93,26 @@ class KVCache:
         self._kv_L2SKCD[:, :, other, :, :count].copy_(kept)
 
     def clear(self) -> None:
-        self._kv_L2SKCD.zero_()
+        """All zeros, and there again if it was freed."""
+        if self.bytes:
+            self._kv_L2SKCD.zero_()
+        else:
+            self._take(self._kv_L2SKCD.new_zeros(self._shape))
+
+    def free(self) -> None:
+        """Give the memory back, with all that is cached; nothing is written or read before the next `clear`."""
+        layers, _, *rest = self._shape
+        self._take(self._kv_L2SKCD.new_empty((layers, 0, *rest)))
+
+    @property
+    def bytes(self) -> int:
+        """Held at present."""
+        return self._kv_L2SKCD.nbytes
+
+    def _take(self, memory: torch.Tensor) -> None:
+        layers, *_, head_size = memory.shape
+        self._kv_L2SKCD = memory
+        self._flat_LND = memory.view(layers, memory.numel() // (layers * head_size), head_size)
 
     def decode_batch(self, rows: slice, ids_R: Array, positions_R: Array, ready_R: Array) -> Batch:
         """One new token for each row of a run of slots. Rows that are not ready write into the spare column."""

@@ -166,12 +166,27 @@ class Core:
         self._mark_seams()
         if self._keep:
             self._slots.outdate()
-            return
+        else:
+            self._compute_again()
+
+    def _compute_again(self) -> None:
+        """Nothing that is cached counts any more: running sequences go on from their ids."""
         self._owed = {ticket: int(self._slots.length[ticket.slot]) for ticket in self._seated if ticket is not None}
         self._slots.forget()
         self._stained = True
         if not self._exact:
             self._share_again()
+
+    def free(self) -> None:
+        """Give back the memory of all that is cached; the next step takes it again, and computes what runs again."""
+        self._readings.clear()
+        self._cache.free()
+        self._compute_again()
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of memory that the cache holds."""
+        return self._cache.bytes
 
     @property
     def owes(self) -> bool:

@@ -122,6 +122,15 @@ class EmbeddedEngine:
         self._paused = False
         self._wake.set()
 
+    async def free(self) -> None:
+        """Give the cache's memory back until the next token is sampled; for one that is paused."""
+        async with self._between:
+            await self._run(self._core.free)
+
+    @property
+    def cache_bytes(self) -> int:
+        return self._core.cache_bytes
+
     async def load(self, tensors: Tensors, version: int) -> None:
         await self._change(lambda: self._core.load(tensors, version))
 

@@ -57,6 +57,7 @@ class ServerEngine(ABC):
         self._one_at_a_time = asyncio.Lock()
         self._disobeyed = asyncio.Event()  # the server did not do what it was told
         self._halted = False  # whether the server was told to sample nothing
+        self._asleep = False  # whether it has given its memory back
         self._closed = False
         self._supervisor: asyncio.Task[None] | None = None
         self._generated = self._loads = 0
@@ -95,6 +96,14 @@ class ServerEngine(ABC):
     @abstractmethod
     async def prepare_patch(self, patch: Patch) -> Update:
         """Likewise."""
+
+    async def sleep(self) -> bool:
+        """Have the server give its memory back, while nothing is sampled; whether it did. Few servers can."""
+        return False
+
+    async def wake(self) -> None:
+        """The server takes its memory again; what it had cached of sequences is lost, its weights are not."""
+        raise EngineLost("this server has not slept")
 
     # ------------------------------------------------------------ the contract
 
@@ -166,7 +175,28 @@ class ServerEngine(ABC):
 
     async def resume(self) -> None:
         async with self._one_at_a_time:
+            await self._wake_up()
             await self._let_go(_PAUSED)
+
+    async def free(self) -> None:
+        """Give memory back, where the server can, until weights are loaded or it is resumed; for one that is paused."""
+        async with self._one_at_a_time:
+            if _PAUSED not in self._held or _DOWN in self._held or self._asleep:
+                return
+            try:
+                self._asleep = await self.sleep()
+            except EngineLost as error:
+                log.warning("the server keeps its memory: %s", error.message)
+
+    async def _wake_up(self) -> None:
+        if not self._asleep:
+            return
+        self._asleep = False
+        try:
+            await self.wake()
+        except EngineLost as error:
+            log.warning("the server does not wake up: %s", error.message)
+            self._disobeyed.set()
 
     async def load(self, tensors: Tensors, version: int) -> None:
         """As the contract has it. Where the written weights turn out wrong, `Tainted`: the version is unknown then."""
@@ -194,6 +224,7 @@ class ServerEngine(ABC):
         began = self._clock.monotonic()
         self._hold(_UPDATE)
         try:
+            await self._wake_up()
             await self._cut_all("weights")
             await self._write(update)
             self._version = version
@@ -347,7 +378,7 @@ class ServerEngine(ABC):
             self._hold(_DOWN)
             await self._fail_all(EngineLost(f"the server was lost: {reason}", "the request can go on elsewhere"))
             async with self._one_at_a_time:  # a change of weights that was under way has ended
-                self._halted = False
+                self._halted = self._asleep = False
             await self._again()
             self._disobeyed.clear()
             began_with, self._version = self._version, 0

@@ -158,6 +158,13 @@ class VllmEngine(InPlaceEngine):
     async def go_on(self) -> None:
         await self._call("resume", deadline=_CONTROL_SECONDS)
 
+    async def sleep(self) -> bool:
+        """vLLM's sleep mode (`--enable-sleep-mode`): weights go to the host's memory, cached keys and values go."""
+        return bool(await self._call("sleep", deadline=_WEIGHTS_SECONDS))
+
+    async def wake(self) -> None:
+        await self._call("wake", deadline=_WEIGHTS_SECONDS)
+
     # ------------------------------------------------------------ weights
 
     async def rewrite(self, method: str, paths: list[str]) -> list[Any]:

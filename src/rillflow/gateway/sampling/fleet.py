@@ -102,7 +102,8 @@ class Fleet:
             elif isinstance(member.engine, RemoteEngine):
                 member.engine.hear(info)
         for name, member in list(self.members.items()):
-            member.missed = name not in infos
+            # The process's own is not in the roster.
+            member.missed = name not in infos and isinstance(member.engine, RemoteEngine)
             if member.missed and not member.up:
                 self.remove(name)
         self._ask_the_doubtful()

@@ -1,4 +1,5 @@
-"""The engines of one node: its own, in this process, or engine processes that come and go, found through the roster.
+"""The engines of one node: its own, in this process, engine processes that come and go, found through the roster, or
+both, where the node is hosted by a trainer that needs its own engine's worker from time to time.
 
 The node and its gateway see the same either way: a pool for each policy and a rollout manager.
 """
@@ -7,20 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
+from rillflow.clients.fetching import Tell
 from rillflow.clients.turns import Ask
 from rillflow.config import Recipe
 from rillflow.contracts import Clock, WeightStore
 from rillflow.engine.build import build_engine
 from rillflow.engine.follow import follow
-from rillflow.engine.host import EngineHost
+from rillflow.engine.host import EngineHost, tell_busy
 from rillflow.engine.remote import RemoteEngine
 from rillflow.errors import RillflowError
 from rillflow.gateway.sampling.fleet import Fleet
 from rillflow.gateway.sampling.manager import RolloutManager
 from rillflow.gateway.sampling.pool import EnginePool
+from rillflow.storage.spans import SpanLog, Spans, open_spans
 from rillflow.types import EngineInfo, Engines
 from rillflow.weights.refresh import Refresher, StoreSupply
 
@@ -31,7 +35,10 @@ Roster = Callable[[], Awaitable[Engines]]
 
 
 class NodeEngines:
-    """What a node samples with. Exactly one of `host` (engines of its own) and `roster` is there."""
+    """What a node samples with: at least one of `host` (engines of its own) and `roster` is there.
+
+    `spans` hear what the own engines do; what is in `closing` is closed after them.
+    """
 
     def __init__(
         self,
@@ -42,6 +49,8 @@ class NodeEngines:
         host: EngineHost | None = None,
         refreshers: Mapping[str, Refresher] | None = None,
         roster: Roster | None = None,
+        spans: Spans | None = None,
+        closing: SpanLog | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.fleet = Fleet([host] if host is not None else [])
@@ -55,6 +64,11 @@ class NodeEngines:
         self._host = host
         self._refreshers = dict(refreshers or {})
         self._roster = roster
+        self._closing = closing
+        if host is not None and spans is not None:
+            tell_busy(host, spans)
+            for refresher in self._refreshers.values():
+                refresher.spans = spans
 
     async def start(self) -> None:
         """Own engines begin with the newest weights; engine processes are looked for once."""
@@ -75,6 +89,31 @@ class NodeEngines:
     async def close(self) -> None:
         await self.fleet.close()
         await asyncio.gather(*(refresher.close() for refresher in self._refreshers.values()))
+        if self._closing is not None:
+            await asyncio.to_thread(self._closing.close)
+
+    # ------------------------------------------------------------ the worker's other task
+
+    async def hold(self, reason: str, *, move: bool = False, free: bool = False) -> bool:
+        """Keep the own engines from sampling until `release`. With `move`, the answers under way go on at engine
+        processes, if any is there to take them: returns whether they did. Others wait."""
+        if self._host is None:
+            return False
+        moving = move and all(self._elsewhere(policy) for policy in self.pools)
+        await self._host.hold(reason, move=moving, seconds=math.inf, free=free)
+        return moving
+
+    async def release(self, reason: str) -> None:
+        if self._host is not None:
+            await self._host.release(reason)
+            self.fleet.tell()
+
+    def _elsewhere(self, policy: str) -> bool:
+        return any(member.engine is not self._host for member in self.fleet.ready(policy))
+
+    def own_version(self, policy: str) -> int | None:
+        """What the own engine of the policy serves."""
+        return self._host.engines[policy].version if self._host is not None else None
 
     # ------------------------------------------------------------ what the node tells others
 
@@ -85,7 +124,7 @@ class NodeEngines:
     @property
     def own(self) -> bool:
         """Whether the engines are this node's alone, in its process."""
-        return self._host is not None
+        return self._roster is None
 
     def behind(self, heads: Mapping[str, int]) -> list[str]:
         """Policies whose weights this node could pull now. Engine processes pull by themselves."""
@@ -99,9 +138,11 @@ class NodeEngines:
         await self._refreshers[policy].refresh()
 
     def stats(self) -> dict[str, float]:
-        if self._host is None:
-            return {"engines": sum(member.up for member in self.fleet.members.values())}
         stats: dict[str, float] = {}
+        if self._roster is not None:
+            stats["engines"] = sum(member.up for member in self.fleet.members.values())
+        if self._host is None:
+            return stats
         for policy, engine in self._host.engines.items():
             now, transfers = engine.stats(), self._refreshers[policy].transfers
             stats |= {
@@ -152,11 +193,16 @@ def node_engines(
     roster: Roster | None = None,
     stores: Mapping[str, WeightStore] | None = None,
     turn: Ask | None = None,
+    tell: Tell | None = None,
+    hosted: bool = False,
+    spans: Spans | None = None,
     clock: Clock | None = None,
 ) -> NodeEngines:
     """The engines that the recipe asks for; `weights` is the folder of all weight stores but those in `stores`. With
-    `turn`, not all nodes of a run change their weights at once."""
-    if recipe.rollout.engines:
+    `turn`, not all nodes of a run change their weights at once; `tell` hears what a new one fetches. A node that is
+    `hosted` by a trainer always has an engine of its own. What own engines do is written to `spans`, by default those
+    of a worker of the node's name."""
+    if recipe.rollout.engines and not hosted:
         return NodeEngines(recipe, name=name, token=token, roster=roster, clock=clock)
     exact = recipe.runtime.deterministic
     logs = weights.parent / "logs"
@@ -164,8 +210,20 @@ def node_engines(
     refreshers = {
         policy: Refresher(policy, engine, StoreSupply(stores[policy]))
         if stores and policy in stores
-        else follow(policy, recipe.policies[policy], engine, name=name, weights=weights, token=token, turn=turn)
+        else follow(
+            policy, recipe.policies[policy], engine, name=name, weights=weights, token=token, turn=turn, tell=tell
+        )
         for policy, engine in engines.items()
     }
-    host = EngineHost(name, engines)
-    return NodeEngines(recipe, name=name, token=token, host=host, refreshers=refreshers, clock=clock)
+    own_spans = open_spans(weights.parent, name) if spans is None else None
+    return NodeEngines(
+        recipe,
+        name=name,
+        token=token,
+        host=EngineHost(name, engines),
+        refreshers=refreshers,
+        roster=roster if recipe.rollout.engines else None,
+        spans=spans or own_spans,
+        closing=own_spans,
+        clock=clock,
+    )

@@ -16,7 +16,7 @@ from rillflow.contracts import Clock, SystemClock
 from rillflow.trainer.algorithms import ALGORITHMS, Algorithm
 from rillflow.trainer.batches import Rows
 from rillflow.trainer.consistency import Watch
-from rillflow.trainer.graph.builtin import chain_of
+from rillflow.trainer.graph.builtin import Mode, chain_of
 from rillflow.trainer.graph.databuffer import Databuffer
 from rillflow.trainer.graph.pipeline import Pipeline
 from rillflow.trainer.graph.planner import Chain, agree
@@ -42,12 +42,19 @@ def _nothing() -> None:
 
 
 def build_worker(
-    recipe: Recipe, policy: str, peers: Peers, *, device: torch.device | None = None, clock: Clock | None = None
+    recipe: Recipe,
+    policy: str,
+    peers: Peers,
+    *,
+    device: torch.device | None = None,
+    mode: Mode | None = None,
+    clock: Clock | None = None,
 ) -> Worker:
-    """Everything that trains `policy` on this rank, by default on the device that the recipe names. Collective."""
+    """Everything that trains `policy` on this rank, by default on the device and in the mode that the recipe names.
+    Collective."""
     settings = recipe.policies[policy]
     config = settings.trainer
-    chain = chain_of(config, recipe.mode)
+    chain = chain_of(config, mode or recipe.mode)
     roles = Roles(settings, peers, device or pick_device(config.device), recipe.seed, recipe.runtime.deterministic)
     algorithm = ALGORITHMS[config.algorithm](config)
     return Worker(chain, roles.learners(chain.roles), algorithm, config, peers, clock=clock)
@@ -149,6 +156,10 @@ class Worker:
             made = int(state.pop(_UPDATES, torch.tensor(steps)))
             optimizer.restore(_under(masters, prefix, prefixes), state, made)
         self.steps = steps
+
+    def optimizers(self) -> list[Optimizer]:
+        """Of all roles that train."""
+        return [optimizer for _, optimizer in self._trained()]
 
     @property
     def _main(self) -> Optimizer:

@@ -198,6 +198,12 @@ class _Connection:
                 await self._pause()
             elif message.what == "resume":
                 await self._engine.resume_generation()
+            elif message.what == "sleep":
+                result = self._engine.vllm_config.model_config.enable_sleep_mode
+                if result:
+                    await self._engine.sleep(level=1)
+            elif message.what == "wake":
+                await self._engine.wake_up()
             elif message.what.startswith("rillflow_"):
                 result = await self._engine.collective_rpc(message.what, args=tuple(message.arguments))
             else:

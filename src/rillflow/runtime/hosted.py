@@ -1,8 +1,10 @@
-"""A trainer that samples by itself: a rollout node in a thread of the trainer's process, and the switch between them.
+"""A worker that rolls out and trains: a node in a thread of a trainer's process, and the switch between the two.
 
-The node has an event loop of its own. It plays while the trainer waits for a batch and rests while a step computes, so
-the two never want the interpreter or the cores at once; only heartbeats go on meanwhile. Tasks, trajectories and
-batches pass through the dataflow layer as they do in an asynchronous run.
+The node has an event loop of its own. It plays while the trainer waits for a batch and is preempted while a step
+computes, so the two never want the worker's cores at once; heartbeats go on meanwhile, and so do episodes that have
+moved to engines of other workers. Tasks, trajectories and batches pass through the dataflow layer as they do in every
+run. Alone, this is the colocated mode; beside nodes that only roll out, the multiplexed one (`rollout.handover` has its
+steps).
 
 A node that dies takes its trainer along: the process ends, and its supervisor starts both anew.
 """
@@ -22,12 +24,13 @@ from rillflow.errors import RunError
 from rillflow.rollout.handover import Handover
 from rillflow.rollout.main import run_node
 from rillflow.runtime.folder import RunFolder
-from rillflow.runtime.process import LoopWatchdog
+from rillflow.runtime.process import LoopWatchdog, bind_host
 from rillflow.trainer.process import stops_on_signal
 from rillflow.wire import LoopThread
 
 if TYPE_CHECKING:
     from rillflow.contracts import Tensors
+    from rillflow.storage.spans import Spans
 
 log = logging.getLogger(__name__)
 
@@ -39,15 +42,32 @@ _LOOK = 0.2
 Play = Callable[[Handover, Callable[[], None]], Coroutine[Any, Any, None]]
 
 
-def run_colocated(folder: RunFolder, name: str, dataflow_url: str, train: Callable[[Generator], bool]) -> bool:
+class Rests:
+    """`contracts.Generator` of a rank that plays no episodes though others of its trainer do: all go through the same
+    steps, because what they do there may be collective."""
+
+    def begin(self, tensors: Tensors, version: int) -> None: ...
+
+    def end(self) -> None: ...
+
+
+def run_hosted(
+    folder: RunFolder, name: str, dataflow_url: str, train: Callable[[Generator], bool], spans: Spans | None = None
+) -> bool:
     """`train` with the node `name` as its generator, then play until the run has ended: the last evaluation is due.
 
-    False when a signal came first.
+    False when a signal came first. `spans` hear what the node's engine does.
     """
+    resources = folder.recipe.resources
     stop = threading.Event()
     # The trainer hears of a failed node as of any reason to stop; its step is given up and a checkpoint written.
     node = NodeThread(
-        folder.recipe.policy,
+        Handover(
+            folder.recipe.policy,
+            move=resources.on_preempt == "move",
+            free=resources.memory == "release",
+            spans=spans,
+        ),
         _playing(folder, name, dataflow_url),
         on_failure=lambda: os.kill(os.getpid(), signal.SIGTERM),
     )
@@ -84,7 +104,7 @@ def _playing(folder: RunFolder, name: str, dataflow_url: str) -> Play:
                 weights=folder.root / "weights",
                 folder=folder.gateway(name),
                 on_ready=listening,
-                host=recipe.runtime.host,
+                host=bind_host(recipe),
                 port=folder.last_port(name),
                 handover=handover,
             )
@@ -100,8 +120,8 @@ class NodeThread:
     `play` says when it is ready: then the node rests, and waits for the first `begin`.
     """
 
-    def __init__(self, policy: str, play: Play, on_failure: Callable[[], None]) -> None:
-        self._handover = Handover(policy)
+    def __init__(self, handover: Handover, play: Play, on_failure: Callable[[], None]) -> None:
+        self._handover = handover
         self._play = play
         self._on_failure = on_failure
         self._thread = LoopThread("node")

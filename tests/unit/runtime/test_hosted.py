@@ -12,16 +12,17 @@ from typing import Any
 
 import pytest
 
+from rillflow.config.resources import ResourcesConfig
 from rillflow.errors import RunError, WeightsError
 from rillflow.rollout.handover import Handover
-from rillflow.runtime import colocated
-from rillflow.runtime.colocated import NodeThread, Play
+from rillflow.runtime import hosted
+from rillflow.runtime.hosted import NodeThread, Play, Rests
 
 
 @contextmanager
 def started(play: Play) -> Iterator[tuple[NodeThread, threading.Event]]:
     failed = threading.Event()
-    node = NodeThread("p", play, failed.set)
+    node = NodeThread(Handover("p"), play, failed.set)
     try:
         node.start()
         yield node, failed
@@ -73,7 +74,7 @@ def test_a_node_that_fails_at_its_start_never_begins() -> None:
 
 
 def test_a_node_that_does_not_start_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(colocated, "_START", 0.05)
+    monkeypatch.setattr(hosted, "_START", 0.05)
 
     async def play(handover: Handover, on_ready: Callable[[], None]) -> None:
         await asyncio.sleep(60)
@@ -119,6 +120,7 @@ class Folder:
 
 class _Recipe:
     policy = "p"
+    resources = ResourcesConfig()
 
     class rollout:
         episode_timeout = 60.0
@@ -132,8 +134,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: Any, train: Calla
         more["on_ready"]("http://here")
         await node()
 
-    monkeypatch.setattr(colocated, "run_node", run_node)
-    return colocated.run_colocated(Folder(tmp_path), "node", "http://dataflow", train)  # type: ignore[arg-type]
+    monkeypatch.setattr(hosted, "run_node", run_node)
+    return hosted.run_hosted(Folder(tmp_path), "node", "http://dataflow", train)  # type: ignore[arg-type]
 
 
 def test_a_finished_trainer_plays_on_until_the_run_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,3 +190,9 @@ def test_a_failed_node_stops_its_trainer(tmp_path: Path, monkeypatch: pytest.Mon
 
     with pytest.raises(WeightsError, match="broken"):
         run(tmp_path, monkeypatch, node, train)
+
+
+def test_a_rank_that_only_trains_goes_through_the_same_steps() -> None:
+    rests = Rests()
+    rests.begin({}, 1)
+    rests.end()

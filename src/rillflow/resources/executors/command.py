@@ -1,0 +1,114 @@
+"""Rollout nodes by commands that the user gives: Slurm, Kubernetes, ssh, anything that has a shell.
+
+In a command {node}, {url} and {token_file} stand for their values, quoted for the shell; everything else, other braces
+too, is left as it is. A command has a deadline, after which it and all it started is ended. What happens to a node
+between two commands is its scheduler's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import shlex
+import signal
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from rillflow.errors import RunError
+from rillflow.resources.executors.kept import Kept, KeptNodes
+
+log = logging.getLogger(__name__)
+
+DEADLINE = 60.0
+_PLACES = re.compile(r"\{(node|url|token_file)\}")
+_TAIL = 2000  # characters of a command's output that an error shows
+
+
+class CommandExecutor:
+    """Without `alive` every node that was started counts as running until it is stopped; a node that does not join, or
+    that is not heard of any more, is then known by that alone."""
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        start: str,
+        stop: str,
+        alive: str | None,
+        url: str,
+        token_file: Path,
+        deadline: float = DEADLINE,
+    ) -> None:
+        self._start, self._stop, self._alive = start, stop, alive
+        self._values = {"url": url, "token_file": str(token_file)}
+        self._root, self._deadline = root, deadline
+        self._kept = KeptNodes(root / "maintainer-nodes.json")
+
+    async def start(self, node: str) -> None:
+        if node in self._kept.all():
+            raise RunError(f"{node} was started before", "give every node a name of its own")
+        self._kept.keep(node, Kept())
+        code, said = await self._run(self._start, node)
+        if code != 0:
+            raise RunError(f"the command that starts {node} ended with code {code}: {said}", _hint("start"))
+
+    async def stop(self, node: str) -> None:
+        if node not in self._kept.all():
+            return
+        if self._alive is None or await self._lives(node):
+            code, said = await self._run(self._stop, node)
+            if code != 0 and (self._alive is None or await self._lives(node)):
+                raise RunError(f"the command that ends {node} ended with code {code}: {said}", _hint("stop"))
+        self._kept.forget(node)
+
+    async def nodes(self) -> dict[str, bool]:
+        names = list(self._kept.all())
+        if self._alive is None:
+            return dict.fromkeys(names, True)
+        return {name: await self._lives(name) for name in names}
+
+    async def close(self) -> None:
+        """They run on."""
+
+    async def _lives(self, node: str) -> bool:
+        assert self._alive is not None
+        return (await self._run(self._alive, node))[0] == 0
+
+    async def _run(self, template: str, node: str) -> tuple[int, str]:
+        """Its exit code and the end of what it printed."""
+        command = filled(template, {**self._values, "node": node})
+        process = await asyncio.create_subprocess_exec(
+            *("/bin/sh", "-c", command),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            cwd=self._root,
+            start_new_session=True,
+        )
+        try:
+            async with asyncio.timeout(self._deadline):
+                output, _ = await process.communicate()
+        except TimeoutError:
+            raise RunError(
+                f"`{command}` was still running after {self._deadline:.0f} s",
+                "it must return once the scheduler has taken the job, not when the node ends",
+            ) from None
+        finally:
+            if process.returncode is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+        assert process.returncode is not None
+        return process.returncode, output.decode(errors="replace").strip()[-_TAIL:]
+
+
+def filled(template: str, values: Mapping[str, str]) -> str:
+    """The command with the values in their places, each one word of the shell's."""
+    return _PLACES.sub(lambda place: shlex.quote(values[place[1]]), template)
+
+
+def _hint(which: str) -> str:
+    return f"try it by hand; it is resources.scaling.{which} of the recipe"

@@ -1,0 +1,48 @@
+"""The file of an executor's nodes. A node stands in it before it is started and until it was stopped, so that whoever
+comes next finds every node that may be running, whatever was killed between the two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from rillflow.errors import CorruptData
+from rillflow.storage import write_atomic
+
+
+class Kept(msgspec.Struct, forbid_unknown_fields=True):
+    """A node. `pid` and `began` (seconds since the epoch) are of a process on this machine, once it is known."""
+
+    pid: int | None = None
+    began: float | None = None
+
+
+class KeptNodes:
+    """Always whole on disk; the file goes with its last node."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def all(self) -> dict[str, Kept]:
+        if not self._path.is_file():
+            return {}
+        try:
+            return msgspec.json.decode(self._path.read_bytes(), type=dict[str, Kept])
+        except msgspec.MsgspecError as error:
+            raise CorruptData(
+                f"{self._path} cannot be read: {error}",
+                "end the nodes that it names by hand (rillflow retire), then remove it",
+            ) from error
+
+    def keep(self, node: str, kept: Kept) -> None:
+        self._write(self.all() | {node: kept})
+
+    def forget(self, node: str) -> None:
+        self._write({name: kept for name, kept in self.all().items() if name != node})
+
+    def _write(self, nodes: dict[str, Kept]) -> None:
+        if nodes:
+            write_atomic(self._path, msgspec.json.format(msgspec.json.encode(nodes), indent=2) + b"\n")
+        else:
+            self._path.unlink(missing_ok=True)

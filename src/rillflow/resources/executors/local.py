@@ -1,0 +1,144 @@
+"""Rollout nodes as processes on this machine, each in a session of its own: they outlive the maintainer.
+
+A process is ours when it was started at the moment that we wrote down, with exactly the words that we start a node
+with; nothing else is ever signalled. A node whose start was cut short before its pid was written down is found by
+those words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from rillflow.errors import RunError
+from rillflow.resources.executors.kept import Kept, KeptNodes
+from rillflow.storage import disk_errors
+
+log = logging.getLogger(__name__)
+
+_GRACE = 5.0  # seconds between asking a process to end and ending it
+_POLL = 0.05
+_CLOCK_STEP = 2.0  # seconds by which the start of a process may seem to move when the machine's clock is set
+
+
+class LocalExecutor:
+    """`environment` is what a node gets; the token is in it, and not among the words that everybody can list."""
+
+    def __init__(
+        self, root: Path, url: str, environment: Mapping[str, str], *, options: Sequence[str] = (), grace: float = _GRACE
+    ) -> None:
+        self._root, self._url, self._grace = root, url, grace
+        self._environment, self._options = dict(environment), tuple(options)
+        self._kept = KeptNodes(root / "maintainer-nodes.json")
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+
+    async def start(self, node: str) -> None:
+        if node in self._kept.all():
+            raise RunError(f"{node} was started before", "give every node a name of its own")
+        self._kept.keep(node, Kept())
+        log_path = self._root / "logs" / f"{node}.log"
+        with disk_errors(log_path):
+            log_path.parent.mkdir(parents=True, exist_ok=True)
+            output = open(log_path, "ab")  # noqa: SIM115
+        with output:
+            try:
+                child = await asyncio.to_thread(self._spawn, node, output.fileno())
+            except OSError as error:
+                raise RunError(f"{node} cannot be started: {error}", "has the machine room for more?") from error
+        self._children[node] = child
+        with suppress(psutil.NoSuchProcess):
+            self._kept.keep(node, Kept(child.pid, psutil.Process(child.pid).create_time()))
+
+    def _spawn(self, node: str, output: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            self._words(node),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=self._environment,
+            cwd=self._root,
+            start_new_session=True,
+        )
+
+    def _words(self, node: str) -> list[str]:
+        cache = str(self._root / "gateway" / node)
+        words = [sys.executable, "-m", "rillflow", "rollout", "--join", self._url, "--name", node, "--cache", cache]
+        return [*words, *self._options]
+
+    async def nodes(self) -> dict[str, bool]:
+        kept = self._kept.all()
+        return {node: await asyncio.to_thread(self._find, node, found) is not None for node, found in kept.items()}
+
+    async def stop(self, node: str) -> None:
+        kept = self._kept.all().get(node)
+        if kept is None:
+            return
+        process = await asyncio.to_thread(self._find, node, kept)
+        if process is not None:
+            for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):  # a second one ends what drains
+                _signal(process, number)
+                if await self._gone(node, process):
+                    break
+            else:
+                raise RunError(f"{node} (pid {process.pid}) does not end", "look at what it hangs in: a dead disk?")
+            _signal(process, signal.SIGKILL)  # what it had started and not ended
+        self._reap(node)
+        self._kept.forget(node)
+
+    async def close(self) -> None:
+        """They run on."""
+
+    # ------------------------------------------------------------ processes
+
+    def _find(self, node: str, kept: Kept) -> psutil.Process | None:
+        """The node's process, if it runs."""
+        self._reap(node)
+        if kept.pid is None:
+            return self._search(node)
+        try:
+            process = psutil.Process(kept.pid)
+            began = process.create_time()
+        except psutil.NoSuchProcess:
+            return None
+        same = kept.began is not None and abs(began - kept.began) <= _CLOCK_STEP
+        return process if same and self._is(process, node) else None
+
+    def _search(self, node: str) -> psutil.Process | None:
+        """Its start was cut short: perhaps before the process was there, perhaps after."""
+        return next((process for process in psutil.process_iter() if self._is(process, node)), None)
+
+    def _is(self, process: psutil.Process, node: str) -> bool:
+        try:
+            ours = process.uids().real == os.getuid() and process.status() != psutil.STATUS_ZOMBIE
+            return ours and process.cmdline()[1:] == self._words(node)[1:]
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            return False
+
+    async def _gone(self, node: str, process: psutil.Process) -> bool:
+        deadline = asyncio.get_running_loop().time() + self._grace
+        while asyncio.get_running_loop().time() < deadline:
+            self._reap(node)
+            if not self._is(process, node):
+                return True
+            await asyncio.sleep(_POLL)
+        return False
+
+    def _reap(self, node: str) -> None:
+        child = self._children.get(node)
+        if child is not None and child.poll() is not None:
+            del self._children[node]
+
+
+def _signal(process: psutil.Process, number: signal.Signals) -> None:
+    """To its whole group, of which it is the first: the number of a group is not used again while it has members."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)

@@ -1,0 +1,282 @@
+"""The maintainer's loop: looks at the run every few seconds, and on each new balance report decides once.
+
+A decision and the fact that its report was decided on are one write; carrying it out comes after and may be cut short
+and taken up again (`upkeep`). So each report is acted on at most once, whatever is killed. Nothing is decided while
+nodes are on their way in (their weights are still being transferred) or out, nor within the cooldown: a report that
+comes then is answered with `hold`, and the next one sees a pool at rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rillflow.config.resources import ScalingConfig
+from rillflow.contracts import Clock, Executor, SystemClock
+from rillflow.dataflow.balance import Balance, Report
+from rillflow.errors import RillflowError, RunError, StorageError
+from rillflow.resources.maintainer.pool import Busy, Member, keep_rates, nodes_for, size
+from rillflow.resources.maintainer.retire import victims
+from rillflow.resources.maintainer.rule import REMEMBERED, Wish, starves, wish
+from rillflow.resources.maintainer.state import Action, Asked, Book, Line, State
+from rillflow.resources.maintainer.upkeep import MARGIN, MOST_FAILURES, Look, NoWorkers, Run, Upkeep, Workers
+
+log = logging.getLogger(__name__)
+
+POLL = 2.0
+END_GRACE = 30.0  # seconds that nodes have to see the end of the run themselves
+PATIENCE = 600.0  # seconds without an answer of the run after which a maintainer gives up
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of something that was asked for: whether it is done, and why not."""
+
+    done: bool
+    why: str
+    target: int
+    nodes: Sequence[str] = ()
+
+
+class Maintainer:
+    """One run's. With `follow` it acts on reports; without, only on what it is told (`resize`, `retire`)."""
+
+    def __init__(
+        self,
+        run: Run,
+        executor: Executor,
+        book: Book,
+        scaling: ScalingConfig,
+        *,
+        start_timeout: float,
+        workers: Workers | None = None,
+        follow: bool = True,
+        clock: Clock | None = None,
+        say: Callable[[Line], None] = lambda line: None,
+    ) -> None:
+        clock = clock or SystemClock()
+        self._upkeep = Upkeep(book, run, executor, scaling, clock, start_timeout, workers or NoWorkers(), say)
+        self._upkeep.awaited = dict.fromkeys(self._upkeep.workers.playing(), clock.now() + start_timeout)
+        self._run, self._executor, self._scaling, self._clock = run, executor, scaling, clock
+        self._book, self._follow, self._start_timeout = book, follow, start_timeout
+        self._busy = Busy()
+        self._noticed: dict[str, float] = {}
+        self._ended: float | None = None
+        self._turn = asyncio.Lock()
+        self.advice: Wish | None = None  # on the latest report
+
+    @property
+    def state(self) -> State:
+        return self._book.state
+
+    async def run(self, poll: float = POLL) -> None:
+        """Until the run has ended and its nodes with it. A run that does not answer is waited for."""
+        heard = self._clock.monotonic()
+        while True:
+            try:
+                if not await self.tick():
+                    return
+                heard = self._clock.monotonic()
+            except StorageError:
+                raise  # what cannot be written down must not be done
+            except RillflowError as error:
+                log.warning("this round was cut short: %s", error)
+                if self._clock.monotonic() - heard > PATIENCE:
+                    raise RunError(
+                        f"the run has not answered for {PATIENCE:.0f} s", "is its dataflow service still there?"
+                    ) from error
+            await asyncio.sleep(poll)
+
+    async def tick(self) -> bool:
+        """One round. False once there is nothing left to maintain."""
+        async with self._turn:
+            if self._ended is None and await self._run.ended():
+                self._ended = self._clock.now()
+            if self._ended is not None:
+                look = Look(self._clock.now(), (), await self._executor.nodes(), None)
+                return not (self._scaling.dry_run or await self._upkeep.finish(look, self._ended, END_GRACE))
+            look = await self._look()
+            self._busy.look(look.infos)
+            if not self._scaling.dry_run:
+                await self._upkeep.settle(look)
+            self._begin(look)
+            await self._on_report(look)
+            if not self._scaling.dry_run:
+                await self._upkeep.refill(look)
+            return True
+
+    async def _look(self) -> Look:
+        balance, infos = await self._run.balance(), await self._run.nodes()
+        return Look(self._clock.now(), infos, await self._executor.nodes(), balance.latest)
+
+    def _begin(self, look: Look) -> None:
+        """What a new maintainer finds is what it keeps, until a report says something else."""
+        if self.state.target is None:
+            found = size(self._upkeep.pool(look))
+            self.state.target = self._upkeep.clamped(found)
+            self._upkeep.note("begin", f"there are {found} nodes, and {self._bounds} are allowed", found)
+
+    # ------------------------------------------------------------ reports
+
+    async def _on_report(self, look: Look) -> None:
+        report = look.report
+        if report is None or report.version <= self.state.report:
+            return
+        pool = self._upkeep.pool(look)
+        asked = self.advice = wish(report, self._busy.share())
+        self._busy = Busy()
+        self.state.report = report.version
+        self.state.rates = keep_rates(self.state.rates, report)
+        if starves(report):
+            self.state.starved, self.state.remembered = size(pool), REMEMBERED
+        else:
+            self.state.remembered = max(self.state.remembered - 1, 0)
+        if self._follow:
+            await self._decide(look, pool, report, asked)
+        else:
+            self._book.commit()
+
+    async def _decide(self, look: Look, pool: list[Member], report: Report, asked: Wish) -> None:
+        """The one decision on this report."""
+        now, current = look.time, size(pool)
+        following = Asked(report.version, asked.branch, asked.target)
+        wanted = self._wanted(asked, pool)
+        if asked.branch == "grow" and self.state.failures >= MOST_FAILURES:
+            self.state.failures, self.state.retry = MOST_FAILURES - 1, now  # one more try for each report
+        held = self._unready(pool, now)
+        picks = [] if held else self._picks(pool, current - wanted, asked.target if asked.branch == "shrink" else 0)
+        if held or (wanted <= current and not picks):
+            why = held or (f"{asked.why}; no node that may go" if wanted < current else asked.why)
+            self._upkeep.note("hold", why, current, asked=following)
+            return
+        wanted = max(wanted, current - len(picks))
+        await self._change(look, wanted, picks, asked.why, asked=following)
+
+    def _wanted(self, asked: Wish, pool: Sequence[Member]) -> int:
+        """In nodes, within the bounds."""
+        current = size(pool)
+        if asked.branch == "hold":
+            return self._upkeep.clamped(current)
+        wanted = self._upkeep.clamped(nodes_for(asked.target, pool))
+        if asked.idle and self.state.remembered and wanted <= self.state.starved:
+            wanted = min(self.state.starved + 1, current)
+        return wanted
+
+    def _picks(self, pool: Sequence[Member], count: int, gpus: int) -> list[Member]:
+        spare = sum(member.gpus for member in pool if member.counts) - gpus
+        return victims(pool, count, spare) if count > 0 else []
+
+    def _unready(self, pool: Sequence[Member], now: float) -> str:
+        """Why nothing is to be changed now; empty when the pool is at rest."""
+        starting = [m.name for m in pool if m.standing == "starting" and self._patient(m, now)]
+        if starting:
+            return f"still starting, or without weights: {', '.join(sorted(starting))}"
+        if self.state.leaving:
+            return f"still leaving: {', '.join(sorted(self.state.leaving))}"
+        changed = self.state.changed
+        if changed is not None and now - changed < self._scaling.cooldown:
+            left = self._scaling.cooldown - (now - changed)
+            return f"cooling down: {left:.0f} of {self._scaling.cooldown:.0f} s are left"
+        return ""
+
+    def _patient(self, member: Member, now: float) -> bool:
+        """A node that is not ours and never gets its weights is not waited for without end."""
+        since = self._noticed.setdefault(member.name, now)
+        return member.kind == "own" or now - since <= self._start_timeout
+
+    async def _change(
+        self, look: Look, wanted: int, picks: Sequence[Member], why: str, *, asked: Asked, by: str = "loop"
+    ) -> None:
+        """Write down what is to be, then begin to make it so."""
+        current, names = size(self._upkeep.pool(look)), [member.name for member in picks]
+        if not self._scaling.dry_run:
+            self.state.target, self.state.changed = wanted, look.time
+            for member in picks:
+                if member.kind == "own":
+                    self.state.nodes[member.name].leaving = look.time + self._scaling.drain + MARGIN
+                elif member.kind == "run":
+                    self.state.released.append(member.name)
+        action: Action = "grow" if wanted > current else "shrink"
+        self._upkeep.note(action, f"{current} to {wanted} nodes: {why}", current, names, asked=asked, by=by)
+        if not self._scaling.dry_run:
+            for member in picks:
+                await self._retire(member)
+
+    async def _retire(self, member: Member) -> None:
+        if member.kind == "run":
+            self._upkeep.workers.take(member.name)
+            return
+        try:
+            await self._run.retire(member.name, self._scaling.drain)
+        except RillflowError as error:
+            log.warning("%s is told again to leave: %s", member.name, error)
+
+    # ------------------------------------------------------------ what an agent may do
+
+    @property
+    def _bounds(self) -> str:
+        return f"{self._scaling.least} to {self._scaling.most}"
+
+    async def look(self) -> tuple[Balance, Sequence[Member], Look]:
+        """What there is now; changes nothing."""
+        async with self._turn:
+            balance, look = await self._run.balance(), await self._look()
+            return balance, self._upkeep.pool(look), look
+
+    async def resize(self, wanted: int | None = None, *, more: int = 0, by: str = "agent") -> Outcome:
+        """Have `wanted` nodes, or so many `more`: within the bounds, after the cooldown, when the pool is at rest."""
+        async with self._turn:
+            look = await self._look()
+            pool = self._upkeep.pool(look)
+            current = size(pool)
+            wanted = current + more if wanted is None else wanted
+            if refusal := self._refusal(look, pool, wanted):
+                return self._refuse(look, refusal, by)
+            if wanted == current:
+                return Outcome(True, f"there are {current} nodes already", current)
+            picks = victims(pool, current - wanted, 1 << 30) if wanted < current else []
+            if wanted < current - len(picks):
+                return self._refuse(look, f"only {len(picks)} of the {current} nodes may be retired", by)
+            await self._change(look, wanted, picks, "asked for", by=by, asked=Asked(self.state.report))
+            await self._refill(look)
+            return self._done(wanted, picks)
+
+    async def retire(self, name: str, *, by: str = "agent") -> Outcome:
+        """Drain this node and end it. One that somebody started by hand is drained and ends by itself."""
+        async with self._turn:
+            look = await self._look()
+            pool = self._upkeep.pool(look)
+            found = next((member for member in pool if member.name == name), None)
+            if found is None or not found.counts:
+                here = ", ".join(sorted(member.name for member in pool if member.counts)) or "none"
+                return self._refuse(look, f"there is no node {name} that could be retired; there are: {here}", by)
+            wanted = size(pool) - 1
+            if refusal := self._refusal(look, pool, wanted):
+                return self._refuse(look, refusal, by)
+            await self._change(look, wanted, [found], "asked for", by=by, asked=Asked(self.state.report))
+            return self._done(wanted, [found])
+
+    def lines(self, last: int) -> list[Line]:
+        return self._book.lines(last)
+
+    def _refusal(self, look: Look, pool: Sequence[Member], wanted: int) -> str:
+        if wanted != self._upkeep.clamped(wanted):
+            return f"{wanted} nodes are outside of the bounds: {self._bounds} (resources.scaling.least, most)"
+        return self._unready(pool, look.time)
+
+    def _refuse(self, look: Look, why: str, by: str) -> Outcome:
+        self._upkeep.note("refused", why, size(self._upkeep.pool(look)), by=by, asked=Asked(self.state.report))
+        return Outcome(False, why, self.state.target or 0)
+
+    async def _refill(self, look: Look) -> None:
+        if not self._scaling.dry_run:
+            self.state.failures, self.state.retry = 0, 0.0  # somebody has looked at it
+            await self._upkeep.refill(look)
+
+    def _done(self, wanted: int, picks: Sequence[Member]) -> Outcome:
+        names = [member.name for member in picks] or self.state.starting
+        if self._scaling.dry_run:
+            return Outcome(False, "dry run: it is only written down", wanted, names)
+        return Outcome(True, "it is being done: see list_nodes", wanted, names)

@@ -1,0 +1,273 @@
+"""A Ray cluster as a run sees it: what its nodes offer, and seats on them for processes that belong together.
+
+Tags are custom resources: a Ray node that may roll out offers `rollout`, one that may train `train`, as many of each as
+it has room for workers. Where no node offers any of them, every worker takes a CPU in their place. GPUs are asked for
+beside either, where the cluster has some and the recipe does not want the CPU.
+
+Ray pickles what crosses it: only strings and numbers do, and Ray's own errors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from rillflow.errors import ConfigError, RunError
+from rillflow.resources.ray.host import RoleHost
+
+if TYPE_CHECKING:
+    from rillflow.config import Recipe
+
+log = logging.getLogger(__name__)
+
+TAGS = ("rollout", "train")
+CALL = 10.0  # seconds that an actor has for an answer
+_START = 60.0  # for a placed actor's worker process to come up
+_POLL = 0.5
+# A cluster that is started for one run has room for as many workers as the recipe, or who changes tags, may want.
+_ROOM_AT_HOME = 1024
+
+Wants = Mapping[str, float]
+
+
+class SeatLost(Exception):
+    """An actor has gone, with its worker process or with its node. `nodes` are those that may be the cause."""
+
+    def __init__(self, message: str, nodes: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.nodes = tuple(nodes)
+
+
+@dataclass(frozen=True)
+class Offers:
+    """What the living nodes of a cluster have, all together and one by one."""
+
+    nodes: tuple[Mapping[str, float], ...]
+
+    @property
+    def tagged(self) -> bool:
+        return any(tag in node for node in self.nodes for tag in TAGS)
+
+    @property
+    def gpus(self) -> bool:
+        return any(node.get("GPU", 0) > 0 for node in self.nodes)
+
+    def __str__(self) -> str:
+        """One node each, without what every node has."""
+        shown = [{k: v for k, v in node.items() if k in ("CPU", "GPU", *TAGS)} for node in self.nodes]
+        return "; ".join(describe(node) for node in shown)
+
+
+def describe(resources: Wants) -> str:
+    return ", ".join(f"{name} {amount:g}" for name, amount in sorted(resources.items())) or "nothing"
+
+
+def wants_of(tags: Sequence[Literal["rollout", "train"]], offers: Offers, gpus: int) -> dict[str, float]:
+    """What one worker that uses these tags asks of a node."""
+    wanted = dict.fromkeys(tags, 1.0) if offers.tagged else {"CPU": 1.0}
+    return wanted | ({"GPU": float(gpus)} if gpus and offers.gpus else {})
+
+
+def sampling_gpus(recipe: Recipe) -> int:
+    """GPUs of a worker that samples: the engines of all policies share them."""
+    engines = [policy.engine for policy in recipe.policies.values() if policy.engine.server.url is None]
+    on_cpu = [engine.kind == "embedded" and engine.device == "cpu" for engine in engines]
+    return max(
+        (0 if cpu else engine.server.tensor_parallel for engine, cpu in zip(engines, on_cpu, strict=True)), default=0
+    )
+
+
+def training_gpus(recipe: Recipe, policy: str) -> int:
+    return 0 if recipe.policies[policy].trainer.device == "cpu" else 1
+
+
+class Seat:
+    """An actor on a node, which hosts one process."""
+
+    def __init__(self, actor: Any, node: str, address: str) -> None:
+        self._actor = actor
+        self.node = node
+        self.address = address
+        self.pid = 0
+
+    async def call(self, method: str, *arguments: str | float) -> Any:
+        """SeatLost when the actor has gone, TimeoutError when it does not answer in time."""
+        from ray.exceptions import ActorUnavailableError, RayActorError
+
+        try:
+            return await asyncio.wait_for(_answer(getattr(self._actor, method).remote(*arguments)), CALL)
+        except ActorUnavailableError as error:
+            raise TimeoutError(str(error)) from error
+        except RayActorError as error:
+            raise SeatLost(str(error).partition("\n")[0], (self.node,)) from error
+
+    def tell(self, method: str, *arguments: str | float) -> None:
+        """Without an answer."""
+        getattr(self._actor, method).remote(*arguments)
+
+    def vacate(self) -> None:
+        import ray
+
+        ray.kill(self._actor)
+
+
+async def _answer(reference: Awaitable[Any]) -> Any:
+    return await reference
+
+
+class RayCluster:
+    """The cluster that this process is connected to. One at a time."""
+
+    def __init__(self, run: str, incarnation: str) -> None:
+        """`run` names what processes keep on their hosts, `incarnation` the logs of those that this driver starts."""
+        self._run = run
+        self._incarnation = incarnation
+        self._groups: dict[int, Any] = {}
+
+    def connect(self, address: str | None, namespace: str) -> None:
+        """To an existing cluster, or to one that is started on this machine and ends with this process."""
+        connect(address, namespace)
+
+    @property
+    def address(self) -> str:
+        """Where the cluster can be joined."""
+        import ray
+
+        return str(ray.get_runtime_context().gcs_address)
+
+    @property
+    def own_address(self) -> str:
+        """This host's, as the other nodes know it."""
+        import ray
+
+        return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+
+    async def offers(self) -> Offers:
+        return await asyncio.to_thread(offers)
+
+    async def is_alive(self, node: str) -> bool:
+        return any(entry["NodeID"] == node for entry in await asyncio.to_thread(_alive))
+
+    async def place(self, names: Sequence[str], wants: Sequence[Wants], still: Callable[[float], bool]) -> list[Seat]:
+        """Seats for processes that are placed together, as close to each other as there is room, or none at all when
+        `still`, told how long it has taken, says no. SeatLost when a node goes meanwhile."""
+        import ray
+        from ray.util import placement_group, placement_group_table, remove_placement_group
+
+        began = time.monotonic()
+        group = await asyncio.to_thread(placement_group, [dict(w) for w in wants], "PACK")
+        try:
+            while (table := await asyncio.to_thread(placement_group_table, group))["state"] != "CREATED":
+                if not still(time.monotonic() - began):
+                    await asyncio.to_thread(remove_placement_group, group)
+                    return []
+                await asyncio.sleep(_POLL)
+            addresses = {entry["NodeID"]: entry["NodeManagerAddress"] for entry in await asyncio.to_thread(ray.nodes)}
+            seats = [
+                Seat(
+                    _actor(name, wanted, self._run, self._incarnation, _bundle(group, index)),
+                    node := table["bundles_to_node_id"][index],
+                    addresses[node],
+                )
+                for index, (name, wanted) in enumerate(zip(names, wants, strict=True))
+            ]
+            self._groups[id(seats[0])] = group
+            await asyncio.wait_for(asyncio.gather(*(_up(seat) for seat in seats)), _START)
+        except BaseException:
+            remove_placement_group(group)  # ends its actors too
+            raise
+        return seats
+
+    async def leave(self, seats: Sequence[Seat]) -> None:
+        """Give the seats back; what still runs there ends."""
+        from ray.util import remove_placement_group
+
+        for seat in seats:
+            seat.vacate()
+        group = self._groups.pop(id(seats[0]), None)
+        if group is not None:
+            await asyncio.to_thread(remove_placement_group, group)
+
+    def close(self) -> None:
+        """All actors of this driver end."""
+        import ray
+
+        ray.shutdown()
+
+
+async def _up(seat: Seat) -> None:
+    """Its first answer takes as long as Ray needs for a worker process: more than any other."""
+    while True:
+        try:
+            await seat.call("where")
+            return
+        except TimeoutError:
+            continue
+
+
+def _bundle(group: Any, index: int) -> Any:
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    return PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
+
+
+def _actor(name: str, wanted: Wants, run: str, incarnation: str, strategy: Any) -> Any:
+    import ray
+
+    options = actor_resources(wanted) | {"max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": strategy}
+    return ray.remote(RoleHost).options(**options).remote(name, run, incarnation)
+
+
+def actor_resources(wanted: Wants) -> dict[str, Any]:
+    """As options of an actor."""
+    custom = {name: amount for name, amount in wanted.items() if name not in ("CPU", "GPU")}
+    return {"num_cpus": wanted.get("CPU", 0), "num_gpus": wanted.get("GPU", 0), "resources": custom}
+
+
+def connect(address: str | None, namespace: str) -> None:
+    """ConfigError where this cannot be, RunError where the cluster does not answer."""
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError(
+            "Ray is not installed", "pip install 'rillflow[ray]', on every node of the cluster"
+        ) from error
+    address = address or os.environ.get("RAY_ADDRESS") or "local"
+    if "://" in address:
+        raise ConfigError(
+            f"{address}: a Ray client is on no node of its cluster, and a run needs one for its own folder",
+            "run this command on a node of the cluster (ray job submit -- rillflow run …) with --address HOST:PORT",
+        )
+    at_home: dict[str, Any] = {
+        "resources": dict.fromkeys(TAGS, _ROOM_AT_HOME),
+        "include_dashboard": False,
+        "object_store_memory": 80 << 20,  # nothing of a run lies there
+    }
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        ray.init(
+            address,
+            namespace=namespace,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+            **(at_home if address == "local" else {}),
+        )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise RunError(
+            f"no Ray cluster at {address}: {error}", "see `ray status`; without --address one is started"
+        ) from error
+
+
+def offers() -> Offers:
+    return Offers(tuple(entry["Resources"] for entry in _alive()))
+
+
+def _alive() -> list[dict[str, Any]]:
+    import ray
+
+    return [entry for entry in ray.nodes() if entry["Alive"]]  # type: ignore[no-untyped-call]

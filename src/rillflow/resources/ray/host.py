@@ -1,0 +1,154 @@
+"""What an actor does: it hosts one process of a run on its host, tells how it fares and hands over what it wrote.
+
+The process is a child of the actor's own, in a session of its own: a crash in it takes nothing of Ray along, and it
+keeps its signals. It dies with the actor. Its output goes to a file on its host, which outlives the actor: the next one
+of that name there goes on with it, so that nothing of it is lost or handed over twice.
+
+Only strings and numbers go in and out, because Ray pickles what crosses it: structures are JSON. Without Ray and
+without torch, so that an actor is light and tests need no cluster.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rillflow.errors import RunError
+
+CHUNK = 1 << 16  # bytes of a log that one answer holds
+_PARENT_ENV = "RILLFLOW_PARENT"  # a role's process ends when this one has gone
+_LOOK = 1.0
+
+
+class RoleHost:
+    """Hosts one process at a time, `name` of the run `run`. All methods return within moments."""
+
+    program = (sys.executable, "-m", "rillflow")
+
+    def __init__(self, name: str, run: str, log: str = "log", linger: float = 0.0) -> None:
+        """`log` is another one for each driver of the run. With `linger`, the actor ends itself so many seconds after
+        its process has: for actors that nobody owns."""
+        self._folder = own_folder(run) / name
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        self._log = self._folder / f"{log}.log"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._looking = threading.Lock()
+        if linger:
+            threading.Thread(target=self._expire, args=(linger,), name="linger", daemon=True).start()
+
+    def where(self) -> str:
+        """The folder that the process may keep things in; it stays for the next one of this name on this host."""
+        return str(self._folder)
+
+    def free_port(self, address: str) -> int:
+        """For ranks to meet at. It is free now, and whoever takes it meanwhile makes them begin anew."""
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+            probe.bind((address, 0))
+            return int(probe.getsockname()[1])
+
+    def start(self, spec: str) -> int:
+        """Begin `rillflow ARGUMENTS…`; the id of its process.
+
+        `spec`: {"arguments": [...], "environment": {...} (added to the actor's), "cwd": where, if it is there}.
+        """
+        wanted: dict[str, Any] = json.loads(spec)
+        if self._process is not None and self.running():
+            raise RunError(f"a process runs here already (id {self._process.pid})", "end it first")
+        cwd = wanted.get("cwd", "")
+        with open(self._log, "ab") as output:
+            self._process = subprocess.Popen(
+                [*self.program, *wanted["arguments"]],
+                cwd=cwd if os.path.isdir(cwd) else self._folder,
+                env=dict(os.environ) | wanted["environment"] | {_PARENT_ENV: str(os.getpid())},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        return self._process.pid
+
+    def look(self, log: str, offset: int) -> str:
+        """The process's exit code (null while it runs) and the next of its output, in latin-1 as it is in the file.
+
+        `log` and `offset` say how far the caller has read, by the last answer's words; a log that is another one by now
+        is read from its beginning.
+        """
+        code = self._code()  # before the log: what it wrote until its end is read after its end is known
+        if not self._log.exists():
+            return json.dumps({"code": code, "log": "", "offset": 0, "text": "", "more": False})
+        with open(self._log, "rb") as file:
+            status = os.fstat(file.fileno())
+            now = f"{socket.gethostname()}:{status.st_dev}:{status.st_ino}"
+            begin = offset if log == now and offset <= status.st_size else 0
+            file.seek(begin)
+            text = file.read(CHUNK)
+        end = begin + len(text)
+        more = end < status.st_size
+        return json.dumps({"code": code, "log": now, "offset": end, "text": text.decode("latin-1"), "more": more})
+
+    def tail(self) -> str:
+        """The last of its output."""
+        if not self._log.exists():
+            return ""
+        with open(self._log, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - CHUNK))
+            return file.read(CHUNK).decode(errors="replace")
+
+    def signal(self, number: int) -> None:
+        """To the process and all that it started."""
+        if self._process is not None and self.running():
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, number)
+
+    def running(self) -> bool:
+        return self._process is not None and self._code() is None
+
+    def forget(self) -> None:
+        """The process will not come back: what it kept here goes."""
+        self.signal(signal.SIGKILL)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _code(self) -> int | None:
+        with self._looking:
+            if self._process is None:
+                return None
+            known = self._process.returncode is not None
+            code = self._process.poll()
+            if code is not None and not known:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self._process.pid, signal.SIGKILL)  # what it had started and not ended
+            return code
+
+    def _expire(self, linger: float) -> None:
+        """One that was never given a process expires like one whose process has ended."""
+        last = time.monotonic()
+        while time.monotonic() - last < linger:
+            time.sleep(_LOOK)
+            if self.running():
+                last = time.monotonic()
+        self.forget()
+        os._exit(0)
+
+
+def own_folder(run: str) -> Path:
+    """What this user's processes of a run keep on this host, closed to others."""
+    parent = Path(tempfile.gettempdir()) / f"rillflow-{os.getuid()}"
+    for path in (parent, parent / run):
+        path.mkdir(mode=0o700, exist_ok=True)
+        status = path.lstat()
+        if status.st_uid != os.getuid() or status.st_mode & 0o077:
+            raise RunError(
+                f"{path} is open to others, or somebody else's", "remove it, or set TMPDIR to another folder"
+            )
+    return parent / run

@@ -1,0 +1,1 @@
+"""A run whose workers are placed on a Ray cluster."""

@@ -1,0 +1,187 @@
+"""What a worker did when: its states over time, as JSON lines in RUN/timeline/WORKER.jsonl.
+
+Invariants: at every moment a worker is in exactly one state, the strongest of what it does, or idle; the lines of a
+file do not overlap and come in order. A kill loses at most the last `FLUSH` seconds. Neither the buffer nor the file
+grows beyond its bound: a full file becomes WORKER.jsonl.1, in place of the one before it. A disk that cannot take the
+lines is no reason to stop: they are dropped, which is said once.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import Literal, Protocol, get_args
+
+import msgspec
+
+from rillflow.contracts import Clock, SystemClock
+from rillflow.errors import StorageError
+from rillflow.storage.files import disk_errors
+
+log = logging.getLogger(__name__)
+
+Doing = Literal["train", "switch", "load", "rollout"]
+STATES: tuple[str, ...] = (*get_args(Doing), "idle")  # the strongest first
+FOLDER = "timeline"
+FLUSH = 1.0
+BOUND = 8 << 20  # bytes of one file; there are two at most
+_BUFFER = 4096  # spans that wait for the next flush
+_NAME = re.compile(r"(?P<worker>[A-Za-z0-9][A-Za-z0-9._-]*)\.jsonl(\.1)?")
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """From `begin` to `end`, in seconds since the epoch, a worker was in `state`."""
+
+    state: str
+    begin: float
+    end: float
+
+
+class Spans(Protocol):
+    """What a worker tells of itself: that something begins, and ends."""
+
+    def begin(self, doing: Doing) -> None: ...
+
+    def end(self, doing: Doing) -> None: ...
+
+    def doing(self, what: Doing) -> AbstractContextManager[None]: ...
+
+
+class SpanLog:
+    """Writes the states of one worker. Safe to use from several threads; `begin` and `end` take microseconds.
+
+    Things done at once are told apart by name: a worker whose engine samples while weights are loaded is at `load`.
+    """
+
+    def __init__(self, path: Path, *, clock: Clock | None = None, bound: int = BOUND, flush: float = FLUSH) -> None:
+        self._path = path
+        self._clock = clock or SystemClock()
+        self._bound = bound
+        self._lock = threading.Lock()
+        self._writing = threading.Lock()
+        self._doing: Counter[str] = Counter()
+        self._state = "idle"
+        self._since = self._clock.now()
+        self._buffer: list[Span] = []
+        self._complained = False
+        self._closed = threading.Event()
+        # A thread, because neither a trainer that computes nor an event loop that is busy would keep the time.
+        self._flusher = threading.Thread(target=self._keep_flushing, args=(flush,), name="spans", daemon=True)
+        self._flusher.start()
+
+    def begin(self, doing: Doing) -> None:
+        with self._lock:
+            self._doing[doing] += 1
+            self._settle()
+
+    def end(self, doing: Doing) -> None:
+        with self._lock:
+            assert self._doing[doing] > 0, f"{doing} was not begun"
+            self._doing[doing] -= 1
+            self._settle()
+
+    @contextmanager
+    def doing(self, what: Doing) -> Iterator[None]:
+        self.begin(what)
+        try:
+            yield
+        finally:
+            self.end(what)
+
+    def _settle(self) -> None:
+        state = next((each for each in STATES if self._doing[each]), "idle")
+        if state != self._state:
+            self._cut()
+            self._state = state
+
+    def _cut(self) -> None:
+        """Close the span that is open, at this moment; time that went back makes it empty, never negative."""
+        now = self._clock.now()
+        if now > self._since and len(self._buffer) < _BUFFER:
+            self._buffer.append(Span(self._state, self._since, now))
+        self._since = max(now, self._since)
+
+    def _keep_flushing(self, every: float) -> None:
+        while not self._closed.wait(every):
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what there is; a state that lasts is written in parts, which readers join."""
+        with self._writing:
+            with self._lock:
+                self._cut()
+                spans, self._buffer = self._buffer, []
+            try:
+                self._write(b"".join(msgspec.json.encode(span) + b"\n" for span in spans))
+            except StorageError as error:
+                if not self._complained:
+                    log.warning("the timeline has gaps: %s", error)
+                self._complained = True
+
+    def _write(self, data: bytes) -> None:
+        with disk_errors(self._path):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileNotFoundError):
+                if self._path.stat().st_size + len(data) > self._bound:
+                    self._path.replace(self._path.with_name(f"{self._path.name}.1"))
+            with open(self._path, "ab") as file:
+                file.write(data)
+
+    def close(self) -> None:
+        """Write the last words. What comes after is not written any more."""
+        self._closed.set()
+        if self._flusher is not threading.current_thread():
+            self._flusher.join(FLUSH)
+        self.flush()
+
+
+class NoSpans:
+    """Nobody wants to know."""
+
+    def begin(self, doing: Doing) -> None: ...
+
+    def end(self, doing: Doing) -> None: ...
+
+    @contextmanager
+    def doing(self, what: Doing) -> Iterator[None]:
+        yield
+
+
+def open_spans(run: Path, worker: str) -> SpanLog:
+    """Of a worker of the run in this folder."""
+    return SpanLog(run / FOLDER / f"{worker}.jsonl")
+
+
+def read_spans(run: Path) -> dict[str, list[Span]]:
+    """Of every worker of a run, in order, equal neighbours joined. Torn and foreign lines are passed over."""
+    found: dict[str, list[Span]] = {}
+    folder = run / FOLDER
+    for path in sorted(folder.iterdir() if folder.is_dir() else (), key=lambda path: path.name):
+        if match := _NAME.fullmatch(path.name):
+            found.setdefault(match["worker"], []).extend(_lines(path))
+    return {worker: _joined(spans) for worker, spans in sorted(found.items())}
+
+
+def _lines(path: Path) -> Iterator[Span]:
+    decoder = msgspec.json.Decoder(Span)
+    for line in path.read_bytes().splitlines():
+        with suppress(msgspec.MsgspecError):
+            span = decoder.decode(line)
+            if span.state in STATES and span.begin <= span.end:
+                yield span
+
+
+def _joined(spans: list[Span]) -> list[Span]:
+    joined: list[Span] = []
+    for span in sorted(spans, key=lambda span: span.begin):
+        last = joined[-1] if joined else None
+        if last is not None and last.state == span.state and last.end == span.begin:
+            joined[-1] = Span(last.state, last.begin, span.end)
+        else:
+            joined.append(span)
+    return joined

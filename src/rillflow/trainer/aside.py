@@ -1,0 +1,149 @@
+"""Memory of an optimizer, set aside while its worker samples.
+
+Invariants: what is brought back is bit for bit what was set aside; between the two nobody reads it. On a GPU it goes to
+the host's memory. On a CPU it goes to a file that is mapped, of which no page stays resident: the operating system may
+keep pages as long as nobody else wants the memory. The file has no name, so that a kill leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import mmap
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from rillflow.contracts import Generator
+from rillflow.storage import disk_errors
+
+if TYPE_CHECKING:
+    from rillflow.contracts import Tensors
+
+_ALIGNED = 64
+
+
+class HasState(Protocol):
+    """What a trainer's optimizer offers (`optimizer.Optimizer`)."""
+
+    def idle(self) -> list[torch.Tensor]:
+        """The tensors that only an update needs; always the same objects once they are there."""
+
+
+class MakesRoom:
+    """A `contracts.Generator` for which the optimizers' state makes room, from each `begin` to the next `end`.
+
+    The engine gets its weights before, because they may be made of what is set aside.
+    """
+
+    def __init__(self, generator: Generator, optimizers: Sequence[HasState], folder: Path) -> None:
+        self._generator = generator
+        self._aside = Aside(lambda: [tensor for optimizer in optimizers for tensor in optimizer.idle()], folder)
+
+    @property
+    def bytes(self) -> int:
+        """Set aside at present."""
+        return self._aside.bytes
+
+    def begin(self, tensors: Tensors, version: int) -> None:
+        self._generator.begin(tensors, version)
+        self._aside.put()
+
+    def end(self) -> None:
+        try:
+            self._generator.end()
+        finally:
+            self._aside.bring_back()
+
+
+class Aside:
+    """`tensors` are asked for at each `put`: an optimizer has no moments before its first update."""
+
+    def __init__(self, tensors: Callable[[], list[torch.Tensor]], folder: Path) -> None:
+        self._tensors = tensors
+        self._folder = folder
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # each with where its values are
+        self._pinned: dict[int, torch.Tensor] = {}
+        self._file: _MappedFile | None = None
+
+    @property
+    def bytes(self) -> int:
+        return sum(values.nbytes for _, values in self._kept)
+
+    def put(self) -> None:
+        """Without effect where it was done before."""
+        if self._kept:
+            return
+        tensors = self._tensors()
+        self._kept = [*self._to_host(tensors), *self._to_file(tensors)]
+        for tensor, _ in self._kept:
+            tensor.data = tensor.new_empty(0)
+
+    def bring_back(self) -> None:
+        for tensor, values in self._kept:
+            # A copy of its own: what is mapped would be read from the file again and again.
+            tensor.data = values.to(tensor.device, copy=True)
+        self._kept.clear()
+        if self._file is not None:
+            self._file.let_go()
+
+    def _to_host(self, tensors: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        moved = []
+        for tensor in tensors:
+            if tensor.device.type == "cpu":
+                continue
+            if id(tensor) not in self._pinned:
+                self._pinned[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            host = self._pinned[id(tensor)]
+            host.copy_(tensor, non_blocking=True)
+            moved.append((tensor, host))
+        if moved:
+            torch.accelerator.synchronize()
+        return moved
+
+    def _to_file(self, tensors: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        own = [tensor for tensor in tensors if tensor.device.type == "cpu" and tensor.numel()]
+        if not own:
+            return []
+        size = sum(_padded(tensor.nbytes) for tensor in own)
+        if self._file is None or self._file.size != size:
+            self._file = _MappedFile(self._folder, size)
+        moved, at = [], 0
+        for tensor in own:
+            values = self._file.part(at, tensor)
+            values.copy_(tensor)
+            moved.append((tensor, values))
+            at += _padded(tensor.nbytes)
+        self._file.let_go()
+        return moved
+
+
+class _MappedFile:
+    def __init__(self, folder: Path, size: int) -> None:
+        self.size = size
+        with disk_errors(folder), tempfile.TemporaryFile(dir=folder) as file:
+            # Blocks are taken now: a mapped file that finds the disk full later ends the process.
+            _allocate(file.fileno(), size)
+            self._memory = mmap.mmap(file.fileno(), size)
+
+    def part(self, at: int, like: torch.Tensor) -> torch.Tensor:
+        return torch.frombuffer(self._memory, dtype=like.dtype, count=like.numel(), offset=at).view(like.shape)
+
+    def let_go(self) -> None:
+        """No page stays resident; what was written is in the file."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._memory.madvise(mmap.MADV_DONTNEED)
+
+
+def _allocate(descriptor: int, size: int) -> None:
+    import os
+
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, size)
+    else:
+        os.ftruncate(descriptor, size)
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED

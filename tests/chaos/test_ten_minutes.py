@@ -1,0 +1,76 @@
+"""A training run in which something is killed, frozen or cut off every five seconds: it finishes and has learned.
+
+Two policies, three nodes, two units and two engine processes; the whole run is stopped at the end and resumed for its
+last step. Its length is RILLFLOW_CHAOS_SECONDS (600 is the full one).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import yaml
+from mayhem import KINDS, Mayhem
+
+from commands import Cli, Started, steps_of, wait_until
+
+SECONDS = float(os.environ.get("RILLFLOW_CHAOS_SECONDS", "120"))
+SEED = int(os.environ.get("RILLFLOW_CHAOS_SEED", "1"))
+RUN = [
+    "trainer.steps=1000",
+    "trainer.batch_groups=4",
+    "trainer.checkpoint_every=1",
+    "dataflow.units.count=2",
+    "dataflow.node_timeout=6",
+    "dataflow.task_lease=10",
+    "dataflow.batch_lease=30",
+    "dataflow.attempts=20",
+    "rollout.nodes=3",
+    "rollout.engines=2",
+    "rollout.episodes=24",
+    "data.heldout.arguments={split: heldout, count: 64, seed: 2}",
+    "runtime.restarts=1000",
+]
+
+
+def steps_by_policy(folder: Path) -> dict[str, int]:
+    """Steps of the line of weights that lives."""
+    with closing(sqlite3.connect(f"file:{folder / 'ledger.sqlite'}?mode=ro", uri=True)) as ledger:
+        return dict(ledger.execute("SELECT name, steps FROM policies"))
+
+
+def finish(cli: Cli, run: Started) -> None:
+    """Ctrl-C, then a resume of the same run, of which each policy is left one step."""
+    folder = run.folder
+    run.interrupt()
+    assert run.wait(20) == 130, run.output()[-4000:]
+    path = folder / "recipe.yaml"
+    recipe = yaml.safe_load(path.read_text())
+    for name, steps in steps_by_policy(folder).items():
+        recipe["policies"][name]["trainer"]["steps"] = steps + 1
+    path.write_text(yaml.safe_dump(recipe))
+    cli.run("resume", str(folder))
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(420 + 2 * SECONDS)
+def test_a_run_under_faults_of_every_kind_finishes_and_learns(cli: Cli) -> None:
+    run = cli.start("run", "two_policies", *RUN)
+    wait_until(lambda: any(run.runs.iterdir()) and steps_of(run.folder) >= 2, "two steps", 240)
+    folder = run.folder
+    mayhem = Mayhem(folder, SEED)
+    mayhem.run(SECONDS, over=lambda: run.process.poll() is not None)
+    story = "\n".join(mayhem.told)
+    print(story, mayhem.faults, mayhem.kinds, steps_by_policy(folder))
+    assert run.process.poll() is None, f"{story}\n{run.output()[-4000:]}"
+    assert sum(mayhem.faults.values()) >= SECONDS / mayhem.every - 1
+    assert set(mayhem.kinds) == set(KINDS), mayhem.kinds
+    finish(cli, run)
+    before, *_, after = json.loads((folder / "summary.json").read_text())["heldout"]
+    assert after["reward"] >= before["reward"] + 0.15, f"{story}\n{before} {after}"
+    audited = json.loads(cli.run("audit", str(folder), "--json").output())
+    assert audited["balanced"], f"{story}\n{audited}"
