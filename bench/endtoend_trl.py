@@ -1,4 +1,5 @@
-"""TRL's side of `bench.endtoend`: `python endtoend_trl.py FOLDER` reads FOLDER/job.json, writes FOLDER/trl.json.
+"""TRL's side of `bench.endtoend`: `python -m bench.endtoend_trl FOLDER` reads FOLDER/job.json, writes
+FOLDER/trl.json.
 
 GRPOTrainer, whose settings are ours wherever both have them. Equal lengths and tools go through its own generation
 (tools through `environment_factory`); limits that differ from prompt to prompt through `rollout_func`, in which
@@ -12,8 +13,6 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
-
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "src")]
 
 import torch
 from datasets import Dataset
@@ -56,7 +55,7 @@ class Limits(StoppingCriteria):
         return self.ends <= input_ids.shape[1]
 
 
-def limited(limits: dict[str, int], temperature: float) -> Any:
+def limited(limits: dict[str, int]) -> Any:
     """A `rollout_func` that stops each row at the limit of its question."""
 
     def roll_out(prompts: list[Any], trainer: Any) -> dict[str, Any]:
@@ -78,8 +77,9 @@ def limited(limits: dict[str, int], temperature: float) -> Any:
                 max_new_tokens=max(ends),
                 stopping_criteria=StoppingCriteriaList([Limits(width, ends)]),
             )
-        rows = [cut(row[width : width + end].tolist(), tokenizer.eos_token_id) for row, end in zip(made, ends)]
-        asked = [row[mask.bool()].tolist() for row, mask in zip(given["input_ids"], given["attention_mask"])]
+        last = tokenizer.eos_token_id
+        rows = [cut(row[width : width + end].tolist(), last) for row, end in zip(made, ends, strict=True)]
+        asked = [row[mask.bool()].tolist() for row, mask in zip(*given.values(), strict=True)]
         return {"prompt_ids": asked, "completion_ids": rows, "logprobs": None}
 
     return roll_out
@@ -155,14 +155,14 @@ def settings(job: dict[str, Any], folder: Path) -> GRPOConfig:
 def main(folder: Path) -> None:
     job = json.loads((folder / "job.json").read_text())
     torch.set_num_threads(job["trl"]["threads"])
-    rows = [json.loads(line)["payload"] for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
     chats = [[{"role": "user", "content": row["question"]}] for row in rows]
     data = Dataset.from_list([{"prompt": c, "payload": json.dumps(r)} for c, r in zip(chats, rows, strict=True)])
     tokenizer = AutoTokenizer.from_pretrained(job["model"], padding_side="left")
     tokenizer.response_schema = qwen3_schema if job["case"] == "tools" else None
     own: dict[str, Any] = {}
     if job["case"] == "tails":
-        own["rollout_func"] = limited({row["question"]: row["limit"] for row in rows}, 1.0)
+        own["rollout_func"] = limited({row["question"]: row["limit"] for row in rows})
     if job["case"] == "tools":
         own["environment_factory"] = Stockroom
     clock = Clock()

@@ -23,7 +23,7 @@ from rillflow.clients.units import UnitWriter
 from rillflow.types import CompleteTask, CompleteTasks, Heartbeat, JoinTrainer, LeaseBatch, LeaseTasks, TaskLease
 from rillflow.types import CommitBatch, TasksTaken
 
-MAIN, GROUP, STALENESS, SLOTS = "main", 8, 4, 64
+MAIN, GROUP, STALENESS, SLOTS = "main", 8, 8, 64
 AT_ONCE = 8  # questions under way
 FOREVER = 3600.0
 

@@ -139,9 +139,6 @@ class Simulation:
         if not self.clock.run(lambda: self.version < version, most_seconds) and self.version == 0:
             raise RuntimeError(f"no step within {self.clock.now:.0f} simulated seconds")
 
-    def _later(self, time: float, what: object, event: object) -> None:
-        self.clock.at(time, event, what)  # type: ignore[arg-type]
-
     def _tick(self, _: object) -> None:
         """Heartbeats of all nodes, the polls that run out and the housekeeping, for as long as a tick takes."""
         cost, world = self._cost, self.world
@@ -350,7 +347,8 @@ class Simulation:
         self._note("read", read - leased)
         step = self._step_seconds(samples)
         self._train_busy += step
-        self.clock.at(read + step, self._commit, (len(samples), read - self._trainer_free, step))
+        wait = read - self._trainer_free
+        self.clock.at(read + step, self._commit, (len(samples), wait, step))
 
     def _read(self, now: float, samples: list[int]) -> float:
         """Every rank reads its part from all units that have some of it; when the last of them has it."""
@@ -366,9 +364,7 @@ class Simulation:
         return max(sum(samples) / self.world.ranks, max(samples)) / self.world.device.train_rate
 
     def _commit(self, what: tuple[int, float, float]) -> None:
-        samples, wait, step = what
-        self._publish()
-        ended = self.ledger.serve(self.clock.now, self._cost["commit"] * samples)
+        ended = self.ledger.serve(self.clock.now, self._cost["commit"] * what[0])
         self._note("commit", ended + self.costs.ledger.sync + ROUND_TRIP - self.clock.now)
         self.clock.at(ended, self._committed, what)
 
@@ -381,6 +377,7 @@ class Simulation:
         self._expire_old()
         self._admit()
         self._training, self._trainer_free = False, self.clock.now
+        self.clock.at(self.clock.now + self.world.device.encode, self._publish, self.version)
         self._tell()
         self._look_for_batch()
 
@@ -400,11 +397,8 @@ class Simulation:
 
     # ------------------------------------------------------------ weights
 
-    def _publish(self) -> None:
-        """A version is there a while after its step; relays have it once, and nodes from their relay."""
-        self.clock.at(self.clock.now + self.world.device.encode, self._published_now, self.version + 1)
-
-    def _published_now(self, version: int) -> None:
+    def _publish(self, version: int) -> None:
+        """Beside the next step; relays have it once, and nodes from their relay."""
         self._published = version
         for node in self.nodes:
             if not node.pulling:

@@ -44,10 +44,10 @@ class Work:
     """Episodes: lengths are log-normal and cut; after every turn but the last a tool takes its time."""
 
     turns: int = 4
-    mean_tokens: float = 4000.0  # sampled in an episode
-    sigma: float = 1.0  # standard deviation of the logarithm
-    most_tokens: float = 24_000.0
-    given_tokens: int = 1200  # of prompt and tools
+    mean_tokens: float = 2000.0  # sampled in an episode
+    sigma: float = 0.7  # standard deviation of the logarithm
+    most_tokens: float = 6_000.0
+    given_tokens: int = 1000  # of prompt and tools
     tool_seconds: float = 1.0  # mean, exponential
 
 
@@ -74,7 +74,7 @@ class World:
     device: Device
     work: Work = Work()
     group_size: int = 8
-    staleness: int = 4
+    staleness: int = 8
     slots: int = 64
     units: int = 1
     relays: int = 1

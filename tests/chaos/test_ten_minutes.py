@@ -20,6 +20,7 @@ from commands import Cli, Started, steps_of, wait_until
 
 SECONDS = float(os.environ.get("RILLFLOW_CHAOS_SECONDS", "120"))
 SEED = int(os.environ.get("RILLFLOW_CHAOS_SEED", "1"))
+LEAST = 16  # steps that are enough to learn
 RUN = [
     "trainer.steps=1000",
     "trainer.batch_groups=4",
@@ -28,7 +29,6 @@ RUN = [
     "dataflow.node_timeout=6",
     "dataflow.task_lease=10",
     "dataflow.batch_lease=30",
-    "dataflow.attempts=20",
     "rollout.nodes=3",
     "rollout.engines=2",
     "rollout.episodes=24",
@@ -44,20 +44,20 @@ def steps_by_policy(folder: Path) -> dict[str, int]:
 
 
 def finish(cli: Cli, run: Started) -> None:
-    """Ctrl-C, then a resume of the same run, of which each policy is left one step."""
+    """Ctrl-C, then a resume of the same run, of which each policy is left one step, or more where it was slow."""
     folder = run.folder
     run.interrupt()
-    assert run.wait(20) == 130, run.output()[-4000:]
+    assert run.wait(60) == 130, run.output()[-4000:]
     path = folder / "recipe.yaml"
     recipe = yaml.safe_load(path.read_text())
     for name, steps in steps_by_policy(folder).items():
-        recipe["policies"][name]["trainer"]["steps"] = steps + 1
-    path.write_text(yaml.safe_dump(recipe))
-    cli.run("resume", str(folder))
+        recipe["policies"][name]["trainer"]["steps"] = max(steps + 1, LEAST)
+    path.write_text(yaml.safe_dump(recipe, sort_keys=False))
+    cli.run("resume", str(folder), seconds=300.0)
 
 
 @pytest.mark.chaos
-@pytest.mark.timeout(420 + 2 * SECONDS)
+@pytest.mark.timeout(900 + SECONDS)
 def test_a_run_under_faults_of_every_kind_finishes_and_learns(cli: Cli) -> None:
     run = cli.start("run", "two_policies", *RUN)
     wait_until(lambda: any(run.runs.iterdir()) and steps_of(run.folder) >= 2, "two steps", 240)

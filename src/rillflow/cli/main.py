@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -28,6 +28,30 @@ errors = Console(stderr=True)
 # Only a person can mend these.
 _FOR_GOOD = (ConfigError, DataError, CheckpointError, GraphError, GiveUp)
 RunArgument = Annotated[Path, typer.Argument(help="A run folder, such as runs/quickstart-…", metavar="RUN")]
+MaybeRun = Annotated[Path | None, typer.Argument(help="A run folder, such as runs/quickstart-…", metavar="[RUN]")]
+JoinOption = Annotated[str | None, typer.Option(help="Instead: where the run's service listens", metavar="URL")]
+TokenOption = Annotated[
+    Path | None, typer.Option(help="With --join: the run's token", show_default="RILLFLOW_TOKEN", dir_okay=False)
+]
+CacheOption = Annotated[
+    Path | None,
+    typer.Option(help="With --join: keeps sessions and weights", show_default="nothing is kept", file_okay=False),
+]
+HostOption = Annotated[str, typer.Option(help="With --join: the address to listen on")]
+RuntimeOption = Annotated[
+    Literal["local", "ray"], typer.Option("--runtime", help="Where: on this machine, or on a Ray cluster")
+]
+AddressOption = Annotated[
+    str | None,
+    typer.Option(help="Of the Ray cluster, HOST:PORT", show_default="RAY_ADDRESS, else one is started here"),
+]
+
+
+def one_run(folder: Path | None, join: str | None) -> Path | None:
+    """The run folder that was given; None where it was a URL."""
+    if (folder is None) == (join is None):
+        raise ConfigError("give a run folder, or --join URL", "RUN/endpoints/dataflow.json says where a run listens")
+    return folder
 
 
 @contextmanager
@@ -49,33 +73,38 @@ def run(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Changes to the recipe, such as trainer.steps=20 seed=3")
     ] = None,
+    *,
     runs: Annotated[Path, typer.Option(help="Where run folders are made")] = Path("runs"),
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check and print the resolved recipe, run nothing")
     ] = False,
+    runtime: RuntimeOption = "local",
+    address: AddressOption = None,
 ) -> None:
-    """Run a recipe on this machine: starts every process, shows progress, ends with a summary and a plot."""
-    from rillflow.cli.run import check, run_folder, show_recipe
+    """Run a recipe: starts every process, here or on a Ray cluster, shows progress, ends with a summary and a plot."""
+    from rillflow.cli.run import Where, check, run_folder, show_recipe
     from rillflow.config import load_recipe
     from rillflow.runtime.folder import RunFolder
 
     with clear_errors():
-        loaded = load_recipe(recipe, overrides or ())
+        where = Where(runtime, address)
+        loaded = load_recipe(recipe, (*where.overrides, *(overrides or ())))
         if dry_run:
             show_recipe(loaded)
             return
         check(loaded)
         with signals_held():
-            raise typer.Exit(run_folder(RunFolder.create(loaded, runs)))
+            raise typer.Exit(run_folder(RunFolder.create(loaded, runs), where))
 
 
 @app.command()
-def resume(folder: RunArgument) -> None:
+def resume(folder: RunArgument, runtime: RuntimeOption = "local", address: AddressOption = None) -> None:
     """Go on with a run that was stopped, killed or failed, exactly where it was."""
-    from rillflow.cli.run import check, has_finished, run_folder
+    from rillflow.cli.run import Where, check, has_finished, run_folder
     from rillflow.runtime.folder import RunFolder
 
     with clear_errors():
+        where = Where(runtime, address)
         opened = RunFolder.open(folder)
         if has_finished(opened):
             reason = opened.state()["reason"]
@@ -84,7 +113,7 @@ def resume(folder: RunArgument) -> None:
             return
         check(opened.recipe)
         with signals_held():
-            raise typer.Exit(run_folder(opened, resume=True))
+            raise typer.Exit(run_folder(opened, where, resume=True))
 
 
 @app.command()
@@ -262,23 +291,58 @@ def unit(folder: RunArgument, name: Annotated[str, typer.Option(help="The unit's
 
 
 @app.command(rich_help_panel="One part of a run, started by hand")
-def engine(folder: RunArgument, name: Annotated[str, typer.Option(help="The engine's name")] = "engine-0") -> None:
-    """Sample for the nodes of a run: one engine process."""
+def engine(
+    folder: MaybeRun = None,
+    *,
+    join: JoinOption = None,
+    name: Annotated[
+        str | None, typer.Option(help="The engine's name", show_default="engine-0, or host and pid")
+    ] = None,
+    token_file: TokenOption = None,
+    cache: CacheOption = None,
+    host: HostOption = "127.0.0.1",
+) -> None:
+    """Sample for the nodes of a run: one engine process. With --join it needs nothing of the run's folder."""
     from rillflow.runtime.folder import RunFolder
-    from rillflow.runtime.roles import engine_role
 
     with clear_errors(role=True):
-        raise typer.Exit(engine_role(RunFolder.open(folder), name))
+        if one_run(folder, join) is None:
+            from rillflow.runtime.joined import JoinOptions, engine_joined
+
+            options = JoinOptions(str(join), name=name, token_file=token_file, cache=cache, host=host)
+            raise typer.Exit(engine_joined(options))
+        from rillflow.runtime.roles import engine_role
+
+        raise typer.Exit(engine_role(RunFolder.open(str(folder)), name or "engine-0"))
 
 
 @app.command(rich_help_panel="One part of a run, started by hand")
-def rollout(folder: RunArgument, name: Annotated[str, typer.Option(help="The node's name")] = "rollout-0") -> None:
-    """Play episodes for a run."""
+def rollout(
+    folder: MaybeRun = None,
+    *,
+    join: JoinOption = None,
+    name: Annotated[str | None, typer.Option(help="The node's name", show_default="rollout-0, or host and pid")] = None,
+    token_file: TokenOption = None,
+    cache: CacheOption = None,
+    host: HostOption = "127.0.0.1",
+    episodes: Annotated[
+        int | None, typer.Option(help="With --join: episodes at once", show_default="rollout.episodes", min=1)
+    ] = None,
+    grace: Annotated[
+        float, typer.Option(help="With --join: seconds to end episodes in, when asked to stop", min=0)
+    ] = 30.0,
+) -> None:
+    """Play episodes for a run. With --join, from anywhere and at any time: it needs nothing of the run's folder."""
     from rillflow.runtime.folder import RunFolder
-    from rillflow.runtime.roles import rollout_role
 
     with clear_errors(role=True):
-        raise typer.Exit(rollout_role(RunFolder.open(folder), name))
+        if one_run(folder, join) is None:
+            from rillflow.runtime.joined import JoinOptions, rollout_joined
+
+            rollout_joined(JoinOptions(str(join), name, token_file, cache, episodes, host, grace))
+        from rillflow.runtime.roles import rollout_role
+
+        raise typer.Exit(rollout_role(RunFolder.open(str(folder)), name or "rollout-0"))
 
 
 @app.command(rich_help_panel="One part of a run, started by hand")
@@ -341,6 +405,10 @@ def trainer(
     ] = None,
     ranks: Annotated[int | None, typer.Option(help="How many there are", show_default="the recipe's", min=1)] = None,
     rendezvous: Annotated[str, typer.Option(help="Where ranks meet, HOST:PORT on the host of rank 0")] = "",
+    playing: Annotated[
+        str | None,
+        typer.Option(help="Ranks that also play, such as 0,2, or none: ''", show_default="by the recipe's mode"),
+    ] = None,
 ) -> None:
     """Train one policy of a run."""
     from rillflow.runtime.folder import RunFolder
@@ -349,4 +417,89 @@ def trainer(
     with clear_errors(role=True):
         opened = RunFolder.open(folder)
         policy = policy or opened.recipe.policy
-        raise typer.Exit(trainer_role(opened, policy, rank=rank, ranks=ranks, rendezvous=rendezvous))
+        code = trainer_role(opened, policy, rank=rank, ranks=ranks, rendezvous=rendezvous, playing=playing)
+        raise typer.Exit(code)
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def tags(
+    folder: RunArgument,
+    worker: Annotated[str | None, typer.Argument(help="Only this worker", show_default="all of them")] = None,
+    change: Annotated[
+        list[str] | None,
+        typer.Argument(help="Its tags from now on (rollout,train or none), or changes of them (+train -rollout)"),
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure this machine's compute and memory bandwidth for the priorities")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the workers as JSON")] = False,
+) -> None:
+    """Show what the workers of a run can do and what they do, or change it while the run goes on."""
+    from rillflow.cli.tags import tags_command
+    from rillflow.runtime.folder import RunFolder
+
+    with clear_errors():
+        tags_command(RunFolder.open(folder), worker, change or (), measure=measure, as_json=as_json)
+
+
+@app.command(rich_help_panel="One part of a run, started by hand")
+def maintain(
+    folder: Annotated[
+        Path | None, typer.Argument(help="A run folder, such as runs/quickstart-…", metavar="RUN")
+    ] = None,
+    *,
+    join: Annotated[str | None, typer.Option(help="Instead: the run's dataflow service", metavar="URL")] = None,
+    state: Annotated[
+        Path | None, typer.Option(help="With --join: where the maintainer keeps what it has started", file_okay=False)
+    ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="With --join: the run's token", show_default="RILLFLOW_TOKEN")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done")] = False,
+    mcp: Annotated[
+        bool, typer.Option("--mcp", help="Serve report and actions to an agent over MCP, instead of acting")
+    ] = False,
+    port: Annotated[
+        int | None,
+        typer.Option(help="With --mcp: on this port of loopback; 0 for any", show_default="stdio", min=0, max=65535),
+    ] = None,
+) -> None:
+    """Keep as many rollout nodes as the balance report asks for: start new ones, retire slow ones."""
+    from rillflow.cli.maintain import maintain as run_maintainer
+
+    with clear_errors(role=True):
+        code = run_maintainer(
+            folder, join=join, state=state, token_file=token_file, dry_run=dry_run, mcp=mcp, port=port
+        )
+        raise typer.Exit(code)
+
+
+@app.command()
+def nodes(
+    folder: MaybeRun = None,
+    *,
+    join: JoinOption = None,
+    token_file: TokenOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the nodes as JSON")] = False,
+) -> None:
+    """List the rollout nodes of a run: what they do, hold and bring."""
+    from rillflow.cli.join import print_nodes
+
+    with clear_errors():
+        print_nodes(folder, join, token_file, as_json=as_json)
+
+
+@app.command()
+def retire(
+    names: Annotated[list[str], typer.Argument(help="The run folder and the node's name, or with --join its name")],
+    join: JoinOption = None,
+    token_file: TokenOption = None,
+    drain: Annotated[float, typer.Option(help="Seconds that it has to end its episodes; 0: none", min=0)] = 120.0,
+) -> None:
+    """Send a rollout node away: it gets no more tasks, ends what it plays, hands the rest back and goes."""
+    from rillflow.cli.join import retire as retire_node
+
+    with clear_errors():
+        if len(names) != (1 if join else 2):
+            raise ConfigError("name the run and the node", "rillflow retire RUN NODE; rillflow retire NODE --join URL")
+        retire_node(None if join else Path(names[0]), join, token_file, names[-1], drain)

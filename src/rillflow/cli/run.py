@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 import yaml
 from pydantic import BaseModel
@@ -12,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rillflow.config import Recipe
-from rillflow.errors import RunError
+from rillflow.errors import ConfigError, RunError
 from rillflow.observe.metrics import read_metrics
 from rillflow.observe.plot import plot_reward
 from rillflow.observe.progress import Progress
@@ -25,6 +27,30 @@ from rillflow.types import Status
 
 console = Console(stderr=True)
 INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where the processes of a run are: on this machine, or on a Ray cluster, at an address or started for it."""
+
+    runtime: Literal["local", "ray"] = "local"
+    address: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.address is not None and self.runtime != "ray":
+            raise ConfigError("--address is that of a Ray cluster", "give --runtime ray with it")
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """What a recipe must say to run there."""
+        return ("runtime.weights_server=true",) if self.runtime == "ray" else ()
+
+    def run_of(self, folder: RunFolder, on_status: Callable[[Status], None], *, resume: bool) -> LocalRun:
+        if self.runtime == "local":
+            return LocalRun(folder, on_status, resume=resume)
+        from rillflow.runtime.ray.run import RayRun
+
+        return RayRun(folder, on_status, resume=resume, address=self.address)
 
 
 def show_recipe(recipe: BaseModel) -> None:
@@ -62,7 +88,7 @@ def has_finished(folder: RunFolder) -> bool:
     return state["reason"] != "done" or done
 
 
-def run_folder(folder: RunFolder, *, resume: bool = False) -> int:
+def run_folder(folder: RunFolder, where: Where | None = None, *, resume: bool = False) -> int:
     """Run to the end; returns the exit code: 0 for a good end, 1 for a bad one, 130 when interrupted."""
     recipe = folder.recipe
     console.print(f"[bold]{recipe.name}[/] in {folder.root}", highlight=False, soft_wrap=True)
@@ -80,7 +106,7 @@ def run_folder(folder: RunFolder, *, resume: bool = False) -> int:
                 if board is not None:
                     board.update()
 
-            status = asyncio.run(LocalRun(folder, on_status, resume=resume).run())
+            status = asyncio.run((where or Where()).run_of(folder, on_status, resume=resume).run())
     except RunError as error:
         raise RunError(error.message, f"{error.hint}; then `rillflow resume {folder.root}` goes on") from error
     finally:

@@ -222,7 +222,7 @@ class Completions(Part):
         for one in ends:
             played.setdefault((one.row["holder"], one.row["lane"]), []).append(one.news)
         for (node, lane), news in played.items():
-            self._nodes.succeeded(node, lane, [one.seconds for one in news], sum(len(one.samples) for one in news))
+            self._nodes.succeeded(node, lane, [(one.seconds, len(one.samples)) for one in news])
 
 
 def _without_repeats(news: Sequence[CompleteTask]) -> Iterator[list[CompleteTask]]:

@@ -134,20 +134,22 @@ class Nodes(Part):
             (train + evaluation, evaluation, train + evaluation, node),
         )
 
-    def succeeded(self, node: str, lane: str, seconds: Sequence[float], samples: int) -> None:
-        """Episodes that took so long each have ended well. Samples are counted in the train lane only."""
-        took = [min(max(one, 0.0), _LONGEST) for one in seconds]
-        number, train = len(took), lane == "train"
-        counted = samples if train else 0
-        kept, pace, first = _PACE**number, 0.0, took[0]
-        for one in took:
-            pace, first = pace * _PACE + (1 - _PACE) * one, first * _PACE + (1 - _PACE) * one
+    def succeeded(self, node: str, lane: str, ends: Sequence[tuple[float, int]]) -> None:
+        """Episodes that took so many seconds and left so many samples each have ended well. Samples are counted in the
+        train lane only."""
+        number, train = len(ends), lane == "train"
+        counted = sum(samples for _, samples in ends) if train else 0
+        took = [min(max(seconds, 0.0), _LONGEST) for seconds, _ in ends]
+        pace, first, made, busy = 0.0, took[0], 0.0, 0.0
+        for seconds, (_, samples) in zip(took, ends, strict=True):
+            pace, first = pace * _PACE + (1 - _PACE) * seconds, first * _PACE + (1 - _PACE) * seconds
+            made, busy = made * DECAY + samples, busy * DECAY + max(seconds, _SHORTEST)
         decay = DECAY**number
         self._db.run(
             _SUCCEEDED,
             (
                 *(number, 0 if train else number, decay, sum(DECAY**n for n in range(number)), decay),
-                *(first, kept, pace, decay, samples, decay, max(sum(took), _SHORTEST), self._clock.now()),
+                *(first, _PACE**number, pace, decay, made, decay, busy, self._clock.now()),
                 *(number, counted, counted, node),
             ),
         )

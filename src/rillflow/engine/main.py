@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +16,7 @@ from rillflow.engine.build import build_engine
 from rillflow.engine.follow import follow
 from rillflow.engine.host import EngineHost, tell_busy
 from rillflow.engine.service import EngineService
-from rillflow.errors import RillflowError
+from rillflow.errors import RillflowError, RunError
 from rillflow.storage.spans import open_spans
 from rillflow.wire import Client
 
@@ -34,8 +35,10 @@ async def run_engine(
     weights: Path,
     on_ready: Callable[[str], None],
     host: str = "127.0.0.1",
+    patience: float = math.inf,
 ) -> None:
-    """Serve until cancelled; `on_ready` gets the URL. Nobody hears of it before it has the newest weights."""
+    """Serve until cancelled; `on_ready` gets the URL. Nobody hears of it before it has the newest weights. It gives up
+    when the run's service has not answered for `patience` seconds."""
     exact = recipe.runtime.deterministic
     logs = weights.parent / "logs"
     engines = {policy: build_engine(settings, exact=exact, logs=logs) for policy, settings in recipe.policies.items()}
@@ -68,7 +71,7 @@ async def run_engine(
         gc.freeze()
         on_ready(await service.start(host))
         async with asyncio.TaskGroup() as group:
-            group.create_task(_beat(served, dataflow, news), name="engine-beat")
+            group.create_task(_beat(served, dataflow, news, patience), name="engine-beat")
             for refresher in refreshers:
                 group.create_task(refresher.run(recipe.rollout.refresh_every), name="refresh")
     finally:
@@ -79,18 +82,23 @@ async def run_engine(
         await asyncio.to_thread(spans.close)
 
 
-async def _beat(host: EngineHost, dataflow: DataflowClient, news: asyncio.Event) -> None:
+async def _beat(host: EngineHost, dataflow: DataflowClient, news: asyncio.Event, patience: float) -> None:
     """Say what this engine serves, now and then, and at once when that has changed: nodes wait for it."""
-    silent = False
+    silent, clock = False, asyncio.get_running_loop().time
+    heard = clock()
     while True:
         news.clear()
         try:
             await dataflow.engine_beat(host.known, BEAT_DEADLINE)
-            silent = False
+            silent, heard = False, clock()
         except RillflowError as error:
             if not silent:
                 log.warning("the dataflow service did not hear this engine: %s", error)
             silent = True
+            if clock() - heard > patience:
+                raise RunError(
+                    f"the run's service has not answered for {patience:.0f} s", "is the run over?"
+                ) from error
         with suppress(TimeoutError):
             async with asyncio.timeout(BEAT_SECONDS):
                 await news.wait()

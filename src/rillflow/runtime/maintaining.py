@@ -16,7 +16,6 @@ from pathlib import Path
 
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.config import Recipe
-from rillflow.config.resources import ScalingConfig
 from rillflow.errors import RunError
 from rillflow.resources.executors import Home, build_executor
 from rillflow.resources.maintainer.loop import Maintainer
@@ -59,12 +58,12 @@ async def place_of(folder: RunFolder) -> Place:
 
 async def place_at(url: str, token: str, folder: Path) -> Place:
     """Of a run that is reached by its URL; `folder` keeps what the maintainer remembers."""
-    from rillflow.clients.joining import fetch
+    from rillflow.clients.joining import join
 
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    joined = await fetch(url, token)
-    return Place(RunFolder(folder.resolve()), joined.recipe, url, token)
+    joined = await join(url, token, folder)
+    return Place(RunFolder(folder.resolve()), joined.recipe, joined.url, token)
 
 
 @asynccontextmanager
@@ -92,7 +91,9 @@ async def maintainer(
         await client.close()
 
 
-def maintainer_role(folder: RunFolder, *, dry_run: bool = False, say: Callable[[Line], None] = lambda line: None) -> int:
+def maintainer_role(
+    folder: RunFolder, *, dry_run: bool = False, say: Callable[[Line], None] = lambda line: None
+) -> int:
     """Until the run has ended."""
 
     async def main() -> None:

@@ -12,7 +12,7 @@ from rillflow.errors import RillflowError
 from rillflow.types import CompleteTask, Row
 
 NOWHERE = Row(unit="nobody", segment=0, offset=0, length=8)
-CLOSE = {"ends", "bad_ends", "pace"}  # sums of products, which round otherwise when they are taken together
+CLOSE = {"ends", "bad_ends", "pace", "made", "busy"}  # sums of products: they round otherwise when taken together
 
 
 def at(n):

@@ -77,7 +77,7 @@ def test_one_at_a_time() -> None:
     host = started("import time; time.sleep(60)")
     with pytest.raises(RunError, match="runs here already"):
         host.start(json.dumps({"arguments": ["pass"], "environment": {}, "cwd": ""}))
-    folder = Path(host.where())
+    folder = Path(host.folder())
     host.forget()
     assert not folder.exists()
     assert ended(host) == -signal.SIGKILL

@@ -233,13 +233,15 @@ async def test_the_run_goes_on_without_a_node_but_not_without_the_last(
 ) -> None:
     folder = RunFolder.create(load_recipe("quickstart", ["rollout.nodes=2"]), tmp_path)
     dying = iter(["rollout-0", None, "rollout-1", None])
-    run, recorded = await recorded_run(folder, monkeypatch, Service(lambda: answer()))
+    failing: dict[str, BaseException] = {}
 
     def answer() -> Status:
-        victim = next(dying)
-        if victim:
-            recorded.failing[victim] = RunError(f"{victim} ended for the 6. time")
+        if victim := next(dying):
+            failing[victim] = RunError(f"{victim} ended for the 6. time")
         return status()
+
+    run, recorded = await recorded_run(folder, monkeypatch, Service(answer))
+    recorded.failing = failing
 
     with pytest.raises(RunError, match="rollout-1 ended"):
         await run._run()

@@ -174,3 +174,53 @@ async def test_nothing_is_started_again_once_the_run_has_ended(supervisor: Super
     supervisor.check()
     assert kept.pid is not None
     await supervisor.stop()
+
+
+async def test_a_process_that_is_let_go_ends_by_itself_and_is_not_started_again(supervisor: Supervisor) -> None:
+    process = supervisor.start(spec(SLEEPER))
+    await until(lambda: process.pid is not None)
+    assert not await supervisor.let_go("part", 0.05), "it has not ended yet"
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    assert await supervisor.let_go("part", 5.0)
+    assert process.starts == 1
+    assert list(supervisor.processes) == []
+
+
+@pytest.mark.parametrize("code", [SLEEPER, STUBBORN])
+async def test_one_process_is_stopped_and_the_others_stay(supervisor: Supervisor, code: str) -> None:
+    stays, goes = supervisor.start(spec(SLEEPER, "stays")), supervisor.start(spec(code, "goes"))
+    await until(lambda: stays.pid is not None and goes.pid is not None)
+    if code is STUBBORN:
+        await until(lambda: "up" in goes.log_path.read_text())
+    people = family(goes)
+    await supervisor.stop_one("goes", 0.3)
+    await until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in people), 5.0)
+    assert goes.starts == 1
+    assert list(supervisor.processes) == [stays]
+    assert supervisor.failures() == {}
+    assert stays.pid is not None
+    await supervisor.stop()
+
+
+async def test_one_that_waits_for_its_next_life_is_stopped_too(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_FIRST_PAUSE", 60.0)
+    process = supervisor.start(spec("raise SystemExit(1)"))
+    await until(lambda: process.starts == 1 and process.pid is None)
+    async with asyncio.timeout(5.0):
+        await supervisor.stop_one("part", 3.0)
+    assert list(supervisor.processes) == []
+
+
+async def test_who_finished_and_who_failed_are_told_apart_and_can_be_forgotten(supervisor: Supervisor) -> None:
+    supervisor.start(spec("pass", "done"))
+    supervisor.start(spec(f"raise SystemExit({GIVE_UP})", "failed"))
+    await supervisor.wait(20.0)
+    assert supervisor.finished() == {"done"}
+    assert supervisor.failures().keys() == {"failed"}
+    supervisor.forget("failed")
+    supervisor.check()
+    supervisor.forget("done")
+    assert list(supervisor.processes) == []

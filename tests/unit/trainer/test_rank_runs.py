@@ -17,8 +17,9 @@ import pytest
 import torch
 from dataflow_peer import Peer, recipe_for
 
+from cutting import can_cut, cut
 from rillflow.runtime.folder import RunFolder
-from rillflow.runtime.process import STOPPED
+from rillflow.runtime.process import GIVE_UP, STOPPED
 from rillflow.trainer.checkpoint import Checkpoints
 from rillflow.types import CommitBatch
 from rillflow.weights import FolderStore
@@ -179,17 +180,33 @@ def alive(process: psutil.Process) -> bool:
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize(("sharding", "victim"), [("none", 0), ("fsdp", 1)])
-def test_a_killed_rank_takes_all_down_with_a_clear_log(tmp_path: Path, sharding: str, victim: int) -> None:
-    with started(tmp_path, 10_000, ranks=3, sharding=sharding, steps=10_000) as run:
+def test_a_killed_rank_takes_all_down_with_a_clear_log(tmp_path: Path) -> None:
+    with started(tmp_path, 10_000, ranks=3, sharding="fsdp", steps=10_000) as run:
         wait_for(lambda: len(run.peer.commits) >= 3, run)
         ranks = run.ranks()
         assert sorted(ranks) == [0, 1, 2]
-        ranks[victim].kill()
+        ranks[1].kill()
         assert run.ends(15.0) == 128 + signal.SIGKILL
         assert gone(list(ranks.values()))
-        assert f"rank {victim} ended with code -9: all end, to begin anew" in run.log()
+        assert "rank 1 ended with code -9: all end, to begin anew" in run.log()
         assert "was left alone" in run.log(2)
+
+
+@pytest.mark.chaos
+def test_a_frozen_rank_is_waited_for_and_one_that_is_cut_off_ends_all(tmp_path: Path) -> None:
+    with started(tmp_path, 10_000, ranks=2, steps=10_000) as run:
+        wait_for(lambda: len(run.peer.commits) >= 2, run)
+        ranks = run.ranks()
+        ranks[0].suspend()
+        time.sleep(20.0)
+        before = len(run.peer.commits)
+        ranks[0].resume()
+        wait_for(lambda: len(run.peer.commits) >= before + 2, run)
+        if not can_cut():
+            pytest.skip("connections of other processes are cut by root alone, with `ss` of iproute2")
+        assert cut(ranks[1])
+        assert run.ends(60.0) not in (0, GIVE_UP)
+        assert gone(list(ranks.values()))
 
 
 @pytest.mark.chaos

@@ -34,7 +34,13 @@ class LocalExecutor:
     """`environment` is what a node gets; the token is in it, and not among the words that everybody can list."""
 
     def __init__(
-        self, root: Path, url: str, environment: Mapping[str, str], *, options: Sequence[str] = (), grace: float = _GRACE
+        self,
+        root: Path,
+        url: str,
+        environment: Mapping[str, str],
+        *,
+        options: Sequence[str] = (),
+        grace: float = _GRACE,
     ) -> None:
         self._root, self._url, self._grace = root, url, grace
         self._environment, self._options = dict(environment), tuple(options)

@@ -124,11 +124,11 @@ class Maintainer:
         report = look.report
         if report is None or report.version <= self.state.report:
             return
-        pool = self._upkeep.pool(look)
         asked = self.advice = wish(report, self._busy.share())
         self._busy = Busy()
         self.state.report = report.version
         self.state.rates = keep_rates(self.state.rates, report)
+        pool = self._upkeep.pool(look)
         if starves(report):
             self.state.starved, self.state.remembered = size(pool), REMEMBERED
         else:

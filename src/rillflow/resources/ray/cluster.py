@@ -63,6 +63,11 @@ class Offers:
         return "; ".join(describe(node) for node in shown)
 
 
+def namespace_of(run: str) -> str:
+    """Of the named actors of a run."""
+    return f"rillflow-{run}"
+
+
 def describe(resources: Wants) -> str:
     return ", ".join(f"{name} {amount:g}" for name, amount in sorted(resources.items())) or "nothing"
 
@@ -204,7 +209,7 @@ async def _up(seat: Seat) -> None:
     """Its first answer takes as long as Ray needs for a worker process: more than any other."""
     while True:
         try:
-            await seat.call("where")
+            await seat.call("folder")
             return
         except TimeoutError:
             continue

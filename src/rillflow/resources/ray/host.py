@@ -26,6 +26,7 @@ from typing import Any
 
 from rillflow.errors import RunError
 
+FOLDER = "{folder}"  # in an argument: the folder that the process may keep things in
 CHUNK = 1 << 16  # bytes of a log that one answer holds
 _PARENT_ENV = "RILLFLOW_PARENT"  # a role's process ends when this one has gone
 _LOOK = 1.0
@@ -47,8 +48,8 @@ class RoleHost:
         if linger:
             threading.Thread(target=self._expire, args=(linger,), name="linger", daemon=True).start()
 
-    def where(self) -> str:
-        """The folder that the process may keep things in; it stays for the next one of this name on this host."""
+    def folder(self) -> str:
+        """What the process may keep things in; it stays for the next one of this name on this host."""
         return str(self._folder)
 
     def free_port(self, address: str) -> int:
@@ -60,15 +61,16 @@ class RoleHost:
     def start(self, spec: str) -> int:
         """Begin `rillflow ARGUMENTS…`; the id of its process.
 
-        `spec`: {"arguments": [...], "environment": {...} (added to the actor's), "cwd": where, if it is there}.
+        `spec`: {"arguments": [...], "environment": {...} (added to the actor's), "cwd": …, where this host has it}.
         """
         wanted: dict[str, Any] = json.loads(spec)
         if self._process is not None and self.running():
             raise RunError(f"a process runs here already (id {self._process.pid})", "end it first")
+        arguments = [word.replace(FOLDER, str(self._folder)) for word in wanted["arguments"]]
         cwd = wanted.get("cwd", "")
         with open(self._log, "ab") as output:
             self._process = subprocess.Popen(
-                [*self.program, *wanted["arguments"]],
+                [*self.program, *arguments],
                 cwd=cwd if os.path.isdir(cwd) else self._folder,
                 env=dict(os.environ) | wanted["environment"] | {_PARENT_ENV: str(os.getpid())},
                 stdin=subprocess.DEVNULL,

@@ -64,10 +64,9 @@ class Cluster(Protocol):
 
 @dataclass(frozen=True)
 class Place:
-    """What a member is told about where it is: its host's address, a folder there, and where ranks meet."""
+    """What a member is told about where it is: its host's address, and where ranks meet."""
 
     address: str
-    folder: str
     rendezvous: str
 
 
@@ -261,7 +260,7 @@ class Gang(Supervised):
         if len(self._lives) > 1:
             rendezvous = f"{first.address}:{await first.call('free_port', first.address)}"
         for life in self._lives:
-            place = Place(life.seat.address, await life.seat.call("where"), rendezvous)
+            place = Place(life.seat.address, rendezvous)
             spec = {
                 "arguments": list(life.member.arguments(place)),
                 "environment": self._environment | {HOST_ENV: place.address},

@@ -18,7 +18,8 @@ from contextlib import contextmanager
 
 from rillflow.errors import RunError
 from rillflow.resources.placement import Placed
-from rillflow.resources.ray.cluster import Offers, RayCluster, sampling_gpus, training_gpus, wants_of
+from rillflow.resources.ray.cluster import Offers, RayCluster, namespace_of, sampling_gpus, training_gpus, wants_of
+from rillflow.resources.ray.host import FOLDER
 from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.local import LocalRun
 from rillflow.runtime.process import HOST_ENV, STOP_SIGNALS, role_environment
@@ -67,7 +68,9 @@ class RayRun(LocalRun):
                 "no node of the cluster offers `rollout` or `train`: every worker takes a CPU%s",
                 " and a GPU" if self._offers.gpus else "",
             )
-        write_json(self._folder.root / "ray.json", {"address": self._cluster.address, "run": run_name(self._folder)})
+        # For who starts further nodes, such as the maintainer.
+        known = {"address": self._cluster.address, "run": run_name(self._folder), "gpus": sampling_gpus(self._recipe)}
+        write_json(self._folder.root / "ray.json", known)
 
     async def _end(self) -> None:
         self._cluster.close()
@@ -102,7 +105,7 @@ class RayRun(LocalRun):
             url = self._folder.endpoint("dataflow")
             assert url is not None, "the service comes first"
             # Told to stop, it ends at once, as on one machine: who wants a node to drain retires it.
-            options = ("--host", place.address, "--cache", place.folder, "--grace", "0")
+            options = ("--host", place.address, "--cache", FOLDER, "--grace", "0")
             return [process.role, "--join", url, *process.options, *options]
 
         # Where engine processes sample, theirs are the devices.
@@ -129,10 +132,6 @@ class RayRun(LocalRun):
 def run_name(folder: RunFolder) -> str:
     """What a run is called on a cluster: by its folder, with a mark of its own where two are called alike."""
     return f"{folder.root.name}-{hashlib.sha256(folder.token.encode()).hexdigest()[:8]}"
-
-
-def namespace_of(run: str) -> str:
-    return f"rillflow-{run}"
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,6 +42,8 @@ class FakeSeat:
         """As an actor does: its process goes with it."""
         self.gone = True
         self.host.signal(signal.SIGKILL)
+        while self.host.running():
+            time.sleep(0.005)
 
 
 class FakeCluster:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 import tempfile
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from seats import FakeCluster
 
 from rillflow.errors import RunError
+from rillflow.resources.ray.host import own_folder
 from rillflow.runtime.process import GIVE_UP
 from rillflow.runtime.ray.gang import Gang, Member, Place, Room
 from rillflow.runtime.supervisor import Supervisor
@@ -23,6 +25,7 @@ SLEEP = "import time; print('up', flush=True); time.sleep(60)"
 @pytest.fixture(autouse=True)
 def _own_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr("rillflow.runtime.ray.gang._NODE_NEWS", 0.2)
 
 
 @pytest.fixture
@@ -50,10 +53,10 @@ def gang(
 
 
 async def until(condition: Callable[[], object], what: str) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.02)
-    assert condition(), what
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, f"waited for: {what}"
+        await asyncio.sleep(0.02)
 
 
 def text(tmp_path: Path, member: int = 0) -> str:
@@ -73,7 +76,7 @@ async def test_a_gang_that_finishes_leaves_its_logs_and_nothing_else(tmp_path: P
     assert lines[0] == lines[1]  # both were told the same place to meet at
     assert lines[0][0].startswith("s3 ['127.0.0.1:")
     assert len(lines[0][1]) == 200_000
-    assert list((tmp_path / "rillflow-0" if False else next(tmp_path.glob("rillflow-*")) / "test-run").iterdir()) == []
+    assert list(own_folder("test-run").iterdir()) == []
 
 
 async def test_one_member_lost_ends_all_and_all_begin_anew(tmp_path: Path, supervisor: Supervisor) -> None:
@@ -99,7 +102,7 @@ async def test_the_log_of_a_predecessor_on_the_same_host_is_read_to_its_end(
     await until(lambda: "up" in text(tmp_path), "it is up")
     seat = cluster.seats[0]
     seat.die()
-    with open(Path(seat.host.where()) / "log.log", "a") as log:
+    with open(Path(seat.host.folder()) / "log.log", "a") as log:
         log.write("last words\n")
     await until(lambda: text(tmp_path).count("up") == 2, "it is up again")
     assert text(tmp_path) == "up\nlast words\nup\n"
@@ -176,7 +179,8 @@ async def test_stopped_members_have_time_for_their_last_words(tmp_path: Path, su
 
 
 async def test_stopping_one_waits_for_all_its_members(tmp_path: Path, supervisor: Supervisor) -> None:
-    slow = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(4), print('saved'), sys.exit(143)))"
+    last = "lambda *_: (time.sleep(4), print('saved'), sys.exit(143))"
+    slow = f"import signal, sys, time; signal.signal(signal.SIGTERM, {last})"
     cluster = FakeCluster("a")
     supervisor.add(gang(cluster, tmp_path, f"{slow}\n{SLEEP}", SLEEP))
     await until(lambda: "up" in text(tmp_path) and "up" in text(tmp_path, 1), "both are up")

@@ -1,0 +1,152 @@
+"""How a process joins a run that it sees nothing of but the service's URL: recipe, weights and token.
+
+Invariant: whatever is wrong (no service, another token, another version, code or weights that cannot be had here) is
+one error before anything is started, and says what to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from rillflow import __version__
+from rillflow.clients.dataflow import DataflowClient
+from rillflow.config import Recipe
+from rillflow.config.load import validate
+from rillflow.contracts import Clock, SystemClock
+from rillflow.errors import ConfigError, RillflowError, RunError, Unauthorized, WireError
+from rillflow.storage import read_json
+from rillflow.types import RunRecipe
+from rillflow.wire import Client
+
+TOKEN_VARIABLE = "RILLFLOW_TOKEN"
+REACHED = 20.0  # seconds for the service to answer: it may just be starting
+WEIGHTS = 60.0  # seconds for the run's weight server to listen, where it is to have one
+_LOOK = 0.5
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A run as a process from elsewhere works on it. `weights` is the run's own folder of weights where it lies on this
+    host; else the recipe names where they come from, and the folder is this process's own."""
+
+    url: str
+    token: str
+    recipe: Recipe
+    weights: Path
+
+
+def token_of(file: Path | None) -> str:
+    """The run's token, from a file or from the environment; never from the command line, which everybody can read."""
+    if file is None:
+        token = os.environ.get(TOKEN_VARIABLE, "")
+        if not token:
+            raise ConfigError(
+                "the run's token is not known",
+                f"set {TOKEN_VARIABLE}, or give --token-file FILE; it stands in run.json of the run's folder",
+            )
+        return token.strip()
+    try:
+        token = file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the token file {file} cannot be read: {error}", "check the path and its rights") from None
+    if not token:
+        raise ConfigError(f"the token file {file} is empty", "it holds the `token` of run.json in the run's folder")
+    return token
+
+
+async def join(url: str, token: str, cache: Path, *, clock: Clock | None = None) -> Joined:
+    """All that a node or an engine needs of the run at `url`; `cache` is its own folder."""
+    clock = clock or SystemClock()
+    client = DataflowClient(Client(_checked(url), token, peer="dataflow", clock=clock))
+    try:
+        told = await _told(client, REACHED)
+        recipe = _recipe(told)
+        folder = Path(told.folder)
+        if is_here(folder, token):
+            return Joined(client.wire.url, token, recipe, folder / "weights")
+        if any(policy.weights.source is None for policy in recipe.policies.values()):
+            recipe = _pulling(recipe, await _weights(client, told, recipe, clock))
+        return Joined(client.wire.url, token, recipe, cache / "weights")
+    finally:
+        await client.close()
+
+
+def _checked(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+    except ValueError:
+        usable = False
+    if not usable:
+        raise ConfigError(
+            f"{url!r} is not the URL of a run", "as in http://10.0.0.5:8000: see RUN/endpoints/dataflow.json"
+        )
+    return url.rstrip("/")
+
+
+async def _told(client: DataflowClient, deadline: float) -> RunRecipe:
+    where = client.wire.url
+    try:
+        return await client.recipe(deadline)
+    except Unauthorized as error:
+        raise RunError(
+            f"the run at {where} does not take this token", "take the `token` of run.json in that run's folder"
+        ) from error
+    except WireError as error:
+        raise RunError(
+            f"no run answers at {where}: {error.message}",
+            "is it running, does it listen on an address that this host reaches (runtime.host), and is it of this "
+            "version of Rillflow?",
+        ) from error
+
+
+def _recipe(told: RunRecipe) -> Recipe:
+    try:
+        return validate(dict(told.recipe))
+    except ConfigError as error:
+        raise RunError(
+            f"the run's recipe cannot be read here: {error.message}",
+            f"the run is of Rillflow {told.version}, this is {__version__}: install the same version on both",
+        ) from error
+
+
+def is_here(folder: Path, token: str) -> bool:
+    """Whether the run's own folder can be read on this host: the same run, not another one at the same path."""
+    try:
+        return bool(read_json(folder / "run.json")["token"] == token) and (folder / "weights").is_dir()
+    except (OSError, RillflowError, KeyError, TypeError):
+        return False
+
+
+# ---------------------------------------------------------------- weights
+
+
+async def _weights(client: DataflowClient, told: RunRecipe, recipe: Recipe, clock: Clock) -> str:
+    """Where the run's weight server listens; a run that is to have one may still be starting it."""
+    end = clock.monotonic() + (WEIGHTS if recipe.runtime.weights_server else 0.0)
+    while not told.weights:
+        if clock.monotonic() >= end:
+            wanted = "has not started its weight server yet" if recipe.runtime.weights_server else "serves no weights"
+            raise RunError(
+                f"the run {wanted}, and its folder {told.folder} is not on this host",
+                "start the run with runtime.weights_server=true, or run `rillflow weights RUN` beside it, or say where "
+                "weights are with policies.*.weights.source",
+            )
+        await asyncio.sleep(_LOOK)
+        told = await _told(client, REACHED)
+    return told.weights
+
+
+def _pulling(recipe: Recipe, source: str) -> Recipe:
+    """The recipe with `source` for the policies that name none of their own."""
+    policies = {
+        name: policy
+        if policy.weights.source is not None
+        else policy.model_copy(update={"weights": policy.weights.model_copy(update={"source": source})})
+        for name, policy in recipe.policies.items()
+    }
+    return recipe.model_copy(update={"policies": policies})

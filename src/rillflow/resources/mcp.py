@@ -1,0 +1,173 @@
+"""The maintainer's report and actions over MCP, for an agent that maintains a run.
+
+The same code as the loop's carries them out, with the same bounds, cooldown and dry run: what an agent can do wrong
+here is to have a pool of a wrong size within the bounds. Over HTTP every call needs the token; only loopback is served.
+It does not protect from other users of the machine who can read the token's file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import uvicorn
+
+from rillflow.errors import ConfigError, RillflowError, RunError
+from rillflow.resources.maintainer.loop import Maintainer, Outcome
+from rillflow.wire.protocol import BoundedHttp
+
+if TYPE_CHECKING:
+    from mcp.server import MCPServer
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+INSTRUCTIONS = """You maintain the pool of rollout nodes of a reinforcement learning run.
+Call balance_report every minute or so. When its `latest.version` is one that you have not seen, look at `advice`: its
+`target` is the pool size, in GPUs, that fits what the trainer takes. Then call set_target with that many nodes (a node
+has one GPU unless list_nodes says otherwise), or retire_node to choose who goes: gone nodes first, then suspect ones,
+then the one with the lowest `rate`. Act at most once on each report, and not at all when it says hold. A refusal tells
+why: wait for the next report, do not try again before. Nodes that die are replaced without you."""
+_STARTING = 10.0  # seconds for the port to open
+_MOST_LINES = 500
+
+
+def build_server(maintainer: Maintainer) -> MCPServer[Any]:
+    try:
+        from mcp.server import MCPServer
+        from mcp.server.mcpserver.exceptions import ToolError
+    except ImportError:
+        raise ConfigError("the package `mcp` is not installed", "pip install 'rillflow[mcp]'") from None
+    server: MCPServer[Any] = MCPServer("rillflow-maintainer", instructions=INSTRUCTIONS, log_level="WARNING")
+
+    def told(error: RillflowError) -> ToolError:
+        return ToolError(str(error))
+
+    @server.tool()
+    async def balance_report() -> dict[str, Any]:
+        """The balance between rollout and training: `latest` is the last full report, `current` the window since (not
+        full yet), `advice` what the loop would do on the latest: its branch, the target in GPUs, and why."""
+        try:
+            balance, _, _ = await maintainer.look()
+        except RillflowError as error:
+            raise told(error) from None
+        return {**msgspec.to_builtins(balance), "advice": _advice(maintainer)}
+
+    @server.tool()
+    async def list_nodes() -> dict[str, Any]:
+        """Every rollout node: whose it is (own: started here; run: the run's; other: by hand, or in a trainer's
+        process), its standing, GPUs, rate (samples/s and GPU over the last reports) and whether it is suspect. `target`
+        is how many nodes there are to be; `size` how many there are."""
+        try:
+            _, pool, look = await maintainer.look()
+        except RillflowError as error:
+            raise told(error) from None
+        infos = {info.name: msgspec.to_builtins(info) for info in look.infos}
+        nodes = [{**msgspec.to_builtins(m), "counts": m.counts, "node": infos.get(m.name)} for m in pool]
+        return {"target": maintainer.state.target, "size": sum(m.counts for m in pool), "nodes": nodes}
+
+    @server.tool()
+    async def start_nodes(count: int) -> dict[str, Any]:
+        """Start so many nodes more. Refused outside of the bounds, within the cooldown, and while others start."""
+        if count < 1:
+            raise ToolError("count is at least 1; to have fewer nodes, call retire_node or set_target")
+        return await _asked(lambda: maintainer.resize(more=count), told)
+
+    @server.tool()
+    async def retire_node(name: str) -> dict[str, Any]:
+        """Drain this node and end it: it gets no more tasks and ends those it has. Refused as start_nodes is."""
+        return await _asked(lambda: maintainer.retire(name), told)
+
+    @server.tool()
+    async def set_target(size: int) -> dict[str, Any]:
+        """Have so many nodes in all: starts new ones, or retires suspect and slow ones. Refused as start_nodes is."""
+        return await _asked(lambda: maintainer.resize(size), told)
+
+    @server.tool()
+    async def decision_log(last: int = 20) -> list[dict[str, Any]]:
+        """The last decisions and actions, the newest at the end, yours and the refused ones among them."""
+        lines = maintainer.lines(max(1, min(last, _MOST_LINES)))
+        return [msgspec.to_builtins(line) for line in lines]
+
+    return server
+
+
+def _advice(maintainer: Maintainer) -> dict[str, Any] | None:
+    return None if maintainer.advice is None else msgspec.to_builtins(maintainer.advice)
+
+
+async def _asked(ask: Callable[[], Any], told: Callable[[RillflowError], Exception]) -> dict[str, Any]:
+    try:
+        outcome: Outcome = await ask()
+    except RillflowError as error:
+        raise told(error) from None
+    return dict(msgspec.to_builtins(outcome))
+
+
+# ---------------------------------------------------------------- serving
+
+
+async def serve_stdio(maintainer: Maintainer) -> None:
+    """Until the client has gone, or the run and its nodes have ended."""
+    await _with_upkeep(maintainer, build_server(maintainer).run_stdio_async())
+
+
+async def serve_http(maintainer: Maintainer, token: str, port: int, on_ready: Callable[[str], None]) -> None:
+    """On loopback, until the run and its nodes have ended. `on_ready` gets the URL."""
+    app = _Guarded(build_server(maintainer).streamable_http_app(stateless_http=True, json_response=True), token)
+    config = uvicorn.Config(
+        app, host="127.0.0.1", port=port, http=BoundedHttp, ws="none", log_config=None, access_log=False, lifespan="on"
+    )
+    server = uvicorn.Server(config)
+    # Signals belong to the process's owner, not to uvicorn.
+    server.capture_signals = nullcontext  # type: ignore[assignment, method-assign]
+    serving = asyncio.create_task(_with_upkeep(maintainer, server.serve()))
+    try:
+        deadline = asyncio.get_running_loop().time() + _STARTING
+        while not server.started and not serving.done():
+            if asyncio.get_running_loop().time() > deadline:
+                raise RunError(f"the MCP server did not start within {_STARTING:.0f} s", "is the port free?")
+            await asyncio.sleep(0.02)
+        if server.started:
+            on_ready(f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/mcp")
+        await serving
+    finally:
+        server.should_exit = True
+        serving.cancel()
+        with suppress(asyncio.CancelledError):
+            await serving
+
+
+async def _with_upkeep(maintainer: Maintainer, serving: Any) -> None:
+    """Serve, and meanwhile see after the nodes; when either ends, so does the other."""
+    tasks = [asyncio.ensure_future(serving), asyncio.create_task(maintainer.run())]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Guarded:
+    """Lets calls with the token pass."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app = app
+        self._expected = f"Bearer {token}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not self._allowed(scope):
+            headers = [(b"content-type", b"text/plain"), (b"www-authenticate", b"Bearer")]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": b"give the token: Authorization: Bearer ...\n"})
+            return
+        await self._app(scope, receive, send)
+
+    def _allowed(self, scope: Scope) -> bool:
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        return len(given) == 1 and hmac.compare_digest(given[0], self._expected)

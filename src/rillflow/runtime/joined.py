@@ -1,0 +1,202 @@
+"""Nodes and engines that join a run by its URL: they see nothing of its folder, and nobody supervises them.
+
+They end with code 0 when the run has ended or they have left. SIGTERM or SIGINT makes a node leave: it ends what it
+plays within its grace and hands the rest back; a second one ends it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import platform
+import re
+import signal
+import tempfile
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rillflow.clients.joining import Joined, join, token_of
+from rillflow.config import Recipe
+from rillflow.errors import ConfigError
+from rillflow.rollout.leaving import Departure
+from rillflow.runtime.folder import RunFolder
+from rillflow.runtime.process import STOPPED, LoopWatchdog, prepare, run_until_signal
+
+log = logging.getLogger(__name__)
+
+GRACE = 30.0  # seconds that a node which is asked to stop has for its episodes
+PATIENCE = 600.0  # seconds without an answer of the run's service after which a process gives up: nobody else ends it
+_PREDECESSOR_WAIT = 15.0
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+
+
+@dataclass(frozen=True)
+class JoinOptions:
+    """What the command line says. Without `cache` all that the process keeps goes when it ends."""
+
+    url: str
+    name: str | None = None
+    token_file: Path | None = None
+    cache: Path | None = None
+    episodes: int | None = None
+    host: str = "127.0.0.1"
+    grace: float = GRACE
+
+
+def rollout_joined(options: JoinOptions) -> NoReturn:
+    """A rollout node. Ends the process: a reward function that never returned still has its thread."""
+    name = _start(options.name)
+    with _own_folder(options, name) as folder:
+        joined = _join(options, folder)
+        code = asyncio.run(_play(name, joined, options, folder))
+    logging.shutdown()
+    os._exit(code)
+
+
+def engine_joined(options: JoinOptions) -> int:
+    """An engine process; nodes must reach it at `options.host`."""
+    from rillflow.engine.main import run_engine
+
+    name = _start(options.name)
+    with _own_folder(options, name) as folder:
+        joined = _join(options, folder)
+        serving = run_engine(
+            name,
+            joined.recipe,
+            dataflow_url=joined.url,
+            token=joined.token,
+            weights=joined.weights,
+            on_ready=lambda own: log.info("engine %s of %s listens at %s", name, joined.url, own),
+            host=options.host,
+            patience=PATIENCE,
+        )
+        try:
+            code = run_until_signal(serving)
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+    return 0 if code == STOPPED else code  # its answers were sent elsewhere first
+
+
+# ---------------------------------------------------------------- before
+
+
+def _start(name: str | None) -> str:
+    prepare()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    name = name or f"{re.sub('[^A-Za-z0-9._-]', '-', platform.node()) or 'node'}-{os.getpid()}"
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{name!r:.80} cannot be the name of a node", "letters, digits, dots, dashes and underscores")
+    return name
+
+
+@contextmanager
+def _own_folder(options: JoinOptions, name: str) -> Iterator[Path]:
+    """This process's own: sessions, weights. In a cache, one for every run and name, so that it goes on where it was."""
+    token = token_of(options.token_file)
+    if options.cache is None:
+        with tempfile.TemporaryDirectory(prefix=f"rillflow-{name}-") as temporary:
+            yield Path(temporary)
+        return
+    folder = options.cache.expanduser().resolve() / f"{name}-{hashlib.sha256(token.encode()).hexdigest()[:12]}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise ConfigError(f"the cache {folder} cannot be made: {error}", "give another folder with --cache") from None
+    with RunFolder(folder).locked(name, _PREDECESSOR_WAIT):
+        yield folder
+
+
+def _join(options: JoinOptions, folder: Path) -> Joined:
+    joined = asyncio.run(join(options.url, token_of(options.token_file), folder))
+    _use_threads(joined.recipe)
+    return joined
+
+
+def _use_threads(recipe: Recipe) -> None:
+    import torch
+
+    if recipe.runtime.threads:
+        torch.set_num_threads(recipe.runtime.threads)
+
+
+# ---------------------------------------------------------------- a node's life
+
+
+async def _play(name: str, joined: Joined, options: JoinOptions, folder: Path) -> int:
+    from rillflow.rollout.main import run_node
+
+    recipe = _with_episodes(joined.recipe, options.episodes)
+    _check_code(recipe)
+    departure, ready = Departure(), asyncio.Event()
+    watchdog = asyncio.create_task(LoopWatchdog(recipe.rollout.episode_timeout).run())
+
+    def on_ready(url: str) -> None:
+        log.info("node %s plays for %s, gateway at %s", name, joined.url, url)
+        ready.set()
+
+    playing = run_node(
+        name,
+        recipe,
+        dataflow_url=joined.url,
+        token=joined.token,
+        weights=joined.weights,
+        folder=folder / "gateway",
+        on_ready=on_ready,
+        host=options.host,
+        departure=departure,
+        patience=PATIENCE,
+    )
+    try:
+        return await _until_gone(playing, departure, options.grace, ready.is_set)
+    finally:
+        watchdog.cancel()
+
+
+async def _until_gone(
+    main: Coroutine[Any, Any, None], departure: Departure, grace: float, ready: Callable[[], bool]
+) -> int:
+    """The first signal makes the node leave, a second one ends it; before it is ready there is nothing to leave."""
+    task = asyncio.ensure_future(main)
+    asked = 0
+
+    def on_signal() -> None:
+        nonlocal asked
+        asked += 1
+        if asked > 1 or not ready():
+            task.cancel()
+        else:
+            departure.within(grace)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    try:
+        await task
+    except asyncio.CancelledError:
+        log.info("stopped by signal")
+        return STOPPED if ready() else 0
+    return 0
+
+
+def _with_episodes(recipe: Recipe, episodes: int | None) -> Recipe:
+    if episodes is None:
+        return recipe
+    return recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"episodes": episodes})})
+
+
+def _check_code(recipe: Recipe) -> None:
+    """The workflow, command and reward are this host's own copies."""
+    from rillflow.rollout.players import check_players
+
+    try:
+        check_players(recipe)
+    except ConfigError as error:
+        raise ConfigError(
+            f"the run's recipe asks for something that is not on this host: {error.message}",
+            f"{error.hint}; code that is not part of Rillflow must be installed here, or lie at the same path",
+        ) from error

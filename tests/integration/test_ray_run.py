@@ -1,0 +1,110 @@
+"""The quickstart's parts on a real Ray cluster of several nodes: placed, lost, added, killed; nothing is lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from commands import Cli, Started, all_processes_of, steps_of, wait_until
+from ray_nodes import Nodes, ray_cluster
+
+pytest.importorskip("ray")
+pytestmark = pytest.mark.slow
+
+SHORT = [
+    "trainer.batch_groups=2",
+    "trainer.checkpoint_every=2",
+    "data.heldout.arguments={split: heldout, count: 8, seed: 2}",
+    "evaluation.every=0",
+    "rollout.episodes=16",
+]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Nodes]:
+    with ray_cluster() as nodes:
+        yield nodes
+
+
+def start(cli: Cli, cluster: Nodes, *overrides: str) -> Started:
+    run = cli.start("run", "quickstart", *SHORT, *overrides, "--runtime", "ray", "--address", cluster.address)
+    wait_until(lambda: any(run.runs.iterdir()), "the run folder")
+    return run
+
+
+def check_end(cli: Cli, run: Started, steps: int) -> None:
+    assert run.wait(240) == 0, run.output()[-4000:]
+    summary = json.loads((run.folder / "summary.json").read_text())
+    assert summary["steps"] == steps
+    assert json.loads((run.folder / "state.json").read_text())["state"] == "finished"
+    assert json.loads(cli.run("audit", str(run.folder), "--json").output())["balanced"]
+    assert list(all_processes_of(run.folder)) == []
+    assert nodes_of(run.folder) == []
+
+
+def nodes_of(folder: Path) -> list[psutil.Process]:
+    """Rollout nodes do not name the folder, but the service of its run."""
+    endpoint = folder / "endpoints" / "dataflow.json"
+    url = json.loads(endpoint.read_text())["url"] if endpoint.is_file() else "none"
+    return [p for p in psutil.process_iter(["cmdline"]) if url in (p.info["cmdline"] or []) and p.is_running()]
+
+
+def rank(folder: Path, number: int) -> psutil.Process:
+    return next(
+        process
+        for role, process in all_processes_of(folder)
+        if role == "trainer" and ["--rank", str(number)] == process.cmdline()[-4:-2]
+    )
+
+
+def test_the_quickstart_runs_on_three_nodes(cli: Cli, cluster: Nodes) -> None:
+    cluster.add("rolls", rollout=1)
+    cluster.add("trains", train=1)
+    run = start(cli, cluster, "trainer.steps=3")
+    wait_until(lambda: nodes_of(run.folder), "the rollout node", 120)
+    token = json.loads((run.folder / "run.json").read_text())["token"]
+    for process in psutil.process_iter(["cmdline"]):
+        assert token not in " ".join(process.info["cmdline"] or [])
+    check_end(cli, run, steps=3)
+    logs = {path.stem: path.read_text() for path in (run.folder / "logs").iterdir()}
+    assert set(logs) == {"dataflow", "unit-0", "weights", "rollout-0", "trainer-agent"}
+    assert "gateway at http://" in logs["rollout-0"]
+    assert "metrics at http://" in logs["trainer-agent"]
+    cluster.remove("rolls")
+    cluster.remove("trains")
+
+
+def test_a_node_is_lost_and_one_added_during_a_run(cli: Cli, cluster: Nodes) -> None:
+    """At first there is room for one node and the trainer, then for all; then where they were goes down."""
+    cluster.add("first", rollout=1, train=1)
+    run = start(cli, cluster, "trainer.steps=14", "rollout.nodes=2")
+    wait_until(lambda: steps_of(run.folder) >= 3, "three steps", 120)
+    assert len(nodes_of(run.folder)) == 1
+    cluster.add("second", rollout=2, train=1)
+    wait_until(lambda: len(nodes_of(run.folder)) == 2, "the node that waited for room", 60)
+    cluster.remove("first")
+    check_end(cli, run, steps=14)
+    assert "a node it was on has gone: placing it again" in run.output()
+    assert "waits for room" in run.output()
+    cluster.remove("second")
+
+
+def test_a_killed_actor_of_one_rank_restarts_all(cli: Cli, cluster: Nodes) -> None:
+    cluster.add("rolls", rollout=1)
+    cluster.add("trains", train=2)
+    run = start(cli, cluster, "trainer.steps=6", "trainer.ranks=2")
+    wait_until(lambda: steps_of(run.folder) >= 3, "three steps", 120)
+    before = [rank(run.folder, number) for number in (0, 1)]
+    actor = before[1].parent()
+    assert actor is not None
+    actor.kill()
+    wait_until(lambda: not any(process.is_running() for process in before), "both ranks end", 60)
+    check_end(cli, run, steps=6)
+    assert "all of trainer-agent end, to begin anew" in run.output()
+    assert {"trainer-agent", "trainer-agent-rank1"} <= {path.stem for path in (run.folder / "logs").iterdir()}
+    cluster.remove("rolls")
+    cluster.remove("trains")
