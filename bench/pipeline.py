@@ -8,9 +8,9 @@ long-tailed lengths, the same for all; what is decoded at once is bounded by the
     python -m bench.pipeline [--quick] [--only multiplexed,naive] [--runs FOLDER] [--json FILE]
 
 The window is from the first token sampled to the last commit: start-up is not in it. Idle is the share of the window in
-which a worker neither trains, nor samples at least one sequence, nor changes weights. A picture of each timeline is left
-in the folder of its run. Cost grows with what is slowest: naive pays for the longest answer of every batch and then for
-the step; the others for the larger of sampling and training; multiplexed for the mean of the two.
+which a worker neither trains, nor samples at least one sequence, nor changes weights. A picture of each timeline is
+left in the folder of its run. How cost grows: naive pays for the longest answer of every batch and then for the step;
+micro-batch and filling for the larger of sampling and training; multiplexed for the mean of the two.
 """
 
 from __future__ import annotations

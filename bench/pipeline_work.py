@@ -59,9 +59,9 @@ def make_model(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def prompts(count: int, seed: int) -> Iterator[dict[str, Any]]:
+def prompts(count: int, seed: int, split: str = "train") -> Iterator[dict[str, Any]]:
     for index in range(count):
-        yield {"id": f"{seed}-{index}", "payload": {"question": f"Tell me about river number {index}."}}
+        yield {"id": f"{split}-{seed}-{index}", "payload": {"question": f"Tell me about river number {index}."}}
 
 
 def length(prompt: str, place: int) -> int:
@@ -81,7 +81,7 @@ async def play(episode: Any) -> str | None:
     response = await episode.client.chat.completions.create(
         model=episode.model,
         messages=[{"role": "user", "content": episode.payload["question"]}],
-        max_tokens=length(task.prompt.id, task.index),
+        max_tokens=length(task.prompt.id, task.place),
     )
     content: str | None = response.choices[0].message.content
     return content

@@ -43,8 +43,8 @@ class LedgerCosts:
     """Seconds of the dataflow service, by the number of nodes, with a window of groups that fits so many.
 
     A call costs `_call`, and `_each` for every task, attempt or sample in it. `open` and `commit` are of one sample of
-    the batch, `peek` of one group that is ready when there are too few; `rank` is what one rank's lease takes for each sample of the whole batch. `idle` is the share of a core
-    that goes when nobody asks for anything.
+    the batch; `peek` is of one group that is ready while there are too few; `rank` is what one rank's lease takes for
+    each sample of the whole batch. `idle` is the share of a core that goes when nobody asks for anything.
     """
 
     lease_call: Curve

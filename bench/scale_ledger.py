@@ -20,12 +20,22 @@ from bench.scale_costs import Curve, LedgerCosts, Meter, call_and_each
 from bench.traffic import Processes, describe, make_run, trajectory
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.clients.units import UnitWriter
-from rillflow.types import CompleteTask, CompleteTasks, Heartbeat, JoinTrainer, LeaseBatch, LeaseTasks, TaskLease
-from rillflow.types import CommitBatch, TasksTaken
+from rillflow.types import (
+    CommitBatch,
+    CompleteTask,
+    CompleteTasks,
+    Heartbeat,
+    JoinTrainer,
+    LeaseBatch,
+    LeaseTasks,
+    TaskLease,
+    TasksTaken,
+)
 
 MAIN, GROUP, STALENESS, SLOTS = "main", 8, 8, 64
 AT_ONCE = 8  # questions under way
 FOREVER = 3600.0
+_ROW = trajectory(1000)
 
 
 @dataclass
@@ -63,21 +73,20 @@ class LedgerLoad:
         beat = Heartbeat(node=node, incarnation="1", attempts=held, versions={MAIN: 0}, capacity=SLOTS)
         await self.client.heartbeat(beat)
 
+    def news(self, lease: TaskLease) -> CompleteTask:
+        return CompleteTask(
+            task=lease.task.id,
+            attempt=lease.attempt,
+            node="",
+            reward=float(lease.task.place % 2),
+            samples=[describe(MAIN, _ROW, self.place)],
+            calls=1,
+            seconds=1.0,
+        )
+
     async def complete(self, leases: Sequence[TaskLease]) -> None:
-        row = trajectory(1000)
-        news = [
-            CompleteTask(
-                task=lease.task.id,
-                attempt=lease.attempt,
-                node="",
-                reward=float(lease.task.place % 2),
-                samples=[describe(MAIN, row, self.place)],
-                calls=1,
-                seconds=1.0,
-            )
-            for lease in leases
-        ]
-        taken = await self.client.wire.post("/tasks/complete", CompleteTasks(tasks=news), TasksTaken)
+        news = CompleteTasks(tasks=[self.news(lease) for lease in leases])
+        taken = await self.client.wire.post("/tasks/complete", news, TasksTaken)
         assert all(one.ack and one.ack.accepted for one in taken.taken), taken
 
     def names(self, count: int) -> list[str]:
@@ -193,7 +202,7 @@ async def measure_size(nodes: int, calls: int) -> dict[str, float]:
             assert process is not None
             load = LedgerLoad(client, Meter(process.pid), nodes, groups)
             try:
-                (load.place,) = await writer.put([trajectory(1000)])
+                (load.place,) = await writer.put([_ROW])
                 found = await _nodes_side(load, calls)
                 return found | await _trainers_side(load) | {"sync": await _sync(load)}
             finally:

@@ -63,7 +63,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the counted steps were like. Shares are of the time, or of it and all that could have been at work."""
+    """What the counted steps were like; `busy` are shares of the time of what could have been at work."""
 
     seconds: float
     steps: int
@@ -113,6 +113,7 @@ class Simulation:
         self._outstanding = self._number = 0
         self._trainer_free = 0.0  # when it began to wait
         self._training = False
+        self._goal = 0
         self.version = self._published = 0
         self.steps: list[Step] = []
         self._stale: list[int] = []
@@ -136,7 +137,8 @@ class Simulation:
         return self._outcome(before, self._marks(), self.steps[warm:])
 
     def _advance(self, version: int, most_seconds: float) -> None:
-        if not self.clock.run(lambda: self.version < version, most_seconds) and self.version == 0:
+        self._goal = version
+        if not self.clock.run(most_seconds) and not self.steps:
             raise RuntimeError(f"no step within {self.clock.now:.0f} simulated seconds")
 
     def _tick(self, _: object) -> None:
@@ -220,7 +222,9 @@ class Simulation:
     def _drawn(self, node: Node, group: Group) -> Episode:
         work = self.world.work
         mean = math.log(work.mean_tokens) - work.sigma**2 / 2
-        tokens = min(self._random.lognormvariate(mean, work.sigma), work.most_tokens) if work.sigma else work.mean_tokens
+        tokens = (
+            min(self._random.lognormvariate(mean, work.sigma), work.most_tokens) if work.sigma else work.mean_tokens
+        )
         return Episode(node, group, node.version, tokens / work.turns, work.turns, int(tokens) + work.given_tokens)
 
     def _turn(self, episode: Episode) -> None:
@@ -361,7 +365,8 @@ class Simulation:
 
     def _step_seconds(self, samples: list[int]) -> float:
         """Of the rank with the most tokens: they are balanced as far as the longest sample allows."""
-        return max(sum(samples) / self.world.ranks, max(samples)) / self.world.device.train_rate
+        longest = max(samples)
+        return max(sum(samples) / self.world.ranks, longest) / self.world.device.train_rate
 
     def _commit(self, what: tuple[int, float, float]) -> None:
         ended = self.ledger.serve(self.clock.now, self._cost["commit"] * what[0])
@@ -373,6 +378,7 @@ class Simulation:
         self.version += 1
         self.trained += samples
         self.steps.append(Step(self.version, self.clock.now, step, wait))
+        self.clock.stopped = self.version >= self._goal
         self._outstanding -= self.world.groups
         self._expire_old()
         self._admit()

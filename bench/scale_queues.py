@@ -20,16 +20,17 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.stopped = False
         self._events: list[tuple[float, int, Event, Any]] = []
         self._numbers = count()
 
     def at(self, time: float, event: Event, what: Any = None) -> None:
         heapq.heappush(self._events, (time, next(self._numbers), event, what))
 
-    def run(self, going: Callable[[], bool], until: float) -> bool:
-        """Until `going` says no; False when there was nothing more to do, or the time was over, before that."""
-        events = self._events
-        while going():
+    def run(self, until: float) -> bool:
+        """Until an event sets `stopped`; False when there was nothing more to do, or the time was over, before that."""
+        events, self.stopped = self._events, False
+        while not self.stopped:
             if not events or events[0][0] > until:
                 return False
             self.now, _, event, what = heapq.heappop(events)

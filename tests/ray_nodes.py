@@ -48,14 +48,19 @@ class Nodes:
 @contextmanager
 def ray_cluster() -> Iterator[Nodes]:
     """With a head that offers no tags: it is the driver's node."""
-    quiet = {"RAY_memory_monitor_refresh_ms": "0", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONWARNINGS": "ignore"}
+    settings = {
+        "RAY_memory_monitor_refresh_ms": "0",
+        "RAY_worker_niceness": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "PYTHONWARNINGS": "ignore",
+    }
     process = subprocess.Popen(
         [sys.executable, __file__],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        env=os.environ | quiet,
+        env=os.environ | settings,
     )
     with process:
         try:

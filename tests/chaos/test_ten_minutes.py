@@ -16,7 +16,7 @@ import pytest
 import yaml
 from mayhem import KINDS, Mayhem
 
-from commands import Cli, Started, steps_of, wait_until
+from commands import Cli, Started, all_processes_of, steps_of, wait_until
 
 SECONDS = float(os.environ.get("RILLFLOW_CHAOS_SECONDS", "120"))
 SEED = int(os.environ.get("RILLFLOW_CHAOS_SEED", "1"))
@@ -48,6 +48,7 @@ def finish(cli: Cli, run: Started) -> None:
     folder = run.folder
     run.interrupt()
     assert run.wait(60) == 130, run.output()[-4000:]
+    assert not list(all_processes_of(folder))
     path = folder / "recipe.yaml"
     recipe = yaml.safe_load(path.read_text())
     for name, steps in steps_by_policy(folder).items():

@@ -20,6 +20,7 @@ from rillflow.observe.plot import plot_reward
 from rillflow.observe.progress import Progress
 from rillflow.observe.summary import summarise, summary_table
 from rillflow.observe.tensorboard import TensorBoard
+from rillflow.resources.workers import initial_workers
 from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.local import LocalRun, ended_well
 from rillflow.storage import write_json
@@ -61,11 +62,13 @@ def check(recipe: Recipe) -> None:
     """Fail before anything is started where a look can tell that the run cannot work."""
     from rillflow.dataflow.hooks import Hooks
     from rillflow.dataflow.sources import open_source, open_sources
+    from rillflow.resources.placement import plan
     from rillflow.rollout.players import check_players
     from rillflow.trainer.graph.builtin import chain_of
     from rillflow.weights.models import model_folder
 
     check_players(recipe)
+    plan(recipe, initial_workers(recipe))
     for policy in recipe.policies.values():
         kl, critic = policy.trainer.kl, policy.trainer.critic
         for model in (policy.model, kl.reference if kl else None, critic.model if critic else None):
@@ -125,7 +128,8 @@ class Doors:
         recipe = folder.recipe
         self._folder = folder
         self._say = say
-        self._nodes = [f"rollout-{index}" for index in range(recipe.rollout.nodes)] if recipe.outside else []
+        nodes = [worker.name for worker in initial_workers(recipe) if "rollout" in worker.tags]
+        self._nodes = nodes if recipe.outside else []
         self._known: dict[str, str] = {}
 
     def show(self) -> None:

@@ -97,7 +97,7 @@ def _start(name: str | None) -> str:
 
 @contextmanager
 def _own_folder(options: JoinOptions, name: str) -> Iterator[Path]:
-    """This process's own: sessions, weights. In a cache, one for every run and name, so that it goes on where it was."""
+    """This process's own: sessions, weights. In a cache one for every run and name, so that it goes on where it was."""
     token = token_of(options.token_file)
     if options.cache is None:
         with tempfile.TemporaryDirectory(prefix=f"rillflow-{name}-") as temporary:

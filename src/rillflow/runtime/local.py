@@ -17,10 +17,11 @@ from contextlib import suppress
 from typing import Any
 
 from rillflow.clients.dataflow import DataflowClient
-from rillflow.errors import BadRequest, DeadlineExceeded, RunError, StorageError, WireError
+from rillflow.errors import BadRequest, DeadlineExceeded, RillflowError, RunError, StorageError, WireError
 from rillflow.resources.placement import Placed, maintainers, services
 from rillflow.resources.priorities import measured, with_rooflines
 from rillflow.runtime.folder import RunFolder
+from rillflow.runtime.maintaining import end_nodes
 from rillflow.runtime.process import STOP_SIGNALS, bind_host, ignored, was_asked_to_stop
 from rillflow.runtime.reconcile import Reconciler
 from rillflow.runtime.supervisor import ProcessSpec, Supervised, Supervisor
@@ -76,6 +77,7 @@ class LocalRun:
             finally:
                 await self._workers.close()
                 await self.supervisor.stop()
+                await self._end_joined()
                 await self._end()
                 if self._client is not None:
                     await self._client.close()
@@ -87,6 +89,13 @@ class LocalRun:
 
     async def _end(self) -> None:
         """After everything has stopped, however it went."""
+
+    async def _end_joined(self) -> None:
+        """Also the nodes that a maintainer has started, which are nobody's children, end with the run."""
+        try:
+            await end_nodes(self._folder)
+        except RillflowError as error:  # how the run itself has ended matters more
+            log.warning("%s", error)
 
     def _listen_for_signals(self) -> None:
         loop = asyncio.get_running_loop()

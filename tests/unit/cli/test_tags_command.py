@@ -63,7 +63,7 @@ def test_this_machine_is_measured_when_asked(folder: RunFolder, monkeypatch: pyt
 def node(name: str, **changes: Any) -> NodeInfo:
     values: dict[str, Any] = {
         "name": name, "state": "healthy", "active": "rollout", "leaving": False, "capacity": 1, "held": 0,
-        "completed": 0, "failed": 0, "pace": None, "throughput": None, "seen": 0.0, "versions": {}, "stats": {},
+        "completed": 0, "failed": 0, "pace": None, "throughput": 0.0, "seen": 0.0, "versions": {}, "stats": {},
     }  # fmt: skip
     return NodeInfo(**(values | changes))
 

@@ -7,9 +7,10 @@ from dataflow_world import RULES
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rillflow.dataflow.throttle import PROBE_AFTER, NodeLook, allowance
+from rillflow.dataflow.throttle import PROBE_AFTER, NodeLook, Work, allowance
 
-GOOD = NodeLook(8, ends=10.0, pace=2.0)
+GOOD = NodeLook(8, ends=10.0, pace=2.0, speed=0.5, held=8)
+PLENTY = Work(1000)
 
 
 @pytest.mark.parametrize(
@@ -22,10 +23,6 @@ GOOD = NodeLook(8, ends=10.0, pace=2.0)
         (NodeLook(8, ends=10.0, bad_ends=5.0), [NodeLook(8, ends=10.0, bad_ends=5.0)], (0, 4), 8, ""),  # all do
         (NodeLook(8, ends=10.0, bad_ends=5.0), [], (0, 4), 8, ""),  # it is alone
         (NodeLook(8, ends=2.0, bad_ends=2.0), [GOOD], (0, 4), 8, ""),  # too early to tell
-        (NodeLook(8, pace=4.0), [GOOD], (0, 4), 4, "slower"),
-        (NodeLook(8, pace=2.9), [GOOD], (0, 4), 8, ""),
-        (NodeLook(8, pace=100.0), [GOOD], (0, 4), 2, "slower"),
-        (NodeLook(8, pace=4.0), [NodeLook(8)], (0, 4), 8, ""),
         (GOOD, [GOOD], (1, 3), 6, "behind"),
         (GOOD, [GOOD], (3, 3), 2, "behind"),
         (GOOD, [GOOD], (9, 3), 2, "behind"),
@@ -42,10 +39,60 @@ GOOD = NodeLook(8, ends=10.0, pace=2.0)
     ],
 )
 def test_a_node_is_held_against_the_others(node, others, age, tasks, why):
-    found = allowance(node, others, behind=age[0], bound=age[1])
+    found = allowance(node, others, PLENTY, behind=age[0], bound=age[1])
     assert found.tasks == tasks
     assert why in found.why
     assert bool(found.why) == bool(why)
+
+
+# ---------------------------------------------------------------- speed
+
+
+def slow(times: float, capacity: int = 8, held: int = 0, idle: float = 0.0) -> NodeLook:
+    """So many times slower than GOOD."""
+    return NodeLook(capacity, ends=10.0, pace=2.0 * times, speed=0.5 / times, held=held, idle=idle)
+
+
+@pytest.mark.parametrize(
+    ("node", "others", "work", "tasks"),
+    [
+        (slow(4), [GOOD] * 3, Work(100), 8),  # there is work for everybody: it adds what it can
+        (slow(4), [GOOD] * 3, Work(8), 8),  # the others are full
+        (slow(4), [GOOD] * 3, Work(4), 4),  # no more than what the others have no room for
+        (slow(4), [slow(1, held=4)] * 3, Work(4), 1),  # a thirteenth of 16
+        (slow(4, held=3), [slow(1, held=4)] * 3, Work(6), 2),  # a thirteenth of 21
+        (slow(4, held=3), [slow(1, held=4)] * 3, Work(24), 8),
+        (slow(4), [GOOD], Work(0), 2),  # a fifth of 8
+        (slow(1.4), [slow(1, held=0)], Work(4), 8),  # not slow enough to speak of
+        (slow(4, capacity=32), [slow(1, held=0)] * 1, Work(8), 4),  # slow, but large: as many samples a second
+        (slow(4), [NodeLook(8)] * 3, Work(4), 8),  # nothing is known of the others
+        (slow(4), [], Work(4), 8),  # it is alone
+        (slow(100), [slow(1, held=0)] * 3, Work(4), 1),  # never none of a stream: nothing else shows that it recovered
+    ],
+)
+def test_a_slow_node_holds_its_share_of_a_stream(node, others, work, tasks):
+    assert allowance(node, others, work).tasks == tasks
+
+
+@pytest.mark.parametrize(
+    ("node", "pending", "tasks"),
+    [
+        (slow(4), 1000, 8),
+        (slow(4), 72 + 5, 5),  # the others' 12 a second do 72 in the 6 seconds that it takes longer
+        (slow(4), 72, 0),
+        (slow(4), 10, 0),
+        (slow(4, held=3), 10, 3),  # what it has, it keeps
+        (slow(4, idle=0.0), 20, 0),
+        (slow(4, idle=1e6), 20, 8),  # long ago: it may have recovered
+        (slow(1), 1, 8),
+    ],
+)
+def test_nobody_waits_for_the_last_task_of_a_slow_node(node, pending, tasks):
+    assert allowance(node, [GOOD] * 3, Work(pending, ends=True)).tasks == tasks
+
+
+def test_free_hands_of_quick_nodes_come_first():
+    assert allowance(slow(4), [GOOD, slow(1, held=0)], Work(48 + 8 + 2, ends=True)).tasks == 2
 
 
 looks = st.builds(
@@ -55,12 +102,34 @@ looks = st.builds(
     bad_ends=st.just(0.0),
     bad_row=st.integers(0, 20),
     pace=st.none() | st.floats(0.01, 1e6),
+    speed=st.none() | st.floats(1e-6, 1e3),
+    held=st.integers(0, 64),
+    idle=st.floats(-1e9, 1e9),
 )
+works = st.builds(Work, pending=st.integers(0, 1000), ends=st.booleans())
 
 
-@given(looks, st.lists(looks, max_size=4), st.integers(0, 9), st.integers(0, 9))
-def test_never_below_one_never_above_the_capacity(node, others, behind, bound):
-    assert 1 <= allowance(node, others, behind=behind, bound=bound).tasks <= node.capacity
+@given(looks, st.lists(looks, max_size=4), works, st.integers(0, 9), st.integers(0, 9))
+def test_never_above_the_capacity_and_never_none_of_a_stream(node, others, work, behind, bound):
+    tasks = allowance(node, others, work, behind=behind, bound=bound).tasks
+    assert (0 if work.ends else 1) <= tasks <= node.capacity
+
+
+@given(looks, st.lists(looks, max_size=4), works)
+def test_what_all_others_together_have_no_room_for_is_anybodys(node, others, work):
+    waits = work.pending + node.held + sum(other.held for other in others) - sum(other.capacity for other in others)
+    if not work.ends and waits >= node.capacity:
+        assert "slower" not in allowance(node, others, work).why
+
+
+@given(looks, st.lists(looks, min_size=1, max_size=4), works, st.floats(1, 10))
+def test_a_slower_node_never_gets_more(node, others, work, times):
+    if node.pace and node.speed:
+        slower = NodeLook(
+            node.capacity, node.ends, 0.0, node.bad_row, node.pace * times, node.speed / times, node.held, 0.0
+        )
+        now = NodeLook(node.capacity, node.ends, 0.0, node.bad_row, node.pace, node.speed, node.held, 0.0)
+        assert allowance(slower, others, work).tasks <= allowance(now, others, work).tasks
 
 
 # ---------------------------------------------------------------- in the ledger
@@ -93,14 +162,14 @@ def test_a_node_that_is_alone_is_not_held_back(make_world):
     assert len(world.lease(5)) == 5
 
 
-def test_a_slow_node_gets_fewer(make_world):
-    world = make_world(staleness=9)
+def test_a_slow_node_gets_fewer_where_there_is_not_enough(make_world):
+    world = make_world(staleness=3)  # 16 tasks
     for node, seconds in (("n0", 8.0), ("n1", 2.0)):
         world.beat(node=node)
         for lease in world.lease(4, node=node):
             world.done(lease, node=node, seconds=seconds)
-    assert len(world.lease(8)) == 2  # a quarter of its capacity
-    assert len(world.lease(8, node="n1")) == 8
+    assert len(world.lease(8)) == 2  # a fifth of the eight that are left
+    assert len(world.lease(8, node="n1")) == 6
 
 
 def test_a_new_process_under_the_name_starts_afresh(make_world):

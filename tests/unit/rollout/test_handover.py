@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
-from counting_engine import request, until
+from counting_engine import CountingEngine, request, until
 from rillflow.config.load import validate
+from rillflow.engine.host import EngineHost
+from rillflow.engine.service import EngineService
 from rillflow.errors import WeightsError
 from rillflow.gateway.sampling.node_engines import NodeEngines, node_engines
-from rillflow.rollout.handover import HandedWeights, Handover
-from rillflow.types import Chunk
+from rillflow.rollout.handover import HandedWeights, Handover, NodeClock
+from rillflow.types import Chunk, EngineInfo, Engines
 from rillflow.weights.models import load_policy_model
 
 Weights = dict[str, torch.Tensor]
+TOKEN = "t" * 32
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +35,7 @@ def weights() -> Weights:
 class World:
     """Real engines, and what a handover sees of the node's episodes."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, move: bool = False, free: bool = False, roster: Any = None) -> None:
         (folder / "prompts.jsonl").write_text('{"id": "0"}\n')
         recipe = validate(
             {
@@ -38,12 +43,19 @@ class World:
                 "policies": {"p": {"model": "tiny", "engine": {"context": 512, "slots": 4}}},
                 "workflow": "rillflow.agents.workflows.stockroom:play",
                 "data": {"prompts": {"path": str(folder / "prompts.jsonl")}},
+                "rollout": {"engines": 0 if roster is None else 1},
             }
         )
         self.woken = 0
-        self.handover = Handover("p")
+        self.handover = Handover("p", move=move, free=free)
         self.engines: NodeEngines = node_engines(
-            recipe, name="node", token="t" * 32, weights=folder, stores={"p": self.handover.weights}
+            recipe,
+            name="node",
+            token=TOKEN,
+            weights=folder / "weights",
+            roster=roster,
+            stores={"p": self.handover.weights},
+            hosted=True,
         )
         self.episodes: Any = SimpleNamespace(resting=False, on_room=self.wake)
 
@@ -54,6 +66,11 @@ class World:
     def sampled(self) -> int:
         return int(self.engines.stats()["p.generated_tokens"])
 
+    @property
+    def cache_bytes(self) -> int:
+        host: Any = self.engines.fleet.members["node"].engine
+        return int(host.engines["p"].cache_bytes)
+
     async def answer(self, count: int = 20) -> list[Chunk]:
         return [chunk async for chunk in self.engines.pools["p"].generate(request(count=count))]
 
@@ -62,13 +79,19 @@ def tokens_of(chunks: list[Chunk]) -> list[int]:
     return [token for chunk in chunks for token in chunk.tokens]
 
 
-@pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[World]:
-    world = World(tmp_path)
+@asynccontextmanager
+async def worlds(folder: Path, **settings: Any) -> AsyncIterator[World]:
+    world = World(folder, **settings)
     await world.engines.start()
     await world.handover.attach(world.engines, world.episodes)
     yield world
     await world.engines.close()
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    async with worlds(tmp_path) as world:
+        yield world
 
 
 async def test_a_node_rests_until_it_is_told_to_begin(world: World, weights: Weights) -> None:
@@ -152,3 +175,98 @@ def test_handed_weights_are_there_until_they_are_taken(weights: Weights) -> None
     store.taken()
     with pytest.raises(WeightsError, match="version 4"):
         store.pull(4)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.time = 100.0
+
+    def now(self) -> float:
+        return 1000.0 + self.time
+
+    def monotonic(self) -> float:
+        return self.time
+
+
+def test_a_node_clock_stands_still_while_it_is_stopped() -> None:
+    real = Clock()
+    clock = NodeClock(real)
+    real.time = 103.0
+    assert clock.monotonic() == 103.0
+    clock.stop()
+    clock.stop()
+    real.time = 110.0
+    assert (clock.monotonic(), clock.now()) == (103.0, 1110.0)
+    clock.go()
+    clock.go()
+    real.time = 111.0
+    assert clock.monotonic() == 104.0
+
+
+async def test_time_stands_still_while_training_has_paused_the_node(world: World, weights: Weights) -> None:
+    clock = world.handover.clock
+    before = clock.monotonic()
+    await asyncio.sleep(0.02)
+    assert clock.monotonic() == before, "it rests until it is told to begin"
+    await world.handover.begin(weights, 1)
+    await asyncio.sleep(0.02)
+    assert clock.monotonic() > before
+    await world.handover.end()
+    paused = clock.monotonic()
+    await asyncio.sleep(0.02)
+    assert clock.monotonic() == paused
+
+
+async def test_an_answer_that_is_paused_moves_nowhere_and_its_cache_can_be_freed(
+    tmp_path: Path, weights: Weights
+) -> None:
+    async with worlds(tmp_path, free=True, move=True) as world:
+        await world.handover.begin(weights, 1)
+        asked = asyncio.create_task(world.answer(400))
+        await until(lambda: world.sampled > 20)
+        assert world.cache_bytes > 0
+        await world.handover.end()
+        assert world.cache_bytes == 0
+        stopped = world.handover.clock.monotonic()
+        await asyncio.sleep(0.02)
+        assert world.handover.clock.monotonic() == stopped, "nobody was there to take it: it waits"
+        assert not asked.done()
+        await world.handover.begin(weights, 1)
+        chunks = await asyncio.wait_for(asked, 60)
+    assert len(tokens_of(chunks)) == 400
+    assert {chunk.version for chunk in chunks} == {1}
+
+
+async def test_an_answer_that_is_moved_goes_on_at_once_elsewhere(tmp_path: Path, weights: Weights) -> None:
+    other = CountingEngine(version=0)
+    service = EngineService(EngineHost("engine-0", {"p": other}), TOKEN)
+    url = await service.start()
+    info = EngineInfo(name="engine-0", url=url, versions={"p": 0}, context=4096, slots=4, paused="not yet")
+
+    async def roster() -> Engines:
+        return Engines(engines=[info])
+
+    try:
+        async with worlds(tmp_path, move=True, roster=roster) as world:
+            await world.handover.begin(weights, 1)
+            asked = asyncio.create_task(world.answer(400))
+            await until(lambda: world.sampled > 20)
+            info = msgspec.structs.replace(info, paused="")
+            await world.engines.look()
+            before = world.handover.clock.monotonic()
+            await world.handover.end()
+            new = await asyncio.wait_for(world.answer(5), 60)
+            chunks = await asyncio.wait_for(asked, 60)
+            assert world.handover.clock.monotonic() > before, "its episodes go on, and so does their time"
+            cut = world.sampled
+            assert world.episodes.resting, "but it takes no new tasks"
+            assert set(world.engines.stats()) > {"engines", "p.generated_tokens"}
+            await world.handover.begin(weights, 2)
+            back = await asyncio.wait_for(world.answer(5), 60)
+    finally:
+        await service.stop()
+    versions = [chunk.version for chunk in chunks for _ in chunk.tokens]
+    assert versions == [1] * cut + [0] * (400 - cut)
+    assert [chunk.seam for chunk in chunks if chunk.seam] == ["preempted"]
+    assert {chunk.version for chunk in new} == {0}
+    assert {chunk.version for chunk in back} == {2}, "a group's versions do not go back"

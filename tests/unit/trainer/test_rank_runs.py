@@ -119,9 +119,7 @@ ALGORITHMS = {
 
 VARIANTS: list[dict[str, Any]] = [
     {"ranks": 2, "micro_tokens": 17, "sharding": "fsdp"},
-    {"ranks": 2, "micro_tokens": 64},
-    {"ranks": 4, "micro_tokens": 30, "sharding": "fsdp"},
-    {"ranks": 4, "micro_tokens": 17},
+    {"ranks": 4, "micro_tokens": 30},
 ]
 
 

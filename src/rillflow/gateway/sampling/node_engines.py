@@ -75,7 +75,7 @@ class NodeEngines:
         if self._host is not None:
             await self._host.start()
         await asyncio.gather(*(refresher.refresh() for refresher in self._refreshers.values()))
-        await self._look()
+        await self.look()
 
     async def run(self) -> None:
         """Follow weights and engines for ever."""
@@ -166,10 +166,10 @@ class NodeEngines:
     async def _follow(self) -> None:
         while True:
             await asyncio.sleep(FOLLOW_EVERY)
-            await self._look()
+            await self.look()
 
-    async def _look(self) -> None:
-        """What is known stays as it is while nobody can be asked."""
+    async def look(self) -> None:
+        """Ask the roster. What is known stays as it is while nobody can be asked."""
         if self._roster is None:
             return
         try:

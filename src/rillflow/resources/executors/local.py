@@ -11,7 +11,6 @@ import asyncio
 import logging
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -45,7 +44,6 @@ class LocalExecutor:
         self._root, self._url, self._grace = root, url, grace
         self._environment, self._options = dict(environment), tuple(options)
         self._kept = KeptNodes(root / "maintainer-nodes.json")
-        self._children: dict[str, subprocess.Popen[bytes]] = {}
 
     async def start(self, node: str) -> None:
         if node in self._kept.all():
@@ -57,23 +55,20 @@ class LocalExecutor:
             output = open(log_path, "ab")  # noqa: SIM115
         with output:
             try:
-                child = await asyncio.to_thread(self._spawn, node, output.fileno())
+                pid = self._spawn(node, output.fileno())
             except OSError as error:
                 raise RunError(f"{node} cannot be started: {error}", "has the machine room for more?") from error
-        self._children[node] = child
         with suppress(psutil.NoSuchProcess):
-            self._kept.keep(node, Kept(child.pid, psutil.Process(child.pid).create_time()))
+            self._kept.keep(node, Kept(pid, psutil.Process(pid).create_time()))
 
-    def _spawn(self, node: str, output: int) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            self._words(node),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env=self._environment,
-            cwd=self._root,
-            start_new_session=True,
-        )
+    def _spawn(self, node: str, output: int) -> int:
+        words = self._words(node)
+        files = [
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_DUP2, output, 1),
+            (os.POSIX_SPAWN_DUP2, output, 2),
+        ]
+        return os.posix_spawn(words[0], words, self._environment, file_actions=files, setsid=True)
 
     def _words(self, node: str) -> list[str]:
         cache = str(self._root / "gateway" / node)
@@ -92,12 +87,11 @@ class LocalExecutor:
         if process is not None:
             for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):  # a second one ends what drains
                 _signal(process, number)
-                if await self._gone(node, process):
+                if await self._gone(process, node):
                     break
             else:
                 raise RunError(f"{node} (pid {process.pid}) does not end", "look at what it hangs in: a dead disk?")
             _signal(process, signal.SIGKILL)  # what it had started and not ended
-        self._reap(node)
         self._kept.forget(node)
 
     async def close(self) -> None:
@@ -107,9 +101,9 @@ class LocalExecutor:
 
     def _find(self, node: str, kept: Kept) -> psutil.Process | None:
         """The node's process, if it runs."""
-        self._reap(node)
         if kept.pid is None:
             return self._search(node)
+        _reap(kept.pid)
         try:
             process = psutil.Process(kept.pid)
             began = process.create_time()
@@ -129,19 +123,20 @@ class LocalExecutor:
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             return False
 
-    async def _gone(self, node: str, process: psutil.Process) -> bool:
+    async def _gone(self, process: psutil.Process, node: str) -> bool:
         deadline = asyncio.get_running_loop().time() + self._grace
         while asyncio.get_running_loop().time() < deadline:
-            self._reap(node)
+            _reap(process.pid)
             if not self._is(process, node):
                 return True
             await asyncio.sleep(_POLL)
         return False
 
-    def _reap(self, node: str) -> None:
-        child = self._children.get(node)
-        if child is not None and child.poll() is not None:
-            del self._children[node]
+
+def _reap(pid: int) -> None:
+    """Of a process that has ended and is our child nothing is to stay behind."""
+    with suppress(ChildProcessError):
+        os.waitpid(pid, os.WNOHANG)
 
 
 def _signal(process: psutil.Process, number: signal.Signals) -> None:

@@ -254,6 +254,7 @@ def connect(address: str | None, namespace: str) -> None:
         "object_store_memory": 80 << 20,  # nothing of a run lies there
     }
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # workers are what the machine is for
     try:
         ray.init(
             address,
@@ -262,9 +263,10 @@ def connect(address: str | None, namespace: str) -> None:
             logging_level=logging.WARNING,
             **(at_home if address == "local" else {}),
         )
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except Exception as error:  # of many kinds, some of no kind of their own
+        what = "a Ray cluster did not start here" if address == "local" else f"no Ray cluster answers at {address}"
         raise RunError(
-            f"no Ray cluster at {address}: {error}", "see `ray status`; without --address one is started"
+            f"{what}: {error}", "see `ray status`, and whether the machine has memory and cores left"
         ) from error
 
 

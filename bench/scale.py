@@ -1,0 +1,220 @@
+"""How Rillflow would do on 8 to 4,096 GPUs: a simulation fed with costs that are measured here.
+
+    python -m bench.scale [--quick] [--validate] [--costs FILE] [--models 8B,1.7B,32B] [--json FILE] [--picture FILE]
+
+First what the ledger, the storage units, the gateway and the weight server take is measured at the real processes
+(`scale_ledger`, `scale_parts`; `--costs` takes them from an earlier result instead). Then whole runs are simulated
+(`scale_model`) at every size, with GPUs as declared in `scale_world`, in three variants:
+
+* ours, as it is;
+* ours, lifted: with the changes that the simulation asks for (see docs/scaling.md);
+* one controller: all data passes through one process, as in single-controller frameworks, on the same costs.
+
+How many GPUs sample and how many train is what the three-zone rule of the balance report comes to at 64 GPUs. The batch
+grows with the GPUs. `--validate` compares the model with real services and clients (`scale_validate`) instead.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.common import Report, machine, parser, versions
+from bench.scale_costs import Costs
+from bench.scale_ledger import measure_ledger
+from bench.scale_model import Outcome, Simulation
+from bench.scale_parts import measure_parts
+from bench.scale_picture import draw
+from bench.scale_validate import validate
+from bench.scale_world import MODELS, Model, World, centralised, lifted, world_of
+
+BALANCED_AT = 64
+WARM, COUNTED = 9, 5  # steps: the first ones are all of one version, until the window has passed once
+MOST_SECONDS = 7200.0  # simulated; where the ledger is full, fewer steps are counted
+VARIANTS: dict[str, Callable[[World], World]] = {
+    "ours": lambda world: world,
+    "ours, lifted": lifted,
+    "one controller": centralised,
+}
+LIFTS = {
+    "rollout GPUs": "more GPUs that sample",
+    "training GPUs": "more GPUs that train",
+    "ledger": "fewer or cheaper questions, then several ledgers",
+    "units": "more storage units",
+    "disks": "more storage units",
+    "gateways": "several gateways for an engine",
+    "weight server": "a tree of relays",
+    "relays": "more relays",
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    model: str
+    variant: str
+    gpus: int
+    nodes: int
+    ranks: int
+    outcome: Outcome
+
+    @property
+    def per_gpu(self) -> float:
+        return self.outcome.rate / self.gpus
+
+
+def balanced(model: Model, costs: Costs) -> float:
+    """The share of GPUs that sample, by the three-zone rule: it moves them until it says that they are right."""
+    engines = BALANCED_AT // model.engine_gpus
+    nodes, best = engines // 2, (0.0, 0.5)
+    for _ in range(6):
+        world = lifted(world_of(BALANCED_AT, model, costs.parts, nodes * model.engine_gpus))
+        outcome = Simulation(world, costs).run(COUNTED, WARM, MOST_SECONDS)
+        best = max(best, (outcome.rate, nodes / engines))
+        if outcome.decision.branch == "hold":
+            break
+        nodes = min(max(1, outcome.decision.target), engines - 1)
+    return best[1]
+
+
+def simulate(model: Model, costs: Costs, sizes: Sequence[int], variants: Sequence[str]) -> list[Point]:
+    share, points = balanced(model, costs), []
+    for gpus in sizes:
+        engines = gpus // model.engine_gpus
+        nodes = min(max(1, round(share * engines)), engines - 1)
+        for variant in variants:
+            world = VARIANTS[variant](world_of(gpus, model, costs.parts, nodes * model.engine_gpus))
+            began = time.process_time()
+            outcome = Simulation(world, costs).run(COUNTED, WARM, MOST_SECONDS)
+            points.append(Point(model.name, variant, gpus, world.nodes, world.ranks, outcome))
+            seconds = time.process_time() - began
+            print(f"{model.name} {gpus} {variant}: {outcome.rate:.1f} samples/s ({seconds:.0f} s)", file=sys.stderr)
+    return points
+
+
+# ---------------------------------------------------------------- telling
+
+
+def kept(points: Sequence[Point], start: int, end: int) -> float | None:
+    """The share of a GPU's throughput at `start` GPUs that is left at `end`."""
+    found = {point.gpus: point.per_gpu for point in points}
+    return found[end] / found[start] if start in found and end in found else None
+
+
+def show(points: Sequence[Point]) -> None:
+    first = points[0]
+    table = Table(title=f"{first.model}, {first.variant}")
+    for heading in ("GPUs", "sample+train", "samples/s", "per GPU, of 8", "ledger", "trainers", "engines", "limit"):
+        table.add_column(heading, justify="right")
+    for point in points:
+        outcome = point.outcome
+        table.add_row(
+            f"{point.gpus:,}",
+            f"{point.nodes}+{point.ranks}",
+            f"{outcome.rate:,.1f}",
+            f"{point.per_gpu / first.per_gpu:.0%}",
+            f"{outcome.busy['ledger']:.0%}",
+            f"{outcome.busy['training GPUs']:.0%}",
+            f"{outcome.busy['rollout GPUs']:.0%}",
+            f"{outcome.bottleneck}: {LIFTS[outcome.bottleneck]}",
+        )
+    Console(stderr=True, width=140).print(table)
+
+
+def add_points(report: Report, series: dict[tuple[str, str], list[Point]]) -> None:
+    """The peer of ours is one controller at the same size, where that was simulated."""
+    for (model, variant), points in series.items():
+        others = {point.gpus: point for point in series.get((model, "one controller"), [])}
+        for point in points:
+            peer = others.get(point.gpus) if variant != "one controller" else None
+            name, unit = f"{model}, {variant}, {point.gpus} GPUs", "samples/s"
+            told = f"limit: {point.outcome.bottleneck}"
+            report.add(name, point.outcome.rate, peer and peer.outcome.rate, unit=unit, reason=told)
+        share = kept(points, 64, 512)
+        if share is not None:
+            name = f"{model}, {variant}: kept per GPU from 64 to 512"
+            report.add(name, 100 * share, 80.5, unit="% (peer: DistFlow's, published)", goal=1.0)
+
+
+def write(report: Report, costs: Costs, points: Sequence[Point], destination: str | None) -> None:
+    report.finish(None)
+    if destination is None:
+        return
+    whole: dict[str, Any] = {
+        "bench": report.bench,
+        "machine": machine(),
+        "versions": versions(),
+        "command": shlex.join(["python", "-m", f"bench.{report.bench}", *sys.argv[1:]]),
+        "costs": costs.dump(),
+        "points": [_plain(point) for point in points],
+        "results": report.results,
+    }
+    text = json.dumps(whole, indent=2) + "\n"
+    if destination == "-":
+        sys.stdout.write(text)
+    else:
+        Path(destination).write_text(text)
+
+
+def _plain(point: Point) -> dict[str, Any]:
+    outcome = point.outcome
+    return {
+        "model": point.model,
+        "variant": point.variant,
+        "gpus": point.gpus,
+        "nodes": point.nodes,
+        "ranks": point.ranks,
+        "samples_per_second": outcome.rate,
+        "steps": outcome.steps,
+        "wait": outcome.wait,
+        "staleness": outcome.staleness,
+        "expired": outcome.expired,
+        "bottleneck": outcome.bottleneck,
+        "busy": outcome.busy,
+        "latency": outcome.latency,
+    }
+
+
+def main() -> None:
+    arguments = parser(__doc__ or "")
+    arguments.add_argument("--validate", action="store_true", help="compare the model with real runs, and do no more")
+    arguments.add_argument("--costs", type=Path, metavar="FILE", help="take the costs from an earlier result")
+    arguments.add_argument("--models", default="8B,1.7B,32B", help="the first in all variants, the others as ours")
+    arguments.add_argument("--most", type=int, default=4096, help="largest number of GPUs")
+    arguments.add_argument("--picture", type=Path, metavar="FILE", help="draw it")
+    given = arguments.parse_args()
+    if given.costs is not None:
+        costs = Costs.load(json.loads(given.costs.read_text())["costs"])
+    else:
+        nodes = (8, 64) if given.quick else (8, 64, 256, 1024)
+        costs = Costs(measure_ledger(nodes, 200 if given.quick else 400), measure_parts(quick=given.quick))
+    report = Report("scale")
+    if given.validate:
+        validate(report, costs, quick=given.quick)
+        write(report, costs, [], given.json)
+        return
+    sizes = [size for size in (2**power for power in range(3, 13)) if size <= (256 if given.quick else given.most)]
+    series: dict[tuple[str, str], list[Point]] = {}
+    for number, name in enumerate(given.models.split(",")):
+        variants = list(VARIANTS)[: 1 if number else None]
+        for point in simulate(MODELS[name], costs, sizes, variants):
+            series.setdefault((name, point.variant), []).append(point)
+    for points in series.values():
+        show(points)
+    add_points(report, series)
+    points = [point for some in series.values() for point in some]
+    if given.picture is not None:
+        draw([_plain(point) for point in points], given.picture)
+    write(report, costs, points, given.json)
+
+
+if __name__ == "__main__":
+    main()
