@@ -55,36 +55,36 @@ class Case(msgspec.Struct, frozen=True):
     eps: float
     goal: float | None
     trl: dict[str, Any]  # rows of a micro-batch, threads
-    ours: dict[str, Any]  # slots, episodes, context, staleness
+    ours: dict[str, Any]  # episodes at once, context, staleness
 
 
 CASES = {
     "equal": Case(
-        steps=30,
+        steps=16,
         tokens=task.EQUAL,
-        lr=1e-3,
+        lr=3e-3,
         eps=1e-8,
         goal=2.0,
         trl={"rows": 128, "threads": 2},
-        ours={"slots": 128, "episodes": 192, "context": 96, "staleness": 2},
+        ours={"episodes": 128, "context": 96, "staleness": 1},
     ),
     "tails": Case(
-        steps=20,
+        steps=12,
         tokens=task.LONGEST,
-        lr=1e-3,
+        lr=3e-3,
         eps=1e-8,
         goal=3.0,
         trl={"rows": 128, "threads": 2},
-        ours={"slots": 128, "episodes": 192, "context": 320, "staleness": 2},
+        ours={"episodes": 128, "context": 320, "staleness": 1},
     ),
     "tools": Case(
-        steps=24,
+        steps=16,
         tokens=64,
         lr=5e-4,
         eps=1e-5,
         goal=None,
         trl={"rows": 128, "threads": 2},
-        ours={"slots": 128, "episodes": 192, "context": 160, "staleness": 2},
+        ours={"episodes": 128, "context": 160, "staleness": 1},
     ),
 }
 
@@ -124,7 +124,7 @@ def recipe(case: str, job: Case, model: str, prompts: Path, seed: int) -> dict[s
             "agent": {
                 "model": model,
                 "sampling": {"temperature": 1.0, "max_tokens": 32},
-                "engine": {"slots": best["slots"], "context": best["context"]},
+                "engine": {"slots": 128, "context": best["context"], "on_update": "keep"},
             }
         },
         "workflow": own("workflows", "play"),
@@ -141,9 +141,11 @@ def recipe(case: str, job: Case, model: str, prompts: Path, seed: int) -> dict[s
             "weight_decay": 0.0,
             "max_grad_norm": 1.0,
             "checkpoint_every": job.steps,
-            **best.get("trainer", {}),
+            "trees": True,
+            "micro_tokens": 2048,
+            "stream_groups": 4,
         },
-        "rollout": {"episodes": best["episodes"], **best.get("rollout", {})},
+        "rollout": {"episodes": best["episodes"], "refresh_every": 0.05},
         "observe": {"tensorboard": False, "plot": False},
         "runtime": {"threads": 1},
     }

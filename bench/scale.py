@@ -4,10 +4,11 @@
 
 First what the ledger, the storage units, the gateway and the weight server take is measured at the real processes
 (`scale_ledger`, `scale_parts`; `--costs` takes them from an earlier result instead). Then whole runs are simulated
-(`scale_model`) at every size, with GPUs as declared in `scale_world`, in three variants:
+(`scale_model`) at every size, with GPUs as declared in `scale_world`, in four variants:
 
-* ours, as it is;
-* ours, lifted: with the changes that the simulation asks for (see docs/scaling.md);
+* ours: as it is, a node for every engine;
+* by host: the same with one node for the engines of a host;
+* lifted: that, and no question to the ledger costs more in a large run than in a small one (see docs/scaling.md);
 * one controller: all data passes through one process, as in single-controller frameworks, on the same costs.
 
 How many GPUs sample and how many train is what the three-zone rule of the balance report comes to at 64 GPUs. The batch
@@ -21,7 +22,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +36,17 @@ from bench.scale_model import Outcome, Simulation
 from bench.scale_parts import measure_parts
 from bench.scale_picture import draw
 from bench.scale_validate import validate
-from bench.scale_world import MODELS, Model, World, centralised, lifted, world_of
+from bench.scale_world import MODELS, Model, World, by_host, centralised, lifted, world_of
 
 BALANCED_AT = 64
-WARM, COUNTED = 9, 5  # steps: the first ones are all of one version, until the window has passed once
+WARM, COUNTED, SAMPLES = 9, 5, 4000  # steps, until the window has passed once; and that count, at least so many samples
 MOST_SECONDS = 7200.0  # simulated; where the ledger is full, fewer steps are counted
-VARIANTS: dict[str, Callable[[World], World]] = {
-    "ours": lambda world: world,
-    "ours, lifted": lifted,
-    "one controller": centralised,
+CONTROLLER = "one controller"
+VARIANTS: dict[str, Callable[[World, Costs], tuple[World, Costs]]] = {
+    "ours": lambda world, costs: (world, costs),
+    "by host": lambda world, costs: (by_host(world), costs),
+    "lifted": lambda world, costs: (lifted(world), costs.flat()),
+    CONTROLLER: lambda world, costs: (centralised(world), costs),
 }
 LIFTS = {
     "rollout GPUs": "more GPUs that sample",
@@ -62,7 +65,7 @@ class Point:
     model: str
     variant: str
     gpus: int
-    nodes: int
+    engines: int
     ranks: int
     outcome: Outcome
 
@@ -71,13 +74,19 @@ class Point:
         return self.outcome.rate / self.gpus
 
 
+def run(world: World, costs: Costs) -> Outcome:
+    """Small batches differ more from each other: more of them count."""
+    counted = max(COUNTED, SAMPLES // (world.groups * world.group_size))
+    return Simulation(world, costs).run(counted, WARM, MOST_SECONDS)
+
+
 def balanced(model: Model, costs: Costs) -> float:
     """The share of GPUs that sample, by the three-zone rule: it moves them until it says that they are right."""
     engines = BALANCED_AT // model.engine_gpus
     nodes, best = engines // 2, (0.0, 0.5)
     for _ in range(6):
-        world = lifted(world_of(BALANCED_AT, model, costs.parts, nodes * model.engine_gpus))
-        outcome = Simulation(world, costs).run(COUNTED, WARM, MOST_SECONDS)
+        world = replace(world_of(BALANCED_AT, model, costs.parts, nodes * model.engine_gpus), wake_all=False)
+        outcome = run(world, costs.flat())
         best = max(best, (outcome.rate, nodes / engines))
         if outcome.decision.branch == "hold":
             break
@@ -91,10 +100,10 @@ def simulate(model: Model, costs: Costs, sizes: Sequence[int], variants: Sequenc
         engines = gpus // model.engine_gpus
         nodes = min(max(1, round(share * engines)), engines - 1)
         for variant in variants:
-            world = VARIANTS[variant](world_of(gpus, model, costs.parts, nodes * model.engine_gpus))
+            world, own = VARIANTS[variant](world_of(gpus, model, costs.parts, nodes * model.engine_gpus), costs)
             began = time.process_time()
-            outcome = Simulation(world, costs).run(COUNTED, WARM, MOST_SECONDS)
-            points.append(Point(model.name, variant, gpus, world.nodes, world.ranks, outcome))
+            outcome = run(world, own)
+            points.append(Point(model.name, variant, gpus, nodes, world.ranks, outcome))
             seconds = time.process_time() - began
             print(f"{model.name} {gpus} {variant}: {outcome.rate:.1f} samples/s ({seconds:.0f} s)", file=sys.stderr)
     return points
@@ -118,7 +127,7 @@ def show(points: Sequence[Point]) -> None:
         outcome = point.outcome
         table.add_row(
             f"{point.gpus:,}",
-            f"{point.nodes}+{point.ranks}",
+            f"{point.engines}+{point.ranks}",
             f"{outcome.rate:,.1f}",
             f"{point.per_gpu / first.per_gpu:.0%}",
             f"{outcome.busy['ledger']:.0%}",
@@ -132,9 +141,9 @@ def show(points: Sequence[Point]) -> None:
 def add_points(report: Report, series: dict[tuple[str, str], list[Point]]) -> None:
     """The peer of ours is one controller at the same size, where that was simulated."""
     for (model, variant), points in series.items():
-        others = {point.gpus: point for point in series.get((model, "one controller"), [])}
+        others = {point.gpus: point for point in series.get((model, CONTROLLER), [])}
         for point in points:
-            peer = others.get(point.gpus) if variant != "one controller" else None
+            peer = others.get(point.gpus) if variant != CONTROLLER else None
             name, unit = f"{model}, {variant}, {point.gpus} GPUs", "samples/s"
             told = f"limit: {point.outcome.bottleneck}"
             report.add(name, point.outcome.rate, peer and peer.outcome.rate, unit=unit, reason=told)
@@ -170,7 +179,7 @@ def _plain(point: Point) -> dict[str, Any]:
         "model": point.model,
         "variant": point.variant,
         "gpus": point.gpus,
-        "nodes": point.nodes,
+        "engines": point.engines,
         "ranks": point.ranks,
         "samples_per_second": outcome.rate,
         "steps": outcome.steps,
@@ -194,7 +203,7 @@ def main() -> None:
     if given.costs is not None:
         costs = Costs.load(json.loads(given.costs.read_text())["costs"])
     else:
-        nodes = (8, 64) if given.quick else (8, 64, 256, 1024)
+        nodes = (8, 64) if given.quick else (8, 64, 256)
         costs = Costs(measure_ledger(nodes, 200 if given.quick else 400), measure_parts(quick=given.quick))
     report = Report("scale")
     if given.validate:

@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ class Curve:
         low, high = self.sizes[upper - 1], self.sizes[upper]
         first, last = (max(cost, 1e-9) for cost in self.costs[upper - 1 : upper + 1])
         slope = math.log(last / first) / math.log(high / low)
-        return first * (size / low) ** (max(slope, 0.0) if size > high else slope)
+        return last * (size / high) ** max(slope, 0.0) if size > high else first * (size / low) ** slope
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,15 @@ class PartCosts:
 class Costs:
     ledger: LedgerCosts
     parts: PartCosts
+
+    def flat(self) -> Costs:
+        """As if no question to the ledger grew with the run: each costs what it does at the smallest size."""
+        curves = {
+            name: Curve(value.sizes[:1], value.costs[:1])
+            for name, value in vars(self.ledger).items()
+            if isinstance(value, Curve)
+        }
+        return replace(self, ledger=replace(self.ledger, **curves))
 
     def dump(self) -> dict[str, Any]:
         return asdict(self)

@@ -99,7 +99,7 @@ class Simulation:
             )
         }
         device = world.device
-        steps = [device.step + number * device.sequence for number in range(world.slots + 1)]
+        steps = [device.step + number / world.engines * device.sequence for number in range(world.capacity + 1)]
         self.ledger = Server()
         self.units = [self.ledger] if world.central else [Server() for _ in range(world.units)]
         self.disks = [Server() for _ in range(world.units)]
@@ -162,7 +162,7 @@ class Simulation:
 
     def _ask(self, node: Node) -> None:
         """A node's question for tasks, as soon as it has room and no other question under way."""
-        if not node.asking and node.playing < self.world.slots:
+        if not node.asking and node.playing < self.world.capacity:
             node.asking = True
             self._answer(node, self.clock.now)
 
@@ -186,7 +186,7 @@ class Simulation:
         behind = self.version - node.version
         if behind > world.staleness:
             return []
-        allowed = max(1, int(world.slots * (1 - max(behind, 0) / (world.staleness + 1)) + 1e-9))
+        allowed = max(1, int(world.capacity * (1 - max(behind, 0) / (world.staleness + 1)) + 1e-9))
         want = min(allowed - node.playing, len(self._pending))
         return [self._pending.popleft() for _ in range(want)]
 
@@ -441,7 +441,7 @@ class Simulation:
         for node in self.nodes:
             node.engine.move(now)
         count = len(self.nodes)
-        full = self.world.slots / (self.world.device.step + self.world.slots * self.world.device.sequence)
+        full = self.world.capacity / (self.world.device.step + self.world.slots * self.world.device.sequence)
         return {
             "time": now,
             "trained": float(self.trained),

@@ -24,7 +24,7 @@ def draw(points: Sequence[dict[str, Any]], path: Path) -> None:
         gpus = [point["gpus"] for point in mine]
         first = mine[0]["samples_per_second"] / gpus[0]
         share = [100 * point["samples_per_second"] / point["gpus"] / first for point in mine]
-        style = {"ours": "-", "ours, lifted": "--"}.get(variant, ":")
+        style = {"ours": "-", "by host": "-.", "lifted": "--"}.get(variant, ":")
         label = f"{model}, {variant}"
         left.plot(gpus, share, style, marker="o", markersize=3, label=label)
         right.plot(

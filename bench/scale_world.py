@@ -65,8 +65,8 @@ class Device:
 
 @dataclass(frozen=True)
 class World:
-    """One run. A node has one engine. `units` hold the payload; with `central` one process has all of the ledger's
-    and the units' work, and trainers wait for it, as with a single controller."""
+    """One run. A node has `engines`, each with so many `slots`. `units` hold the payload; with `central` one process
+    has all of the ledger's and the units' work, and trainers wait for it, as with a single controller."""
 
     nodes: int
     ranks: int
@@ -76,6 +76,7 @@ class World:
     group_size: int = 8
     staleness: int = 8
     slots: int = 64
+    engines: int = 1
     units: int = 1
     relays: int = 1
     heartbeat: float = 2.0
@@ -86,6 +87,11 @@ class World:
     @property
     def window(self) -> int:
         return (self.staleness + 1) * self.groups
+
+    @property
+    def capacity(self) -> int:
+        """Episodes that a node plays at once."""
+        return self.slots * self.engines
 
 
 def device_of(model: Model, parts: PartCosts, work: Work) -> Device:
@@ -121,10 +127,18 @@ def world_of(gpus: int, model: Model, parts: PartCosts, rollout_gpus: int, work:
 
 
 def centralised(world: World) -> World:
-    """The same run with one process between all others: no herd, no second reading of a batch, but all the bytes."""
+    """The same run with one process between all others: nobody is woken in vain and a batch is read once, but all the
+    bytes pass through it."""
     return replace(world, central=True, units=1, wake_all=False, batch_once=True)
 
 
+def by_host(world: World) -> World:
+    """The same run with one node for the engines of a host, where there are so many."""
+    engines = max(1, min(GPUS_PER_HOST, world.nodes))
+    nodes = max(1, world.nodes // engines)
+    return replace(world, nodes=nodes, engines=world.nodes // nodes, relays=max(1, -(-nodes // NODES_PER_RELAY)))
+
+
 def lifted(world: World) -> World:
-    """The same run with the changes that `docs/scaling.md` names."""
-    return replace(world, wake_all=False, batch_once=True)
+    """That, and who waits is woken only when there is a task, and the ranks' parts of a batch are made once."""
+    return replace(by_host(world), wake_all=False, batch_once=True)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -61,15 +64,33 @@ def rank(folder: Path, number: int) -> psutil.Process:
     )
 
 
+def maintain(folder: Path, *action: str) -> Any:
+    """As a maintainer does that was started a moment ago, and ends right after."""
+    script = Path(__file__).parents[1] / "ray_executor.py"
+    done = subprocess.run(
+        [sys.executable, script, folder, *action], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def test_the_quickstart_runs_on_three_nodes(cli: Cli, cluster: Nodes) -> None:
-    cluster.add("rolls", rollout=1)
+    """Placed by tags; a maintainer adds a node, another one finds it and takes it away."""
+    cluster.add("rolls", rollout=2)
     cluster.add("trains", train=1)
-    run = start(cli, cluster, "trainer.steps=3")
-    wait_until(lambda: nodes_of(run.folder), "the rollout node", 120)
+    run = start(cli, cluster, "trainer.steps=40")
+    wait_until(lambda: steps_of(run.folder) >= 1, "the first step", 120)
     token = json.loads((run.folder / "run.json").read_text())["token"]
     for process in psutil.process_iter(["cmdline"]):
         assert token not in " ".join(process.info["cmdline"] or [])
-    check_end(cli, run, steps=3)
+
+    maintain(run.folder, "start", "auto-1")
+    wait_until(lambda: len(nodes_of(run.folder)) == 2, "the maintainer's node", 60)
+    assert maintain(run.folder, "nodes") == {"auto-1": True}
+    maintain(run.folder, "stop", "auto-1")
+    assert len(nodes_of(run.folder)) == 1
+
+    check_end(cli, run, steps=40)
     logs = {path.stem: path.read_text() for path in (run.folder / "logs").iterdir()}
     assert set(logs) == {"dataflow", "unit-0", "weights", "rollout-0", "trainer-agent"}
     assert "gateway at http://" in logs["rollout-0"]

@@ -65,7 +65,7 @@ def print_nodes(folder: Path | None, url: str | None, token_file: Path | None, *
 
 
 def nodes_table(nodes: NodeList, heads: dict[str, int]) -> Table:
-    table = Table("node", "state", "does", "behind", "holds", "s/episode", "samples/s", "done", "failed", "heard of")
+    table = Table("node", "state", "does", "behind", "holds", "s/episode", "samples/s")
     for node in nodes.nodes:
         table.add_row(
             node.name,
@@ -75,9 +75,6 @@ def nodes_table(nodes: NodeList, heads: dict[str, int]) -> Table:
             f"{node.held} of {node.capacity}",
             "" if node.pace is None else f"{node.pace:.2f}",
             f"{node.throughput:.2f}",
-            str(node.completed),
-            str(node.failed),
-            f"{node.seen:.0f} s ago",
         )
     return table
 

@@ -396,7 +396,7 @@ def relay(
 
 
 @app.command(rich_help_panel="One part of a run, started by hand")
-def trainer(
+def trainer(  # noqa: PLR0917 typer calls it by name
     folder: RunArgument,
     policy: Annotated[str | None, typer.Option(help="The policy to train", show_default="the run's first")] = None,
     rank: Annotated[
@@ -503,3 +503,17 @@ def retire(
         if len(names) != (1 if join else 2):
             raise ConfigError("name the run and the node", "rillflow retire RUN NODE; rillflow retire NODE --join URL")
         retire_node(None if join else Path(names[0]), join, token_file, names[-1], drain)
+
+
+@app.command()
+def timeline(
+    folder: RunArgument,
+    png: Annotated[Path | None, typer.Option(help="Draw it into this file", dir_okay=False, metavar="FILE")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the shares as JSON")] = False,
+) -> None:
+    """Show what each worker of a run spent its time on: rollout, training, switching, loading, or nothing."""
+    from rillflow.cli.timeline import show_timeline
+    from rillflow.runtime.folder import RunFolder
+
+    with clear_errors():
+        show_timeline(RunFolder.open(folder), png, as_json=as_json)

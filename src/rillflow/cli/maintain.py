@@ -36,13 +36,13 @@ def maintain(
         raise ConfigError("--port is where an MCP server listens", "give --mcp with it")
     opened = RunFolder.open(folder) if folder is not None else None
     if opened is not None and not mcp:
-        return maintainer_role(opened, dry_run=dry_run, say=_printer())
+        return maintainer_role(opened, dry_run=dry_run, say=_printer(dry_run))
     home = opened or RunFolder(_state_folder(state, str(join)).resolve())
 
     async def main() -> None:
         place = await (place_of(opened) if opened is not None else _joined(str(join), token_file, home.root))
         # On stdio, what is printed would be read as an answer.
-        say = _printer() if not mcp else lambda line: None
+        say = _printer(dry_run) if not mcp else lambda line: None
         async with maintainer(place, dry_run=dry_run, follow=not mcp, say=say) as made:
             if not mcp:
                 await made.run()
@@ -82,8 +82,9 @@ def _listens(home: RunFolder, url: str) -> None:
     Console(stderr=True).print(f"the maintainer's MCP server: {url} (Authorization: Bearer TOKEN)", soft_wrap=True)
 
 
-def _printer() -> Callable[[Line], None]:
-    console = Console(file=sys.stdout)
+def _printer(dry_run: bool) -> Callable[[Line], None]:
+    """For people; where nobody looks on, the log says it all."""
+    console = Console(file=sys.stdout, quiet=not (dry_run or sys.stdout.isatty()))
 
     def say(line: Line) -> None:
         report = f"report {line.version}: " if line.version >= 0 else ""

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from rich.console import Console
 from rich.text import Text
 
+from rillflow.cli.timeline import draw_timeline
 from rillflow.config import Recipe
 from rillflow.errors import ConfigError, RunError
 from rillflow.observe.metrics import read_metrics
@@ -148,6 +149,7 @@ def _conclude(folder: RunFolder, status: Status, seconds: float, since: float) -
     plot = folder.root / "reward.png" if recipe.observe.plot and metrics.steps else None
     if plot is not None:
         plot_reward(metrics, list(recipe.policies), plot, recipe.name)
+        draw_timeline(folder)
     console.print(summary_table(summary, folder.root, plot))
     if ended_well(status):
         return 0

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from rillflow.errors import RunError
 from rillflow.observe.timeline import COLOURS, draw, report, timeline, whole
 from rillflow.runtime.folder import RunFolder
+
+
+def draw_timeline(folder: RunFolder) -> None:
+    """The picture that a run leaves behind, if anything was written down."""
+    with suppress(RunError):
+        draw(timeline(folder.root), folder.root / "timeline.png", folder.recipe.name)
 
 
 def show_timeline(folder: RunFolder, png: Path | None, *, as_json: bool) -> None:

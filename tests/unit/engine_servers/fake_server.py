@@ -46,6 +46,8 @@ class FakeServer(ServerEngine):
         facts = ModelFacts(folder=None, dtype="fp32", vocabulary=VOCABULARY, shapes={}, aliases={})  # type: ignore[arg-type]
         super().__init__(facts, EngineConfig(kind="vllm", **({"slots": 4, "context": 128, "queue": 8} | settings)))
         self.log: list[str] = []
+        self.sleeps: bool | None = True
+        self.oversleeps = False
         self.asked: list[tuple[int, GenerateRequest]] = []
         self.running = 0
         self.updates: list[FakeUpdate] = []
@@ -72,6 +74,18 @@ class FakeServer(ServerEngine):
         self.log.append("up")
         self._start()
         self._gone = asyncio.get_running_loop().create_future()
+
+    async def sleep(self) -> bool:
+        assert self.running == 0, "memory is given back while tokens are sampled"
+        self.log.append("sleep")
+        if self.sleeps is None:
+            raise EngineLost("no answer")
+        return self.sleeps
+
+    async def wake(self) -> None:
+        self.log.append("wake")
+        if self.oversleeps:
+            raise EngineLost("no answer")
 
     async def lost(self) -> str:
         reason: str = await asyncio.shield(self._gone)

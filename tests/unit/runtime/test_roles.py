@@ -17,7 +17,7 @@ from rillflow.config import load_recipe
 from rillflow.errors import RunError
 from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.process import STOPPED
-from rillflow.runtime.roles import rollout_role, unit_role
+from rillflow.runtime.roles import _playing_ranks, rollout_role, unit_role
 from rillflow.types import UnitBeat, UnitBeatReply, Units
 from rillflow.wire import Service
 
@@ -94,3 +94,20 @@ def test_names_that_are_no_file_names_are_refused(
 ) -> None:
     with pytest.raises(RunError, match="not a name"):
         role(folder, name)
+
+
+@pytest.mark.parametrize(
+    ("said", "by_default", "ranks"),
+    [
+        (None, True, {0, 1, 2}), (None, False, set()), ("", True, set()), (" ", True, set()), ("0,2", False, {0, 2}),
+        ("1", True, {1}), ("2, 0", False, {0, 2}),
+    ],
+)  # fmt: skip
+def test_which_ranks_play(said: str | None, by_default: bool, ranks: set[int]) -> None:
+    assert _playing_ranks(said, 3, by_default=by_default) == ranks
+
+
+@pytest.mark.parametrize("said", ["3", "-1", "all", "0,,1", "0;1"])
+def test_ranks_that_are_not_there_cannot_play(said: str) -> None:
+    with pytest.raises(RunError, match="does not name ranks"):
+        _playing_ranks(said, 3, by_default=True)

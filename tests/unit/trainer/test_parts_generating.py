@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -147,3 +148,40 @@ def test_peers_lose_patience_together() -> None:
     generator = Generator()
     with pytest.raises(NoBatch):
         parts_of(Stream(generator), generator, patience=1e6, peers=Impatient(0)).open()
+
+
+class Told:
+    """What the worker says of itself."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def begin(self, doing: str) -> None:
+        self.heard.append(f"+{doing}")
+
+    def end(self, doing: str) -> None:
+        self.heard.append(f"-{doing}")
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        self.begin(what)
+        yield
+        self.end(what)
+
+
+def test_a_worker_trains_but_for_its_waits() -> None:
+    generator, told = Generator(), Told()
+    parts = parts_of(Stream(generator, part(1), part(2, complete=True)), generator, spans=told)
+    assert parts.open()
+    waits = ["-train", "+switch", "-switch", "+switch", "-switch", "+train"]
+    assert told.heard == waits
+    assert len(list(parts)) == 2
+    assert told.heard == 2 * waits
+
+
+def test_a_wait_that_fails_leaves_the_worker_as_it_was() -> None:
+    generator, told = Generator(), Told()
+    parts = parts_of(Stream(generator), generator, patience=0.0, spans=told)
+    with pytest.raises(NoBatch):
+        parts.open()
+    assert told.heard == ["-train", "+switch", "-switch", "+switch", "-switch", "+train"]

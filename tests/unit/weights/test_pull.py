@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -332,3 +334,28 @@ async def test_an_adapter_that_is_orphaned_on_the_way(tmp_path: Path) -> None:
 
     source.before = rewind
     assert (await Puller(source).pull()).version == 1
+
+
+async def test_what_a_new_node_fetches_is_told_and_not_pruned_under_it(tmp_path: Path) -> None:
+    world = World(tmp_path, snapshot_every=4)
+    told: list[int] = []
+
+    @asynccontextmanager
+    async def word(version: int) -> AsyncIterator[None]:
+        told.append(version)
+        yield
+
+    world.puller = Puller(world.source, clock=world.clock, word=word)
+    world.trainer.publish(3)
+
+    def prune(version: int, name: str) -> None:
+        world.source.before = lambda version, name: None
+        world.trainer.publish(9)
+        world.store.prune(1, in_use=told)
+
+    world.source.before = prune
+    pulled = await world.puller.pull()
+    assert (pulled.version, told) == (2, [2])  # as it was planned, though the trainer went on
+    assert same(dict(pulled.tensors), world.trainer.published[2])
+    assert (await world.check()).transfer.kind == "delta"
+    assert told == [2]  # what it serves keeps the way to the newest

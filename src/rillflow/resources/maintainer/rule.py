@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from rillflow.dataflow.balance import STARVING, Branch, Report, decide
 
 MOST_AT_ONCE = 0.25  # of the pool that goes by idleness alone
+_LEAST_BUSY = 0.01  # something entered, so somebody was at work, if only between two looks
 REMEMBERED = 8  # reports for which a size at which the trainer starved is not gone back to
 
 
@@ -34,9 +35,7 @@ def wish(report: Report, busy: float | None) -> Wish:
     share = "is unknown" if waiting is None else f"{waiting:.0%}"
     if plain.branch != "hold" or busy is None or not made.entered:
         return Wish(plain.branch, plain.target, f"{plain.branch}: the trainer's wait {share}, {_flow(report)}")
-    if busy <= 0:
-        return Wish("hold", made.gpus, "no node held a task")
-    could = math.ceil(made.entered / min(busy, 1.0))
+    could = math.ceil(made.entered / min(max(busy, _LEAST_BUSY), 1.0))
     wanted = decide(made.gpus, waiting, could, made.consumed)
     if wanted.branch == "hold":
         return Wish("hold", made.gpus, f"hold: the trainer's wait {share}, nodes busy {busy:.0%}")

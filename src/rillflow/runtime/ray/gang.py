@@ -293,9 +293,10 @@ class Gang(Supervised):
             dead += [life for life in self._dead() if life not in dead]
         culprit = next((life for life in dead if life.lost or life.code != LEFT_ALONE), dead[0])
         self.log_path = culprit.member.log
-        if not self._asked_to_stop and (len(self._lives) > 1 or culprit.lost):
+        if not self._asked_to_stop:
             why = culprit.lost or f"ended with code {culprit.code}"
-            log.warning("%s: %s; all of %s end, to begin anew", culprit.member.name, why, self.spec.name)
+            others = f"; all of {self.spec.name} end, to begin anew" if len(self._lives) > 1 else ""
+            log.warning("%s: %s%s", culprit.member.name, why, others)
         return culprit.code or _KILLED
 
     async def _has_gone(self, nodes: Sequence[str]) -> bool:

@@ -1,0 +1,189 @@
+"""Joining a run by its URL: whatever is wrong is one clear error before anything is started."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rillflow import __version__
+from rillflow.clients import joining
+from rillflow.clients.dataflow import reached_by
+from rillflow.clients.joining import TOKEN_VARIABLE, join, token_of
+from rillflow.config import load_recipe
+from rillflow.dataflow.joining import Invitation, without_password
+from rillflow.errors import ConfigError, RunError
+from rillflow.types import RunRecipe
+from rillflow.wire import Service
+
+TOKEN = "t" * 32
+
+
+class Inviting(Service):
+    """Tells its answers one after the other, the last one again and again."""
+
+    def __init__(self, *answers: RunRecipe) -> None:
+        super().__init__("dataflow", TOKEN)
+        self.answers = list(answers)
+        self.get("/recipe", self._told)
+
+    async def _told(self) -> RunRecipe:
+        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+
+
+@asynccontextmanager
+async def inviting(*answers: RunRecipe) -> AsyncIterator[str]:
+    service = Inviting(*answers)
+    url = await service.start()
+    try:
+        yield url
+    finally:
+        await service.stop()
+
+
+def told(*overrides: str, **change: Any) -> RunRecipe:
+    recipe = load_recipe("quickstart", overrides).model_dump(mode="json")
+    return RunRecipe(
+        **{"recipe": recipe, "version": __version__, "weights": "http://w:1", "folder": "/not/here"} | change
+    )
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "_LOOK", 0.01)
+
+
+async def test_recipe_and_weights_come_from_the_service(tmp_path):
+    async with inviting(told()) as url:
+        joined = await join(url + "/", TOKEN, tmp_path)
+    assert joined.recipe.name == "quickstart"
+    assert joined.recipe.policies["agent"].weights.source == "http://w:1"
+    assert joined.weights == tmp_path / "weights"
+    assert joined.url == url
+
+
+async def test_a_source_of_its_own_is_kept(tmp_path):
+    async with inviting(told("policies.agent.weights.source=http://relay:2", weights="")) as url:
+        joined = await join(url, TOKEN, tmp_path)
+    assert joined.recipe.policies["agent"].weights.source == "http://relay:2"
+
+
+async def test_the_runs_own_folder_is_read_where_it_is_on_this_host(tmp_path):
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "run.json").write_text(json.dumps({"token": TOKEN}))
+    async with inviting(told(weights="", folder=str(tmp_path))) as url:
+        joined = await join(url, TOKEN, tmp_path / "cache")
+    assert joined.weights == tmp_path / "weights"
+    assert joined.recipe.policies["agent"].weights.source is None
+
+
+@pytest.mark.parametrize("content", ['{"token": "another"}', "{}", "[]", "no json"])
+async def test_the_folder_of_another_run_at_the_same_path_is_not(tmp_path, content):
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "run.json").write_text(content)
+    assert not joining.is_here(tmp_path, TOKEN)
+
+
+async def test_without_a_weight_server_it_says_how_to_have_one(tmp_path):
+    async with inviting(told(weights="")) as url:
+        with pytest.raises(RunError, match="serves no weights") as caught:
+            await join(url, TOKEN, tmp_path)
+    assert "runtime.weights_server=true" in caught.value.hint
+
+
+async def test_a_weight_server_that_is_just_starting_is_waited_for(tmp_path):
+    wanted = "runtime.weights_server=true"
+    async with inviting(told(wanted, weights=""), told(wanted, weights=""), told(wanted)) as url:
+        joined = await join(url, TOKEN, tmp_path)
+    assert joined.recipe.policies["agent"].weights.source == "http://w:1"
+
+
+async def test_a_weight_server_that_never_comes_is_not_waited_for_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr(joining, "WEIGHTS", 0.05)
+    async with inviting(told("runtime.weights_server=true", weights="")) as url:
+        with pytest.raises(RunError, match="has not started its weight server yet"):
+            await join(url, TOKEN, tmp_path)
+
+
+async def test_a_wrong_token(tmp_path):
+    async with inviting(told()) as url:
+        with pytest.raises(RunError, match="does not take this token"):
+            await join(url, "wrong", tmp_path)
+
+
+async def test_no_service(tmp_path, monkeypatch):
+    monkeypatch.setattr(joining, "REACHED", 0.2)
+    with pytest.raises(RunError, match="no run answers at http"):
+        await join("http://127.0.0.1:9", TOKEN, tmp_path)
+
+
+@pytest.mark.parametrize("url", ["", "10.0.0.5:8000", "ftp://host", "http://", "http://host:port", "runs/quickstart"])
+async def test_what_is_no_url(tmp_path, url):
+    with pytest.raises(ConfigError, match="is not the URL of a run"):
+        await join(url, TOKEN, tmp_path)
+
+
+async def test_another_version_of_rillflow(tmp_path):
+    recipe = told().recipe | {"rollout": {"from_the_future": 1}}
+    async with inviting(told(recipe=recipe, version="9.9.9")) as url:
+        with pytest.raises(RunError, match="from_the_future") as caught:
+            await join(url, TOKEN, tmp_path)
+    assert f"the run is of Rillflow 9.9.9, this is {__version__}" in caught.value.hint
+
+
+# ---------------------------------------------------------------- tokens
+
+
+def test_the_token_is_in_a_file_or_in_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv(TOKEN_VARIABLE, " one\n")
+    assert token_of(None) == "one"
+    (tmp_path / "token").write_text("two\n")
+    assert token_of(tmp_path / "token") == "two"
+
+
+def test_no_token(tmp_path, monkeypatch):
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    with pytest.raises(ConfigError, match="token is not known"):
+        token_of(None)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        token_of(tmp_path / "missing")
+    (tmp_path / "empty").write_text("\n")
+    with pytest.raises(ConfigError, match="is empty"):
+        token_of(tmp_path / "empty")
+
+
+# ---------------------------------------------------------------- what a run tells
+
+
+def test_an_invitation_has_no_password_and_knows_the_weight_server_once_it_listens(tmp_path: Path):
+    recipe = load_recipe("quickstart", ["dataflow.units.redis=redis://me:secret@host:6379/0"])
+    invitation = Invitation(recipe, tmp_path)
+    assert invitation.answer().recipe["dataflow"]["units"]["redis"] == "redis://host:6379/0"
+    assert invitation.answer().weights == ""
+    (tmp_path / "endpoints").mkdir()
+    (tmp_path / "endpoints" / "weights.json").write_text("not yet")
+    assert invitation.answer().weights == ""
+    (tmp_path / "endpoints" / "weights.json").write_text('{"url": "http://w:1", "pid": 1}')
+    assert invitation.answer().weights == "http://w:1"
+    assert invitation.answer().folder == str(tmp_path)
+
+
+def test_urls_without_a_password_stay_as_they_are():
+    assert without_password("redis://127.0.0.1:6379/0") == "redis://127.0.0.1:6379/0"
+
+
+@pytest.mark.parametrize(
+    ("url", "service", "reached"),
+    [
+        ("http://10.0.0.7:81", "http://10.0.0.5:80", "http://10.0.0.7:81"),
+        ("http://0.0.0.0:81", "http://10.0.0.5:80", "http://10.0.0.5:81"),
+        ("http://[::]:81", "http://[fe80::1]:80", "http://[fe80::1]:81"),
+        ("", "http://10.0.0.5:80", ""),
+    ],
+)
+def test_who_listens_on_all_addresses_is_looked_for_at_the_services_own(url, service, reached):
+    assert reached_by(url, service) == reached
