@@ -10,7 +10,8 @@ taken, so such a pool grows and does not shrink; what the maintainer adds is tha
 
     python -m bench.autoscaling [--quick] [--json FILE]
 
-The cost of the simulation grows with steps x nodes (4 s for 1,200 steps on one core); that of a decision with nodes.
+The cost of the simulation grows with steps x nodes (about a second of processor time for 1,200 steps), that of a
+decision with the nodes.
 """
 
 from __future__ import annotations

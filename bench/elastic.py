@@ -4,8 +4,8 @@
 
 Real processes: dataflow service, storage unit, weight server, trainer, and nodes that join by URL and see nothing of
 the run's folder. DEVICE TIME IS EMULATED: on a small machine nodes would share its cores, and more of them would not be
-more capacity. So every decode step of a node's engine takes at least a declared time (a quarter of a tenth of a second;
-four times that for the slow one), which is mostly sleep; everything else is what it is. The learning rate is tiny, so
+more capacity. So every decode step of a node's engine takes at least a declared time (80 ms; four times that for the
+slow one), which is mostly sleep; everything else is what it is. The learning rate is tiny, so
 that answers stay as long as they are and samples a second can be compared over time.
 
 Capacity is in nodes of the usual speed: 1, then 3.25, then 1.25. What the second and third phase should bring is the
@@ -40,7 +40,7 @@ from rillflow.runtime.folder import RunFolder
 from rillflow.types import NodeList, RetireNode
 from rillflow.wire import Client
 
-STEP, SLOWER, EPISODES = 0.025, 4, 8
+STEP, SLOWER, EPISODES = 0.08, 4, 8
 SETTLE = 6.0  # seconds after a change that are not counted: some of the slow node's episodes
 OVERRIDES = (
     "trainer.steps=100000",

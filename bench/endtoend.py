@@ -22,7 +22,6 @@ import json
 import os
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -36,6 +35,7 @@ import yaml
 
 from bench import endtoend_task as task
 from bench.common import Report, parser
+from bench.endtoend_cpu import Metered
 from rillflow.agents.environments import stockroom
 from rillflow.observe.metrics import read_metrics
 
@@ -69,7 +69,7 @@ CASES = {
         ours={"episodes": 128, "context": 96, "staleness": 1},
     ),
     "tails": Case(
-        steps=12,
+        steps=8,
         tokens=task.LONGEST,
         lr=3e-3,
         eps=1e-8,
@@ -98,6 +98,7 @@ class Side(msgspec.Struct, frozen=True):
     ended: list[float]
     reward: list[float]
     length: list[float]
+    cores: dict[str, float]  # core seconds of a sample, by role, between the steps whose rate is taken
     stale: list[float] = []
 
     def rate(self) -> float:
@@ -156,17 +157,20 @@ def ours(case: str, job: Case, model: str, folder: Path, seed: int) -> Side:
     file.write_text(yaml.safe_dump(recipe(case, job, model, folder / "prompts.jsonl", seed)))
     command = [sys.executable, "-m", "rillflow", "run", str(file), "--runs", str(folder / "runs")]
     started = time.time()
-    done = subprocess.run(command, check=False, timeout=LIMIT, stdout=sys.stderr)
+    with Metered(command, stdout=sys.stderr) as meter:
+        code = meter.wait(LIMIT)
     (run,) = (folder / "runs").iterdir()
-    if done.returncode:
+    if code:
         for log in sorted(run.glob("logs/*")):
             sys.stderr.write(f"--- {log.name}\n{log.read_text()[-3000:]}\n")
-        raise RuntimeError(f"our run ended with {done.returncode}")
+        raise RuntimeError(f"our run ended with {code}")
     steps = read_metrics(run / "metrics.jsonl", "agent").of("agent")
+    ended = [step["time"] for step in steps]
     return Side(
         started=started,
         begun=_first_work(run / "logs" / "rollout-0.log"),
-        ended=[step["time"] for step in steps],
+        ended=ended,
+        cores=_cores(meter, ended),
         reward=[step["reward_mean"] for step in steps],
         length=[step["response_length"] for step in steps],
         stale=[step["staleness_mean"] for step in steps],
@@ -191,8 +195,17 @@ def trl(python: str, told: dict[str, Any], folder: Path) -> Side:
     }
     command = [python, "-m", "bench.endtoend_trl", str(folder)]
     started = time.time()
-    subprocess.run(command, check=True, timeout=LIMIT, stdout=sys.stderr, env=environment, cwd=ROOT)
-    return msgspec.convert({"started": started, **json.loads((folder / "trl.json").read_text())}, Side)
+    with Metered(command, stdout=sys.stderr, env=environment, cwd=ROOT) as meter:
+        code = meter.wait(LIMIT)
+    if code:
+        raise RuntimeError(f"TRL's run ended with {code}")
+    found = json.loads((folder / "trl.json").read_text())
+    return msgspec.convert({"started": started, "cores": _cores(meter, found["ended"]), **found}, Side)
+
+
+def _cores(meter: Metered, ended: list[float]) -> dict[str, float]:
+    taken = meter.between(ended[FROM - 1], ended[-1])
+    return {role: seconds / BATCH / (len(ended) - FROM) for role, seconds in taken.items()}
 
 
 def measure(case: str, job: Case, seed: int, folder: Path, python: str) -> tuple[Side, Side]:
@@ -237,12 +250,16 @@ def tell(report: Report, case: str, goal: float | None, pairs: list[tuple[Side, 
     samples = len(pairs[0][0].ended) * BATCH
     both(f"{samples} samples from the first work", lambda s: s.ended[-1] - s.begun, "s", goal, less=True)
     both(f"{samples} samples from the command", lambda s: s.ended[-1] - s.started, "s", less=True)
+    both("core milliseconds a sample", lambda s: 1000 * sum(s.cores.values()), "ms", less=True)
     both("tokens of an answer", lambda s: statistics.mean(s.length), "tokens")
     both(f"reward, first {LAST} steps", lambda s: statistics.mean(s.reward[:LAST]), "reward")
     both(f"reward, last {LAST} steps", lambda s: statistics.mean(s.reward[-LAST:]), "reward")
     both("reward, all steps", lambda s: statistics.mean(s.reward), "reward")
     _tell_rewards(report, case, pairs)
     _tell_time_to_reward(report, case, pairs)
+    for role in pairs[0][0].cores:
+        taken = statistics.median(1000 * mine.cores.get(role, 0.0) for mine, _ in pairs)
+        report.add(f"{case}: core milliseconds a sample, {role}", taken, None, unit="ms", reason="ours alone")
     stale = statistics.mean(step for mine, _ in pairs for step in mine.stale)
     report.add(f"{case}: staleness of a sample, mean", stale, None, unit="versions", reason="TRL is on-policy")
 

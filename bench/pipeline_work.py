@@ -21,7 +21,7 @@ _END = "<|never|>"  # a token that the tokenizer knows and the model cannot samp
 
 
 def make_model(folder: Path, seed: int = 0) -> Path:
-    """A Qwen3 of 3 million fresh weights, with the tiny policy's tokenizer but for what ends an answer."""
+    """A Qwen3 of 0.4 million fresh weights, with the tiny policy's tokenizer but for what ends an answer."""
     import torch
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
@@ -39,12 +39,12 @@ def make_model(folder: Path, seed: int = 0) -> Path:
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=known,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=64,
+        head_dim=32,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
         eos_token_id=None,

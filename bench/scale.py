@@ -22,7 +22,9 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,7 @@ from bench.scale_validate import validate
 from bench.scale_world import MODELS, Model, World, by_host, centralised, lifted, world_of
 
 BALANCED_AT = 64
-WARM, COUNTED, SAMPLES = 9, 5, 4000  # steps, until the window has passed once; and that count, at least so many samples
+WARM, COUNTED, SAMPLES = 7, 3, 4000  # steps, until the window has passed once; and that count, at least so many samples
 MOST_SECONDS = 7200.0  # simulated; where the ledger is full, fewer steps are counted
 CONTROLLER = "one controller"
 VARIANTS: dict[str, Callable[[World, Costs], tuple[World, Costs]]] = {
@@ -94,19 +96,40 @@ def balanced(model: Model, costs: Costs) -> float:
     return best[1]
 
 
-def simulate(model: Model, costs: Costs, sizes: Sequence[int], variants: Sequence[str]) -> list[Point]:
-    share, points = balanced(model, costs), []
-    for gpus in sizes:
-        engines = gpus // model.engine_gpus
-        nodes = min(max(1, round(share * engines)), engines - 1)
-        for variant in variants:
-            world, own = VARIANTS[variant](world_of(gpus, model, costs.parts, nodes * model.engine_gpus), costs)
-            began = time.process_time()
-            outcome = run(world, own)
-            points.append(Point(model.name, variant, gpus, nodes, world.ranks, outcome))
-            seconds = time.process_time() - began
-            print(f"{model.name} {gpus} {variant}: {outcome.rate:.1f} samples/s ({seconds:.0f} s)", file=sys.stderr)
-    return points
+@dataclass(frozen=True)
+class Job:
+    model: Model
+    variant: str
+    gpus: int
+    share: float  # of the GPUs that sample
+    costs: Costs
+
+
+def simulate(job: Job) -> Point:
+    engines = job.gpus // job.model.engine_gpus
+    sampling = min(max(1, round(job.share * engines)), engines - 1)
+    plain = world_of(job.gpus, job.model, job.costs.parts, sampling * job.model.engine_gpus)
+    world, costs = VARIANTS[job.variant](plain, job.costs)
+    began = time.process_time()
+    outcome = run(world, costs)
+    seconds = time.process_time() - began
+    print(f"{job.model.name} {job.gpus} {job.variant}: {outcome.rate:.1f} samples/s ({seconds:.0f} s)", file=sys.stderr)
+    return Point(job.model.name, job.variant, job.gpus, sampling, world.ranks, outcome)
+
+
+def simulate_all(models: Sequence[Model], costs: Costs, sizes: Sequence[int]) -> list[Point]:
+    """The first model in all variants, the others as ours. The longest first, as many at once as there are cores."""
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        shares = list(pool.map(balanced, models, [costs] * len(models)))
+        jobs = [
+            Job(model, variant, gpus, share, costs)
+            for model, share in zip(models, shares, strict=True)
+            for variant in (VARIANTS if model is models[0] else list(VARIANTS)[:1])
+            for gpus in sizes
+        ]
+        longest_first = sorted(jobs, key=lambda job: -job.gpus)
+        points = dict(zip(longest_first, pool.map(simulate, longest_first), strict=True))
+    return [points[job] for job in jobs]
 
 
 # ---------------------------------------------------------------- telling
@@ -212,10 +235,8 @@ def main() -> None:
         return
     sizes = [size for size in (2**power for power in range(3, 13)) if size <= (256 if given.quick else given.most)]
     series: dict[tuple[str, str], list[Point]] = {}
-    for number, name in enumerate(given.models.split(",")):
-        variants = list(VARIANTS)[: 1 if number else None]
-        for point in simulate(MODELS[name], costs, sizes, variants):
-            series.setdefault((name, point.variant), []).append(point)
+    for point in simulate_all([MODELS[name] for name in given.models.split(",")], costs, sizes):
+        series.setdefault((point.model, point.variant), []).append(point)
     for points in series.values():
         show(points)
     add_points(report, series)

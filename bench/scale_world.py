@@ -43,7 +43,7 @@ MODELS = {
 class Work:
     """Episodes: lengths are log-normal and cut; after every turn but the last a tool takes its time."""
 
-    turns: int = 3
+    turns: int = 2
     mean_tokens: float = 2000.0  # sampled in an episode
     sigma: float = 0.7  # standard deviation of the logarithm
     most_tokens: float = 6_000.0

@@ -65,7 +65,7 @@ class Maintained:
         (cli.cwd / "paced.py").write_text(PACED)
         (cli.cwd / "maintained.yaml").write_text(RECIPE)
         self.run: Started = cli.start("run", "maintained.yaml")
-        wait_until(lambda: any(self.run.runs.iterdir()), "the run folder")
+        wait_until(lambda: any(self.run.runs.iterdir()), "the run folder", 180)
         self.folder = self.run.folder
 
     def pace(self, *, rollout: float, train: float) -> None:
@@ -109,7 +109,7 @@ def test_a_node_is_started_and_stopped_by_reports(cli: Cli, monkeypatch: pytest.
     # The maintainer is killed; its node goes on, and the next maintainer knows it.
     first = processes_of(run.folder)["maintain"]
     first.kill()
-    wait_until(lambda: _another(run.folder, first.pid), "the next maintainer")
+    wait_until(lambda: _another(run.folder, first.pid), "the next maintainer", 120)
     assert node.is_running()
 
     wait_until(lambda: run.samples_of("auto-0") > 0, "samples of the new node", 120)

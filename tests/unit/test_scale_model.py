@@ -140,9 +140,9 @@ def test_one_controller_is_held_up_by_the_bytes_that_pass_through_it() -> None:
 
 def test_a_node_for_a_host_decodes_as_its_engines_do() -> None:
     """Eight engines behind one node: an eighth of the questions, the same tokens."""
-    many = world(nodes=16, device=Device(0.01, 0.001, 1e9), groups=32)
-    one_each, hosts = (Simulation(made, costs()).run(20, 10) for made in (many, by_host(many)))
-    assert hosts.rate == pytest.approx(one_each.rate, rel=0.05)
+    many = world(nodes=16, device=Device(0.01, 0.001, 1e9), groups=16)
+    one_each, hosts = (Simulation(made, costs()).run(8, 4) for made in (many, by_host(many)))
+    assert hosts.rate == pytest.approx(one_each.rate, rel=0.1)
 
 
 def test_a_run_on_gpus_has_all_of_them_at_work() -> None:

@@ -307,6 +307,10 @@ class Recipe(Section):
                     raise ValueError(f"no worker in resources.workers has the tag {tag}: the run could never get on")
         if self.mode != "asynchronous" and (len(self.policies) > 1 or self.outside):
             raise ValueError(f"a {self.mode} run is for one policy, with workflow or command")
+        if self.resources.on_preempt == "move" and (self.mode != "multiplexed" or not self.rollout.engines):
+            raise ValueError(
+                "resources.on_preempt=move needs a multiplexed run with rollout.engines: others must be there to move to"
+            )
         if self.mode == "colocated" and self.rollout.engines:
             raise ValueError("a colocated run samples in its trainers: rollout.engines must be 0")
         if self.runtime.mode == "colocated" and self.rollout.nodes > 1:

@@ -55,8 +55,11 @@ class Leasing(Part):
     def allowance(self, node: str, versions: Versions, want: int, *, training: bool) -> Allowance:
         """How many tasks the node may hold, by how old its oldest weights are and how it has done so far."""
         heads = self._lineage.heads
-        pending = self._db.value("SELECT count(*) FROM tasks WHERE state = 'pending'")
-        work = Work(int(pending), ends=self._rules.on_policy or not training)
+
+        def work() -> Work:
+            pending = self._db.value("SELECT count(*) FROM tasks WHERE state = 'pending'")
+            return Work(int(pending), self._rules.group_size, ends=self._rules.on_policy or not training)
+
         ages = [(max(0, heads[p] - versions[p]), b) for p in heads if (b := self._bound(p)) is not None]
         behind, bound = max(ages, key=lambda age: age[0] / (age[1] + 1), default=(0, 0))
         return self._nodes.allowance(node, want, work, behind, bound)
@@ -125,7 +128,8 @@ class Leasing(Part):
         if len(rows) < want:
             rows += self._train_rows(node, "t.home IS NULL", (), end, want - len(rows))
         if len(rows) < want:  # rather another's group than nothing
-            rows += self._train_rows(node, "t.home IS NOT NULL AND t.home != ?", (node,), end, want - len(rows))
+            # The plus keeps SQLite from an index that has them in another order: it would sort them all.
+            rows += self._train_rows(node, "t.round = 0 AND +t.home != ?", (node,), end, want - len(rows))
         return rows
 
     def _train_rows(self, node: str, where: str, values: tuple[str, ...], end: int, want: int) -> list[sqlite3.Row]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import math
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rillflow.dataflow.part import Part
-from rillflow.dataflow.throttle import DECAY, Allowance, NodeLook, Work, allowance
+from rillflow.dataflow.throttle import DECAY, Allowance, NodeLook, Work, allowance, is_slow
 from rillflow.errors import BadRequest
 from rillflow.types import Heartbeat, NodeInfo
 
@@ -212,8 +212,9 @@ class Nodes(Part):
         row = self._db.one("SELECT held, held_eval FROM nodes WHERE name = ?", (node,))
         return (row["held"], row["held_eval"]) if row else (0, 0)
 
-    def allowance(self, node: str, want: int, work: Work, behind: int, bound: int) -> Allowance:
-        """How many tasks the node may hold; one that has not told its capacity has what it holds and wants."""
+    def allowance(self, node: str, want: int, work: Callable[[], Work], behind: int, bound: int) -> Allowance:
+        """How many tasks the node may hold; one that has not told its capacity has what it holds and wants. What there
+        is to do is asked for slow nodes alone: it takes long to count."""
         now, looks = self._clock.now(), {}
         for row in self._db.all(
             "SELECT name, capacity, held, ends, bad_ends, bad_row, pace, made, busy, ended_at FROM nodes "
@@ -221,7 +222,9 @@ class Nodes(Part):
         ):
             looks[row["name"]] = _look(row, row["capacity"] or row["held"] + want, now)
         mine = looks.pop(node, NodeLook(want))
-        return allowance(mine, list(looks.values()), work, behind=behind, bound=bound)
+        others = list(looks.values())
+        known = work() if is_slow(mine, others) else Work(0)
+        return allowance(mine, others, known, behind=behind, bound=bound)
 
     def infos(self) -> list[NodeInfo]:
         """Every node that is there, and those that went a short while ago."""

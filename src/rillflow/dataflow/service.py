@@ -183,7 +183,8 @@ class DataflowService(Service):
         now = (ledger.moves, ledger.heads, ledger.phase)
         if now != self._told:
             self._batch_news.tell()
-        if self._tasks_news.waiting and (now != self._told or ledger.tasks.pending):
+        # The end of a group alone makes no task: to wake every node for it would cost as many empty leases.
+        if self._tasks_news.waiting and (now[1:] != self._told[1:] or ledger.tasks.any_pending):
             self._tasks_news.tell()
         self._told = now
 

@@ -65,6 +65,8 @@ class Streams(Part):
         return max((self._window_end(name) for name in self._lineage.unfinished()), default=NEWEST)
 
     def _window_end(self, stream: str) -> int:
+        if self.outstanding(stream) <= self._rules.policies[stream].window:
+            return NEWEST  # without looking at each of them: all that are open are within it
         last = self._db.value(
             "SELECT ord FROM (SELECT ord FROM groups WHERE lane = 'train' AND state = 'playing' UNION ALL "
             "SELECT ord FROM shares WHERE stream = ? AND state = 'ready' UNION ALL "

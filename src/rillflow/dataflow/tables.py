@@ -106,9 +106,10 @@ CREATE TABLE IF NOT EXISTS tasks (
     calls INTEGER, seconds REAL, metrics TEXT
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS tasks_group ON tasks (grp, place);
--- A query uses these three only when it names the state in so many words.
+-- A query uses these four only when it names the state in so many words.
 CREATE INDEX IF NOT EXISTS tasks_pending ON tasks (lane, round, ord, place) WHERE state = 'pending';
 CREATE INDEX IF NOT EXISTS tasks_home ON tasks (lane, home, ord, place) WHERE state = 'pending' AND home IS NOT NULL;
+CREATE INDEX IF NOT EXISTS tasks_free ON tasks (lane, ord, place) WHERE state = 'pending' AND home IS NULL;
 CREATE INDEX IF NOT EXISTS tasks_leased ON tasks (deadline) WHERE state = 'leased';
 
 CREATE TABLE IF NOT EXISTS attempts (

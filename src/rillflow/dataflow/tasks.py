@@ -5,6 +5,7 @@ News from an attempt that no longer holds its task changes nothing. How one is c
 
 from __future__ import annotations
 
+import json
 import sqlite3
 
 from rillflow.dataflow.groups import Groups
@@ -38,20 +39,24 @@ class Tasks(Part):
         return int(self._db.value("SELECT count(*) FROM tasks WHERE state = 'pending'"))
 
     @property
+    def any_pending(self) -> bool:
+        return bool(self._db.value("SELECT EXISTS (SELECT 1 FROM tasks WHERE state = 'pending')"))
+
+    @property
     def running(self) -> int:
         return int(self._db.value("SELECT count(*) FROM tasks WHERE state = 'leased'"))
 
     def renew(self, node: str, attempts: list[str]) -> list[str]:
         """Prolong the leases that the node still holds; returns the attempts whose lease is gone."""
+        if not attempts:
+            return []
+        query = "SELECT a.* FROM json_each(?) j JOIN attempts a ON a.id = j.value"
+        known = {row["id"]: row for row in self._db.all(query, (json.dumps(attempts),))}
+        mine = {name for name, row in known.items() if row["state"] == "held" and row["node"] == node}
         deadline = self._clock.now() + self._rules.task_lease
-        lost = []
-        for attempt in attempts:
-            row = self._db.one("SELECT task, node, state FROM attempts WHERE id = ?", (attempt,))
-            if row is not None and row["state"] == "held" and row["node"] == node:
-                self._db.run("UPDATE tasks SET deadline = ? WHERE id = ?", (deadline, row["task"]))
-            elif row is None or row["state"] != "done":
-                lost.append(attempt)
-        return lost
+        self._db.many("UPDATE tasks SET deadline = ? WHERE id = ?", [(deadline, known[name]["task"]) for name in mine])
+        ended = {name for name, row in known.items() if row["state"] == "done"}
+        return [attempt for attempt in attempts if attempt not in mine and attempt not in ended]
 
     # ------------------------------------------------------------ endings
 

@@ -6,13 +6,13 @@ all fail, or a node is alone, there is nobody to give its tasks to.
 A slow node that is full adds what it can, so as long as there is work for everybody it is left alone. Where there is
 not, a task in its hands is one that a quick node lacks:
 
-    a stream without end   it holds its share of all that is under way or waits, by samples a second; more only of what
-                           the others have no room for
+    a stream without end   it holds its share of all that is under way or waits, by samples a second and in whole groups
+                           (one task of it would hold a group up); more only of what the others have no room for
     a set with an end      (on-policy, the last evaluation) it takes what the others would not have finished before it
                            does: nobody waits for the last task of a slow node
 
-A healthy node gets at least one task of a stream, as a probe. Where a set has an end it may get none; then its record
-fades while it idles, until it is tried again: nothing else shows that it has recovered.
+So a slow node may get none while others have free hands. Its record fades while it idles, until it is tried again:
+nothing else shows that it has recovered.
 """
 
 from __future__ import annotations
@@ -50,9 +50,10 @@ class NodeLook:
 
 @dataclass(frozen=True)
 class Work:
-    """What there is to do: tasks that wait. `ends`: nothing comes after them before they are all done."""
+    """What there is to do: tasks that wait, in groups of `group`. `ends`: nothing more comes before all are done."""
 
     pending: int
+    group: int = 1
     ends: bool = False
 
 
@@ -94,17 +95,27 @@ def _fresh(behind: int, bound: int) -> float:
 # ---------------------------------------------------------------- speed
 
 
-def _worthwhile(node: NodeLook, others: Sequence[NodeLook], work: Work) -> int | None:
-    """Most tasks that a slow node should hold; None for one that is not slow, or not known to be."""
+def is_slow(node: NodeLook, others: Sequence[NodeLook]) -> bool:
+    """Whether what there is to do makes a difference to what the node may hold."""
+    return _seen_slow(node, others) is not None
+
+
+def _seen_slow(node: NodeLook, others: Sequence[NodeLook]) -> tuple[NodeLook, float] | None:
+    """The node, its record faded, and the others' usual speed; None for one that is not slow, or not known to be."""
     quick = [other for other in others if other.pace and other.speed]
     if not node.pace or not node.speed or not quick:
         return None
     usual = median([other.speed or 0.0 for other in quick])
-    pace = median([other.pace or 0.0 for other in quick])
-    node = _faded(node, pace, usual)
-    if (node.speed or 0.0) * _SLOW >= usual:
+    node = _faded(node, median([other.pace or 0.0 for other in quick]), usual)
+    return (node, usual) if (node.speed or 0.0) * _SLOW < usual else None
+
+
+def _worthwhile(node: NodeLook, others: Sequence[NodeLook], work: Work) -> int | None:
+    """Most tasks that a slow node should hold."""
+    seen = _seen_slow(node, others)
+    if seen is None:
         return None
-    return _in_time(node, quick, work) if work.ends else _share(node, others, work, usual)
+    return _in_time(seen[0], others, work) if work.ends else _share(seen[0], others, work, seen[1])
 
 
 def _faded(node: NodeLook, pace: float, speed: float) -> NodeLook:
@@ -121,15 +132,17 @@ def _share(node: NodeLook, others: Sequence[NodeLook], work: Work, usual: float)
     own = node.capacity * (node.speed or usual)
     theirs = sum(other.capacity * (other.speed or usual) for other in others)
     left_over = all_of_it - sum(other.capacity for other in others)
-    return max(1, left_over, round(all_of_it * own / (own + theirs)))
+    share = int(all_of_it * own / (own + theirs) + 1e-9)
+    return max(left_over, share - share % work.group)
 
 
-def _in_time(node: NodeLook, quick: Sequence[NodeLook], work: Work) -> int:
+def _in_time(node: NodeLook, others: Sequence[NodeLook], work: Work) -> int:
     """What it holds, and as many more as the others would not have finished when it has.
 
     The last of n tasks that wait for the others begins once those before it have, which end at their joint rate, and
     then takes an episode's time.
     """
+    quick = [other for other in others if other.pace and other.speed]
     rate = sum(other.capacity / (other.pace or math.inf) for other in quick)
     pace = sum(other.capacity for other in quick) / rate
     free = sum(max(0, other.capacity - other.held) for other in quick)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -111,46 +111,56 @@ async def _asked(ask: Callable[[], Any], told: Callable[[RillflowError], Excepti
 
 async def serve_stdio(maintainer: Maintainer) -> None:
     """Until the client has gone, or the run and its nodes have ended."""
-    await _with_upkeep(maintainer, build_server(maintainer).run_stdio_async())
+    serving = asyncio.create_task(build_server(maintainer).run_stdio_async())
+    try:
+        await _with_upkeep(maintainer, serving)
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
 
 
 async def serve_http(maintainer: Maintainer, token: str, port: int, on_ready: Callable[[str], None]) -> None:
     """On loopback, until the run and its nodes have ended. `on_ready` gets the URL."""
     app = _Guarded(build_server(maintainer).streamable_http_app(stateless_http=True, json_response=True), token)
     config = uvicorn.Config(
-        app, host="127.0.0.1", port=port, http=BoundedHttp, ws="none", log_config=None, access_log=False, lifespan="on"
-    )
+        app, host="127.0.0.1", port=port, http=BoundedHttp, ws="none", log_config=None, access_log=False,
+        lifespan="on", timeout_graceful_shutdown=1,
+    )  # fmt: skip
     server = uvicorn.Server(config)
     # Signals belong to the process's owner, not to uvicorn.
     server.capture_signals = nullcontext  # type: ignore[assignment, method-assign]
-    serving = asyncio.create_task(_with_upkeep(maintainer, server.serve()))
+    serving = asyncio.create_task(_listen(server, port))
     try:
         deadline = asyncio.get_running_loop().time() + _STARTING
         while not server.started and not serving.done():
             if asyncio.get_running_loop().time() > deadline:
-                raise RunError(f"the MCP server did not start within {_STARTING:.0f} s", "is the port free?")
+                raise RunError(f"the MCP server did not start within {_STARTING:.0f} s", "see its log")
             await asyncio.sleep(0.02)
         if server.started:
             on_ready(f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/mcp")
-        await serving
+        await _with_upkeep(maintainer, serving)
     finally:
         server.should_exit = True
-        serving.cancel()
-        with suppress(asyncio.CancelledError):
-            await serving
+        await asyncio.gather(serving, return_exceptions=True)
 
 
-async def _with_upkeep(maintainer: Maintainer, serving: Any) -> None:
-    """Serve, and meanwhile see after the nodes; when either ends, so does the other."""
-    tasks = [asyncio.ensure_future(serving), asyncio.create_task(maintainer.run())]
+async def _listen(server: uvicorn.Server, port: int) -> None:
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        await server.serve()
+    except SystemExit:  # so uvicorn says that it could not listen
+        raise RunError(f"the MCP server cannot listen on port {port}", "choose another one, or 0 for any") from None
+
+
+async def _with_upkeep(maintainer: Maintainer, serving: asyncio.Task[None]) -> None:
+    """See after the nodes while somebody is served, until either ends."""
+    upkeep = asyncio.create_task(maintainer.run())
+    try:
+        done, _ = await asyncio.wait((serving, upkeep), return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        upkeep.cancel()
+        await asyncio.gather(upkeep, return_exceptions=True)
 
 
 class _Guarded:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from maintainer_world import World, info
+from maintainer_world import SetClock, World, info
 
 from rillflow.config.resources import ScalingConfig
 from rillflow.dataflow.balance import Balance
@@ -13,8 +13,18 @@ from rillflow.errors import DeadlineExceeded, DiskFull, RunError
 from rillflow.resources.maintainer.loop import PATIENCE, Maintainer
 
 
+class Ticking(SetClock):
+    """Goes on whenever it is looked at."""
+
+    def now(self) -> float:
+        self.time += 0.5
+        return self.time
+
+    monotonic = now
+
+
 def make(folder: Path) -> World:
-    world = World(folder, ScalingConfig(enabled=True, least=1, most=8))
+    world = World(folder, ScalingConfig(enabled=True, least=1, most=8), Ticking())
     world.own_workers = ["rollout-0", "rollout-1"]
     world.infos = {name: info(name) for name in world.own_workers}
     return world

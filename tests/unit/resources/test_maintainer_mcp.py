@@ -34,9 +34,12 @@ def world_in(folder: Path, **scaling: Any) -> World:
 
 @asynccontextmanager
 async def over_http(maintainer: Maintainer, token: str = TOKEN) -> AsyncIterator[Client]:
-    async with served(maintainer) as url, httpx2.AsyncClient(headers={"authorization": f"Bearer {token}"}) as http:
-        async with Client(streamable_http_client(url, http_client=http)) as client:
-            yield client
+    async with (
+        served(maintainer) as url,
+        httpx2.AsyncClient(headers={"authorization": f"Bearer {token}"}) as http,
+        Client(streamable_http_client(url, http_client=http)) as client,
+    ):
+        yield client
 
 
 @asynccontextmanager
@@ -66,7 +69,7 @@ async def failing(client: Client, tool: str, **arguments: Any) -> str:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
-        while not condition():
+        while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
 

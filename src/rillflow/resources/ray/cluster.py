@@ -133,10 +133,12 @@ class RayCluster:
         self._run = run
         self._incarnation = incarnation
         self._groups: dict[int, Any] = {}
+        self._connected = False
 
     def connect(self, address: str | None, namespace: str) -> None:
         """To an existing cluster, or to one that is started on this machine and ends with this process."""
         connect(address, namespace)
+        self._connected = True
 
     @property
     def address(self) -> str:
@@ -200,9 +202,10 @@ class RayCluster:
 
     def close(self) -> None:
         """All actors of this driver end."""
-        import ray
+        if self._connected:
+            import ray
 
-        ray.shutdown()
+            ray.shutdown()
 
 
 async def _up(seat: Seat) -> None:

@@ -187,7 +187,7 @@ class Gang(Supervised):
         deadline = time.monotonic() + seconds
         while self._lives:
             await self._collect()
-            if all(life.over for life in self._lives):
+            if all(life.over or not life.seat.pid for life in self._lives):  # ended, or never started
                 await self._leave()
             elif time.monotonic() > deadline:
                 return False
