@@ -124,22 +124,19 @@ class Simulation:
     # ------------------------------------------------------------ running
 
     def run(self, steps: int, warm: int, most_seconds: float = math.inf) -> Outcome:
-        """`steps` that count after `warm` ones that do not. RuntimeError when the run stands still."""
+        """`steps` that count after `warm` ones that do not; all there were, where these took `most_seconds`."""
         self._admit()
         for node in self.nodes:
             self._ask(node)
         self.clock.at(TICK, self._tick)
-        self._advance(warm, most_seconds)
         before = self._marks()
-        self._latency.clear()
-        self._stale.clear()
-        self._advance(warm + steps, most_seconds)
-        return self._outcome(before, self._marks(), self.steps[warm:])
-
-    def _advance(self, version: int, most_seconds: float) -> None:
-        self._goal = version
-        if not self.clock.run(most_seconds) and not self.steps:
-            raise RuntimeError(f"no step within {self.clock.now:.0f} simulated seconds")
+        self._goal, first = warm, 0
+        if self.clock.run(most_seconds):
+            before, first, self._goal = self._marks(), warm, warm + steps
+            self._latency.clear()
+            self._stale.clear()
+            self.clock.run(most_seconds)
+        return self._outcome(before, self._marks(), self.steps[first:])
 
     def _tick(self, _: object) -> None:
         """Heartbeats of all nodes, the polls that run out and the housekeeping, for as long as a tick takes."""

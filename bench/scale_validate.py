@@ -41,8 +41,10 @@ from rillflow.errors import RillflowError
 from rillflow.runtime.folder import RunFolder
 from rillflow.types import CompleteTask, CompleteTasks, Heartbeat, LeaseTasks, TaskLease
 
-UNITS, WARM = 2, 6
+UNITS, WARM = 2, 4
+LONGEST = 120.0  # seconds of a case, with the start of its processes
 LEASE_WAIT, HEARTBEAT = 2.0, 2.0
+DONE = "done"
 WORK = Work(turns=1, mean_tokens=1000.0, sigma=0.5, most_tokens=4000.0, given_tokens=100, tool_seconds=0.0)
 Times = dict[str, list[float]]
 
@@ -74,7 +76,7 @@ class Case:
 
 
 CASES = [Case(f"{nodes} node{'s' * (nodes > 1)}", nodes, 2 * nodes, 0.05) for nodes in (1, 2, 4, 8)]
-CASES.append(Case("4 nodes, a slow trainer", 4, 8, 2.0))
+CASES.append(Case("4 nodes, a slow trainer", 4, 8, 1.5))
 
 
 # ---------------------------------------------------------------- one node
@@ -92,10 +94,12 @@ class EmulatedNode:
         self._version = 0
         self.times: Times = defaultdict(list)
 
-    async def run(self, until: float) -> None:
+    async def run(self, done: Path) -> None:
+        """Until there is such a file."""
         beating = asyncio.create_task(self._beats())
+        end = time.monotonic() + LONGEST
         try:
-            while time.time() < until:
+            while not done.exists() and time.monotonic() < end:
                 await self._lease_once()
         finally:
             for task in (beating, *self._playing.values()):
@@ -159,14 +163,14 @@ class EmulatedNode:
             await asyncio.sleep(HEARTBEAT)
 
 
-def _node(root: str, name: str, case: Case, until: float, answers: Any) -> None:
+def _node(root: str, name: str, case: Case, answers: Any) -> None:
     async def work() -> Times:
         folder = RunFolder.open(root)
         client = Processes(folder).client()
         assert client is not None
         node = EmulatedNode(folder, name, case, client)
         try:
-            await node.run(until)
+            await node.run(folder.root / DONE)
         finally:
             await client.close()
         return node.times
@@ -177,13 +181,14 @@ def _node(root: str, name: str, case: Case, until: float, answers: Any) -> None:
 # ---------------------------------------------------------------- a real run
 
 
-async def _train(folder: RunFolder, client: Any, case: Case, until: float) -> dict[str, float]:
-    """Samples a second between the warm steps and the end, and what the trainer's calls took."""
+async def _train(folder: RunFolder, client: Any, case: Case, seconds: float) -> dict[str, float]:
+    """Samples a second in so many seconds after the warm steps, and what the trainer's calls took."""
     reader = PayloadReader(client.units, folder.token, allow_map=False)
     seat, times, ends = Seat(MAIN, client), defaultdict[str, list[float]](list), list[tuple[float, int]]()
     await seat.join()
+    end = time.monotonic() + LONGEST
     try:
-        while time.time() < until:
+        while time.monotonic() < end and not (len(ends) > WARM + 1 and ends[-1][0] > ends[WARM][0] + seconds):
             batch = (await seat.lease(case.groups, wait=2.0)).batch
             if batch is None:
                 continue
@@ -213,13 +218,15 @@ async def measured(case: Case, seconds: float) -> dict[str, float]:
         with Processes(folder, UNITS) as processes:
             client = await processes.ready()
             answers = context.Queue(case.nodes)
-            until = time.time() + 5.0 + seconds  # the processes of the nodes start meanwhile
             names = [f"n{number}" for number in range(case.nodes)]
-            nodes = [context.Process(target=_node, args=(str(folder.root), n, case, until, answers)) for n in names]
+            nodes = [context.Process(target=_node, args=(str(folder.root), n, case, answers)) for n in names]
             for node in nodes:
                 node.start()
             try:
-                found = await _train(folder, client, case, until)
+                try:
+                    found = await _train(folder, client, case, seconds)
+                finally:
+                    (folder.root / DONE).touch()
                 times = [await asyncio.to_thread(answers.get, True, 60) for _ in nodes]
             finally:
                 for node in nodes:
@@ -305,7 +312,7 @@ def validate(report: Report, costs: Costs, *, quick: bool) -> None:
     for heading in ("run", *names):
         table.add_column(heading, justify="right")
     for case in CASES:
-        model, real = predicted(case, costs), asyncio.run(measured(case, 10.0 if quick else 25.0))
+        model, real = predicted(case, costs), asyncio.run(measured(case, 6.0 if quick else 20.0))
         for what in names:
             unit = "samples/s (peer: measured)" if what == "rate" else "s (peer: measured)"
             report.add(f"{case.name}: {what}", model[what], real[what], unit=unit)

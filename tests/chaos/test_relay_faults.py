@@ -59,7 +59,7 @@ async def relay(origin: str, cache: Path) -> AsyncIterator[Relay]:
         await process.wait()
 
 
-async def until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
+async def until(condition: Callable[[], object], what: str, seconds: float = 180.0) -> None:
     try:
         async with asyncio.timeout(seconds):
             while not condition():  # noqa: ASYNC110 - another process sends no event
@@ -71,7 +71,7 @@ async def until(condition: Callable[[], object], what: str, seconds: float = 60.
 @asynccontextmanager
 async def reading(cache: Path, *urls: str) -> AsyncIterator[HttpSource]:
     """A node's own downloads; the first server is the nearest."""
-    source = HttpSource(f"{','.join(urls)}/{POLICY}", cache=cache, key=KEY, token=TOKEN, patience=60.0, stall=1.0)
+    source = HttpSource(f"{','.join(urls)}/{POLICY}", cache=cache, key=KEY, token=TOKEN, patience=180.0, stall=1.0)
     source._mirrors._probing = asyncio.create_task(asyncio.sleep(0))
     try:
         yield source
@@ -92,7 +92,7 @@ async def test_a_relay_that_is_killed_is_gone_on_with_when_it_is_back(tmp_path: 
             assert not got.done()
             async with relay(upstream.url, tmp_path / "cache") as second:
                 near.upstream = second.url
-                assert (await asyncio.wait_for(got, 60)).read_bytes() == DATA
+                assert (await asyncio.wait_for(got, 180)).read_bytes() == DATA
         assert source.transfers[0].bytes == SIZE  # none came twice
         assert upstream.carried < 1.5 * SIZE  # nor over the long way
 
@@ -109,7 +109,7 @@ async def test_a_frozen_relay_is_left_for_the_next_server(tmp_path: Path, store:
         await until(lambda: near.carried > SIZE // 4, "a part of the file")
         frozen.process.send_signal(signal.SIGSTOP)
         near.stall()  # what is on its way is lost, too
-        assert (await asyncio.wait_for(got, 60)).read_bytes() == DATA
+        assert (await asyncio.wait_for(got, 180)).read_bytes() == DATA
         assert source.transfers[0].bytes < SIZE + SIZE // 4
         frozen.process.send_signal(signal.SIGCONT)
         near.mend()
@@ -124,6 +124,6 @@ async def test_a_relay_without_room_says_so_and_nodes_go_to_the_next_server(tmp_
             relay(origin, cache) as full,
             reading(tmp_path / "node", full.url, origin) as source,
         ):
-            assert (await asyncio.wait_for(source.file(7, NAME), 60)).read_bytes() == DATA
+            assert (await asyncio.wait_for(source.file(7, NAME), 180)).read_bytes() == DATA
             assert full.process.returncode is None
             assert "no space left" in full.log.read_text().lower()

@@ -5,13 +5,15 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from pathlib import Path
 
 import pytest
+import yaml
 
 from bench import endtoend, endtoend_task
 from bench.common import Report
 from bench.endtoend_cpu import Metered
-from rillflow.config import Recipe
+from rillflow.config import load_recipe
 
 
 def _side(reward: list[float], seconds: float, stale: list[float] | None = None) -> endtoend.Side:
@@ -35,9 +37,12 @@ def test_the_reward_is_the_share_of_vowels() -> None:
 
 
 @pytest.mark.parametrize("case", endtoend.CASES)
-def test_the_recipe_of_a_case_is_valid(case: str, tmp_path: endtoend.Path) -> None:
+def test_the_recipe_of_a_case_is_valid(case: str, tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
     made = endtoend.recipe(case, endtoend.CASES[case], "tiny", tmp_path / "prompts.jsonl", 1)
-    assert Recipe.model_validate(made).dataflow.group_size == endtoend_task.GROUP
+    file.write_text(yaml.safe_dump(made))
+    recipe = load_recipe(str(file))
+    assert recipe.policies["agent"].trainer.batch_groups * recipe.dataflow.group_size == endtoend.BATCH
 
 
 def test_twice_the_rate_is_a_ratio_of_two_and_staleness_is_told() -> None:

@@ -150,3 +150,10 @@ def test_a_run_on_gpus_has_all_of_them_at_work() -> None:
     made = world_of(64, model, NO_PARTS, 40)
     assert made.nodes * model.engine_gpus + made.ranks == 64
     assert lifted(made).capacity * lifted(made).nodes == made.capacity * made.nodes
+
+
+def test_a_run_that_gets_nowhere_in_its_time_has_a_rate_all_the_same() -> None:
+    outcome = Simulation(world(), costs(complete_each=10.0)).run(20, 10, most_seconds=100.0)
+    assert outcome.steps == 0
+    assert outcome.rate == 0.0
+    assert outcome.bottleneck == "ledger"

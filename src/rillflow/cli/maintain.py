@@ -9,10 +9,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from rillflow.clients.joining import token_of
 from rillflow.errors import ConfigError
 from rillflow.resources.maintainer.state import Line
 from rillflow.runtime.folder import RunFolder
-from rillflow.runtime.maintaining import Place, maintainer, maintainer_role, place_at, place_of
+from rillflow.runtime.maintaining import maintainer, maintainer_role, place_at, place_of
 from rillflow.runtime.process import prepare, run_until_signal
 from rillflow.runtime.roles import PREDECESSOR_WAIT
 
@@ -38,9 +39,10 @@ def maintain(
     if opened is not None and not mcp:
         return maintainer_role(opened, dry_run=dry_run, say=_printer(dry_run))
     home = opened or RunFolder(_state_folder(state, str(join)).resolve())
+    token = token_of(token_file) if opened is None else ""
 
     async def main() -> None:
-        place = await (place_of(opened) if opened is not None else _joined(str(join), token_file, home.root))
+        place = await (place_of(opened) if opened is not None else place_at(str(join), token, home.root))
         # On stdio, what is printed would be read as an answer.
         say = _printer(dry_run) if not mcp else lambda line: None
         async with maintainer(place, dry_run=dry_run, follow=not mcp, say=say) as made:
@@ -58,12 +60,6 @@ def maintain(
     prepare()
     with home.locked("maintainer", PREDECESSOR_WAIT):
         return run_until_signal(main())
-
-
-async def _joined(url: str, token_file: Path | None, root: Path) -> Place:
-    from rillflow.clients.joining import token_of
-
-    return await place_at(url, token_of(token_file), root)
 
 
 def _state_folder(state: Path | None, url: str) -> Path:

@@ -7,7 +7,9 @@ keep pages as long as nobody else wants the memory. The file has no name, so tha
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -79,6 +81,8 @@ class Aside:
         self._kept = [*self._to_host(tensors), *self._to_file(tensors)]
         for tensor, _ in self._kept:
             tensor.data = tensor.new_empty(0)
+        if self._file is not None:
+            _trim()
 
     def bring_back(self) -> None:
         for tensor, values in self._kept:
@@ -136,9 +140,14 @@ class _MappedFile:
             self._memory.madvise(mmap.MADV_DONTNEED)
 
 
-def _allocate(descriptor: int, size: int) -> None:
-    import os
+def _trim() -> None:
+    """Freed memory goes back to the operating system, where the C library would rather keep it for who asks next."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
+
+def _allocate(descriptor: int, size: int) -> None:
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, size)
     else:

@@ -16,8 +16,8 @@ from rillflow.types import Ack, NodeInfo, NodeList, RetireNode
 
 def node(name: str, **change: object) -> NodeInfo:
     values = {
-        "state": "healthy", "active": "rollout", "leaving": False, "capacity": 8, "held": 3, "completed": 1, "failed": 0,
-        "pace": 1.5, "throughput": 2.25, "seen": 0.5, "versions": {"main": 4}, "stats": {},
+        "state": "healthy", "active": "rollout", "leaving": False, "capacity": 8, "held": 3,
+        "completed": 1, "failed": 0, "pace": 1.5, "throughput": 2.25, "seen": 0.5, "versions": {"main": 4}, "stats": {},
     }  # fmt: skip
     return NodeInfo(name=name, **values | change)  # type: ignore[arg-type]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import sys
 import time
@@ -13,7 +14,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
+from rillflow.config.resources import ScalingConfig
 from rillflow.errors import RunError
 from rillflow.resources.executors.command import CommandExecutor, filled
 from rillflow.resources.executors.kept import Kept, KeptNodes
@@ -222,3 +225,61 @@ def test_values_are_words_of_the_shell_and_other_braces_stay() -> None:
     assert filled(template, {"node": "a; rm -rf /"}) == (
         "squeue --name='a; rm -rf /' | awk '{print $1}' ${HOME} {other}"
     )
+
+
+# ---------------------------------------------------------------- the page's examples
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "maintainer.md"
+FAKES = {
+    "sbatch": """while [ $# -gt 0 ]; do
+      case $1 in --job-name) name=$2; shift;; --wrap) wrap=$2; shift;; esac; shift
+    done; echo "$wrap" > "$JOBS/$name" """,
+    "scancel": 'rm -f "$JOBS/$2"',
+    "squeue": 'if [ -e "$JOBS/$3" ]; then echo "1 $3"; fi',
+    "kubectl": """case $1 in
+      apply) cat > "$JOBS/new"; mv "$JOBS/new" "$JOBS/$(sed -n 's/^name: //p' "$JOBS/new")";;
+      delete) rm -f "$JOBS/$3";;
+      get) if [ -e "$JOBS/$3" ]; then printf Running; fi;;
+    esac""",
+}
+
+
+def examples() -> dict[str, ScalingConfig]:
+    """The recipes of the page that start nodes by commands, by what stands before them."""
+    found = re.findall(r"^(\w+):\n\n```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    return {name: ScalingConfig(**yaml.safe_load(text)["resources"]["scaling"]) for name, text in found}
+
+
+@pytest.mark.parametrize("name", ["Slurm", "Kubernetes"])
+async def test_the_pages_examples_start_find_and_end_nodes(
+    name: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs, programs, pod = root / "jobs", root / "bin", root / "node.yaml"
+    jobs.mkdir()
+    programs.mkdir()
+    for program, text in FAKES.items():
+        (programs / program).write_text(f"#!/bin/sh\n{text}\n")
+        (programs / program).chmod(0o700)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    monkeypatch.setenv("JOBS", str(jobs))
+    pod.write_text("name: NODE\ncommand: rillflow rollout --join URL --name NODE\n")
+    scaling = examples()[name]
+    assert scaling.start is not None
+    assert scaling.stop is not None
+    executor = CommandExecutor(
+        root,
+        start=scaling.start.replace("/etc/rillflow/node.yaml", str(pod)),
+        stop=scaling.stop,
+        alive=scaling.alive,
+        url="http://head:8000",
+        token_file=root / "my token",
+    )
+    await executor.start("auto-0")
+    await executor.start("auto-1")
+    assert "rillflow rollout --join http://head:8000 --name auto-0" in (jobs / "auto-0").read_text()
+    (jobs / "auto-1").unlink()
+    assert await executor.nodes() == {"auto-0": True, "auto-1": False}
+    await executor.stop("auto-0")
+    await executor.stop("auto-1")
+    assert await executor.nodes() == {}
+    assert list(jobs.iterdir()) == []

@@ -283,7 +283,7 @@ async def test_by_idleness_a_pool_does_not_go_back_to_a_size_that_starved(tmp_pa
         await world.after(20, maintainer)
         world.report(version + turn, 0.0)
         await world.after(4, maintainer)
-        if turn < 6:
+        if turn < 3:
             assert len(world.alive) == 4
     assert len(world.alive) < 4, "it is forgotten in time"
 

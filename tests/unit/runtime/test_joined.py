@@ -114,6 +114,6 @@ def test_episodes():
 
 def test_a_workflow_that_is_not_on_this_host():
     recipe = load_recipe("quickstart", ["workflow=nowhere.to_be_found:play"])
-    with pytest.raises(ConfigError, match="not on this host.*nowhere") as caught:
+    with pytest.raises(ConfigError, match=r"not on this host.*nowhere") as caught:
         _check_code(recipe)
     assert "must be installed here" in caught.value.hint

@@ -108,7 +108,7 @@ class Busy:
             self.room += sum(info.capacity for info in playing)
             self.looks += 1
 
-    def share(self, fewest: int = 3) -> float | None:
+    def share(self, fewest: int = 2) -> float | None:
         """None where there were too few looks to say."""
         return self.held / self.room if self.looks >= fewest else None
 

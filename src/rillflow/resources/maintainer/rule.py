@@ -16,7 +16,7 @@ from rillflow.dataflow.balance import STARVING, Branch, Report, decide
 
 MOST_AT_ONCE = 0.25  # of the pool that goes by idleness alone
 _LEAST_BUSY = 0.01  # something entered, so somebody was at work, if only between two looks
-REMEMBERED = 8  # reports for which a size at which the trainer starved is not gone back to
+REMEMBERED = 5  # reports for which a size at which the trainer starved is not gone back to
 
 
 @dataclass(frozen=True)

@@ -104,9 +104,9 @@ class RayRun(LocalRun):
         def arguments(place: Place) -> list[str]:
             url = self._folder.endpoint("dataflow")
             assert url is not None, "the service comes first"
-            # Told to stop, it ends at once, as on one machine: who wants a node to drain retires it.
-            options = ("--host", place.address, "--cache", FOLDER, "--grace", "0")
-            return [process.role, "--join", url, *process.options, *options]
+            # Told to stop, a node ends at once, as on one machine: who wants it to drain retires it.
+            grace = ("--grace", "0") if process.role == "rollout" else ()
+            return [process.role, "--join", url, *process.options, "--host", place.address, "--cache", FOLDER, *grace]
 
         # Where engine processes sample, theirs are the devices.
         samples = process.role == "engine" or not self._recipe.rollout.engines
