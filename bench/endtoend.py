@@ -247,6 +247,8 @@ def tell(report: Report, case: str, goal: float | None, pairs: list[tuple[Side, 
         report.add(f"{case}: {name}", mine, peer, unit=unit, goal=goal, less_is_better=less)
 
     both("samples/s", Side.rate, "samples/s", goal)
+    # Who serves what is ready first trains on short answers first: samples alone would not be the same work.
+    both("answer tokens/s", lambda s: s.rate() * statistics.mean(s.length[FROM:]), "tokens/s")
     samples = len(pairs[0][0].ended) * BATCH
     both(f"{samples} samples from the first work", lambda s: s.ended[-1] - s.begun, "s", goal, less=True)
     both(f"{samples} samples from the command", lambda s: s.ended[-1] - s.started, "s", less=True)

@@ -42,7 +42,6 @@ SPEED_GOAL = 2.0
 GROUPS, GROUP = 8, 4
 _REPO = Path(__file__).resolve().parents[1]
 _PATIENCE = 900.0
-_WARM = 2  # steps before the window of a steady run: the first tokens of all workers
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from bench.scale_model import Outcome, Simulation
 from bench.scale_parts import measure_parts
 from bench.scale_picture import draw
 from bench.scale_validate import validate
-from bench.scale_world import MODELS, Model, World, by_host, centralised, lifted, world_of
+from bench.scale_world import MODELS, Model, World, by_host, centralised, world_of
 
 BALANCED_AT = 64
 WARM, COUNTED, SAMPLES = 7, 3, 4000  # steps, until the window has passed once; and that count, at least so many samples
@@ -47,7 +47,7 @@ CONTROLLER = "one controller"
 VARIANTS: dict[str, Callable[[World, Costs], tuple[World, Costs]]] = {
     "ours": lambda world, costs: (world, costs),
     "by host": lambda world, costs: (by_host(world), costs),
-    "lifted": lambda world, costs: (lifted(world), costs.flat()),
+    "lifted": lambda world, costs: (by_host(world), costs.flat()),
     CONTROLLER: lambda world, costs: (centralised(world), costs),
 }
 LIFTS = {
@@ -87,7 +87,7 @@ def balanced(model: Model, costs: Costs) -> float:
     engines = BALANCED_AT // model.engine_gpus
     nodes, best = engines // 2, (0.0, 0.5)
     for _ in range(6):
-        world = replace(world_of(BALANCED_AT, model, costs.parts, nodes * model.engine_gpus), wake_all=False)
+        world = world_of(BALANCED_AT, model, costs.parts, nodes * model.engine_gpus)
         outcome = run(world, costs.flat())
         best = max(best, (outcome.rate, nodes / engines))
         if outcome.decision.branch == "hold":

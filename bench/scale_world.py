@@ -81,8 +81,8 @@ class World:
     relays: int = 1
     heartbeat: float = 2.0
     central: bool = False
-    wake_all: bool = True  # every waiting node asks again whenever a group ends, whether or not a task came of it
-    batch_once: bool = False  # the ranks' parts are made once for all, not once for each of them
+    wake_all: bool = False  # what if every waiting node asked again whenever a group ends, as it once did
+    batch_once: bool = True  # the ranks' parts are made once for all; what if they were for each of them
 
     @property
     def window(self) -> int:
@@ -127,9 +127,8 @@ def world_of(gpus: int, model: Model, parts: PartCosts, rollout_gpus: int, work:
 
 
 def centralised(world: World) -> World:
-    """The same run with one process between all others: nobody is woken in vain and a batch is read once, but all the
-    bytes pass through it."""
-    return replace(world, central=True, units=1, wake_all=False, batch_once=True)
+    """The same run with one process between all others, through which all the bytes pass."""
+    return replace(world, central=True, units=1)
 
 
 def by_host(world: World) -> World:
@@ -137,8 +136,3 @@ def by_host(world: World) -> World:
     engines = max(1, min(GPUS_PER_HOST, world.nodes))
     nodes = max(1, world.nodes // engines)
     return replace(world, nodes=nodes, engines=world.nodes // nodes, relays=max(1, -(-nodes // NODES_PER_RELAY)))
-
-
-def lifted(world: World) -> World:
-    """That, and who waits is woken only when there is a task, and the ranks' parts of a batch are made once."""
-    return replace(by_host(world), wake_all=False, batch_once=True)

@@ -14,7 +14,7 @@ from rillflow.storage.spans import read_spans
 from trained_tokens import trained_samples
 
 SHORT = [
-    "trainer.steps=4",
+    "trainer.steps=8",
     "trainer.batch_groups=2",
     "data.heldout.arguments={split: heldout, count: 8, seed: 2}",
     "rollout.episodes=16",
@@ -28,12 +28,12 @@ def check(cli: Cli, folder: Path, staleness: int) -> None:
     assert played.keys() == {"colocated-0", "rollout-0"}
     assert all(played.values()), played
     samples = list(trained_samples(folder))
-    assert {sample.trained_at for sample in samples} == {0, 1, 2, 3}
+    assert {sample.trained_at for sample in samples} == set(range(8))
     for sample in samples:
         assert sample.version_T.max() <= sample.trained_at
         assert sample.trained_at - sample.version_T.min() <= staleness
     assert json.loads(cli.run("audit", str(folder), "--json").output())["balanced"]
-    assert json.loads((folder / "weights" / "agent" / "head.json").read_text())["head"] == 4, "others pull it there"
+    assert json.loads((folder / "weights" / "agent" / "head.json").read_text())["head"] == 8, "others pull it there"
     assert processes_of(folder) == {}
 
 
@@ -58,7 +58,7 @@ def test_a_trainer_rolls_out_while_it_waits_and_others_while_it_trains(cli: Cli)
 @pytest.mark.slow
 def test_preempted_answers_move_to_engine_processes_and_memory_is_handed_over(cli: Cli) -> None:
     folder = cli.run(
-        "run", "pipeline_multiplexed", *SHORT, "trainer.steps=4", "rollout.engines=1", "resources.on_preempt=move",
+        "run", "pipeline_multiplexed", *SHORT, "rollout.engines=1", "resources.on_preempt=move",
         "resources.memory=release",
     ).folder  # fmt: skip
     check(cli, folder, staleness=2)

@@ -10,7 +10,7 @@ import pytest
 from bench.scale_costs import Costs, Curve, LedgerCosts, PartCosts, call_and_each
 from bench.scale_model import Simulation
 from bench.scale_queues import Clock, Engine, Server
-from bench.scale_world import MODELS, Device, Work, World, by_host, centralised, lifted, world_of
+from bench.scale_world import MODELS, Device, Work, World, by_host, centralised, world_of
 
 NO_PARTS = PartCosts(**dict.fromkeys(PartCosts.__dataclass_fields__, 0.0))
 EQUAL = Work(turns=2, mean_tokens=100.0, sigma=0.0, most_tokens=1e9, given_tokens=0, tool_seconds=0.0)
@@ -149,7 +149,7 @@ def test_a_run_on_gpus_has_all_of_them_at_work() -> None:
     model = MODELS["32B"]
     made = world_of(64, model, NO_PARTS, 40)
     assert made.nodes * model.engine_gpus + made.ranks == 64
-    assert lifted(made).capacity * lifted(made).nodes == made.capacity * made.nodes
+    assert by_host(made).capacity * by_host(made).nodes == made.capacity * made.nodes
 
 
 def test_a_run_that_gets_nowhere_in_its_time_has_a_rate_all_the_same() -> None:

@@ -109,7 +109,9 @@ def _playing(node: NodeInfo | None) -> tuple[str | None, str]:
 
 
 def _table(views: Sequence[View]) -> Table:
-    table = Table("worker", "tags", "active", "train priority", "process", "state")
+    table = Table()
+    for heading in ("worker", "tags", "active", "train priority", "process", "state"):
+        table.add_column(heading, overflow="fold")  # names are to be copied
     for one in views:
         priority = "" if one.priority is None else f"{one.priority:.4g}"
         process = one.process if one.rank is None else f"{one.process}, rank {one.rank}"

@@ -16,7 +16,7 @@ from rillflow.dataflow.groups import Groups
 from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.lineage import Lineage
 from rillflow.dataflow.part import Base, Part
-from rillflow.dataflow.serving import batch_rows, batch_samples, compared, of_rank
+from rillflow.dataflow.serving import batch_rows, batch_samples, compared, of_ranks
 from rillflow.dataflow.shares import Shares
 from rillflow.dataflow.steps import Steps
 from rillflow.dataflow.streams import Ready, Streams
@@ -47,6 +47,7 @@ class Batches(Part):
         self._lineage = lineage
         self._steps = steps
         self._hooks = hooks
+        self._divided: tuple[tuple[str, int, int], list[list[sqlite3.Row]]] | None = None  # of the batch asked for last
 
     def open(self) -> None:
         """What a stage that the recipe got meanwhile has not handled is taken back from the trainer."""
@@ -156,6 +157,7 @@ class Batches(Part):
         return [pool[name] for name in self._hooks.replay(list(pool.values()), ask.groups)]
 
     def _add(self, row: sqlite3.Row, replayed: Sequence[Ready], fresh: Sequence[Ready], last: bool) -> sqlite3.Row:
+        self._divided = None
         members = [(share, 1) for share in replayed] + [(share, 0) for share in fresh]
         self._db.many(
             "INSERT INTO members VALUES (?, ?, ?, ?, ?, ?, ?)",
@@ -181,9 +183,10 @@ class Batches(Part):
 
     def _batch(self, row: sqlite3.Row, ask: LeaseBatch) -> Batch:
         stream = row["policy"]
-        rows = batch_rows(self._db, row["id"], stream, ask.have if ask.ranks == 1 else 0)
         if ask.ranks > 1:
-            rows = [found for found in of_rank(rows, ask.rank, ask.ranks) if found["member"] >= ask.have]
+            rows = [found for found in self._of_rank(row, ask) if found["member"] >= ask.have]
+        else:
+            rows = batch_rows(self._db, row["id"], stream, ask.have)
         return Batch(
             id=row["id"],
             attempt=row["attempt"],
@@ -198,6 +201,13 @@ class Batches(Part):
             groups=row["members"],
             complete=bool(row["complete"]),
         )
+
+    def _of_rank(self, row: sqlite3.Row, ask: LeaseBatch) -> list[sqlite3.Row]:
+        """A rank's part. All ranks ask one after the other: the batch is read and divided once for all of them."""
+        key = (row["id"], row["members"], ask.ranks)
+        if self._divided is None or self._divided[0] != key:
+            self._divided = key, of_ranks(batch_rows(self._db, row["id"], row["policy"], 0), ask.ranks)
+        return self._divided[1][ask.rank]
 
     def renew(self, ask: RenewBatch) -> bool:
         """Whether this attempt holds the batch; its lease has its full time again."""

@@ -48,16 +48,15 @@ def stage_rows(db: Database, batch: str, stream: str) -> list[sqlite3.Row]:
     return db.all(f"SELECT {_COLUMNS} FROM {members} {_SAMPLES} {_ORDER}", (batch, stream, stream))
 
 
-def of_rank(rows: Sequence[sqlite3.Row], rank: int, ranks: int) -> list[sqlite3.Row]:
-    """One rank's part of these samples, which begin with the batch's first."""
+def of_ranks(rows: Sequence[sqlite3.Row], ranks: int) -> list[list[sqlite3.Row]]:
+    """Each rank's part of these samples, which begin with the batch's first."""
     loads = [0] * ranks
-    found: list[sqlite3.Row] = []
+    found: list[list[sqlite3.Row]] = [[] for _ in range(ranks)]
     for _, part in groupby(rows, key=lambda row: row["part"]):
         samples = list(part)
         for sample, owner in zip(samples, partition([s["tokens"] for s in samples], ranks, loads), strict=True):
             loads[owner] += sample["tokens"]
-            if owner == rank:
-                found.append(sample)
+            found[owner].append(sample)
     return found
 
 

@@ -23,7 +23,7 @@ def measured(recipe: Recipe, workers: Sequence[Worker], measure: Measure = measu
 
     Those on this machine share what it has: it is measured once. Where it cannot be, the order of the recipe decides.
     """
-    unknown = [worker for worker in workers if worker.priority is None]
+    unknown = [worker for worker in workers if "train" in worker.tags and worker.priority is None]
     if not unknown or not _choice(recipe, workers):
         return list(workers)
     try:

@@ -73,6 +73,9 @@ def test_only_a_choice_is_worth_a_measurement() -> None:
 
     plain = load_recipe("quickstart")
     assert measured(plain, initial_workers(plain), never) == initial_workers(plain)
+    known = "{tags: [train], count: 2, tflops: 5, bandwidth: 7}"
+    declared = load_recipe("quickstart", [f"resources.workers=[{known}, {{tags: [rollout]}}]"])
+    assert measured(declared, initial_workers(declared), never) == initial_workers(declared), "all candidates are known"
 
 
 def test_what_is_declared_is_not_measured_away() -> None:
