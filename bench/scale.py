@@ -227,7 +227,7 @@ def main() -> None:
     if given.costs is not None:
         costs = Costs.load(json.loads(given.costs.read_text())["costs"])
     else:
-        nodes = (8, 64) if given.quick else (8, 64, 256)
+        nodes = (8, 64) if given.quick else (8, 64, 256, 1024)
         costs = Costs(measure_ledger(nodes, 200 if given.quick else 400), measure_parts(quick=given.quick))
     report = Report("scale")
     if given.validate:

@@ -21,8 +21,8 @@ RESULTS = Path(__file__).with_name("results")
 class Curve:
     """A cost at some sizes. Between them it is a straight line on logarithmic scales.
 
-    Below the smallest size it is constant; beyond the largest it goes on as between the last two, but never less steep
-    than constant.
+    Below the smallest size it is constant; beyond the largest it goes on as between the last two, but at least constant
+    and at most in proportion to the size.
     """
 
     sizes: tuple[float, ...]
@@ -35,7 +35,7 @@ class Curve:
         low, high = self.sizes[upper - 1], self.sizes[upper]
         first, last = (max(cost, 1e-9) for cost in self.costs[upper - 1 : upper + 1])
         slope = math.log(last / first) / math.log(high / low)
-        return last * (size / high) ** max(slope, 0.0) if size > high else first * (size / low) ** slope
+        return last * (size / high) ** min(max(slope, 0.0), 1.0) if size > high else first * (size / low) ** slope
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,9 @@ class Costs:
     parts: PartCosts
 
     def flat(self) -> Costs:
-        """As if no question to the ledger grew with the run: each costs what it does at the smallest size."""
+        """As if no question to the ledger grew with the run: each costs what it does where that is least."""
         curves = {
-            name: Curve(value.sizes[:1], value.costs[:1])
+            name: Curve(value.sizes[:1], (min(value.costs),))
             for name, value in vars(self.ledger).items()
             if isinstance(value, Curve)
         }

@@ -188,22 +188,14 @@ class Simulation:
         return [self._pending.popleft() for _ in range(want)]
 
     def _tell(self) -> None:
-        """Something has changed: who waits for tasks asks again in a moment."""
-        if self._waiting and not self._told and (self.world.wake_all or self._pending):
+        """There may be tasks: who waits for some asks again in a moment."""
+        if self._waiting and self._pending and not self._told:
             self._told = True
             self.clock.at(max(self.clock.now + NEWS_PAUSE, self.ledger.free), self._wake)
 
     def _wake(self, _: object) -> None:
         self._told = False
         waiting, self._waiting = self._waiting, deque()
-        if not self.world.wake_all:  # as many as there is something for
-            number = min(len(waiting), len(self._pending))
-            self._waiting = deque(list(waiting)[number:])
-            waiting = deque(list(waiting)[:number])
-        if not self._pending:
-            self.ledger.serve(self.clock.now, self._cost["nothing"] * len(waiting))
-            self._waiting.extend(waiting)
-            return
         for node in waiting:
             self._answer(node, self.clock.now)
 
@@ -340,24 +332,25 @@ class Simulation:
         batch = [heapq.heappop(self._ready)[2] for _ in range(world.groups)]
         self._stale += [self.version - group.oldest for group in batch]
         samples = [tokens for group in batch for tokens in group.tokens]
-        ranks = 1 if world.batch_once else world.ranks
-        leased = self.ledger.serve(self.clock.now, (cost["open"] + ranks * cost["rank"]) * len(samples))
+        leased = self.ledger.serve(self.clock.now, (cost["open"] + world.ranks * cost["rank"]) * len(samples))
         leased += self.costs.ledger.sync + ROUND_TRIP
         self._note("batch", leased - self.clock.now)
-        read = self._read(leased, samples)
-        self._note("read", read - leased)
+        self.clock.at(leased, self._train, samples)
+
+    def _train(self, samples: list[int]) -> None:
+        read = self._read(samples)
+        self._note("read", read - self.clock.now)
         step = self._step_seconds(samples)
         self._train_busy += step
-        wait = read - self._trainer_free
-        self.clock.at(read + step, self._commit, (len(samples), wait, step))
+        self.clock.at(read + step, self._commit, (len(samples), read - self._trainer_free, step))
 
-    def _read(self, now: float, samples: list[int]) -> float:
+    def _read(self, samples: list[int]) -> float:
         """Every rank reads its part from all units that have some of it; when the last of them has it."""
         parts, units = self.costs.parts, self.units
         size = sum(samples) * TOKEN_BYTES
         calls = self.world.ranks * min(len(units), -(-len(samples) // self.world.ranks))
         work = (parts.get_call * calls + parts.get_byte * size) / len(units)
-        ended = max(unit.serve(now, work) for unit in units)
+        ended = max(unit.serve(self.clock.now, work) for unit in units)
         return ended + size / self.world.ranks / NETWORK + ROUND_TRIP
 
     def _step_seconds(self, samples: list[int]) -> float:

@@ -81,8 +81,6 @@ class World:
     relays: int = 1
     heartbeat: float = 2.0
     central: bool = False
-    wake_all: bool = False  # what if every waiting node asked again whenever a group ends, as it once did
-    batch_once: bool = True  # the ranks' parts are made once for all; what if they were for each of them
 
     @property
     def window(self) -> int:

@@ -121,15 +121,11 @@ def test_the_same_seed_gives_the_same_run_and_another_one_another() -> None:
     assert runs[0].rate != runs[2].rate
 
 
-def test_waking_everybody_costs_more_the_more_wait() -> None:
-    """A slow trainer, so that nodes wait for tasks: each group's end wakes them all."""
+def test_nodes_that_wait_for_tasks_cost_the_ledger_something() -> None:
+    """A slow trainer: most nodes have nothing to play, and ask."""
     slow, asked = Device(0.01, 0.0, 2500.0), costs(nothing=0.001)
-    busy = [
-        Simulation(world(nodes=nodes, device=slow, work=LONG_TAILED, wake_all=every), asked).run(10, 5).busy["ledger"]
-        for nodes, every in ((8, True), (32, True), (32, False))
-    ]
+    busy = [Simulation(world(nodes=n, device=slow), asked).run(10, 5).busy["ledger"] for n in (8, 32)]
     assert busy[1] > 2 * busy[0]
-    assert busy[2] < 0.7 * busy[1]
 
 
 def test_one_controller_is_held_up_by_the_bytes_that_pass_through_it() -> None:

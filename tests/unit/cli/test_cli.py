@@ -106,7 +106,7 @@ def test_resume_looks_before_it_starts_anything(tmp_path: Path) -> None:
 
 def test_a_finished_run_goes_on_when_it_is_given_more_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Path] = []
-    monkeypatch.setattr("rillflow.cli.run.run_folder", lambda folder, resume: started.append(folder.root) or 0)
+    monkeypatch.setattr("rillflow.cli.run.run_folder", lambda folder, where, resume: started.append(folder.root) or 0)
     folder = run_folder_of(tmp_path)
     folder.set_state("finished", "done")
     folder.metrics.write_text('{"seq": 1, "policy": "agent", "step": 1, "version": 1}\n')
