@@ -170,7 +170,8 @@ def add_points(report: Report, series: dict[tuple[str, str], list[Point]]) -> No
             peer = others.get(point.gpus) if variant != CONTROLLER else None
             name, unit = f"{model}, {variant}, {point.gpus} GPUs", "samples/s"
             told = f"limit: {point.outcome.bottleneck}"
-            report.add(name, point.outcome.rate, peer and peer.outcome.rate, unit=unit, reason=told)
+            other = peer.outcome.rate if peer and peer.outcome.rate else None
+            report.add(name, point.outcome.rate, other, unit=unit, reason=told)
         share = kept(points, 64, 512)
         if share is not None:
             name = f"{model}, {variant}: kept per GPU from 64 to 512"

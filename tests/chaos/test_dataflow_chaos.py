@@ -21,7 +21,7 @@ from rillflow.wire import Client
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(330)]
 SECONDS = 280.0
-KILLS, CUTS = 12, 20
+KILLS, CUTS = 21, 20
 
 
 class Killer:
@@ -57,7 +57,7 @@ def serves(role: Role) -> bool:
 
 
 async def test_kills_lose_nothing_and_nothing_is_trained_twice(tmp_path: Path) -> None:
-    prompts = 200
+    prompts = 400
     with Processes(make_loaded_run(tmp_path, prompts), 2) as processes:
         client = await processes.ready()
         load = Load(processes, client, client.units)

@@ -92,7 +92,7 @@ async def wait_for(condition: object, seconds: float, what: str) -> None:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("on_update", "sessions", "every"),
-    [("keep", 200, 0.05), ("refill", 60, 0.05)],
+    [("keep", 200, 0.05), ("refill", 200, 0.05)],
 )
 async def test_updates_and_a_kill_under_streaming_sessions(
     tmp_path: Path, on_update: str, sessions: int, every: float

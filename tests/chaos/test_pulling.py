@@ -19,7 +19,7 @@ from rillflow.weights.pull import Puller
 from rillflow.weights.transport.objects import FolderSource
 
 SCRIPT = Path(__file__).with_name("killed_publisher.py")
-LIVES = 3
+LIVES = 4
 SECONDS = 120.0  # for a number of pulls that takes a few
 
 
@@ -31,7 +31,7 @@ async def test_what_is_pulled_is_whole_whatever_happens_to_the_trainer(tmp_path:
     for life in range(LIVES):
         publisher = await asyncio.create_subprocess_exec(sys.executable, str(SCRIPT), str(tmp_path / "w"), str(life))
         try:
-            wanted = 6 * (life + 1)
+            wanted = 8 * (life + 1)
             while min(counts["pulled"] for counts in seen) < wanted:
                 assert time.monotonic() < end, f"the pulls do not get on: {seen}"
                 assert publisher.returncode is None, "the publisher must not fail"

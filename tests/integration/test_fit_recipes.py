@@ -76,7 +76,9 @@ def test_a_killed_run_ends_as_if_it_had_not_been(cli: Cli) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "sharding"), [("reward_model", "none"), ("process_reward", "fsdp")])
+@pytest.mark.parametrize(
+    ("recipe", "sharding"), [("sft", "none"), ("reward_model", "none"), ("process_reward", "fsdp")]
+)
 def test_two_ranks_have_the_curve_of_one(cli: Cli, recipe: str, sharding: str) -> None:
     one = cli.run("fit", recipe, *SHORT, seconds=200.0).folder
     two = cli.run("fit", recipe, *SHORT, "trainer.ranks=2", f"trainer.sharding={sharding}", seconds=200.0).folder

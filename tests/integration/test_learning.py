@@ -1,4 +1,4 @@
-"""GRPO colocated and PPO with a critic learn the quickstart (test_quickstart has GRPO asynchronous)."""
+"""GRPO and PPO with a critic learn the quickstart, asynchronous and colocated (test_quickstart has the fourth run)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEPS = 12
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["quickstart_colocated", "ppo"])
+@pytest.mark.parametrize("recipe", ["quickstart_colocated", "ppo", "ppo_colocated"])
 def test_a_dozen_steps_are_enough_to_learn(cli: Cli, recipe: str) -> None:
     folder = cli.run("run", recipe, f"trainer.steps={STEPS}", "evaluation.every=0", seconds=280.0).folder
     before, after = json.loads((folder / "summary.json").read_text())["heldout"]

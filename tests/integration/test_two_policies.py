@@ -9,11 +9,22 @@ import pytest
 
 from commands import Cli, all_processes_of, steps_of, wait_until
 
+RUN = ["trainer.steps=5", "trainer.checkpoint_every=2", "dataflow.units.count=2"]
+
 
 def audited(cli: Cli, folder: Path) -> dict[str, dict[str, int]]:
     report = json.loads(cli.run("audit", str(folder), "--json").output())
     assert report["balanced"], report
     return dict(report)
+
+
+@pytest.mark.slow
+def test_both_policies_train_at_their_own_pace(cli: Cli) -> None:
+    run = cli.run("run", "two_policies", *RUN, "policies.checker.trainer.steps=3")
+    summary = json.loads((run.folder / "summary.json").read_text())
+    assert {name: policy["steps"] for name, policy in summary["policies"].items()} == {"solver": 5, "checker": 3}
+    assert (run.folder / "reward.png").is_file()
+    audited(cli, run.folder)
 
 
 def checkpoints_of(folder: Path, policy: str) -> list[str]:
@@ -43,7 +54,6 @@ def test_killed_as_a_whole_it_goes_on(cli: Cli) -> None:
     summary = json.loads((folder / "summary.json").read_text())
     assert {name: policy["steps"] for name, policy in summary["policies"].items()} == steps
     assert len(checkpoints_of(folder, "checker")) == 1
-    assert (folder / "reward.png").is_file()
     audited(cli, folder)
 
     recipe = folder / "recipe.yaml"  # more steps for one of them: the other has nothing left to do
@@ -51,6 +61,19 @@ def test_killed_as_a_whole_it_goes_on(cli: Cli) -> None:
     cli.run("resume", str(folder))
     summary = json.loads((folder / "summary.json").read_text())
     assert {name: policy["steps"] for name, policy in summary["policies"].items()} == steps | {"checker": 6}
+    audited(cli, folder)
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_leaves_no_process(cli: Cli) -> None:
+    run = cli.start("run", "two_policies", *RUN)
+    wait_until(lambda: any(run.runs.iterdir()), "the run folder")
+    folder = run.folder
+    wait_until(lambda: steps_of(folder) >= 1, "a step", 120)
+    run.interrupt()
+    assert run.wait(20) == 130, run.output()[-4000:]
+    assert not list(all_processes_of(folder))
+    assert "resume" in run.output()
     audited(cli, folder)
 
 
@@ -68,10 +91,10 @@ def flip_bits(folder: Path) -> None:
 
 @pytest.mark.chaos
 def test_damaged_rows_are_set_aside_and_their_episodes_played_again(cli: Cli) -> None:
-    run = cli.start("run", "quickstart", "trainer.steps=8", "trainer.batch_groups=4", "evaluation.every=0")
+    run = cli.start("run", "quickstart", "trainer.steps=12", "trainer.batch_groups=4", "evaluation.every=0")
     wait_until(lambda: any(run.runs.iterdir()), "the run folder")
     folder = run.folder
-    for turn in range(2):
+    for turn in range(3):
         wait_until(lambda turn=turn: steps_of(folder) >= 2 * turn + 2, f"step {2 * turn + 2}", 120)
         flip_bits(folder)
     assert run.wait(240) == 0, run.output()[-4000:]

@@ -17,7 +17,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 LIVES: list[dict[str, Any]] = [
     {"ranks": 4, "sharding": "fsdp", "steps": 3},
-    {"ranks": 2, "sharding": "none", "steps": 8},
+    {"ranks": 2, "sharding": "fsdp", "steps": 6},
+    {"ranks": 4, "sharding": "none", "steps": 9},
     {"ranks": 1, "sharding": "none", "steps": STEPS},
 ]
 

@@ -119,7 +119,9 @@ ALGORITHMS = {
 
 VARIANTS: list[dict[str, Any]] = [
     {"ranks": 2, "micro_tokens": 17, "sharding": "fsdp"},
-    {"ranks": 4, "micro_tokens": 30},
+    {"ranks": 2, "micro_tokens": 64},
+    {"ranks": 4, "micro_tokens": 30, "sharding": "fsdp"},
+    {"ranks": 4, "micro_tokens": 17},
 ]
 
 
@@ -178,15 +180,16 @@ def alive(process: psutil.Process) -> bool:
 
 
 @pytest.mark.chaos
-def test_a_killed_rank_takes_all_down_with_a_clear_log(tmp_path: Path) -> None:
-    with started(tmp_path, 10_000, ranks=3, sharding="fsdp", steps=10_000) as run:
+@pytest.mark.parametrize(("sharding", "victim"), [("none", 0), ("fsdp", 1)])
+def test_a_killed_rank_takes_all_down_with_a_clear_log(tmp_path: Path, sharding: str, victim: int) -> None:
+    with started(tmp_path, 10_000, ranks=3, sharding=sharding, steps=10_000) as run:
         wait_for(lambda: len(run.peer.commits) >= 3, run)
         ranks = run.ranks()
         assert sorted(ranks) == [0, 1, 2]
-        ranks[1].kill()
+        ranks[victim].kill()
         assert run.ends(15.0) == 128 + signal.SIGKILL
         assert gone(list(ranks.values()))
-        assert "rank 1 ended with code -9: all end, to begin anew" in run.log()
+        assert f"rank {victim} ended with code -9: all end, to begin anew" in run.log()
         assert "was left alone" in run.log(2)
 
 

@@ -23,9 +23,8 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_shards_are_published_as_the_whole_is(tmp_path: Path) -> None:
-    ranks = 3
-
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_shards_are_published_as_the_whole_is(tmp_path: Path, ranks: int) -> None:
     def command(rank: int, rendezvous: str) -> list[str]:
         return [sys.executable, str(RANK), str(rank), str(ranks), rendezvous, str(tmp_path)]
 

@@ -21,9 +21,8 @@ BF16 = "ignore:mkldnn_matmul failed:UserWarning"  # of a CPU that computes bf16 
 
 
 @pytest.mark.slow
-def test_shards_compute_what_the_whole_does(tmp_path: Path) -> None:
-    ranks = 3
-
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_shards_compute_what_the_whole_does(tmp_path: Path, ranks: int) -> None:
     def command(rank: int, rendezvous: str) -> list[str]:
         return [sys.executable, "-W", "error", "-W", BF16, str(RANK), str(rank), str(ranks), rendezvous]
 

@@ -1,0 +1,31 @@
+"""A real run whose nodes sample on engine processes; one of them is killed in the middle."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from commands import Cli, all_processes_of, steps_of, wait_until
+
+SHORT = [
+    "trainer.steps=6",
+    "trainer.batch_groups=2",
+    "data.heldout.arguments={split: heldout, count: 4, seed: 2}",
+    "rollout.episodes=16",
+    "rollout.engines=2",
+    "rollout.pause_after={seconds: 20, at_most: 5}",
+]
+
+
+@pytest.mark.slow
+def test_a_run_on_engine_processes_outlives_the_death_of_one(cli: Cli) -> None:
+    run = cli.start("run", "quickstart", *SHORT)
+    wait_until(lambda: any(run.runs.iterdir()) and steps_of(run.folder) >= 2, "two steps", 240)
+    victim = next(process for role, process in all_processes_of(run.folder) if role == "engine")
+    victim.kill()
+    assert run.wait(300) == 0, run.output()[-3000:]
+    summary = json.loads((run.folder / "summary.json").read_text())
+    assert summary["steps"] == 6
+    assert json.loads((run.folder / "state.json").read_text())["state"] == "finished"
+    assert json.loads(cli.run("audit", str(run.folder), "--json").output())["balanced"]
