@@ -309,7 +309,7 @@ class Recipe(Section):
             raise ValueError(f"a {self.mode} run is for one policy, with workflow or command")
         if self.resources.on_preempt == "move" and (self.mode != "multiplexed" or not self.rollout.engines):
             raise ValueError(
-                "resources.on_preempt=move needs a multiplexed run with rollout.engines: others that answers can move to"
+                "resources.on_preempt=move needs a multiplexed run with rollout.engines: there answers can go on"
             )
         if self.mode == "colocated" and self.rollout.engines:
             raise ValueError("a colocated run samples in its trainers: rollout.engines must be 0")

@@ -112,7 +112,9 @@ async def test_a_session_closed_before_its_stream_has_begun_hangs_nobody() -> No
             yield b"x"
 
     request: Any = _Connected()
-    waiting = asyncio.create_task(streamed(answer, events(), session, request, 60, shape=lambda error: b"error"))
+    waiting = asyncio.create_task(
+        streamed(answer, events(), session, request, lambda: 60.0, shape=lambda error: b"error")
+    )
     await asyncio.sleep(0)  # the call is at work, but its task has not had its first turn
     assert session.at_work
     sessions.close("s")

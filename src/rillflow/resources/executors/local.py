@@ -87,7 +87,7 @@ class LocalExecutor:
         if process is not None:
             for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):  # a second one ends what drains
                 _signal(process, number)
-                if await self._gone(process, node):
+                if await self._gone(process):
                     break
             else:
                 raise RunError(f"{node} (pid {process.pid}) does not end", "look at what it hangs in: a dead disk?")
@@ -123,14 +123,23 @@ class LocalExecutor:
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             return False
 
-    async def _gone(self, process: psutil.Process, node: str) -> bool:
+    async def _gone(self, process: psutil.Process) -> bool:
         deadline = asyncio.get_running_loop().time() + self._grace
         while asyncio.get_running_loop().time() < deadline:
+            ended = _ended(process)
             _reap(process.pid)
-            if not self._is(process, node):
+            if ended:
                 return True
             await asyncio.sleep(_POLL)
         return False
+
+
+def _ended(process: psutil.Process) -> bool:
+    """Not by its command line: that is empty before the process has ended."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _reap(pid: int) -> None:

@@ -1,0 +1,64 @@
+"""What all commands share: the app, its options, and errors without a traceback where a user can do something."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from rillflow.errors import CheckpointError, ConfigError, DataError, GraphError, RillflowError
+from rillflow.runtime.process import GIVE_UP, GiveUp
+
+app = typer.Typer(
+    name="rillflow",
+    help="Train agentic language models with reinforcement learning.\n\nStart with: rillflow run quickstart",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+errors = Console(stderr=True)
+# Only a person can mend these.
+_FOR_GOOD = (ConfigError, DataError, CheckpointError, GraphError, GiveUp)
+RunArgument = Annotated[Path, typer.Argument(help="A run folder, such as runs/quickstart-…", metavar="RUN")]
+MaybeRun = Annotated[Path | None, typer.Argument(help="A run folder, such as runs/quickstart-…", metavar="[RUN]")]
+JoinOption = Annotated[str | None, typer.Option(help="Instead: where the run's service listens", metavar="URL")]
+TokenOption = Annotated[
+    Path | None, typer.Option(help="With --join: the run's token", show_default="RILLFLOW_TOKEN", dir_okay=False)
+]
+CacheOption = Annotated[
+    Path | None,
+    typer.Option(help="With --join: keeps sessions and weights", show_default="nothing is kept", file_okay=False),
+]
+HostOption = Annotated[str, typer.Option(help="With --join: the address to listen on")]
+RuntimeOption = Annotated[
+    Literal["local", "ray"], typer.Option("--runtime", help="Where: on this machine, or on a Ray cluster")
+]
+AddressOption = Annotated[
+    str | None,
+    typer.Option(help="Of the Ray cluster, HOST:PORT", show_default="RAY_ADDRESS, else one is started here"),
+]
+
+
+def one_run(folder: Path | None, join: str | None) -> Path | None:
+    """The run folder that was given; None where it was a URL."""
+    if (folder is None) == (join is None):
+        raise ConfigError("give a run folder, or --join URL", "RUN/endpoints/dataflow.json says where a run listens")
+    return folder
+
+
+@contextmanager
+def clear_errors(*, role: bool = False) -> Iterator[None]:
+    """Print what happened and what to do. A role that can never work says so to its supervisor by its exit code."""
+    try:
+        yield
+    except RillflowError as error:
+        # Not wrapped, so that paths can be copied.
+        errors.print(Text.assemble(("error: ", "bold red"), error.message), soft_wrap=True)
+        if error.hint:
+            errors.print(Text.assemble(("what to do: ", "bold"), error.hint), soft_wrap=True)
+        raise typer.Exit(GIVE_UP if role and isinstance(error, _FOR_GOOD) else 2) from None

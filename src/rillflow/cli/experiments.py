@@ -1,0 +1,214 @@
+"""Commands for runs as a whole."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import rillflow
+from rillflow.cli.app import AddressOption, RunArgument, RuntimeOption, app, clear_errors, errors
+from rillflow.errors import ConfigError
+from rillflow.runtime.process import signals_held
+
+
+@app.command()
+def run(
+    recipe: Annotated[str, typer.Argument(help="A shipped recipe's name, or the path of a YAML file")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Changes to the recipe, such as trainer.steps=20 seed=3")
+    ] = None,
+    *,
+    runs: Annotated[Path, typer.Option(help="Where run folders are made")] = Path("runs"),
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check and print the resolved recipe, run nothing")
+    ] = False,
+    runtime: RuntimeOption = "local",
+    address: AddressOption = None,
+) -> None:
+    """Run a recipe: starts every process, here or on a Ray cluster, shows progress, ends with a summary and a plot."""
+    from rillflow.cli.run import Where, check, run_folder, show_recipe
+    from rillflow.config import load_recipe
+    from rillflow.runtime.folder import RunFolder
+
+    with clear_errors():
+        where = Where(runtime, address)
+        loaded = load_recipe(recipe, (*where.overrides, *(overrides or ())))
+        if dry_run:
+            show_recipe(loaded)
+            return
+        check(loaded)
+        with signals_held():
+            raise typer.Exit(run_folder(RunFolder.create(loaded, runs), where))
+
+
+@app.command()
+def resume(folder: RunArgument, runtime: RuntimeOption = "local", address: AddressOption = None) -> None:
+    """Go on with a run that was stopped, killed or failed, exactly where it was."""
+    from rillflow.cli.run import Where, check, has_finished, run_folder
+    from rillflow.runtime.folder import RunFolder
+
+    with clear_errors():
+        where = Where(runtime, address)
+        opened = RunFolder.open(folder)
+        if has_finished(opened):
+            reason = opened.state()["reason"]
+            errors.print(f"{folder} has finished ({reason}): nothing to resume", highlight=False, soft_wrap=True)
+            errors.print(f"to train on, raise trainer.steps in {opened.root / 'recipe.yaml'}", soft_wrap=True)
+            return
+        check(opened.recipe)
+        with signals_held():
+            raise typer.Exit(run_folder(opened, where, resume=True))
+
+
+@app.command()
+def fit(
+    recipe: Annotated[
+        str | None, typer.Argument(help="A shipped recipe's name, or the path of a YAML file with a `task`")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Changes to the recipe, such as trainer.steps=20 seed=3")
+    ] = None,
+    *,
+    runs: Annotated[Path, typer.Option(help="Where run folders are made")] = Path("runs"),
+    resume: Annotated[
+        Path | None, typer.Option("--resume", help="Go on with this run folder, exactly where it was", metavar="RUN")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check and print the resolved recipe, train nothing")
+    ] = False,
+    rank: Annotated[
+        int | None, typer.Option(help="Which rank this process is; all ranks resume the same folder", min=0)
+    ] = None,
+    ranks: Annotated[int, typer.Option(help="How many ranks there are, where each is started by hand", min=1)] = 1,
+    rendezvous: Annotated[str, typer.Option(help="Where ranks meet, HOST:PORT of rank 0's machine")] = "",
+) -> None:
+    """Train on rows that do not change: answers (SFT), a reward model or a process reward model."""
+    from rillflow.cli.fit import fit_folder, fit_rank, new_folder
+    from rillflow.cli.run import show_recipe
+    from rillflow.config.supervised import load_fit
+    from rillflow.runtime.folder import RunFolder
+
+    with clear_errors(role=rank is not None and resume is not None):
+        if (recipe is None) == (resume is None):
+            raise ConfigError("give a recipe, or --resume RUN", "rillflow fit sft; rillflow fit --resume runs/sft-…")
+        if rank is not None and resume is None:
+            raise ConfigError("a single rank joins a run that is there", "give --resume RUN with --rank")
+        if resume is not None:
+            folder = RunFolder.open(resume)
+            if rank is not None:
+                from rillflow.trainer.parallel.address import Place
+
+                raise typer.Exit(fit_rank(folder, Place(rank, ranks, rendezvous)))
+            raise typer.Exit(fit_folder(folder))
+        loaded = load_fit(str(recipe), overrides or ())
+        if dry_run:
+            show_recipe(loaded)
+            return
+        raise typer.Exit(fit_folder(new_folder(loaded, runs)))
+
+
+@app.command()
+def audit(
+    folder: RunArgument,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the whole report as JSON")] = False,
+) -> None:
+    """Prove from the ledger that every prompt, task, sample and batch is in exactly one state."""
+    from rillflow.cli.audit import print_report
+    from rillflow.dataflow.audit import audit as audit_ledger
+    from rillflow.runtime.folder import RunFolder
+
+    with clear_errors():
+        report = audit_ledger(RunFolder.open(folder).ledger)
+        print_report(report, as_json=as_json)
+        raise typer.Exit(0 if report.balanced else 1)
+
+
+@app.command()
+def balance(
+    folder: RunArgument,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the whole report as JSON")] = False,
+) -> None:
+    """Show whether the pool of rollout nodes fits what the trainer takes."""
+    from rillflow.cli.balance import print_balance
+    from rillflow.runtime.folder import RunFolder
+
+    with clear_errors():
+        print_balance(RunFolder.open(folder), as_json=as_json)
+
+
+@app.command()
+def graph(
+    recipe: Annotated[str, typer.Argument(help="A shipped recipe's name, or the path of a YAML file")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Changes to the recipe, such as trainer.algorithm=ppo")
+    ] = None,
+    policy: Annotated[str | None, typer.Option(help="Whose trainer", show_default="the recipe's first")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Draw it into this file", dir_okay=False, metavar="FILE")] = None,
+) -> None:
+    """Show what a trainer does with every batch: the nodes of its step, in order, with the columns they read and make.
+
+    Nothing is run. A graph that cannot work is refused here as `rillflow run` would refuse it.
+    """
+    from rillflow.cli.graph import show_graph
+
+    with clear_errors():
+        show_graph(recipe, overrides or (), policy, svg)
+
+
+@app.command()
+def export(
+    folder: RunArgument,
+    target: Annotated[Path, typer.Argument(help="The folder to make; it must not exist", metavar="OUT")],
+    policy: Annotated[str | None, typer.Option(help="The policy to export", show_default="the run's first")] = None,
+    which: Annotated[
+        str, typer.Option("--version", help="latest, best (by held-out reward) or a version's number", metavar="V")
+    ] = "latest",
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Only what LoRA has trained, as a peft folder, instead of all weights")
+    ] = False,
+) -> None:
+    """Write a version of a policy as a plain Hugging Face model folder."""
+    from rillflow.cli.quiet import quieten
+
+    quieten()
+    from rillflow.cli.export import Exporter
+    from rillflow.runtime.folder import RunFolder
+
+    with clear_errors():
+        exporter = Exporter(RunFolder.open(folder), policy)
+        choice = exporter.choose(which)
+        (exporter.export_adapter if adapter else exporter.export)(choice.version, target)
+        Console().print(
+            f"version {choice.version} of {exporter.policy} ({choice.why}) is in {target}",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+@app.command()
+def recipes() -> None:
+    """List the shipped recipes."""
+    from rillflow.config import recipes as shipped
+    from rillflow.config.load import FIT, read_raw
+
+    table = Table("recipe", "start it with", "what it does", "file")
+    with clear_errors():
+        for name, path in shipped().items():
+            raw = read_raw(name)
+            command = "fit" if FIT in raw else "run"
+            table.add_row(name, f"rillflow {command} {name}", str(raw.get("description", "")), str(path))
+    Console().print(table)
+
+
+@app.command()
+def version() -> None:
+    """Print the version of Rillflow and of what it runs on."""
+    from importlib.metadata import version as installed
+
+    print(f"rillflow {rillflow.__version__}")
+    print(f"python {sys.version.split()[0]}, torch {installed('torch')}, transformers {installed('transformers')}")

@@ -1,0 +1,208 @@
+"""Commands that start one part of a run by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rillflow.cli.app import (
+    CacheOption,
+    HostOption,
+    JoinOption,
+    MaybeRun,
+    RunArgument,
+    TokenOption,
+    app,
+    clear_errors,
+    one_run,
+)
+
+
+@app.command(rich_help_panel="One part of a run, started by hand")
+def dataflow(
+    folder: RunArgument,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Let a run go on that ended without having finished")
+    ] = False,
+) -> None:
+    """Serve the dataflow layer of a run."""
+    from rillflow.runtime.folder import RunFolder
+    from rillflow.runtime.roles import dataflow_role
+
+    with clear_errors(role=True):
+        raise typer.Exit(dataflow_role(RunFolder.open(folder), resume=resume))
+
+
+@app.command(rich_help_panel="One part of a run, started by hand")
+def unit(folder: RunArgument, name: Annotated[str, typer.Option(help="The unit's name")] = "unit-0") -> None:
+    """Keep payloads for a run: one storage unit."""
+    from rillflow.runtime.folder import RunFolder
+    from rillflow.runtime.roles import unit_role
+
+    with clear_errors(role=True):
+        raise typer.Exit(unit_role(RunFolder.open(folder), name))
+
+
+@app.command(rich_help_panel="One part of a run, started by hand")
+def engine(
+    folder: MaybeRun = None,
+    *,
+    join: JoinOption = None,
+    name: Annotated[
+        str | None, typer.Option(help="The engine's name", show_default="engine-0, or host and pid")
+    ] = None,
+    token_file: TokenOption = None,
+    cache: CacheOption = None,
+    host: HostOption = "127.0.0.1",
+) -> None:
+    """Sample for the nodes of a run: one engine process. With --join it needs nothing of the run's folder."""
+    from rillflow.runtime.folder import RunFolder
+
+    with clear_errors(role=True):
+        if one_run(folder, join) is None:
+            from rillflow.runtime.joined import JoinOptions, engine_joined
+
+            options = JoinOptions(str(join), name=name, token_file=token_file, cache=cache, host=host)
+            raise typer.Exit(engine_joined(options))
+        from rillflow.runtime.roles import engine_role
+
+        raise typer.Exit(engine_role(RunFolder.open(str(folder)), name or "engine-0"))
+
+
+@app.command(rich_help_panel="One part of a run, started by hand")
+def rollout(
+    folder: MaybeRun = None,
+    *,
+    join: JoinOption = None,
+    name: Annotated[str | None, typer.Option(help="The node's name", show_default="rollout-0, or host and pid")] = None,
+    token_file: TokenOption = None,
+    cache: CacheOption = None,
+    host: HostOption = "127.0.0.1",
+    episodes: Annotated[
+        int | None, typer.Option(help="With --join: episodes at once", show_default="rollout.episodes", min=1)
+    ] = None,
+    grace: Annotated[
+        float, typer.Option(help="With --join: seconds to end episodes in, when asked to stop", min=0)
+    ] = 30.0,
+) -> None:
+    """Play episodes for a run. With --join, from anywhere and at any time: it needs nothing of the run's folder."""
+    from rillflow.runtime.folder import RunFolder
+
+    with clear_errors(role=True):
+        if one_run(folder, join) is None:
+            from rillflow.runtime.joined import JoinOptions, rollout_joined
+
+            rollout_joined(JoinOptions(str(join), name, token_file, cache, episodes, host, grace))
+        from rillflow.runtime.roles import rollout_role
+
+        raise typer.Exit(rollout_role(RunFolder.open(str(folder)), name or "rollout-0"))
+
+
+@app.command(rich_help_panel="One part of a run, started by hand")
+def weights(
+    folder: RunArgument,
+    token: Annotated[
+        bool,
+        typer.Option("--token", help="Only print the token that opens these weights, for relays, and nothing else"),
+    ] = False,
+    host: Annotated[str | None, typer.Option(help="Where to listen", show_default="runtime.host")] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            help="0 for any free one", show_default="runtime.weights_port, else the one it had", min=0, max=65535
+        ),
+    ] = None,
+) -> None:
+    """Serve the weights of a run over HTTP, for relays and nodes that do not see its folder.
+
+    Where it listens is in RUN/endpoints/weights.json. Nodes pull from there with policies.*.weights.source=URL.
+    """
+    from rillflow.cli.weights import print_token
+    from rillflow.runtime.folder import RunFolder
+    from rillflow.runtime.roles import weights_role
+
+    with clear_errors(role=True):
+        opened = RunFolder.open(folder)
+        if token:
+            print_token(opened)
+            return
+        raise typer.Exit(weights_role(opened, host=host, port=port))
+
+
+@app.command(rich_help_panel="One part of a run, started by hand")
+def relay(
+    upstream: Annotated[str, typer.Option(help="URL of a weight server or relay; several with commas", metavar="URL")],
+    cache: Annotated[Path, typer.Option(help="Where it keeps what it has fetched", file_okay=False)],
+    limit: Annotated[float, typer.Option(help="GB that the cache may take", metavar="GB")] = 100.0,
+    host: Annotated[str, typer.Option(help="Where to listen")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 for any free one", min=0, max=65535)] = 0,
+) -> None:
+    """Pass a run's weights on in another region: fetched once, kept, served to all nodes there.
+
+    The token that opens the run's weights is taken from RILLFLOW_WEIGHTS_TOKEN (`rillflow weights RUN --token`). Nodes
+    pull from the relay with policies.*.weights.source=URL; the URL is printed once it listens.
+    """
+    from rillflow.cli.weights import relay as run_relay
+
+    with clear_errors(role=True):
+        raise typer.Exit(run_relay(upstream, cache, gigabytes=limit, host=host, port=port))
+
+
+@app.command(rich_help_panel="One part of a run, started by hand")
+def trainer(  # noqa: PLR0917 typer calls it by name
+    folder: RunArgument,
+    policy: Annotated[str | None, typer.Option(help="The policy to train", show_default="the run's first")] = None,
+    rank: Annotated[
+        int | None,
+        typer.Option(help="Start this rank only, to join others", show_default="all, on this machine", min=0),
+    ] = None,
+    ranks: Annotated[int | None, typer.Option(help="How many there are", show_default="the recipe's", min=1)] = None,
+    rendezvous: Annotated[str, typer.Option(help="Where ranks meet, HOST:PORT on the host of rank 0")] = "",
+    playing: Annotated[
+        str | None,
+        typer.Option(help="Ranks that also play, such as 0,2, or none: ''", show_default="by the recipe's mode"),
+    ] = None,
+) -> None:
+    """Train one policy of a run."""
+    from rillflow.runtime.folder import RunFolder
+    from rillflow.runtime.roles import trainer_role
+
+    with clear_errors(role=True):
+        opened = RunFolder.open(folder)
+        policy = policy or opened.recipe.policy
+        code = trainer_role(opened, policy, rank=rank, ranks=ranks, rendezvous=rendezvous, playing=playing)
+        raise typer.Exit(code)
+
+
+@app.command(rich_help_panel="One part of a run, started by hand")
+def maintain(
+    folder: Annotated[
+        Path | None, typer.Argument(help="A run folder, such as runs/quickstart-…", metavar="RUN")
+    ] = None,
+    *,
+    join: Annotated[str | None, typer.Option(help="Instead: the run's dataflow service", metavar="URL")] = None,
+    state: Annotated[
+        Path | None, typer.Option(help="With --join: where the maintainer keeps what it has started", file_okay=False)
+    ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="With --join: the run's token", show_default="RILLFLOW_TOKEN")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done")] = False,
+    mcp: Annotated[
+        bool, typer.Option("--mcp", help="Serve report and actions to an agent over MCP, instead of acting")
+    ] = False,
+    port: Annotated[
+        int | None,
+        typer.Option(help="With --mcp: on this port of loopback; 0 for any", show_default="stdio", min=0, max=65535),
+    ] = None,
+) -> None:
+    """Keep as many rollout nodes as the balance report asks for: start new ones, retire slow ones."""
+    from rillflow.cli.maintain import maintain as run_maintainer
+
+    with clear_errors(role=True):
+        code = run_maintainer(
+            folder, join=join, state=state, token_file=token_file, dry_run=dry_run, mcp=mcp, port=port
+        )
+        raise typer.Exit(code)

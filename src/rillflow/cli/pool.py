@@ -1,0 +1,77 @@
+"""Commands for the workers of a run: who is there, what they do, who leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rillflow.cli.app import JoinOption, MaybeRun, RunArgument, TokenOption, app, clear_errors
+from rillflow.errors import ConfigError
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def tags(
+    folder: RunArgument,
+    worker: Annotated[str | None, typer.Argument(help="Only this worker", show_default="all of them")] = None,
+    change: Annotated[
+        list[str] | None,
+        typer.Argument(help="Its tags from now on (rollout,train or none), or changes of them (+train -rollout)"),
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure this machine's compute and memory bandwidth for the priorities")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the workers as JSON")] = False,
+) -> None:
+    """Show what the workers of a run can do and what they do, or change it while the run goes on."""
+    from rillflow.cli.tags import tags_command
+    from rillflow.runtime.folder import RunFolder
+
+    with clear_errors():
+        tags_command(RunFolder.open(folder), worker, change or (), measure=measure, as_json=as_json)
+
+
+@app.command()
+def nodes(
+    folder: MaybeRun = None,
+    *,
+    join: JoinOption = None,
+    token_file: TokenOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the nodes as JSON")] = False,
+) -> None:
+    """List the rollout nodes of a run: what they do, hold and bring."""
+    from rillflow.cli.join import print_nodes
+
+    with clear_errors():
+        print_nodes(folder, join, token_file, as_json=as_json)
+
+
+@app.command()
+def retire(
+    names: Annotated[list[str], typer.Argument(help="The run folder and the node's name, or with --join its name")],
+    join: JoinOption = None,
+    token_file: TokenOption = None,
+    drain: Annotated[float, typer.Option(help="Seconds that it has to end its episodes; 0: none", min=0)] = 120.0,
+) -> None:
+    """Send a rollout node away: it gets no more tasks, ends what it plays, hands the rest back and goes."""
+    from rillflow.cli.join import retire as retire_node
+
+    with clear_errors():
+        if len(names) != (1 if join else 2):
+            raise ConfigError("name the run and the node", "rillflow retire RUN NODE; rillflow retire NODE --join URL")
+        retire_node(None if join else Path(names[0]), join, token_file, names[-1], drain)
+
+
+@app.command()
+def timeline(
+    folder: RunArgument,
+    png: Annotated[Path | None, typer.Option(help="Draw it into this file", dir_okay=False, metavar="FILE")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the shares as JSON")] = False,
+) -> None:
+    """Show what each worker of a run spent its time on: rollout, training, switching, loading, or nothing."""
+    from rillflow.cli.timeline import show_timeline
+    from rillflow.runtime.folder import RunFolder
+
+    with clear_errors():
+        show_timeline(RunFolder.open(folder), png, as_json=as_json)
