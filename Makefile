@@ -3,10 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-BENCHES := engine dataflow two_policies data_algorithms gateway tree trainer catch_up
+# Most of the time of a test is spent on waiting for processes to start: two tests at once.
+TWO := -n 2 --dist worksteal
+BENCHES := engine dataflow two_policies data_algorithms gateway tree trainer catch_up pipeline elastic autoscaling endtoend scale
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all test-agents test-oracle test-engines test-sglang lint format docs bench clean
+.PHONY: help setup quickstart test test-slow test-all test-agents test-oracle test-engines test-sglang lint format docs bench clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -23,11 +25,14 @@ $(STAMP): pyproject.toml constraints.txt
 quickstart: setup  ## train the tiny policy on this machine, in about three minutes
 	$(BIN)/rillflow run quickstart
 
-test: setup  ## the plain tests, a few minutes
-	$(BIN)/python -m pytest
+test: setup  ## the plain tests, ten minutes on two cores
+	$(BIN)/python -m pytest $(TWO)
+
+test-slow: setup  ## real training runs, killed processes, a Ray cluster: half an hour and more
+	$(BIN)/python -m pytest -m "slow or chaos" $(TWO) --durations=20
 
 test-all: setup  ## everything: also real training runs and killed processes
-	$(BIN)/python -m pytest -m "not engines and not oracle"
+	$(BIN)/python -m pytest -m "not engines and not oracle" $(TWO)
 
 test-agents: setup  ## other people's agent packages, each in an environment of its own
 	bash scripts/make_agents_venv.sh
