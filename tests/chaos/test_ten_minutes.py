@@ -20,10 +20,11 @@ from commands import Cli, Started, all_processes_of, steps_of, wait_until
 
 SECONDS = float(os.environ.get("RILLFLOW_CHAOS_SECONDS", "120"))
 SEED = int(os.environ.get("RILLFLOW_CHAOS_SEED", "1"))
-LEAST = 16  # steps that are enough to learn
+LEAST = 24  # steps that are enough to learn
 RUN = [
     "trainer.steps=1000",
     "trainer.batch_groups=4",
+    "trainer.lr=2.5e-4",  # batches are half of the recipe's: at its own rate what was learnt may be lost again
     "trainer.checkpoint_every=1",
     "dataflow.units.count=2",
     "dataflow.node_timeout=6",

@@ -34,7 +34,7 @@ RUN = [
     "evaluation.every=0",
     "data.heldout.arguments={split: heldout, count: 4, seed: 2}",
     "runtime.threads=1",
-    "policies.agent.weights={mode: delta, snapshot_every: 5}",
+    "policies.agent.weights={mode: delta, snapshot_every: 4}",
 ]
 MOMENTS = {
     "step": ["computing", "updated", "committed"],
