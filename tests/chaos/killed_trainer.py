@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers  # noqa: F401  (loaded here, once)
 
 from rillflow.runtime.folder import RunFolder
@@ -26,6 +27,7 @@ from rillflow.trainer.checkpoint import Checkpoints
 from rillflow.trainer.loop import TrainerLoop
 from rillflow.trainer.stream import RemoteStream
 from rillflow.weights import FolderStore, sealed
+from rillflow.weights.delta.file import apply, encode
 
 
 class Death:
@@ -82,10 +84,7 @@ def around(owner: Any, name: str, before: Callable[..., Any] = nothing, after: C
 
 
 def apart(work: Callable[[], int]) -> int:
-    """How `work` in a fork ended: minus the signal, or its exit code.
-
-    This process itself never computes: the threads that torch computes with would be missing in later forks.
-    """
+    """How `work` in a fork ended: minus the signal, or its exit code."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -97,6 +96,17 @@ def apart(work: Callable[[], int]) -> int:
             sys.stdout.flush()
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def load_codec() -> None:
+    """What encodes and decodes deltas is compiled once, for all lives. In one thread: others would be missing in forks
+    while torch believes that it has them."""
+    torch.set_num_threads(1)
+    base = torch.ones(4096)
+    new = base.clone()
+    new[::64] += 1
+    new[1::64] *= -3
+    apply(base, encode(base, new).data)
 
 
 def live(folder: RunFolder, policy: str, moment: str | None, times: int) -> int:
@@ -123,6 +133,7 @@ def look(folder: RunFolder, policy: str, told: dict[str, Any]) -> int:
 if __name__ == "__main__":
     opened = RunFolder.open(sys.argv[1])
     name = opened.recipe.policy
+    load_codec()
     for moment, times in [*json.loads(sys.argv[2]), [None, 0]]:
         code = apart(partial(live, opened, name, moment, times))
         if apart(partial(look, opened, name, {"moment": moment, "code": code})):
