@@ -23,7 +23,7 @@ from rillflow.config import load_recipe
 from rillflow.runtime.folder import RunFolder
 from rillflow.weights import FolderStore
 
-STEPS = 36
+STEPS = 80
 RUN = [
     f"trainer.steps={STEPS}",
     "trainer.batch_groups=2",

@@ -23,7 +23,7 @@ import stat
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import unquote, urlsplit
@@ -42,6 +42,7 @@ PASSED = (
 _DRAIN_SECONDS = 1.0  # for what is still in the pipes when the program has ended
 _SHOWN = 2000  # characters of its errors that a failed episode tells
 _BLOCK = 1 << 16
+_LAST = 1.0  # seconds for a killed process to be gone
 
 
 class AgentFailed(WorkflowError):
@@ -108,6 +109,9 @@ class CommandAgent:
         finally:
             kill_group(process.pid)
             self._reaper.forget(process.pid)
+            with suppress(TimeoutError):  # so that nothing of it is left to the event loop, which may end now
+                async with asyncio.timeout(_LAST):
+                    await process.wait()
 
 
 def words_of(config: CommandConfig) -> list[str]:
