@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 DEADLINE = 60.0
 _PLACES = re.compile(r"\{(node|url|token_file)\}")
 _TAIL = 2000  # characters of a command's output that an error shows
+_LAST = 5.0  # seconds for a killed command to be gone
 
 
 class CommandExecutor:
@@ -100,7 +101,9 @@ class CommandExecutor:
             if process.returncode is None:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_LAST):
+                        await process.wait()
         assert process.returncode is not None
         return process.returncode, output.decode(errors="replace").strip()[-_TAIL:]
 
