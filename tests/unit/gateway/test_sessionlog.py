@@ -167,7 +167,7 @@ async def test_a_stream_that_died_with_the_process_makes_the_session_incomplete(
     streamed, other = player.open(), player.open()
     await player.call(player.sessions.get(other))
     task = await hang(player, streamed, live=True)
-    await asyncio.sleep(0)
+    await player.log.synced()  # as `shown` waits for it before the agent sees anything
     found = await restored(held(tmp_path))
     assert "streamed" in found[streamed].incomplete
     assert not found[streamed].record().trainable
