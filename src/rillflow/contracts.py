@@ -9,13 +9,15 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
-from rillflow.types import Chunk, EngineStats, GenerateRequest, Prompt, Row, UnitInfo
+from rillflow.types import Chunk, EngineStats, GenerateRequest, Observation, Prompt, Row, UnitInfo
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     import torch
     from openai import AsyncOpenAI
+
+    from rillflow.agents.roles import Role
 
     Buffer = bytes | bytearray | memoryview | npt.NDArray[Any]
     Columns = Mapping[str, npt.NDArray[Any]]
@@ -291,9 +293,54 @@ class PromptSource(Protocol):
         """The prompt at a position of the endless sequence of epochs (0-based); pure, so a cursor is enough."""
 
 
+class Tool(Protocol):
+    """Something that a model may call. `parameters` is the JSON schema of its arguments."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def description(self) -> str: ...
+
+    @property
+    def parameters(self) -> Mapping[str, Any]: ...
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a call may take."""
+
+    async def call(self, arguments: Mapping[str, Any], episode: Episode | None) -> str:
+        """What the model reads. Arguments have the schema's shape; a ToolError is for the model to read, too."""
+
+
+class Toolbox(Protocol):
+    """The tools of a recipe. A call never raises for what a model wrote: it reads what is wrong, from `error: ` on."""
+
+    @property
+    def schemas(self) -> list[Any]:
+        """The tools in the OpenAI shape, for `tools=` of a call."""
+
+    def names(self) -> Sequence[str]: ...
+
+    async def call(self, name: str, arguments: str | Mapping[str, Any], episode: Episode | None = None) -> str:
+        """`arguments` is the model's JSON text, or the mapping parsed from it."""
+
+
+class Environment(Protocol):
+    """A world that one episode acts in. Methods are called one at a time; `close` may come at any time, once."""
+
+    async def reset(self, payload: Mapping[str, Any], seed: int) -> Observation:
+        """Begin anew: the same payload and seed give the same world."""
+
+    async def step(self, action: str) -> Observation:
+        """What follows from an action. One that makes no sense is part of the world: it is told so, not raised."""
+
+    async def close(self) -> None: ...
+
+
 @runtime_checkable
 class Episode(Protocol):
-    """What a workflow gets: a prompt, clients for its policies, a seed and a deadline.
+    """What a workflow gets: a prompt, clients for its policies, tools, an environment, a seed and a deadline.
 
     `client` is a plain OpenAI client whose base URL is this episode's session at the gateway; any other client
     can be pointed at `base_url` (OpenAI) or `anthropic_url` (Anthropic) with `api_key`. `model` is the name of the
@@ -327,7 +374,26 @@ class Episode(Protocol):
     @property
     def seed(self) -> int: ...
 
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The recipe's `options`: what the workflow makes of them is its own business."""
+
+    @property
+    def tools(self) -> Toolbox:
+        """The recipe's `tools`; empty where it names none."""
+
+    @property
+    def environment(self) -> Environment:
+        """This episode's own, of the recipe's `environment`; it is closed when the episode has ended."""
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether nothing of this episode is trained on: then nothing may be learned from it elsewhere, either."""
+
     def seconds_left(self) -> float: ...
+
+    def role(self, name: str) -> Role:
+        """A part in the workflow, played by the policy that the recipe's `roles` name for it."""
 
     def agent(self, name: str) -> AsyncOpenAI:
         """`client` for calls of one of several agents, which recipes may compare with their like alone."""

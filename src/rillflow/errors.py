@@ -18,6 +18,9 @@
     │   └── QueueFull          the engine's bounded queue is full
     ├── WorkflowError          the user's workflow raised, hung or called no model
     ├── RewardError            no reward could be computed; it is never counted as 0
+    ├── ToolError              a tool could not do what a model asked for; the model reads why
+    ├── SandboxError           the sandbox itself failed: there is no verdict, not a bad one
+    ├── EnvironmentLost        an environment has gone or broke its protocol
     ├── WeightsError           weights are missing or do not fit the model
     ├── CheckpointError        a checkpoint is missing, torn or corrupt
     ├── GraphError             a step graph cannot be planned, or a node broke what it declares
@@ -111,6 +114,18 @@ class WorkflowError(RillflowError):
 
 class RewardError(RillflowError):
     pass
+
+
+class ToolError(RillflowError):
+    status = 400
+
+
+class SandboxError(RillflowError):
+    status = 500
+
+
+class EnvironmentLost(RillflowError):
+    status = 502
 
 
 class WeightsError(RillflowError):

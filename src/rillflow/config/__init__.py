@@ -1,5 +1,6 @@
 """One schema per part; unknown keys are refused with the nearest valid name."""
 
+from rillflow.config.agents import McpConfig, RewardConfig, ToolConfig
 from rillflow.config.algorithm import CriticConfig, KlConfig, OverlongConfig
 from rillflow.config.engine import EngineConfig, ServerConfig
 from rillflow.config.load import load_recipe, recipes, resolve_object, write_resolved
@@ -35,6 +36,7 @@ __all__ = [
     "HookConfig",
     "KlConfig",
     "LoraConfig",
+    "McpConfig",
     "NodeConfig",
     "ObserveConfig",
     "OverlongConfig",
@@ -42,12 +44,14 @@ __all__ = [
     "PolicyConfig",
     "Recipe",
     "ResourcesConfig",
+    "RewardConfig",
     "RolloutConfig",
     "RuntimeConfig",
     "SamplingConfig",
     "ScalingConfig",
     "ServerConfig",
     "SourceConfig",
+    "ToolConfig",
     "TrainerConfig",
     "UnitsConfig",
     "WeightsConfig",

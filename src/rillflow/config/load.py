@@ -29,6 +29,7 @@ FIT = "task"  # the key that only recipes of `rillflow fit` have
 _PACKAGE = Path(__file__).resolve().parent.parent
 _CODE = ("workflow", "reward", "generator", "function", "loss")
 _HOOKS = ("filters", "curators", "sampler")
+_REWARD = "reward"  # one name or function, or a list of them
 _NODES = ("graph", "nodes")
 _FOREIGN = ("arguments", "environment", "options")  # another program's own: what they mean is its business
 
@@ -114,6 +115,8 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     raw = parse(path)
     base_name = raw.pop("extends", None)
     _anchor(raw, path.parent)
+    if "environment" in raw:  # elsewhere this key is for variables, here it names code
+        raw["environment"] = _anchored_hook(raw["environment"], path.parent)
     if base_name is None:
         return raw
     beside = path.parent / str(base_name)
@@ -138,14 +141,14 @@ def _anchor(raw: dict[str, Any], folder: Path) -> None:
     for key, value in raw.items():
         if key in _FOREIGN:
             continue
-        if key in _HOOKS:
+        if key in _HOOKS or (key == _REWARD and isinstance(value, list)):
             several = isinstance(value, list)
             raw[key] = [_anchored_hook(hook, folder) for hook in value] if several else _anchored_hook(value, folder)
         elif isinstance(value, list):
             for item in value:
                 if isinstance(item, dict):
                     _anchor(item, folder)
-            if key in _NODES:
+            if key in (*_NODES, "tools"):
                 raw[key] = [_anchored("function", item, folder) if isinstance(item, str) else item for item in value]
         elif isinstance(value, dict):
             _anchor(value, folder)

@@ -8,11 +8,14 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from rillflow.config import algorithm, engine, resources, schema, supervised, trainer, weights
+from rillflow.config import agents, algorithm, engine, resources, schema, supervised, trainer, weights
 
 SECTIONS: dict[str, type[BaseModel]] = {
     "top level": schema.Recipe,
     "command": schema.CommandConfig,
+    "reward (a list)": agents.RewardConfig,
+    "tools": agents.ToolConfig,
+    "tools.mcp": agents.McpConfig,
     "data": schema.DataConfig,
     "data.prompts, data.heldout": schema.SourceConfig,
     "policies.NAME": schema.PolicyConfig,

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from rillflow.config.agents import RewardConfig, ToolConfig
 from rillflow.config.base import Name, NonNegative, Positive, Seconds, Section
 from rillflow.config.engine import EngineConfig
 from rillflow.config.resources import ResourcesConfig
@@ -269,9 +270,20 @@ class Recipe(Section):
     workflow: str | None = Field(None, description="module:function or file.py:function, `async def play(episode)`")
     command: CommandConfig | None = Field(None, description="an agent as a command line, in place of a workflow")
     outside: bool = Field(False, description="agents from outside take the tasks, in place of a workflow")
-    reward: str | None = Field(
-        None, description="module:function, `reward(payload, answer) -> float`; without it the workflow returns it"
+    reward: str | list[RewardConfig] | None = Field(
+        None,
+        description="a reward that is shipped, module:function (`reward(payload, answer) -> float`), or a list of such "
+        "with weights; without it the workflow returns it",
     )
+    roles: dict[Name, Name] = Field(
+        default_factory=dict,
+        description="which policy plays a role of the workflow; default: the policy of that name, or the first",
+    )
+    tools: list[ToolConfig] = Field(default_factory=list, description="what agents may call, as `episode.tools`")
+    environment: HookConfig | None = Field(
+        None, description="name, module:Class or {name: options}; every episode has its own, as `episode.environment`"
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="of the workflow, as `episode.options`")
     data: DataConfig
     dataflow: DataflowConfig = DataflowConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -289,6 +301,9 @@ class Recipe(Section):
         if self.runtime.deterministic and any(bounds.values()):
             raise ValueError("runtime.deterministic needs dataflow.staleness=0: only on-policy runs are repeatable")
         self._check_workers()
+        for role, policy_name in self.roles.items():
+            if policy_name not in self.policies:
+                raise ValueError(f"roles.{role} names {policy_name!r}; there is {', '.join(self.policies)}")
         for name, policy in self.policies.items():
             for other in policy.trains_on or ():
                 if other not in self.policies:

@@ -10,14 +10,16 @@ import asyncio
 import inspect
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
 import openai
 
 from rillflow.agents.command import AgentFailed
-from rillflow.contracts import Clock
+from rillflow.agents.roles import Role
+from rillflow.agents.surroundings import Surroundings
+from rillflow.contracts import Clock, Environment, Toolbox
 from rillflow.errors import RewardError, WorkflowError
 from rillflow.gateway.server import AGENT_HEADER
 from rillflow.rollout.rewards import rewards_of
@@ -63,6 +65,7 @@ class RunningEpisode:
         clock: Clock,
         seconds: float,
         give: Give,
+        surroundings: Surroundings | None = None,
     ) -> None:
         self.task = task
         self.policies = tuple(policies)
@@ -73,6 +76,8 @@ class RunningEpisode:
         # A copy shares the connection pool: a client of its own per episode would open its own connections.
         self.client = client.with_options(base_url=self.base_url, api_key=api_key)
         self._give = give
+        self._surroundings = surroundings or Surroundings()
+        self._environment: Environment | None = None
         self._clock = clock
         self._end = clock.monotonic() + seconds
 
@@ -88,8 +93,38 @@ class RunningEpisode:
     def model(self) -> str:
         return self.policies[0]
 
+    @property
+    def options(self) -> Mapping[str, Any]:
+        return self._surroundings.options
+
+    @property
+    def tools(self) -> Toolbox:
+        return self._surroundings.tools
+
+    @property
+    def environment(self) -> Environment:
+        if self._environment is None:
+            self._environment = self._surroundings.new_environment()
+        return self._environment
+
+    @property
+    def evaluating(self) -> bool:
+        return self.task.lane == "eval"
+
     def seconds_left(self) -> float:
         return max(0.0, self._end - self._clock.monotonic())
+
+    def role(self, name: str) -> Role:
+        return Role(name, self._surroundings.policy_of(name, self.policies), self.agent(name))
+
+    async def close(self) -> None:
+        """Let go of the environment, if there is one; what goes wrong with it then is nobody's failure."""
+        if self._environment is not None:
+            try:
+                async with asyncio.timeout(GIVE_UP_SECONDS):
+                    await self._environment.close()
+            except Exception as error:
+                log.warning("an environment could not be closed: %s", short(error))
 
     def agent(self, name: str) -> openai.AsyncOpenAI:
         return self.client.with_options(default_headers={AGENT_HEADER.decode(): name})

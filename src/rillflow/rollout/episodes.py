@@ -14,6 +14,7 @@ from contextlib import suppress
 import msgspec
 import openai
 
+from rillflow.agents.surroundings import Surroundings
 from rillflow.config.schema import RolloutConfig
 from rillflow.contracts import Clock
 from rillflow.errors import RillflowError
@@ -61,6 +62,7 @@ class Episodes:
         pusher: Pusher,
         late: LateRewards,
         clock: Clock,
+        surroundings: Surroundings | None = None,
     ) -> None:
         self.stopping = False
         self.resting = False
@@ -78,6 +80,7 @@ class Episodes:
         self._pusher = pusher
         self._late = late
         self._clock = clock
+        self._surroundings = surroundings
 
     def room(self, under_way: int) -> int:
         """How many tasks to ask for when so many are under way."""
@@ -143,6 +146,7 @@ class Episodes:
             clock=self._clock,
             seconds=self._limits.episode_timeout,
             give=_giving(self._sessions.get(attempt)),
+            surroundings=self._surroundings,
         )
 
     # ------------------------------------------------------------ endings

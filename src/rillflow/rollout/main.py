@@ -11,6 +11,7 @@ from pathlib import Path
 
 import openai
 
+from rillflow.agents.surroundings import open_surroundings
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.clients.units import UnitWriter
 from rillflow.config import Recipe
@@ -66,6 +67,8 @@ async def run_node(
     async with AsyncExitStack() as stack:
         player = load_player(recipe, feed, folder / "agents")
         stack.callback(player.close)
+        surroundings, toolbox = await open_surroundings(recipe)
+        stack.push_async_callback(toolbox.close)
         dataflow = DataflowClient(Client(dataflow_url, token, peer="dataflow"))
         writer = UnitWriter(dataflow.units, token, segment_bytes=recipe.dataflow.units.segment_bytes)
         client, sessions = _client(), FileSessionLog(folder / "sessions")
@@ -97,6 +100,7 @@ async def run_node(
             pusher=Pusher(name, dataflow, writer),
             late=late,
             clock=clock,
+            surroundings=surroundings,
         )
         going_on = episodes.going_on(gateway.sessions.restore())
         await engines.start()

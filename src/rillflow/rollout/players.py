@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from rillflow.agents.command import CommandAgent, words_of
+from rillflow.agents.rewards.registry import load_reward as load_named_reward
 from rillflow.config import Recipe, resolve_object
 from rillflow.errors import ConfigError
 from rillflow.gateway.feed import EndSession, Feed, Offer, OutsideTask
@@ -55,7 +56,11 @@ class WorkflowPlayer:
         return None
 
     async def play(self, attempt: str, open_session: Open) -> Played:
-        answer = await play(self._workflow, open_session())
+        episode = open_session()
+        try:
+            answer = await play(self._workflow, episode)
+        finally:
+            await episode.close()
         return Played(answer, answer)
 
     def over(self, attempt: str, *, accepted: bool, reason: str) -> None: ...
@@ -153,7 +158,7 @@ def load_player(recipe: Recipe, feed: Feed, folder: Path) -> Player:
 
 
 def load_reward(recipe: Recipe) -> Reward | None:
-    reward = resolve_object(recipe.reward) if recipe.reward else None
+    reward = load_named_reward(recipe.reward) if recipe.reward else None
     if reward is not None and not callable(reward):
         raise ConfigError(f"reward {recipe.reward} is not a function", "write `def reward(payload, answer):`")
     return reward

@@ -4,6 +4,7 @@ Arrays travel as little-endian bytes (`tokens` int32, `logprobs` float32, `versi
 reader can map them without a copy; `column_dtype` is the one place that says which dtype a column has.
 """
 
+from rillflow.types.agents import Observation
 from rillflow.types.base import Lane, Phase, Wire
 from rillflow.types.batches import (
     Batch,
@@ -93,6 +94,7 @@ __all__ = [
     "LoseRows",
     "NodeInfo",
     "NodeList",
+    "Observation",
     "Phase",
     "PolicyStatus",
     "Prompt",
