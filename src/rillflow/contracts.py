@@ -9,15 +9,13 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
-from rillflow.types import Chunk, EngineStats, GenerateRequest, Observation, Prompt, Row, UnitInfo
+from rillflow.types import Chunk, EngineStats, GenerateRequest, Observation, Prompt, Row, Said, UnitInfo
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     import torch
     from openai import AsyncOpenAI
-
-    from rillflow.agents.roles import Role
 
     Buffer = bytes | bytearray | memoryview | npt.NDArray[Any]
     Columns = Mapping[str, npt.NDArray[Any]]
@@ -336,6 +334,40 @@ class Environment(Protocol):
         """What follows from an action. One that makes no sense is part of the world: it is told so, not raised."""
 
     async def close(self) -> None: ...
+
+
+class Role(Protocol):
+    """A part in a workflow, played by a policy; `client` says with every call whose it is."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def policy(self) -> str: ...
+
+    @property
+    def client(self) -> AsyncOpenAI: ...
+
+    async def ask(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        tools: Sequence[Any] | None = None,
+        schema: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> Said:
+        """One answer. With a JSON `schema` it can only be of that shape; `settings` are those of the OpenAI client."""
+
+    async def ask_many(
+        self,
+        messages: Sequence[dict[str, Any]],
+        count: int,
+        *,
+        tools: Sequence[Any] | None = None,
+        schema: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> list[Said]:
+        """Several independent answers to the same messages. They share a `call`: a reward of it is that of each."""
 
 
 @runtime_checkable

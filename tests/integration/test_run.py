@@ -62,8 +62,9 @@ def test_a_running_run_is_closed_measured_and_alone(cli: Cli) -> None:
     run = cli.start("run", "quickstart", *SHORT, "trainer.steps=200")
     wait_until(lambda: any(run.runs.iterdir()) and steps_of(run.folder) >= 1, "the first step", 120)
     token = json.loads((run.folder / "run.json").read_text())["token"]
-    services = {path.stem: json.loads(path.read_text())["url"] for path in (run.folder / "endpoints").iterdir()}
-    assert set(services) == {"dataflow", "unit-0", "rollout-0", "trainer-agent"}
+    names, folder = {"dataflow", "unit-0", "rollout-0", "trainer-agent"}, run.folder / "endpoints"
+    wait_until(lambda: {path.stem for path in folder.glob("*.json")} == names, "every process to listen", 60)
+    services = {path.stem: json.loads(path.read_text())["url"] for path in folder.glob("*.json")}
     for url in services.values():
         assert url.startswith("http://127.0.0.1:")
         assert fetch(f"{url}/metrics", "") == (401, "")
@@ -73,7 +74,7 @@ def test_a_running_run_is_closed_measured_and_alone(cli: Cli) -> None:
     second = cli.run("resume", str(run.folder), code=2)
     assert "another process is running" in second.output()
     run.interrupt()
-    run.wait(5.0)
+    run.wait(15.0)
 
 
 def fetch(url: str, token: str) -> tuple[int, str]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from rillflow.types import Said, ToolUse
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -17,34 +18,7 @@ Message = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class ToolUse:
-    """A call of a tool, as the model wrote it: `arguments` may be anything."""
-
-    id: str
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True, slots=True)
-class Said:
-    """One answer of a role. `call` is what `episode.reward(…, call=…)` takes; `cut` tells that it hit its limit."""
-
-    text: str
-    uses: tuple[ToolUse, ...]
-    call: str
-    cut: bool
-    message: Message  # to append to the conversation, as the model will see it
-
-    def json(self) -> Any:
-        """The answer as JSON, or None where it is none."""
-        try:
-            return json.loads(self.text)
-        except (ValueError, RecursionError):
-            return None
-
-
-@dataclass(frozen=True, slots=True)
-class Role:
+class PolicyRole:
     """`client` says with every call whose it is, so that recipes can compare a role's answers with their like alone."""
 
     name: str
@@ -88,11 +62,11 @@ class Role:
 def _said(response: ChatCompletion, index: int) -> Said:
     choice = response.choices[index]
     message = choice.message
-    uses = tuple(
+    uses = [
         ToolUse(call.id, call.function.name, call.function.arguments)
         for call in message.tool_calls or ()
         if call.type == "function"
-    )
+    ]
     return Said(
         text=message.content or "",
         uses=uses,

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import openai
 
 from rillflow.agents.command import AgentFailed
-from rillflow.agents.roles import Role
+from rillflow.agents.roles import PolicyRole
 from rillflow.agents.surroundings import Surroundings
 from rillflow.contracts import Clock, Environment, Toolbox
 from rillflow.errors import RewardError, WorkflowError
@@ -114,8 +114,8 @@ class RunningEpisode:
     def seconds_left(self) -> float:
         return max(0.0, self._end - self._clock.monotonic())
 
-    def role(self, name: str) -> Role:
-        return Role(name, self._surroundings.policy_of(name, self.policies), self.agent(name))
+    def role(self, name: str) -> PolicyRole:
+        return PolicyRole(name, self._surroundings.policy_of(name, self.policies), self.agent(name))
 
     async def close(self) -> None:
         """Let go of the environment, if there is one; what goes wrong with it then is nobody's failure."""

@@ -4,7 +4,7 @@ Arrays travel as little-endian bytes (`tokens` int32, `logprobs` float32, `versi
 reader can map them without a copy; `column_dtype` is the one place that says which dtype a column has.
 """
 
-from rillflow.types.agents import Observation
+from rillflow.types.agents import Observation, Said, ToolUse
 from rillflow.types.base import Lane, Phase, Wire
 from rillflow.types.batches import (
     Batch,
@@ -105,6 +105,7 @@ __all__ = [
     "RowsGot",
     "RowsPut",
     "RunRecipe",
+    "Said",
     "SampleColumns",
     "SampleMeta",
     "Sampling",
@@ -116,6 +117,7 @@ __all__ = [
     "TaskLeases",
     "TasksTaken",
     "TellFetch",
+    "ToolUse",
     "TrainerJoined",
     "TurnReply",
     "UnitBeat",

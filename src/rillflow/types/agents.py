@@ -1,7 +1,8 @@
-"""What agents get to see of tools and environments."""
+"""What agents say, and what they get to see of environments."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from rillflow.types.base import Wire
@@ -19,3 +20,29 @@ class Observation(Wire, frozen=True):
     done: bool = False
     actions: list[str] | None = None
     info: dict[str, Any] = {}
+
+
+class ToolUse(Wire, frozen=True):
+    """A call of a tool, as the model wrote it: `arguments` may be anything."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class Said(Wire, frozen=True):
+    """One answer of a role. `call` is what `episode.reward(…, call=…)` takes; `cut` tells that it hit its limit;
+    `message` is what to append to the conversation."""
+
+    text: str
+    uses: list[ToolUse]
+    call: str
+    cut: bool
+    message: dict[str, Any]
+
+    def json(self) -> Any:
+        """The answer as JSON, or None where it is none."""
+        try:
+            return json.loads(self.text)
+        except (ValueError, RecursionError):
+            return None

@@ -10,23 +10,26 @@ import numpy as np
 import openai
 import pytest
 
+from rillflow.agents.surroundings import Surroundings
 from rillflow.contracts import Episode, SystemClock
 from rillflow.rollout.episode import EpisodeFailed, RunningEpisode, play, score
 from rillflow.types import Prompt, Task
 
 
-def episode(seconds: float = 5.0, give: Any = None) -> RunningEpisode:
+def episode(seconds: float = 5.0, give: Any = None, surroundings: Surroundings | None = None) -> RunningEpisode:
     task = Task(id="t.0", prompt=Prompt(id="p", payload={"x": 1}), group="t", place=0, lane="train", seed=3)
     client = openai.AsyncOpenAI(api_key="x", base_url="http://127.0.0.1:1")
     return RunningEpisode(
         task, client=client, policies=["agent"], url="http://127.0.0.1:1/s/a", api_key="k",
-        clock=SystemClock(), seconds=seconds, give=give,
+        clock=SystemClock(), seconds=seconds, give=give, surroundings=surroundings,
     )  # fmt: skip
 
 
 def test_what_a_workflow_sees() -> None:
-    running = episode()
+    world: Any = object()
+    running = episode(surroundings=Surroundings(environment=lambda: world))
     assert isinstance(running, Episode)
+    assert running.environment is running.environment is world
     assert (running.payload, running.model, running.seed) == ({"x": 1}, "agent", 3)
     assert str(running.client.base_url) == "http://127.0.0.1:1/s/a/v1/"
     assert running.anthropic_url == "http://127.0.0.1:1/s/a"
