@@ -176,6 +176,7 @@ def main(folder: Path) -> None:
         **own,
     )
     trainer.train()
+    trainer.save_model(str(folder / "theirs"))
     found = {"begun": clock.begun, "ended": clock.ended, "reward": clock.reward, "length": clock.length}
     (folder / "trl.json").write_text(json.dumps(found))
 

@@ -442,6 +442,9 @@ class Episode(Protocol):
         """Give a reward: to one answer by the `id` that the agent saw, to all answers of the n-th call (`turn`, from
         0), to one leaf of the policy's tree by its number, or, with none of these, to the whole session."""
 
+    def metric(self, name: str, value: float) -> None:
+        """Keep a number with the episode; the mean over each batch stands among the step's metrics, as episode/NAME."""
+
 
 class PromptGenerator(Protocol):
     """A function that makes prompts: `prompts(split=…, count=…, seed=…)` yields `{"id", "payload"}` dicts."""

@@ -77,7 +77,7 @@ class CommandAgent:
 
     async def _run(self, episode: Episode, place: Path) -> dict[str, Any]:
         environment = environment_of(episode, place, self._base) | self._config.environment
-        async with _Tail.open(self._config.output) as output, _Tail.open(self._config.output) as errors:
+        async with Tail.open(self._config.output) as output, Tail.open(self._config.output) as errors:
             code = await self._until_it_ends(place, environment, output, errors)
             await asyncio.wait({output.task, errors.task}, timeout=_DRAIN_SECONDS)
         if code != 0:
@@ -85,7 +85,7 @@ class CommandAgent:
         answer = _read_answer(place / "answer", self._config.output)
         return {"returncode": code, "stdout": output.text(), "stderr": errors.text(), "answer": answer}
 
-    async def _until_it_ends(self, place: Path, environment: dict[str, str], output: _Tail, errors: _Tail) -> int:
+    async def _until_it_ends(self, place: Path, environment: dict[str, str], output: Tail, errors: Tail) -> int:
         """Its exit code. Whatever ends the wait, the whole group is gone afterwards."""
         with open(place / "payload.json", "rb") as payload:
             try:
@@ -185,7 +185,7 @@ def _read_answer(path: Path, limit: int) -> str | None:
         return None
 
 
-class _Tail:
+class Tail:
     """The reading end of a pipe of which the last bytes are kept.
 
     Not one of asyncio's own: those let nobody know of a program's end while a child of it holds the pipe.
@@ -198,7 +198,7 @@ class _Tail:
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, limit: int) -> AsyncIterator[_Tail]:
+    async def open(cls, limit: int) -> AsyncIterator[Tail]:
         try:
             read, write = os.pipe()
         except OSError as error:

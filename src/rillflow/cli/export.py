@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rillflow.errors import ConfigError, RunError
 from rillflow.observe.metrics import read_metrics
@@ -60,10 +60,9 @@ class Exporter:
         return Choice(int(wanted), "as asked for")
 
     def _best(self, kept: list[int]) -> Choice:
-        if self.policy != self._first:
-            raise ConfigError(f"evaluations go by the versions of {self._first}", "give --version latest or a number")
+        """Of the evaluation with the highest reward, over all its sources the same; the latest of equals."""
         done = read_metrics(self._folder.metrics, self._first).evaluations
-        rated = [(one["reward"], one["version"]) for one in done if one["reward"] is not None]
+        rated = [(one["reward"], self._version_in(one)) for one in done if one["reward"] is not None]
         if not rated:
             raise RunError("no evaluation has ended: nobody knows which version is best", "give data.heldout next time")
         best = max(rated)
@@ -72,6 +71,15 @@ class Exporter:
             raise RunError(f"version {best[1]} was best and is not kept", f"these are: {', '.join(map(str, kept))}")
         why = "the best" if found == best else f"the best that is kept; version {best[1]} had {best[0]:.3f}"
         return Choice(found[1], f"{why}: held-out reward {found[0]:.3f}")
+
+    def _version_in(self, evaluation: dict[str, Any]) -> int:
+        """This policy's version in an evaluation."""
+        if self.policy == self._first:
+            return int(evaluation["version"])
+        versions = evaluation.get("versions", {})
+        if self.policy not in versions:
+            raise ConfigError(f"evaluations go by the versions of {self._first}", "give --version latest or a number")
+        return int(versions[self.policy])
 
     def export(self, version: int, target: Path) -> None:
         export_model(self._tensors(version), self._model, target)

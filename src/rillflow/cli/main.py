@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rillflow.cli import experiments, parts, pool
+from rillflow.cli import experiments, parts, pool, rewards
 from rillflow.cli.app import app
 
-__all__ = ["app", "experiments", "parts", "pool"]
+__all__ = ["app", "experiments", "parts", "pool", "rewards"]

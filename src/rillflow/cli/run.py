@@ -62,7 +62,7 @@ def show_recipe(recipe: BaseModel) -> None:
 def check(recipe: Recipe) -> None:
     """Fail before anything is started where a look can tell that the run cannot work."""
     from rillflow.dataflow.hooks import Hooks
-    from rillflow.dataflow.sources import open_source, open_sources
+    from rillflow.dataflow.sources import open_heldout, open_sources
     from rillflow.resources.placement import plan
     from rillflow.rollout.players import check_players
     from rillflow.trainer.graph.builtin import chain_of
@@ -78,8 +78,7 @@ def check(recipe: Recipe) -> None:
         chain_of(policy.trainer, recipe.mode)
     Hooks.of(recipe.dataflow)
     open_sources(recipe.data.prompts, seed=recipe.seed, shuffle=False)
-    if recipe.data.heldout is not None:
-        open_source(recipe.data.heldout, seed=recipe.seed, shuffle=False)
+    open_heldout(recipe.data.heldout, seed=recipe.seed)
 
 
 def has_finished(folder: RunFolder) -> bool:

@@ -162,6 +162,11 @@ class DataflowClient:
         versions = await self.wire.get("/weights/versions", dict[str, list[int]], deadline)
         return versions.get(policy, [])
 
+    async def versions_wanted(self, policy: str, deadline: float = DEFAULT_DEADLINE) -> list[int]:
+        """The versions of a policy that evaluations want kept: the best one, and those that are being evaluated."""
+        versions = await self.wire.get("/weights/wanted", dict[str, list[int]], deadline)
+        return versions.get(policy, [])
+
     async def lose_rows(self, news: LoseRows, deadline: float = DEFAULT_DEADLINE) -> Ack:
         """Rows that could not be read as they were written."""
         return await self.wire.post("/rows/lost", news, Ack, deadline)

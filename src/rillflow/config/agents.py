@@ -17,6 +17,10 @@ class McpConfig(Section):
     environment: dict[str, str] = Field(default_factory=dict, description="variables added to the command's own")
     headers: dict[str, str] = Field(default_factory=dict, description="headers of every request to the URL")
     only: list[str] | None = Field(None, description="names of the tools that agents may use; default: all it has")
+    fill: dict[str, str] = Field(
+        default_factory=dict,
+        description="arguments of its tools that are taken from the prompt's payload, by key; models do not see them",
+    )
 
     @model_validator(mode="after")
     def _one(self) -> McpConfig:
@@ -33,6 +37,9 @@ class ToolConfig(Section):
     mcp: McpConfig | None = None
     options: dict[str, Any] = Field(default_factory=dict, description="of a tool that is shipped")
     timeout: Seconds = Field(10.0, description="a call that takes longer is answered with an error")
+    output: Annotated[int, Field(ge=64, le=1 << 20)] = Field(
+        8192, description="most characters of an answer; more is cut"
+    )
 
     @model_validator(mode="before")
     @classmethod

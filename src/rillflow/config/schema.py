@@ -17,9 +17,11 @@ from rillflow.config.resources import ResourcesConfig
 from rillflow.config.trainer import TrainerConfig
 from rillflow.config.weights import WeightsConfig
 
+_KINDS = ("path", "dataset", "reasoning_gym", "generator", "benchmark")
+
 
 class SourceConfig(Section):
-    """Where prompts come from: a file, a dataset, a generated task or a function. Give exactly one of the four."""
+    """Where prompts come from: a file, a dataset, a generated task, a function or a benchmark. Give exactly one."""
 
     path: str | None = Field(
         None, description="JSONL (one object a line) or Parquet file; relative paths are relative to the recipe"
@@ -27,9 +29,13 @@ class SourceConfig(Section):
     dataset: str | None = Field(None, description="Hugging Face dataset: a name on the hub or a local folder")
     reasoning_gym: str | None = Field(None, description="name of a reasoning-gym dataset; `arguments` configure it")
     generator: str | None = Field(None, description="module:function or file.py:function that yields prompts")
+    benchmark: str | None = Field(
+        None, description="a public benchmark by its name (gsm8k, math500, …) or reasoning_gym:NAME; docs/evaluation.md"
+    )
     arguments: dict[str, Any] = Field(
         default_factory=dict,
-        description="of the generator, the reasoning-gym dataset or `datasets.load_dataset` (split, name, …)",
+        description="of the generator, the reasoning-gym dataset, `datasets.load_dataset` (split, name, …) or the "
+        "benchmark (template)",
     )
     id_key: str = Field("id", description="key of a row's id; rows without it are numbered")
     limit: Positive | None = Field(None, description="use only the first rows")
@@ -41,13 +47,12 @@ class SourceConfig(Section):
     @property
     def origin(self) -> str:
         """What the source is, in a few words."""
-        return self.path or self.dataset or self.reasoning_gym or self.generator or ""
+        return next(filter(None, (getattr(self, kind) for kind in _KINDS)), "")
 
     @model_validator(mode="after")
     def _one_kind(self) -> SourceConfig:
-        given = [name for name in ("path", "dataset", "reasoning_gym", "generator") if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ValueError("give exactly one of `path`, `dataset`, `reasoning_gym` and `generator`")
+        if sum(getattr(self, kind) is not None for kind in _KINDS) != 1:
+            raise ValueError("give exactly one of `path`, `dataset`, `reasoning_gym`, `generator` and `benchmark`")
         return self
 
 
@@ -55,15 +60,18 @@ class DataConfig(Section):
     prompts: list[SourceConfig] = Field(
         min_length=1, description="prompts to train on: one source, or several that are mixed by their weights"
     )
-    heldout: SourceConfig | None = Field(None, description="prompts to evaluate on; never trained")
+    heldout: list[SourceConfig] = Field(
+        default_factory=list,
+        description="prompts to evaluate on; never trained: one source, or several whose mean rewards are averaged",
+    )
     shuffle: bool = Field(True, description="a new order every epoch, fixed by the seed")
     epochs: Positive | None = Field(None, description="stop after this many passes (default: as many as needed)")
 
-    @field_validator("prompts", mode="before")
+    @field_validator("prompts", "heldout", mode="before")
     @classmethod
     def _several(cls, value: Any) -> Any:
-        """One source may stand without a list around it."""
-        return [value] if isinstance(value, dict) else value
+        """One source may stand without a list around it, none as nothing."""
+        return [value] if isinstance(value, dict) else [] if value is None else value
 
 
 class SamplingConfig(Section):
@@ -278,6 +286,9 @@ class Recipe(Section):
     roles: dict[Name, Name] = Field(
         default_factory=dict,
         description="which policy plays a role of the workflow; default: the policy of that name, or the first",
+    )
+    untrained: list[Name] = Field(
+        default_factory=list, description="roles whose answers are never trained on, though their policy is trained"
     )
     tools: list[ToolConfig] = Field(default_factory=list, description="what agents may call, as `episode.tools`")
     environment: HookConfig | None = Field(

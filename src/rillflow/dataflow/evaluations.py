@@ -4,13 +4,21 @@ A round is admitted before training, every `evaluate_every` steps of the first p
 a version of every policy. Its groups are played like others but never enter a batch. On-policy runs wait for a round
 before they train on, so that it measures exactly the versions it names. A round of a version of the first policy that
 died is orphaned with it, and asked for again. The rows of its episodes are kept as long as it runs.
+
+The reward of a round is the mean over its episodes; where the prompts are of several sources, the mean of the sources'
+means, each counting the same, and nothing where one of them has none. The best round is the one with the highest
+reward, the latest of equals: the versions that it names, and those of rounds that run, are `wanted` in the weight
+stores.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
+from statistics import fmean
 
+from rillflow.contracts import PromptSource
 from rillflow.dataflow.groups import Groups
 from rillflow.dataflow.lineage import Lineage
 from rillflow.dataflow.part import Base, Part
@@ -21,12 +29,13 @@ _MOST_RESULTS = 100
 
 
 class Evaluations(Part):
-    def __init__(self, base: Base, groups: Groups, lineage: Lineage, rows: Rows, prompts: int) -> None:
+    def __init__(self, base: Base, groups: Groups, lineage: Lineage, rows: Rows, heldout: PromptSource | None) -> None:
         super().__init__(base)
         self._groups = groups
         self._lineage = lineage
         self._rows = rows
-        self._prompts = prompts  # held-out prompts; 0 where the run has none
+        self._heldout = heldout
+        self._prompts = heldout.length if heldout else 0
 
     def schedule(self, *, final: bool) -> None:
         """Admit the round that is due at the present step, once."""
@@ -80,13 +89,18 @@ class Evaluations(Part):
             "FROM groups g JOIN tasks t ON t.grp = g.id WHERE g.lane = 'eval' AND g.round = ?",
             (number,),
         )
-        row = self._db.one("SELECT step, version FROM rounds WHERE id = ?", (number,))
+        row = self._db.one("SELECT step, version, versions FROM rounds WHERE id = ?", (number,))
         assert found is not None
         assert row is not None
-        now = self._clock.now()
+        now, sources = self._clock.now(), self._by_source(number)
+        reward = _average(list(sources.values())) if sources else found["reward"]
         self._db.run(
             "UPDATE rounds SET state = 'ended', reward = ?, episodes = ?, failed = ?, ended_at = ? WHERE id = ?",
-            (found["reward"], found["done"], found["failed"], now, number),
+            (reward, found["done"], found["failed"], now, number),
+        )
+        self._db.many(
+            "INSERT INTO round_sources (round, source, reward) VALUES (?, ?, ?)",
+            [(number, source, mean) for source, mean in sources.items()],
         )
         self._release(number)
         self._db.event(
@@ -94,12 +108,38 @@ class Evaluations(Part):
                 "event": "evaluation",
                 "step": row["step"],
                 "version": row["version"],
-                "reward": found["reward"],
+                "versions": json.loads(row["versions"]),
+                "reward": reward,
+                "by_source": sources,
                 "episodes": found["done"],
                 "failed": found["failed"],
                 "time": now,
             }
         )
+
+    def _by_source(self, number: int) -> dict[str, float | None]:
+        """The mean reward of each source's episodes; none where the prompts are of one source."""
+        assert self._heldout is not None
+        rewards: dict[str, list[float]] = defaultdict(list)
+        for row in self._db.all(
+            "SELECT g.ord, t.reward, t.state FROM groups g JOIN tasks t ON t.grp = g.id "
+            "WHERE g.lane = 'eval' AND g.round = ? ORDER BY g.ord",
+            (number,),
+        ):
+            of_source = rewards[self._heldout.at(row["ord"]).source]
+            if row["state"] == "done":
+                of_source.append(row["reward"])
+        rewards.pop("", None)
+        return {source: fmean(found) if found else None for source, found in rewards.items()}
+
+    def wanted(self, policy: str) -> list[int]:
+        """Versions of a policy that are to stay in its weight store: those of the best round and of running ones."""
+        rows = self._db.all("SELECT versions FROM rounds WHERE state = 'running'")
+        rows += self._db.all(
+            "SELECT versions FROM rounds WHERE state = 'ended' AND reward IS NOT NULL "
+            "ORDER BY reward DESC, step DESC, id DESC LIMIT 1"
+        )
+        return sorted({json.loads(row["versions"]).get(policy, 0) for row in rows})
 
     def _release(self, number: int) -> None:
         for row in self._db.all("SELECT id FROM groups WHERE lane = 'eval' AND round = ?", (number,)):
@@ -139,6 +179,17 @@ class Evaluations(Part):
                 reward=math.nan if row["reward"] is None else row["reward"],
                 episodes=row["episodes"],
                 failed=row["failed"],
+                by_source=self._means(row["id"]),
             )
             for row in reversed(rows)
         ]
+
+    def _means(self, number: int) -> dict[str, float]:
+        rows = self._db.all("SELECT source, reward FROM round_sources WHERE round = ? ORDER BY source", (number,))
+        return {row["source"]: math.nan if row["reward"] is None else row["reward"] for row in rows}
+
+
+def _average(means: list[float | None]) -> float | None:
+    """Of all, or of none: averages over different sources are not to be compared."""
+    known = [mean for mean in means if mean is not None]
+    return fmean(known) if len(known) == len(means) else None

@@ -128,8 +128,7 @@ class Ledger:
         )
         self.stages = Stages(base, self.lineage, self.shares, self.rows)
         self.losses = Losses(base, self.groups, self.shares, self.batches, self.stages)
-        prompts = self._heldout.length if self._heldout else 0
-        self.evaluations = Evaluations(base, self.groups, self.lineage, self.rows, prompts)
+        self.evaluations = Evaluations(base, self.groups, self.lineage, self.rows, self._heldout)
         self.course = Course(base, self._hooks, self._source, self)
         self.balances = Balances(base, self.rules.policy, self.rules.balance_every)
 

@@ -13,7 +13,7 @@ from rillflow.dataflow.journal import Journal
 from rillflow.dataflow.ledger import Ledger
 from rillflow.dataflow.rules import Rules
 from rillflow.dataflow.service import DataflowService
-from rillflow.dataflow.sources import open_source, open_sources
+from rillflow.dataflow.sources import open_heldout, open_sources
 from rillflow.storage import disk_errors
 
 LEDGER, METRICS = "ledger.sqlite", "metrics.jsonl"
@@ -23,7 +23,7 @@ def open_ledger(recipe: Recipe, folder: Path, *, resume: bool = False, clock: Cl
     """The ledger of the run in `folder`, new or as it was left."""
     data = recipe.data
     source = open_sources(data.prompts, seed=recipe.seed, shuffle=data.shuffle)
-    heldout = open_source(data.heldout, seed=recipe.seed, shuffle=False) if data.heldout else None
+    heldout = open_heldout(data.heldout, seed=recipe.seed)
     hooks = Hooks.of(recipe.dataflow)
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)

@@ -123,6 +123,7 @@ class DataflowService(Service):
         self.post("/weights/turn", self._turn, AskTurn)
         self.post("/weights/fetch", self._fetch, TellFetch)
         self.get("/weights/versions", self._versions_in_use)
+        self.get("/weights/wanted", self._versions_wanted)
         self.get("/units", self._units)
         self.get("/status", self._status)
         self.get("/balance", self._balance)
@@ -337,6 +338,10 @@ class DataflowService(Service):
             policy: sorted({version for source in sources for version in source(policy)})
             for policy in self._ledger.rules.policies
         }
+
+    async def _versions_wanted(self) -> dict[str, list[int]]:
+        """Those that evaluations want kept."""
+        return {policy: self._ledger.evaluations.wanted(policy) for policy in self._ledger.rules.policies}
 
     def _engines_of(self, policy: str) -> list[int]:
         """The versions of all that sample by themselves: engine processes where there are any, else the nodes."""

@@ -47,6 +47,7 @@ class Steps(Part):
         self._db.event(
             {
                 **news.metrics,
+                **self._of_episodes(batch["id"]),
                 "policy": news.policy,
                 "step": self._lineage.steps(news.policy),
                 "version": news.version,
@@ -63,6 +64,15 @@ class Steps(Part):
                 "counters": self.counters(),
             }
         )
+
+    def _of_episodes(self, batch: str) -> dict[str, float]:
+        """The mean of each number that workflows and rewards have kept with the episodes of the batch."""
+        rows = self._db.all(
+            "SELECT j.key AS name, avg(j.value) AS mean FROM tasks t, json_each(t.metrics) j WHERE t.state = 'done' "
+            "AND t.metrics != '{}' AND t.grp IN (SELECT grp FROM members WHERE batch = ?) GROUP BY j.key",
+            (batch,),
+        )
+        return {f"episode/{row['name']}": row["mean"] for row in rows}
 
     def _credit_nodes(self, batch: str) -> None:
         for row in self._db.all(

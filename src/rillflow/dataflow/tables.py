@@ -240,6 +240,9 @@ CREATE TABLE IF NOT EXISTS rounds (
 );
 CREATE INDEX IF NOT EXISTS rounds_running ON rounds (id) WHERE state = 'running';
 CREATE INDEX IF NOT EXISTS rounds_step ON rounds (step);
+CREATE TABLE IF NOT EXISTS round_sources (  -- of rounds that have ended, where the prompts are of several sources
+    round INTEGER NOT NULL, source TEXT NOT NULL, reward REAL, PRIMARY KEY (round, source)
+) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS hook_state (
     hook TEXT NOT NULL, key TEXT NOT NULL, value TEXT NOT NULL, PRIMARY KEY (hook, key)
 ) WITHOUT ROWID;

@@ -32,7 +32,12 @@ class Progress:
             return self._request
         asked = self._request.sampling
         sampling = msgspec.structs.replace(asked, max_tokens=asked.max_tokens - len(self.produced))
-        return msgspec.structs.replace(self._request, tokens=[*self._request.tokens, *self.produced], sampling=sampling)
+        return msgspec.structs.replace(
+            self._request,
+            tokens=[*self._request.tokens, *self.produced],
+            sampling=sampling,
+            begun=self._request.begun + len(self.produced),
+        )
 
     def over(self) -> FinishReason | None:
         """How it has ended, where it was cut after its last token but before anyone said so."""

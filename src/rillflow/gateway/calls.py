@@ -16,6 +16,7 @@ from typing import NamedTuple
 from rillflow.contracts import TokenSource
 from rillflow.errors import ContextOverflow
 from rillflow.gateway.choices import Choice, Keep, Piece
+from rillflow.gateway.grammars import Calls, composed
 from rillflow.gateway.reading.detokenise import Detokeniser
 from rillflow.gateway.reading.reader import Reader
 from rillflow.gateway.reading.reasoning import ReasoningSplit, opened_by, reasons
@@ -28,7 +29,7 @@ from rillflow.gateway.trees.continuing import following
 from rillflow.gateway.trees.messages import Message
 from rillflow.gateway.trees.render import Renderer, Tools
 from rillflow.gateway.trees.tree import Node
-from rillflow.types import GenerateRequest, Sampling
+from rillflow.types import GenerateRequest, Grammar, Sampling
 
 __all__ = ["Answer", "Call", "Choice", "Piece", "Policy", "begin"]
 
@@ -42,6 +43,7 @@ class Call:
 
     `previous` is the id of an answer of this session that `history` follows. A raw `prompt`, text or ids, stands in
     place of a history; its answer is text and nothing else. `agent` is whom of the episode's agents it is of.
+    One of the tools named in `forced` must be called; empty where none must.
     """
 
     policy: str
@@ -57,6 +59,7 @@ class Call:
     previous: str | None = None
     prompt: str | list[int] | None = None
     agent: str = ""
+    forced: tuple[str, ...] = ()
 
 
 class Policy(NamedTuple):
@@ -175,8 +178,10 @@ async def _merged(streams: list[AsyncGenerator[Piece]]) -> AsyncGenerator[Piece]
 
 
 def plain_temperature(sampling: Sampling) -> float:
-    """The temperature that alone explains a draw's log-probs; 0 for greedy and cut distributions, where none does."""
-    return sampling.temperature if sampling.top_p >= 1.0 and sampling.top_k == 0 else 0.0
+    """The temperature that alone explains a draw's log-probs; 0 for greedy, cut and constrained distributions, where
+    none does."""
+    whole = sampling.top_p >= 1.0 and sampling.top_k == 0 and sampling.grammar is None
+    return sampling.temperature if whole else 0.0
 
 
 def begin(session: Session, policy: Policy, call: Call, id: str, created: int) -> Answer:
@@ -188,15 +193,20 @@ def begin(session: Session, policy: Policy, call: Call, id: str, created: int) -
     room = policy.engine.context - len(prompt)
     if room < 1:
         raise ContextOverflow(f"this model's context is {policy.engine.context} tokens, the prompt has {len(prompt)}")
+    inside = opened_by(policy.renderer.decode(prompt[-_PROMPT_END:])) if _reasons(policy, call) else None
+    grammar = _grammar(policy, call, inside)
     draw = session.draw(call.policy, prompt)
     seeds = session.seeds(draw, call.choices, call.sampling.seed)
     requests = [
         GenerateRequest(
-            id=f"{id}_{index}", tokens=prompt, sampling=_sampling(policy, call, room, seed), group=session.group
+            id=f"{id}_{index}",
+            tokens=prompt,
+            sampling=_sampling(policy, call, room, seed, grammar),
+            group=session.group,
         )
         for index, seed in enumerate(seeds)
     ]
-    choices = _choices(session, policy, call, given, requests)
+    choices = _choices(session, policy, call, given, requests, inside=inside)
     nodes = [choice.node for choice in choices]
     asked = Asked(id, call.policy, draw.number, call.choices, live=call.live)
     session.begun(asked, nodes)
@@ -219,15 +229,21 @@ def _refuse_giants(policy: Policy, call: Call) -> None:
 
 
 def _choices(
-    session: Session, policy: Policy, call: Call, given: Node, requests: list[GenerateRequest]
+    session: Session,
+    policy: Policy,
+    call: Call,
+    given: Node,
+    requests: list[GenerateRequest],
+    *,
+    inside: bool | None,
 ) -> list[Choice]:
     tree = session.tree(call.policy)
-    temperature = plain_temperature(call.sampling)
-    prompt_end = requests[0].tokens[-_PROMPT_END:]
-    inside = opened_by(policy.renderer.decode(prompt_end)) if _reasons(policy, call) else None
     choices = []
     for index, request in enumerate(requests):
-        node = tree.sample(given, temperature, request.id, call.agent)
+        asked = request.sampling
+        node = tree.sample(
+            given, plain_temperature(asked), request.id, call.agent, constrained=asked.grammar is not None
+        )
         reader = _reader(policy, call, inside)
         eager = call.live or bool(call.stops)
         choices.append(Choice(index, node, request, reader, eager=eager, logprobs=call.logprobs))
@@ -242,7 +258,20 @@ def _place(session: Session, renderer: Renderer, call: Call) -> Node:
     return placing.place(tree, renderer, history, call.tools, call.tools_key)
 
 
-def _sampling(policy: Policy, call: Call, room: int, seed: int) -> Sampling:
+def _grammar(policy: Policy, call: Call, inside: bool | None) -> Grammar | None:
+    """What the answer must look like, in this model's way of reasoning and of calling tools; None: as it likes."""
+    asked = call.sampling.grammar
+    if asked is None and not call.forced:
+        return None
+    calls = None
+    if call.tools and call.parse_tools:
+        style = style_of(policy.tools, policy.renderer.template)
+        tools = [tool for tool in call.tools if not call.forced or tool["function"].get("name") in call.forced]
+        calls = Calls(tools, style, forced=bool(call.forced))
+    return composed(asked, calls, inside, policy.renderer)
+
+
+def _sampling(policy: Policy, call: Call, room: int, seed: int, grammar: Grammar | None) -> Sampling:
     return Sampling(
         temperature=call.sampling.temperature,
         top_p=call.sampling.top_p,
@@ -250,6 +279,7 @@ def _sampling(policy: Policy, call: Call, room: int, seed: int) -> Sampling:
         max_tokens=min(call.sampling.max_tokens, room),
         stop_tokens=policy.renderer.stop_tokens,
         seed=seed,
+        grammar=grammar,
     )
 
 

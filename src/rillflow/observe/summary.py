@@ -15,7 +15,7 @@ def summarise(metrics: Metrics, status: Status, seconds: float, since: float = 0
     """The figures people ask for first. `seconds` began at `since`: a resumed run has older steps, too."""
     steps = metrics.steps
     recent = sum(int(step["samples"]) for step in steps if step["time"] >= since)
-    evaluations = [{"version": e["version"], "reward": e["reward"]} for e in metrics.evaluations]
+    evaluations = [_evaluation(line) for line in metrics.evaluations]
     return {
         "end": status.reason,
         "steps": status.steps,
@@ -37,7 +37,11 @@ def summary_table(summary: dict[str, Any], folder: Path, plot: Path | None) -> T
     table = Table(title="Run summary", show_header=False, title_justify="left")
     heldout = summary["heldout"]
     if heldout:
-        table.add_row("held-out reward", f"{_reward(heldout[0])} before, {_reward(heldout[-1])} after")
+        first, last = heldout[0], heldout[-1]
+        table.add_row("held-out reward", f"{_reward(first['reward'])} before, {_reward(last['reward'])} after")
+        for source, after in last.get("by_source", {}).items():
+            before = first.get("by_source", {}).get(source)
+            table.add_row(f"  {source}", f"{_reward(before)} before, {_reward(after)} after")
     table.add_row("optimizer steps", _steps(summary))
     table.add_row("time", f"{summary['seconds']:.0f} s, {summary['samples_per_second']:.1f} trained samples/s")
     table.add_row("staleness", f"mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']:.0f}")
@@ -80,9 +84,14 @@ def _apart(seen: dict[str, float]) -> str:
     )
 
 
-def _reward(evaluation: dict[str, Any]) -> str:
+def _evaluation(line: dict[str, Any]) -> dict[str, Any]:
+    sources = line.get("by_source")
+    return {"version": line["version"], "reward": line["reward"]} | ({"by_source": sources} if sources else {})
+
+
+def _reward(reward: float | None) -> str:
     """A round whose episodes all failed has none."""
-    return "–" if evaluation["reward"] is None else f"{evaluation['reward']:.3f}"
+    return "–" if reward is None else f"{reward:.3f}"
 
 
 def _mean(values: list[float]) -> float:

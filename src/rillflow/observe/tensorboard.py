@@ -61,7 +61,7 @@ class TensorBoard:
                 prefix = f"{line['policy']}/" if self._several else ""
                 self._write_scalars(prefix, line, int(line["step"]), line["time"])
             case "evaluation":
-                values = {"reward": line["reward"]}
+                values = {"reward": line["reward"], **line.get("by_source", {})}
                 self._write_scalars("heldout/", values, int(line["version"]), line["time"])
 
     def _write_scalars(self, prefix: str, values: dict[str, Any], step: int, time: float) -> None:

@@ -7,26 +7,28 @@ was not a number is never 0.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
-import threading
+import math
+import re
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, Protocol
 
 import openai
 
 from rillflow.agents.command import AgentFailed
+from rillflow.agents.rewards.calling import call
 from rillflow.agents.roles import PolicyRole
 from rillflow.agents.surroundings import Surroundings
 from rillflow.contracts import Clock, Environment, Toolbox
-from rillflow.errors import RewardError, WorkflowError
+from rillflow.errors import WorkflowError
 from rillflow.gateway.server import AGENT_HEADER
 from rillflow.rollout.rewards import rewards_of
-from rillflow.types import Prompt, Task
+from rillflow.types import Prompt, Scored, Task
 
 log = logging.getLogger(__name__)
 
+MOST_METRICS = 64
+_METRIC = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,99}")
 GIVE_UP_SECONDS = 1.0  # for cancelled code of the user to clean up
 _LOOK = 0.01  # least seconds between two looks at a clock that may stand still
 
@@ -78,6 +80,7 @@ class RunningEpisode:
         self._give = give
         self._surroundings = surroundings or Surroundings()
         self._environment: Environment | None = None
+        self.metrics: dict[str, float] = {}
         self._clock = clock
         self._end = clock.monotonic() + seconds
 
@@ -139,6 +142,21 @@ class RunningEpisode:
         policy: str | None = None,
     ) -> None:
         self._give(value, call=call, turn=turn, leaf=leaf, policy=policy)
+
+    def metric(self, name: str, value: float) -> None:
+        add_metric(self.metrics, name, value)
+
+
+def add_metric(metrics: dict[str, float], name: str, value: float) -> None:
+    """WorkflowError where the ledger would not take it."""
+    if not _METRIC.fullmatch(name):
+        raise WorkflowError(f"{name!r:.80} cannot be the name of a metric", "letters, digits and . _ - /")
+    number = float(value)
+    if not math.isfinite(number):
+        raise WorkflowError(f"the metric {name} is {number}", "give a finite number")
+    if name not in metrics and len(metrics) >= MOST_METRICS:
+        raise WorkflowError(f"an episode has at most {MOST_METRICS} metrics", "give fewer")
+    metrics[name] = number
 
 
 async def play(workflow: Workflow, episode: RunningEpisode) -> Any:
@@ -202,11 +220,23 @@ async def _give_up(task: asyncio.Task[Any]) -> None:
 
 
 async def score(
-    reward: Reward | None, payload: dict[str, Any], answer: Any, seconds: float, policies: Sequence[str]
+    reward: Reward | None,
+    payload: dict[str, Any],
+    answer: Any,
+    seconds: float,
+    policies: Sequence[str],
+    *,
+    metrics: dict[str, float] | None = None,
 ) -> dict[str, float]:
-    """A finite reward of each policy that was given one, or EpisodeFailed("reward_error"); see `rewards_of`."""
+    """A finite reward of each policy that was given one, or EpisodeFailed("reward_error"); see `rewards_of`.
+
+    The parts of a reward that says which it has go to `metrics`.
+    """
     try:
         value = answer if reward is None else await _call_reward(reward, payload, answer, seconds)
+        if isinstance(value, Scored):
+            for name, part in value.parts.items():
+                add_metric({} if metrics is None else metrics, f"reward/{name}", part)
         return rewards_of(value, policies, answer_is_reward=reward is None)
     except _OutOfTime as error:
         raise EpisodeFailed("reward_error", f"the reward took longer than {seconds:.0f} s") from error
@@ -217,36 +247,7 @@ async def score(
 async def _call_reward(reward: Reward, payload: dict[str, Any], answer: Any, seconds: float) -> Any:
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds  # nobody pauses a reward
-    work = _shielded(reward(payload, answer)) if inspect.iscoroutinefunction(reward) else None
-    return await _within(lambda: end - loop.time(), work or _in_thread(reward, payload, answer))
-
-
-async def _in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Run plain code off the loop, in a daemon thread: one that never returns holds nothing up, not even the exit."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: Exception | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
-    def work() -> None:
-        result, failure = None, None
-        try:
-            result = function(*arguments)
-        except Exception as error:
-            failure = error
-        except BaseException as error:  # sys.exit() in a reward must not end the node
-            failure = RewardError(f"the reward raised {type(error).__name__}")
-        with suppress(RuntimeError):  # the loop has closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, result, failure)
-
-    threading.Thread(target=work, name="reward", daemon=True).start()
-    return await future
+    return await _within(lambda: end - loop.time(), _shielded(call(reward, payload, answer)))
 
 
 def short(error: BaseException) -> str:

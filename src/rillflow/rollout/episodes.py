@@ -174,7 +174,8 @@ class Episodes:
         try:
             played = await playing
             self._sessions.end(lease.attempt)
-            rewards = await self._rewards(kept, played)
+            metrics = dict(played.metrics)
+            rewards = await self._rewards(kept, played, metrics)
             seconds = self._clock.now() - kept.begun
             record = self._sessions.close(lease.attempt, keep=True)
             check_record(record, rewards, answer_is_reward=self._reward is None)
@@ -182,7 +183,7 @@ class Episodes:
             with suppress(CallRefused):  # never opened, or closed
                 self._sessions.end(lease.attempt)
             return await self._pusher.fail(lease, failure)
-        return await self._pusher.complete(lease, record, rewards, seconds)
+        return await self._pusher.complete(lease, record, rewards, seconds, metrics)
 
     def _forget(self, attempt: str) -> None:
         try:
@@ -190,13 +191,13 @@ class Episodes:
         except CallRefused:  # closed before, or never opened
             self._sessions.forget(attempt)
 
-    async def _rewards(self, kept: Kept, played: Played) -> Mapping[str, float]:
+    async def _rewards(self, kept: Kept, played: Played, metrics: dict[str, float]) -> Mapping[str, float]:
         """The reward of each policy: the recipe's function's, what the player told, or what was given over HTTP."""
         payload, limit = kept.lease.task.prompt.payload, self._limits.reward_timeout
         if self._reward is not None:
-            return await score(self._reward, payload, played.answer, limit, self._policies)
+            return await score(self._reward, payload, played.answer, limit, self._policies, metrics=metrics)
         if played.reward is not None:
-            return await score(None, payload, played.reward, limit, self._policies)
+            return await score(None, payload, played.reward, limit, self._policies, metrics=metrics)
         session = self._sessions.get(kept.lease.attempt)
         if session.calls and not _is_rewarded(session) and self._limits.late_rewards:
             await self._await_reward(kept, session)

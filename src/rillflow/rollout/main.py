@@ -97,7 +97,7 @@ async def run_node(
             reward=reward,
             gateway=gateway,
             client=client,
-            pusher=Pusher(name, dataflow, writer),
+            pusher=Pusher(name, dataflow, writer, recipe.untrained),
             late=late,
             clock=clock,
             surroundings=surroundings,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -21,10 +21,12 @@ Open = Callable[[], RunningEpisode]
 
 
 class Played(NamedTuple):
-    """What is left when an episode was played: an answer for the reward function, and a reward, if one was told."""
+    """What is left when an episode was played: an answer for the reward function, a reward, if one was told, and what
+    the workflow has measured."""
 
     answer: Any
     reward: Any = None
+    metrics: Mapping[str, float] = {}
 
 
 class NotTaken(Exception):
@@ -61,7 +63,7 @@ class WorkflowPlayer:
             answer = await play(self._workflow, episode)
         finally:
             await episode.close()
-        return Played(answer, answer)
+        return Played(answer, answer, episode.metrics)
 
     def over(self, attempt: str, *, accepted: bool, reason: str) -> None: ...
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rillflow.clients.dataflow import DataflowClient
@@ -27,18 +27,26 @@ PUSH_DEADLINE = 120.0
 
 
 class Pusher:
-    """Tells the run of the ends of one node's episodes."""
+    """Tells the run of the ends of one node's episodes. What the agents called `untrained` said is not for trainers."""
 
-    def __init__(self, node: str, dataflow: DataflowClient, writer: UnitWriter) -> None:
+    def __init__(
+        self, node: str, dataflow: DataflowClient, writer: UnitWriter, untrained: Collection[str] = ()
+    ) -> None:
         self._node = node
         self._dataflow = dataflow
         self._writer = writer
+        self._untrained = frozenset(untrained)
 
     async def complete(
-        self, lease: TaskLease, record: SessionRecord, rewards: Mapping[str, float], seconds: float
+        self,
+        lease: TaskLease,
+        record: SessionRecord,
+        rewards: Mapping[str, float],
+        seconds: float,
+        metrics: Mapping[str, float],
     ) -> Ack:
         """Push a trajectory whose policies have these `rewards`; a leaf's own goes before its policy's."""
-        samples, payloads = pack(record, list(rewards))
+        samples, payloads = pack(record, list(rewards), self._untrained)
         rows = await self._writer.put(payloads, PUSH_DEADLINE)
         done = CompleteTask(
             task=lease.task.id,
@@ -48,6 +56,7 @@ class Pusher:
             samples=[describe(sample, row, rewards[sample.policy]) for sample, row in zip(samples, rows, strict=True)],
             calls=record.calls,
             seconds=seconds,
+            metrics=dict(metrics),
         )
         try:
             ack = await self._dataflow.complete(done, PUSH_DEADLINE)
@@ -82,9 +91,12 @@ def check_record(record: SessionRecord, rewards: Mapping[str, float], *, answer_
         raise EpisodeFailed("reward_error", short(error)) from error
 
 
-def pack(record: SessionRecord, policies: Sequence[str]) -> tuple[list[Sample], list[dict[str, Buffer]]]:
-    """The samples of a trajectory and, in the same order, their payload rows."""
-    samples = [sample for policy in policies for sample in record.samples(policy)]
+def pack(
+    record: SessionRecord, policies: Sequence[str], untrained: Collection[str] = ()
+) -> tuple[list[Sample], list[dict[str, Buffer]]]:
+    """The samples of a trajectory and, in the same order, their payload rows. What `untrained` agents said is left out;
+    the transcript has it."""
+    samples = [sample for policy in policies for sample in record.samples(policy) if sample.agent not in untrained]
     payloads: list[dict[str, Buffer]] = [dict(sample.columns) for sample in samples]
     if payloads:
         payloads[0]["transcript"] = json.dumps(record.transcript()).encode()

@@ -96,8 +96,9 @@ class StepReport:
 class TrainerLoop:
     """Runs until the dataflow service has no more batches, or `stop` says so.
 
-    `in_use` are the versions that live nodes serve; `published` hears of every change of the store. With `shard_deltas`
-    the ranks of a sharded model publish together; otherwise rank 0 does. `spans` hear when it trains.
+    `in_use` are the versions that live nodes serve, `wanted` those to be kept besides; `published` hears of every
+    change of the store. With `shard_deltas` the ranks of a sharded model publish together; otherwise rank 0 does.
+    `spans` hear when it trains.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class TrainerLoop:
         generator: Generator | None = None,
         weights: WeightsConfig | None = None,
         in_use: Callable[[], Collection[int]] = tuple,
+        wanted: Callable[[], Collection[int]] = tuple,
         published: Callable[[], None] = lambda: None,
         shard_deltas: bool = False,
         spans: Spans | None = None,
@@ -129,7 +131,7 @@ class TrainerLoop:
         keeps = weights or WeightsConfig()
         self._published = published
         self._peers = peers or Alone()
-        retention = Retention(keeps.keep, keeps.retain, needed=lambda: checkpoints.needed, in_use=in_use)
+        retention = Retention(keeps.keep, keeps.retain, lambda: checkpoints.needed, in_use, wanted)
         self._shards = ShardPublisher(store, publish_dtype, self._peers, retention, published) if shard_deltas else None
         self._publisher = self._shards or Publisher(store, publish_dtype, retention, published)
         self._config = config

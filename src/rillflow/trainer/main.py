@@ -88,6 +88,7 @@ def run_trainer(
             generator=generator,
             store=store,
             in_use=wire.versions_in_use,
+            wanted=wire.versions_wanted,
             published=published,
             spans=spans,
         ).run()
@@ -116,6 +117,10 @@ class _Wire:
     def versions_in_use(self) -> list[int]:
         """Those that live nodes serve."""
         return self.thread.run(self.dataflow.versions_in_use(self._policy), _CALL)
+
+    def versions_wanted(self) -> list[int]:
+        """Those that evaluations want kept."""
+        return self.thread.run(self.dataflow.versions_wanted(self._policy), _CALL)
 
     def __exit__(self, *_: object) -> None:
         self.thread.run(self.service.stop(), _CALL)
@@ -162,6 +167,7 @@ def build_loop(
     report: Callable[[StepReport], None],
     store: FolderStore,
     in_use: Callable[[], Collection[int]],
+    wanted: Callable[[], Collection[int]],
     published: Callable[[], None],
     generator: Generator | None = None,
     spans: Spans | None = None,
@@ -189,6 +195,7 @@ def build_loop(
         generator=generator,
         weights=settings.weights,
         in_use=in_use,
+        wanted=wanted,
         published=published,
         shard_deltas=_writes_deltas(recipe, policy) and _sharded(recipe, policy, peers),
         spans=spans,

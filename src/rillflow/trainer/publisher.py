@@ -37,13 +37,14 @@ BASE = 0
 
 @dataclass(frozen=True)
 class Retention:
-    """What stays in the store: the newest `keep` versions, those that are `needed`, and for live nodes, which serve the
-    versions `in_use`, all after the oldest of these, of the newest `retain`."""
+    """What stays in the store: the newest `keep` versions, those that are `needed` here or `wanted` elsewhere, and for
+    live nodes, which serve the versions `in_use`, all after the oldest of these, of the newest `retain`."""
 
     keep: int = 4
     retain: int = 64
     needed: Callable[[], Collection[int]] = tuple
     in_use: Callable[[], Collection[int]] = tuple
+    wanted: Callable[[], Collection[int]] = tuple
 
 
 @dataclass(frozen=True)
@@ -160,10 +161,10 @@ class Publisher:
     def prune(self) -> None:
         keeps = self._retention
         try:
-            in_use = keeps.in_use()
+            in_use, wanted = keeps.in_use(), keeps.wanted()
         except (RillflowError, TimeoutError) as error:
-            log.warning("no versions are removed: it is not known which ones nodes serve: %s", error)
+            log.warning("no versions are removed: it is not known which ones are in use: %s", error)
             return
         # Version 0 stays: a run whose checkpoints were removed begins there again, and adapters belong to it.
-        if self._store.prune(keeps.keep, {BASE, *keeps.needed()}, in_use, keeps.retain):
+        if self._store.prune(keeps.keep, {BASE, *keeps.needed(), *wanted}, in_use, keeps.retain):
             self._published()

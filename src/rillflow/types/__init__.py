@@ -4,7 +4,7 @@ Arrays travel as little-endian bytes (`tokens` int32, `logprobs` float32, `versi
 reader can map them without a copy; `column_dtype` is the one place that says which dtype a column has.
 """
 
-from rillflow.types.agents import Observation, Said, ToolUse
+from rillflow.types.agents import Observation, Said, Scored, ToolUse
 from rillflow.types.base import Lane, Phase, Wire
 from rillflow.types.batches import (
     Batch,
@@ -28,6 +28,7 @@ from rillflow.types.engine import (
     EngineStats,
     FinishReason,
     GenerateRequest,
+    Grammar,
     Sampling,
     TurnReply,
 )
@@ -83,6 +84,7 @@ __all__ = [
     "FinishReason",
     "GenerateRequest",
     "GetRows",
+    "Grammar",
     "Heartbeat",
     "HeartbeatReply",
     "JoinTrainer",
@@ -109,6 +111,7 @@ __all__ = [
     "SampleColumns",
     "SampleMeta",
     "Sampling",
+    "Scored",
     "Status",
     "StopRun",
     "Taken",

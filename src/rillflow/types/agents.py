@@ -46,3 +46,14 @@ class Said(Wire, frozen=True):
             return json.loads(self.text)
         except (ValueError, RecursionError):
             return None
+
+
+class Scored(float):
+    """A reward that says of which `parts` it is made: they become metrics of the episode. A number like any other."""
+
+    parts: dict[str, float]
+
+    def __new__(cls, reward: float, parts: dict[str, float]) -> Scored:
+        made = super().__new__(cls, reward)
+        made.parts = parts
+        return made

@@ -9,8 +9,19 @@ from rillflow.types.base import Wire
 FinishReason = Literal["stop", "length", "abort"]
 
 
+class Grammar(Wire, frozen=True):
+    """What an answer must look like, from its first token to its last: a JSON schema (as JSON), a regular expression,
+    or a grammar in llguidance's dialect of Lark."""
+
+    kind: Literal["json", "regex", "lark"]
+    text: str
+
+
 class Sampling(Wire, frozen=True):
-    """How tokens are drawn. `top_k` 0 and `top_p` 1 switch those cuts off; `seed` None draws a fresh one."""
+    """How tokens are drawn. `top_k` 0 and `top_p` 1 switch those cuts off; `seed` None draws a fresh one.
+
+    With a `grammar` only tokens are drawn after which it can still be fulfilled, and an answer stops only where it is.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -18,22 +29,26 @@ class Sampling(Wire, frozen=True):
     max_tokens: int = 128
     stop_tokens: tuple[int, ...] = ()
     seed: int | None = None
+    grammar: Grammar | None = None
 
 
 class GenerateRequest(Wire, frozen=True):
-    """Token ids in. `group` lets an engine find requests that share their prompt."""
+    """Token ids in. `group` lets an engine find requests that share their prompt; the last `begun` tokens are of the
+    answer itself, where one that was cut goes on."""
 
     id: str
     tokens: list[int]
     sampling: Sampling
     group: str = ""
+    begun: int = 0
 
 
 class Chunk(Wire, frozen=True):
     """Tokens out, all sampled by one `version`. The stop token, when sampled, is part of `tokens`.
 
-    `logprobs` are of the distribution that was sampled from, `raw_logprobs` of the untempered one. `seam` says why
-    sampling was cut before the first of these tokens and went on from the ids produced so far; empty where it was not.
+    `logprobs` are of the distribution that was sampled from, `raw_logprobs` of the model's own: untempered, uncut and
+    without a grammar. `seam` says why sampling was cut before the first of these tokens and went on from the ids
+    produced so far; empty where it was not.
     """
 
     tokens: list[int]

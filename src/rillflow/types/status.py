@@ -12,12 +12,16 @@ class StopRun(Wire, frozen=True):
 
 
 class Evaluation(Wire, frozen=True):
-    """Mean reward on held-out prompts, asked for when the policy stood at `version`."""
+    """Mean reward on held-out prompts, asked for when the policy stood at `version`.
+
+    Where they are of several sources, `reward` is the mean of theirs, which are in `by_source`.
+    """
 
     version: int
     reward: float
     episodes: int
     failed: int
+    by_source: dict[str, float] = {}
 
 
 class PolicyStatus(Wire, frozen=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from dataflow_world import POLICY, RULES
 
@@ -49,6 +50,17 @@ def test_a_batch_is_ordered_by_admission_whoever_finished_first(make_world):
         "t000001.0.0",
         "t000001.1.0",
     ]
+
+
+def test_a_step_tells_the_mean_of_what_its_episodes_have_measured(make_world):
+    world = make_world()
+    for lease in world.lease():
+        news = world.news(lease)
+        kept = {"turns": float(lease.task.place), **({"won": 1.0} if lease.task.place else {})}
+        world.ledger.complete(msgspec.structs.replace(news, metrics=kept))
+    batch = world.batch()
+    assert len(batch.samples) == 4
+    assert world.ledger.steps._of_episodes(batch.id) == {"episode/turns": 0.5, "episode/won": 1.0}
 
 
 def test_a_commit_moves_groups_and_version_together_and_once(make_world):

@@ -12,8 +12,9 @@ import pytest
 
 from rillflow.agents.surroundings import Surroundings
 from rillflow.contracts import Episode, SystemClock
-from rillflow.rollout.episode import EpisodeFailed, RunningEpisode, play, score
-from rillflow.types import Prompt, Task
+from rillflow.errors import WorkflowError
+from rillflow.rollout.episode import MOST_METRICS, EpisodeFailed, RunningEpisode, play, score
+from rillflow.types import Prompt, Scored, Task
 
 
 def episode(seconds: float = 5.0, give: Any = None, surroundings: Surroundings | None = None) -> RunningEpisode:
@@ -187,3 +188,27 @@ async def test_a_workflow_that_swallows_its_cancellation_holds_nobody_up(
     assert not waiting
     with pytest.raises(asyncio.CancelledError if cancelled else EpisodeFailed):
         task.result()
+
+
+def test_a_workflow_keeps_numbers_with_its_episode() -> None:
+    running = episode()
+    running.metric("turns", 3)
+    running.metric("tools/errors", np.float32(0.5))
+    assert running.metrics == {"turns": 3.0, "tools/errors": 0.5}
+    for name, value in (("", 1.0), ("a b", 1.0), ("x", float("nan"))):
+        with pytest.raises(WorkflowError):
+            running.metric(name, value)
+    for number in range(MOST_METRICS - 2):
+        running.metric(f"n{number}", number)
+    with pytest.raises(WorkflowError, match="at most"):
+        running.metric("one-more", 1)
+    running.metric("turns", 4)
+
+
+async def test_the_parts_of_a_reward_are_metrics() -> None:
+    def parted(payload: Any, answer: Any) -> Scored:
+        return Scored(0.75, {"math": 1.0, "format": 0.5})
+
+    metrics: dict[str, float] = {}
+    assert await score(parted, {}, "", 5.0, ["agent"], metrics=metrics) == {"agent": 0.75}
+    assert metrics == {"reward/math": 1.0, "reward/format": 0.5}

@@ -1,15 +1,101 @@
-"""Environments by name."""
+"""Environments by name.
+
+An environment is what `contracts.Environment` says. Its options are the keyword arguments of its class: unknown ones,
+and values of another type than the class declares, are refused when the recipe is read, not in the first episode.
+"""
 
 from __future__ import annotations
 
+import difflib
+import inspect
+import typing
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
+
+from pydantic import ConfigDict, ValidationError, create_model
 
 from rillflow.config import resolve_object
 from rillflow.contracts import Environment
+from rillflow.errors import ConfigError
+
+_HERE = "rillflow.agents.environments"
+
+
+class Known(NamedTuple):
+    """One that is shipped. `prompts` is the generator of its prompts, where it makes its own."""
+
+    target: str
+    about: str
+    prompts: str | None
+    extra: str = ""  # what `pip install rillflow[…]` has to name
+
+
+def _known(module: str, name: str, about: str, *, prompts: bool = True, extra: str = "") -> Known:
+    return Known(f"{_HERE}.{module}:{name}", about, f"{_HERE}.{module}:prompts" if prompts else None, extra)
+
+
+ENVIRONMENTS: dict[str, Known] = {
+    "household": _known("household", "Household", "rooms, receptacles and things; six kinds of errands (as ALFWorld)"),
+    "shop": _known("shop", "Shop", "find, choose and buy what was asked for (as WebShop)"),
+    "tau": _known("tau", "Tau", "serve a customer with tools, a database and a policy (as tau-bench)"),
+    "reasoning_gym": _known(
+        "reasoning_gym", "ReasoningGym", "one question of a reasoning-gym dataset", extra="reasoning-gym"
+    ),
+    "textworld_express": _known(
+        "textworld_express", "TextWorldExpress", "eight text games in a Java process", extra="text-games"
+    ),
+    "scienceworld": _known(
+        "scienceworld", "ScienceWorld", "thirty school experiments in a Java process", extra="text-games"
+    ),
+    "openenv": _known("openenv", "OpenEnv", "an environment behind an OpenEnv server", prompts=False),
+    "alfworld": _known("alfworld", "AlfWorld", "ALFWorld's own games, from their folder", extra="alfworld"),
+    "webshop": _known("webshop", "WebShop", "WebShop's own products and goals, from their folder"),
+}
 
 
 def environment_factory(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
     """`name` is one of the shipped, or module:Class; every call of what is returned makes an environment."""
-    made = resolve_object(name)
-    return lambda: made(**options)
+    made = resolve_object(target_of(name))
+    if not callable(made):
+        raise ConfigError(f"environment {name} is not a class", "give a class with async reset, step and close")
+    given = checked_options(name, made, options)
+    return lambda: made(**given)
+
+
+def target_of(name: str) -> str:
+    """module:Class of a name."""
+    if name in ENVIRONMENTS:
+        return ENVIRONMENTS[name].target
+    if ":" in name:
+        return name
+    close = difflib.get_close_matches(name, ENVIRONMENTS, 1)
+    nearest = f"did you mean {close[0]!r}? " if close else ""
+    raise ConfigError(
+        f"there is no environment {name!r}",
+        f"{nearest}shipped: {', '.join(ENVIRONMENTS)}; your own is module:Class or file.py:Class",
+    )
+
+
+def checked_options(name: str, made: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that were given, each of the type that the class declares for it."""
+    parameters = inspect.signature(made).parameters.values()
+    hints = typing.get_type_hints(made.__init__ if inspect.isclass(made) else made)
+    fields: dict[str, Any] = {
+        parameter.name: (hints.get(parameter.name, Any), ... if parameter.default is parameter.empty else None)
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+    free = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    config = ConfigDict(extra="allow" if free else "forbid", arbitrary_types_allowed=True)
+    try:
+        checked = create_model("Options", __config__=config, **fields)(**options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        option = ".".join(map(str, first["loc"]))
+        close = difflib.get_close_matches(option, fields, 1)
+        nearest = f"did you mean {close[0]!r}? " if close and option not in fields else ""
+        raise ConfigError(
+            f"environment {name}: option {option}: {first['msg']}",
+            f"{nearest}it has: {', '.join(fields) or 'none'}",
+        ) from error
+    return {option: getattr(checked, option) for option in options}

@@ -1,32 +1,160 @@
-"""The tools of a recipe behind one door: arguments are checked, calls have deadlines, and what is wrong is told."""
+"""The tools of a recipe behind one door: arguments are checked, calls have deadlines, and what is wrong is told.
+
+Invariants: whatever a model writes is answered with text, from `error: ` on where it was wrong; an answer is never
+longer than the tool's bound; what is nobody's fault but ours (a sandbox or a tool's server that is gone) is raised, so
+that the episode is played again and never rewarded for it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import json
+import logging
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
-from rillflow.config import ToolConfig
+from rillflow.agents.tools.functions import tool_of
+from rillflow.agents.tools.registry import opener_of
+from rillflow.config import ToolConfig, resolve_object
 from rillflow.contracts import Episode, Tool
+from rillflow.errors import ConfigError, RillflowError, ToolError
+
+log = logging.getLogger(__name__)
+
+MAX_ARGUMENTS = 1 << 16  # characters that a model may write
+MAX_OUTPUT = 8192  # characters that it may read, where the recipe says nothing else
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # what every chat API takes
 
 
 class OpenToolbox:
-    """A Toolbox whose tools are open until `close`."""
+    """A Toolbox whose tools are open until `close`. `outputs` are the bounds of those tools that have their own."""
 
-    def __init__(self, tools: Sequence[Tool] = ()) -> None:
+    def __init__(
+        self,
+        tools: Sequence[Tool] = (),
+        *,
+        outputs: Mapping[str, int] | None = None,
+        on_close: Callable[[], Awaitable[object]] | None = None,
+    ) -> None:
         self._tools = {tool.name: tool for tool in tools}
+        self._outputs = dict(outputs or {})
+        self._on_close = on_close
+        if len(self._tools) < len(tools):
+            names = [tool.name for tool in tools]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ConfigError(
+                f"tools: two of them are called {twice}", "leave one out; `only` chooses a server's tools"
+            )
+        for name in self._tools:
+            if not _NAME.fullmatch(name):
+                raise ConfigError(f"tools: {name!r:.100} is no name", "letters, digits, _ and -, at most 64")
 
     @property
     def schemas(self) -> list[Any]:
-        return []
+        return [
+            {
+                "type": "function",
+                "function": {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)},
+            }
+            for tool in self._tools.values()
+        ]
 
     def names(self) -> Sequence[str]:
         return list(self._tools)
 
     async def call(self, name: str, arguments: str | Mapping[str, Any], episode: Episode | None = None) -> str:
-        return f"error: there is no tool {name}"
+        tool = self._tools.get(name)
+        if tool is None:
+            return f"error: there is no tool {name:.100}; there are: {', '.join(self._tools) or 'none'}"
+        try:
+            text = await _answer(tool, _parsed(arguments, tool.parameters), episode)
+        except ToolError as error:
+            text = f"error: {error.message}"
+        except RillflowError:
+            raise
+        except Exception as error:
+            # A model's arguments may well be the reason, so it reads of it; a bug of the tool shows in the log.
+            log.warning("tool %s raised %s: %.500s", name, type(error).__name__, error)
+            text = f"error: {type(error).__name__}: {error}"
+        return _bounded(text, self._outputs.get(name, MAX_OUTPUT))
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        if self._on_close is not None:
+            await self._on_close()
 
 
 async def open_toolbox(tools: Sequence[ToolConfig]) -> OpenToolbox:
-    return OpenToolbox()
+    """Open what the recipe names. A ConfigError says which of it cannot be had, and leaves nothing open."""
+    opened: list[Tool] = []
+    outputs: dict[str, int] = {}
+    stack = AsyncExitStack()
+    try:
+        for config in tools:
+            found = await _open(config, stack)
+            opened += found
+            outputs |= {tool.name: config.output for tool in found}
+        return OpenToolbox(opened, outputs=outputs, on_close=stack.aclose)
+    except BaseException:
+        await stack.aclose()
+        raise
+
+
+def check_tools(tools: Sequence[ToolConfig]) -> None:
+    """Raise the ConfigError that a look can find; nothing is opened."""
+    for config in tools:
+        if config.name is not None:
+            opener_of(config.name, config.options)
+        elif config.function is not None:
+            tool_of(resolve_object(config.function))
+
+
+async def _open(config: ToolConfig, stack: AsyncExitStack) -> Sequence[Tool]:
+    if config.function is not None:
+        return [tool_of(resolve_object(config.function), timeout=config.timeout)]
+    if config.name is not None:
+        return [await opener_of(config.name, config.options)(config.timeout, stack)]
+    from rillflow.agents.tools.mcp_client import McpServer  # `mcp` is an extra
+
+    assert config.mcp is not None
+    server = McpServer(config.mcp, timeout=config.timeout)
+    stack.push_async_callback(server.close)
+    return await server.open()
+
+
+def _parsed(arguments: str | Mapping[str, Any], parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arguments as a mapping that has what the schema requires and nothing that it does not know."""
+    if isinstance(arguments, str):
+        if len(arguments) > MAX_ARGUMENTS:
+            raise ToolError(f"the arguments are longer than {MAX_ARGUMENTS} characters")
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            raise ToolError("the arguments are not JSON") from None
+    if not isinstance(arguments, Mapping):
+        raise ToolError("the arguments are not an object")
+    known, free = parameters.get("properties") or {}, parameters.get("additionalProperties", False)
+    missing = [name for name in parameters.get("required", ()) if name not in arguments]
+    unknown = [str(name) for name in arguments if name not in known] if known and free is False else []
+    if missing:
+        raise ToolError(f"{', '.join(missing)}: missing; the arguments are: {', '.join(known)}")
+    if unknown:
+        raise ToolError(f"{unknown[0]:.100}: unknown; the arguments are: {', '.join(known)}")
+    return arguments
+
+
+async def _answer(tool: Tool, arguments: Mapping[str, Any], episode: Episode | None) -> str:
+    seconds = tool.timeout if episode is None else min(tool.timeout, episode.seconds_left())
+    try:
+        async with asyncio.timeout(seconds):
+            return await tool.call(arguments, episode)
+    except TimeoutError:
+        raise ToolError(f"{tool.name} took longer than {seconds:.3g} s") from None
+
+
+def _bounded(text: str, limit: int) -> str:
+    """Text that any client can send on: no lone surrogates, and not without end."""
+    if len(text) > limit:
+        text = f"{text[:limit]}\n… ({len(text) - limit} characters more)"
+    return text.encode(errors="replace").decode()

@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 from rillflow.config import SourceConfig
 from rillflow.contracts import PromptSource
 from rillflow.dataflow.rules import derive_seed
+from rillflow.dataflow.sources.benchmarks import open_benchmark
 from rillflow.dataflow.sources.generator import open_generator
 from rillflow.dataflow.sources.huggingface import open_dataset
+from rillflow.dataflow.sources.joined import Joined
 from rillflow.dataflow.sources.jsonl import open_jsonl
 from rillflow.dataflow.sources.mixed import Mixed, Part
 from rillflow.dataflow.sources.naming import source_names
@@ -22,7 +24,7 @@ from rillflow.dataflow.sources.reasoning_gym import open_reasoning_gym
 from rillflow.dataflow.sources.rows import Rows
 from rillflow.errors import DataError
 
-__all__ = ["InOrder", "Mixed", "Shuffled", "open_source", "open_sources"]
+__all__ = ["InOrder", "Joined", "Mixed", "Shuffled", "open_heldout", "open_source", "open_sources"]
 
 
 def _open_file(config: SourceConfig) -> Rows:
@@ -34,6 +36,7 @@ KINDS: dict[str, Callable[[SourceConfig], Rows]] = {
     "dataset": open_dataset,
     "reasoning_gym": open_reasoning_gym,
     "generator": open_generator,
+    "benchmark": open_benchmark,
 }
 
 
@@ -47,6 +50,14 @@ def open_sources(configs: Sequence[SourceConfig], *, seed: int, shuffle: bool) -
             for name, config in zip(source_names(configs), configs, strict=True)
         ]
     )
+
+
+def open_heldout(configs: Sequence[SourceConfig], *, seed: int) -> PromptSource | None:
+    """What is evaluated on: one source as it is; several one after the other, as ids and prompts then tell."""
+    sources = [open_source(config, seed=seed, shuffle=False) for config in configs]
+    if len(sources) < 2:
+        return sources[0] if sources else None
+    return Joined(list(zip(source_names(configs), sources, strict=True)))
 
 
 def open_source(config: SourceConfig, *, seed: int, shuffle: bool) -> PromptSource:

@@ -23,8 +23,9 @@ import torch
 from rillflow.engine.embedded.cache import Batch, make_cache
 from rillflow.engine.embedded.exact import Reading
 from rillflow.engine.embedded.forward import make_forward
+from rillflow.engine.embedded.grammars import Grammars, Matcher
 from rillflow.engine.embedded.model import WeightSlots, Write
-from rillflow.engine.embedded.sampling import Array, draw
+from rillflow.engine.embedded.sampling import Allowed, Array, draw
 from rillflow.engine.embedded.slots import MIN_SHARED, Match, Slots
 from rillflow.errors import EngineError, WeightsError
 from rillflow.types import Chunk, EngineStats, FinishReason, GenerateRequest
@@ -47,6 +48,7 @@ class Ticket:
     slot: int = -1
     ended: bool = False
     seam: str = ""  # why sampling was cut before the next token
+    matcher: Matcher | None = None  # of its grammar
 
 
 @dataclass(slots=True)
@@ -71,13 +73,22 @@ class Outbox:
 
 class Core:
     def __init__(
-        self, model: PreTrainedModel, version: int, slots: int, context: int, *, exact: bool, keep: bool
+        self,
+        model: PreTrainedModel,
+        version: int,
+        slots: int,
+        context: int,
+        *,
+        exact: bool,
+        keep: bool,
+        grammars: Grammars | None = None,
     ) -> None:
         self.version = version
         self.outbox = Outbox()
         model.train(False)
         self._exact = exact
         self._keep = keep
+        self._grammars = grammars
         self._slots = Slots(slots, context)
         self._cache = make_cache(model, slots, context)
         self._forward = make_forward(model, self._cache, lean=not exact)
@@ -292,6 +303,9 @@ class Core:
         slots.occupy(slot, tokens, ticket.request.sampling, ticket.seed, cached)
         ticket.slot = slot
         self._seated[slot] = ticket
+        slots.constrained[slot] = ticket.matcher is not None
+        if ticket.matcher is not None:
+            self._ask_masks([ticket.matcher])
         self._counts.reused += cached
         if slot != best.slot:
             self._follow(slot, best)
@@ -414,10 +428,50 @@ class Core:
 
     def _draw(self, rows: Array, logits: torch.Tensor) -> None:
         slots = self._slots
-        drawn = draw(logits, slots.settings(rows))
+        drawn = draw(logits, slots.settings(rows), self._allowed(rows, logits))
         if not np.isfinite(drawn.raw_logprobs).all():
             raise EngineError(f"the logits of version {self.version} are not finite", "load weights that are finite")
         stopped = slots.append(rows, drawn.tokens, drawn.logprobs, drawn.raw_logprobs)
         self._counts.generated += len(rows)
-        for index in np.flatnonzero(stopped | (slots.length[rows] >= slots.limit[rows])):
+        ended = stopped | (slots.length[rows] >= slots.limit[rows])
+        if slots.constrained[rows].any():
+            self._match(rows, drawn.tokens, stopped, ended)
+        for index in np.flatnonzero(ended):
             self._finish(int(rows[index]), "stop" if stopped[index] else "length")
+
+    # ------------------------------------------------------------ grammars
+
+    def _matchers(self, rows: Array) -> list[tuple[int, Matcher]]:
+        """Of the rows that have a grammar, by their place among `rows`."""
+        found = []
+        for place in np.flatnonzero(self._slots.constrained[rows]).tolist():
+            ticket = self._seated[rows[place]]
+            assert ticket is not None
+            assert ticket.matcher is not None
+            found.append((place, ticket.matcher))
+        return found
+
+    def _allowed(self, rows: Array, logits: torch.Tensor) -> Allowed | None:
+        if not self._slots.constrained[rows].any():
+            return None
+        assert self._grammars is not None
+        found = self._matchers(rows)
+        flags_AV = self._grammars.allowed([matcher for _, matcher in found], logits)
+        return Allowed(np.asarray([place for place, _ in found]), flags_AV)
+
+    def _match(self, rows: Array, tokens: Array, stopped: Array, ended: Array) -> None:
+        """Tell the grammars what was drawn, and have the next masks computed while the loop and the next forward run.
+        Where nothing can follow, an answer ends: fulfilled, or cut."""
+        more = []
+        for place, matcher in self._matchers(rows):
+            if ended[place]:
+                continue
+            if matcher.take(int(tokens[place])):
+                more.append(matcher)
+            else:
+                ended[place], stopped[place] = True, matcher.fulfilled
+        self._ask_masks(more)
+
+    def _ask_masks(self, matchers: list[Matcher]) -> None:
+        assert self._grammars is not None
+        self._grammars.ask(matchers)

@@ -3,7 +3,8 @@
 Invariants: the token of a row depends on its logits, its settings, its seed and the absolute position of the token
 in its sequence, on nothing else, so a request gives the same tokens alone or among neighbours, and one that is cut
 and continued elsewhere from its produced ids goes on with the same random numbers. `logprobs` are of the
-distribution that was drawn from (a greedy row draws from a point mass: 0.0), `raw_logprobs` of the untempered one.
+distribution that was drawn from (a greedy row draws from a point mass: 0.0), `raw_logprobs` of the untempered one,
+from which no token is missing.
 
 Shape suffixes: R rows, V vocabulary.
 """
@@ -33,6 +34,13 @@ class Settings(NamedTuple):
     position: Array
 
 
+class Allowed(NamedTuple):
+    """Which tokens the rows `at` may draw; the others any."""
+
+    at: Array
+    flags_AV: torch.Tensor
+
+
 class Drawn(NamedTuple):
     tokens: Array
     logprobs: Array
@@ -54,22 +62,39 @@ def uniforms(seed: Array, position: Array) -> npt.NDArray[np.float64]:
     return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
 
-def draw(logits_RV: torch.Tensor, settings: Settings) -> Drawn:
+def draw(logits_RV: torch.Tensor, settings: Settings, allowed: Allowed | None = None) -> Drawn:
     """Draw a token for every row. Passes over the vocabulary are only made for the rows that need them."""
     logits_RV = logits_RV.float()
     shifted_RV = logits_RV - logits_RV.amax(-1, keepdim=True)
     uniform_R = _to(uniforms(settings.seed, settings.position), logits_RV)
     plain = (settings.temperature == 1.0) & (settings.top_p >= 1.0) & (settings.top_k == 0)
-    if plain.all():  # what rollouts do: the distribution drawn from is the raw one
+    if plain.all() and allowed is None:  # what rollouts do: the distribution drawn from is the raw one
         token_R, logprob_R = _invert(shifted_RV, uniform_R)
         tokens, logprobs = torch.stack((token_R.double(), logprob_R)).cpu().numpy()
         logprobs = logprobs.astype(np.float32)
         return Drawn(tokens.astype(np.int32), logprobs, logprobs)
-    token_R, logprob_R = _draw_shaped(shifted_RV, uniform_R, settings)
+    open_RV = shifted_RV if allowed is None else _masked(shifted_RV, allowed)
+    token_R, logprob_R = _draw_shaped(open_RV, uniform_R, settings)
     picked_R = shifted_RV.gather(1, token_R[:, None])[:, 0].double()
-    raw_R = picked_R - shifted_RV.exp().sum(-1, dtype=torch.float64).log()
+    raw_R = picked_R - _total(shifted_RV, running=allowed is not None).log()
     tokens, logprobs, raw = torch.stack((token_R.double(), logprob_R, raw_R)).cpu().numpy()
     return Drawn(tokens.astype(np.int32), logprobs.astype(np.float32), raw.astype(np.float32))
+
+
+def _masked(shifted_RV: torch.Tensor, allowed: Allowed) -> torch.Tensor:
+    """What is not allowed has no weight, and the likeliest of the rest the weight 1: it may be very unlikely by itself.
+    A row that may draw nothing keeps no finite weight: the caller sees its NaN log-prob."""
+    index = _to(allowed.at, shifted_RV)
+    rows_AV = shifted_RV[index].masked_fill(~allowed.flags_AV, -torch.inf)
+    return shifted_RV.index_copy(0, index, rows_AV - rows_AV.amax(-1, keepdim=True))
+
+
+def _total(shifted_RV: torch.Tensor, *, running: bool) -> torch.Tensor:
+    """The normaliser of the raw distribution; as a running sum it is, bit for bit, that of a plain draw."""
+    weight_RV = shifted_RV.exp()
+    if running:
+        return weight_RV.cumsum(-1, dtype=torch.float64)[:, -1]
+    return weight_RV.sum(-1, dtype=torch.float64)
 
 
 def _draw_shaped(

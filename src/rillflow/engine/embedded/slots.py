@@ -48,6 +48,7 @@ class Slots:
         self.top_k = np.zeros(count, np.int64)
         self.seed = np.zeros(count, np.uint64)
         self.stops = np.full((count, 1), -1, np.int64)
+        self.constrained = np.zeros(count, bool)  # under a grammar
         self.everyone = np.ones(count, bool)
         self._tick = 0
 
@@ -76,6 +77,7 @@ class Slots:
         self.leader[slot] = -1
         self.temperature[slot] = self.top_p[slot] = 1.0
         self.top_k[slot] = 0
+        self.constrained[slot] = False
 
     def _set_stops(self, slot: int, stops: tuple[int, ...]) -> None:
         missing = len(stops) - self.stops.shape[1]

@@ -1,7 +1,7 @@
 """The OpenAI chat-completions dialect: its request to a `Call`, an `Answer` to its response or its stream.
 
-`tool_choice` "none" keeps the tools in the prompt but reads no calls; "required" or a named tool cannot be forced on
-what is sampled and mean "auto", as does `parallel_tool_calls`. Reasoning is shown as `reasoning_content`.
+`tool_choice` "none" keeps the tools in the prompt but reads no calls; "required" or a named tool has exactly one call
+sampled. `parallel_tool_calls` changes nothing. Reasoning is shown as `reasoning_content`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from rillflow.gateway.dialects.openai import (
     error_event,
     joined,
     logprob_entries,
-    plain_text,
     read,
     sampled,
     sampling,
@@ -38,6 +37,7 @@ from rillflow.gateway.dialects.openai import (
     within,
 )
 from rillflow.gateway.dialects.sse import DONE
+from rillflow.gateway.dialects.structured import forced, guided
 from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.trees.messages import Message, ToolCall, message
 from rillflow.gateway.trees.render import Renderer
@@ -88,6 +88,11 @@ class ChatRequest(msgspec.Struct):
     logprobs: bool | None = None
     top_logprobs: NonNegative | None = None
     functions: list[dict[str, Any]] | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: dict[str, Any] | None = None
 
 
 _decoder = msgspec.json.Decoder(ChatRequest)
@@ -104,7 +109,6 @@ def decode(raw: bytes, limits: GatewayConfig) -> ChatRequest:
     within("stop", len(as_stops(request.stop)), limits.stops)
     named = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     tokens_within(named, _max_tokens(request), request.n or 1, limits)
-    plain_text("response_format", request.response_format)
     if not request.messages:
         raise CallRefused("at least one message is needed", param="messages")
     if request.top_logprobs:
@@ -125,12 +129,15 @@ def to_call(request: ChatRequest, defaults: SamplingConfig) -> Call:
         history=[to_message(place, given) for place, given in enumerate(request.messages)],
         tools=tools,
         tools_key=msgspec.json.encode(tools, order="sorted") if tools else b"",
-        sampling=sampling(request, defaults, _max_tokens(request), request.seed),
+        sampling=sampling(
+            request, defaults, _max_tokens(request), request.seed, guided(request, request.response_format)
+        ),
         choices=request.n or 1,
         stops=as_stops(request.stop),
         parse_tools=tools is not None and request.tool_choice != "none",
         live=bool(request.stream),
         logprobs=bool(request.logprobs),
+        forced=forced(request.tool_choice, tools),
     )
 
 

@@ -35,6 +35,7 @@ from rillflow.gateway.dialects.openai import (
     within,
 )
 from rillflow.gateway.dialects.sse import DONE
+from rillflow.gateway.dialects.structured import guided
 from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.trees.render import Renderer
 
@@ -58,6 +59,12 @@ class CompletionRequest(msgspec.Struct):
     top_k: NonNegative | None = None
     seed: int | None = None
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=5)] | None = None
+    response_format: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: dict[str, Any] | None = None
 
 
 _decoder = msgspec.json.Decoder(CompletionRequest)
@@ -101,7 +108,9 @@ def to_call(request: CompletionRequest, defaults: SamplingConfig) -> Call:
         history=[],
         tools=None,
         tools_key=b"",
-        sampling=sampling(request, defaults, request.max_tokens, request.seed),
+        sampling=sampling(
+            request, defaults, request.max_tokens, request.seed, guided(request, request.response_format)
+        ),
         choices=request.n or 1,
         stops=as_stops(request.stop),
         live=bool(request.stream),

@@ -20,6 +20,7 @@ from rillflow.gateway.calls import Answer, Call, Choice, Piece
 from rillflow.gateway.dialects.openai import NonNegative, Positive, Share, Temperature, read, sampling, within
 from rillflow.gateway.dialects.openai import Text as NonEmpty
 from rillflow.gateway.dialects.sse import named_event
+from rillflow.gateway.dialects.structured import forced, formatted
 from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.trees.messages import Body, Message, ToolCall, dump_object, message, parse_object
 from rillflow.gateway.trees.render import Renderer, Tools
@@ -80,6 +81,11 @@ class Tool(msgspec.Struct):
 
 class ToolChoice(msgspec.Struct):
     type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+
+
+class OutputConfig(msgspec.Struct):
+    format: dict[str, Any] | None = None
 
 
 class CountRequest(msgspec.Struct):
@@ -99,6 +105,8 @@ class MessagesRequest(CountRequest, kw_only=True):
     stream: bool | None = None
     thinking: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
+    output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = None
 
 
 _decoder = msgspec.json.Decoder(MessagesRequest)
@@ -136,16 +144,26 @@ def _check(request: CountRequest, limits: GatewayConfig) -> None:
 def to_call(request: MessagesRequest, defaults: SamplingConfig) -> Call:
     history, tools, tools_key = prompt_of(request)
     hidden = request.tool_choice is not None and request.tool_choice.type == "none"
+    grammar = formatted("output_format", request.output_format)
+    if request.output_config is not None and grammar is None:
+        grammar = formatted("output_config.format", request.output_config.format)
     return Call(
         policy=request.model,
         history=history,
         tools=tools,
         tools_key=tools_key,
-        sampling=sampling(request, defaults, request.max_tokens),
+        sampling=sampling(request, defaults, request.max_tokens, grammar=grammar),
         stops=tuple(request.stop_sequences or ()),
         parse_tools=tools is not None and not hidden,
         live=bool(request.stream),
+        forced=_forced(request.tool_choice, tools),
     )
+
+
+def _forced(choice: ToolChoice | None, tools: Tools) -> tuple[str, ...]:
+    if choice is None or choice.type in ("auto", "none"):
+        return ()
+    return forced("required" if choice.type == "any" else {"type": "function", "name": choice.name}, tools)
 
 
 def prompt_of(request: CountRequest) -> tuple[list[Message], Tools, bytes]:

@@ -7,7 +7,7 @@ a limit, is refused by name. Nothing of the engine (ids, versions) is shown to t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 import msgspec
@@ -18,7 +18,7 @@ from rillflow.gateway.calls import Choice
 from rillflow.gateway.dialects.sse import event
 from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.trees.render import Renderer
-from rillflow.types import Sampling
+from rillflow.types import Grammar, Sampling
 
 Temperature = Annotated[float, msgspec.Meta(ge=0, le=10)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
@@ -84,13 +84,6 @@ def tokens_within(param: str, asked: int | None, choices: int, limits: GatewayCo
         )
 
 
-def plain_text(param: str, form: Mapping[str, Any] | None) -> None:
-    """Structured output would need sampling under a grammar: refused rather than promised and not kept."""
-    kind = "text" if form is None else form.get("type", "text")
-    if kind != "text":
-        raise CallRefused(f"only {{'type': 'text'}} is served, not {kind!r}", param=param)
-
-
 def as_stops(stop: str | list[str] | None) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else tuple(stop or ())
 
@@ -108,7 +101,13 @@ def joined(content: str | Sequence[Part] | None, param: str) -> str:
     return "".join(texts)
 
 
-def sampling(request: Sampled, defaults: SamplingConfig, max_tokens: int | None, seed: int | None = None) -> Sampling:
+def sampling(
+    request: Sampled,
+    defaults: SamplingConfig,
+    max_tokens: int | None,
+    seed: int | None = None,
+    grammar: Grammar | None = None,
+) -> Sampling:
     """The agent's own sampling wins over the recipe's, field by field."""
     return Sampling(
         temperature=defaults.temperature if request.temperature is None else request.temperature,
@@ -116,6 +115,7 @@ def sampling(request: Sampled, defaults: SamplingConfig, max_tokens: int | None,
         top_k=min(defaults.top_k if request.top_k is None else request.top_k, _MOST_K),
         max_tokens=max_tokens or defaults.max_tokens,
         seed=seed,
+        grammar=grammar,
     )
 
 

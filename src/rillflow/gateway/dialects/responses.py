@@ -25,7 +25,6 @@ from rillflow.gateway.dialects.openai import (
     Temperature,
     ToolChoice,
     logprob_entries,
-    plain_text,
     read,
     sampled,
     sampling,
@@ -34,6 +33,7 @@ from rillflow.gateway.dialects.openai import (
 )
 from rillflow.gateway.dialects.response_events import ResponseEvents
 from rillflow.gateway.dialects.sse import named_event
+from rillflow.gateway.dialects.structured import forced, formatted
 from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.trees.continuing import INSTRUCTIONS
 from rillflow.gateway.trees.messages import Message, message
@@ -89,7 +89,6 @@ def decode(raw: bytes, limits: GatewayConfig) -> ResponsesRequest:
     within("input", len(request.input) if isinstance(request.input, list) else 1, limits.messages)
     within("tools", len(request.tools or ()), limits.tools)
     tokens_within("max_output_tokens", request.max_output_tokens, 1, limits)
-    plain_text("text.format", request.text.format if request.text else None)
     if not request.input and request.previous_response_id is None:
         raise CallRefused("an input is needed", param="input")
     if request.top_logprobs:
@@ -108,12 +107,19 @@ def to_call(request: ResponsesRequest, defaults: SamplingConfig) -> Call:
         history=_history(request),
         tools=tools,
         tools_key=msgspec.json.encode(tools, order="sorted") if tools else b"",
-        sampling=sampling(request, defaults, request.max_output_tokens),
+        sampling=sampling(
+            request, defaults, request.max_output_tokens, grammar=formatted("text.format", _form(request))
+        ),
         parse_tools=tools is not None and request.tool_choice != "none",
         live=bool(request.stream),
         logprobs=request.logprobs,
         previous=None if (given := request.previous_response_id) is None else given.removeprefix("resp_"),
+        forced=forced(request.tool_choice, tools),
     )
+
+
+def _form(request: ResponsesRequest) -> dict[str, Any] | None:
+    return request.text.format if request.text else None
 
 
 def _history(request: ResponsesRequest) -> list[Message]:
@@ -198,7 +204,7 @@ def _response(request: ResponsesRequest, answer: Answer, status: str) -> dict[st
         "reasoning": request.reasoning or {"effort": None, "summary": None},
         "store": request.store is not False,
         "temperature": sampling.temperature,
-        "text": {"format": {"type": "text"}},
+        "text": {"format": _form(request) or {"type": "text"}},
         "tool_choice": request.tool_choice or "auto",
         "tools": request.tools or [],
         "top_p": sampling.top_p,

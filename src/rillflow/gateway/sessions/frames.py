@@ -87,6 +87,7 @@ class Sampled(msgspec.Struct, array_like=True, frozen=True, tag=2):
     finish: FinishReason
     messages: list[Body]
     agent: str = ""
+    constrained: bool = False
 
 
 Piece = Root | Given | Sampled
@@ -182,6 +183,7 @@ def piece_of(node: Node, tree: TokenTree) -> Piece:
         node.finish,
         bodies,
         node.agent,
+        node.constrained,
     )
 
 
@@ -217,7 +219,7 @@ def make(piece: Piece, tree: TokenTree, nodes: dict[int, Node]) -> Node | None:
         canonical = None if piece.canonical is None else Canonical(*piece.canonical)
         said = [_message(body) for body in piece.messages]
         return tree.give(parent, _read_ids(piece.tokens), said, canonical=canonical, fork=piece.fork)
-    node = tree.sample(parent, piece.temperature, piece.choice, piece.agent)
+    node = tree.sample(parent, piece.temperature, piece.choice, piece.agent, constrained=piece.constrained)
     _fill(node, piece)
     node.end(piece.finish, _message(piece.messages[0]))
     return node

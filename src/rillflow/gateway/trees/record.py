@@ -2,7 +2,9 @@
 
 Each root-to-leaf path of a tree is one sample. A sampled node that several leaves share trains in the first of them,
 by order of creation, and is masked in the others; a leaf always has its own answer to train. So the trained tokens of
-all samples together are exactly the tokens that were sampled and not abandoned, each once.
+all samples together are exactly the tokens that were sampled and not abandoned, each once; except those that a grammar
+left no choice about (log-prob 0), which nobody chose and nothing is to be learned from. An answer in which there was no
+choice at all, or that was greedy, trains as a whole.
 """
 
 from __future__ import annotations
@@ -143,14 +145,23 @@ def _columns(path: list[Node], fresh: set[Node], rewards: Mapping[str, float]) -
         at = here.stop
         columns["tokens"][here] = node.tokens
         if node in fresh:
-            columns["mask"][here] = 1
+            columns["mask"][here] = chosen = _chosen(node)
             columns["logprobs"][here] = node.logprobs
             columns["raw_logprobs"][here] = node.raw_logprobs
             columns["temperatures"][here] = node.temperature
             columns["versions"][here] = node.versions
             if node.call in rewards:
-                columns["rewards"][at - 1] = rewards[node.call]
+                columns["rewards"][here.start + int(np.flatnonzero(chosen)[-1])] = rewards[node.call]
     return columns
+
+
+def _chosen(node: Node) -> npt.NDArray[Any]:
+    """Which tokens of an answer train; at least one."""
+    if node.constrained:
+        free: npt.NDArray[Any] = np.asarray(node.logprobs) != 0.0
+        if free.any():
+            return free
+    return np.ones(len(node.tokens), np.bool_)
 
 
 def transcript(policy: str, tree: TokenTree, settled: Settled = _NOTHING) -> list[dict[str, Any]]:

@@ -47,7 +47,7 @@ class Node:
     """One piece of the tree. `finish` is None while the engine still samples it; only sampled nodes are added to.
 
     `call` is the id of its answer with the number of the choice: `{id}_{choice}`; `agent` is whom the call was of,
-    where it said so.
+    where it said so; `constrained` says that it was sampled under a grammar.
     """
 
     __slots__ = (
@@ -56,6 +56,7 @@ class Node:
         "call",
         "canonical",
         "children",
+        "constrained",
         "finish",
         "fork",
         "id",
@@ -85,6 +86,7 @@ class Node:
         self.versions = array("i") if sampled else _NO_INTS
         self.seams: tuple[Seam, ...] = ()
         self.temperature = 0.0
+        self.constrained = False
         self.finish: FinishReason | None = None
         self.abandoned = False
         self.call = ""
@@ -202,12 +204,16 @@ class TokenTree:
         parent.children.append(node)
         return node
 
-    def sample(self, given: Node, temperature: float, call: str = "", agent: str = "") -> Node:
-        """Begin an answer below `given`, drawn at a `temperature` (0: not by temperature alone), for a `call`."""
+    def sample(
+        self, given: Node, temperature: float, call: str = "", agent: str = "", *, constrained: bool = False
+    ) -> Node:
+        """Begin an answer below `given`, drawn at a `temperature` (0: not by temperature alone), for a `call`.
+        `constrained`: under a grammar."""
         node = Node(next(self._numbers), "sampled", given)
         node.call = call
         node.agent = agent
         node.temperature = temperature
+        node.constrained = constrained
         given.children.append(node)
         if call:
             self.calls.setdefault(answer_id(call), []).append(node)

@@ -1,0 +1,44 @@
+"""What the planner and the verifier are asked. A recipe may have its own words (`options.prompts`).
+
+`{question}`, `{memory}` and `{actions}` stand for what they name and everything else for itself, so that a prompt may
+show JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+PROMPTS: dict[str, str] = {
+    "planner": (
+        "You plan, one step at a time, how a question is answered. Tools carry out each step for you.\n"
+        "Write exactly one JSON object with the keys thought (why), action (one of: {actions}) and action_input (what "
+        "the action gets). The action answer ends the task: its input is the final answer and nothing else.\n\n"
+        "Question: {question}\n\nWhat was done so far:\n{memory}"
+    ),
+    "final": "{planner}\n\nEnough is known. The only action left is answer.",
+    "verifier": (
+        "Judge whether what was found is enough to answer a question for certain. When in doubt, it is not.\n"
+        'Write exactly one JSON object: {"sufficient": true} or {"sufficient": false}.\n\n'
+        "Question: {question}\n\nWhat was done so far:\n{memory}"
+    ),
+}
+
+
+def fill(template: str, values: Mapping[str, str]) -> str:
+    """Each `{name}` of `values` is replaced, in one pass: what a value holds is never read as a name."""
+    filled, rest = "", template
+    while True:
+        places = [(at, name) for name in values if (at := rest.find(f"{{{name}}}")) >= 0]
+        if not places:
+            return filled + rest
+        at, name = min(places)
+        filled += rest[:at] + values[name]
+        rest = rest[at + len(name) + 2 :]
+
+
+def asked(prompts: Mapping[str, str], part: str, *, question: str, memory: str, actions: str = "") -> str:
+    """The text of one prompt; `part` is planner, final or verifier."""
+    values = {"question": question, "memory": memory or "nothing", "actions": actions}
+    if part == "final":
+        values["planner"] = fill(prompts["planner"], values)
+    return fill(prompts[part], values)

@@ -1,0 +1,112 @@
+"""The verifier: a judge apart from the planner that says whether enough is known. It is never trained.
+
+It is conservative: what cannot be read, was cut or did not come in time means that the loop goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rillflow.agents.agentflow.options import Endpoint, FlowOptions
+from rillflow.agents.agentflow.prompts import asked
+from rillflow.agents.workflows.sequences import Sequences
+from rillflow.contracts import Episode, Role
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+log = logging.getLogger(__name__)
+
+ROLE = "verifier"
+SCHEMA: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {"sufficient": {"type": "boolean"}},
+    "required": ["sufficient"],
+    "additionalProperties": False,
+}
+_MAX_TOKENS = 24
+
+
+class Verifier(Protocol):
+    async def sufficient(self, question: str, memory: str) -> bool: ...
+
+
+class NoVerifier:
+    """Only the planner ends a task."""
+
+    async def sufficient(self, question: str, memory: str) -> bool:
+        return False
+
+
+class PolicyVerifier:
+    """A role of the workflow. Its calls are the session's: the recipe's `untrained` keeps them out of training."""
+
+    def __init__(self, role: Role, sequences: Sequences, options: FlowOptions) -> None:
+        self._role = role
+        self._sequences = sequences
+        self._options = options
+
+    async def sufficient(self, question: str, memory: str) -> bool:
+        prompt = asked(self._options.prompts, "verifier", question=question, memory=memory)
+        sequence = await self._sequences.ask(
+            self._role,
+            [{"role": "user", "content": prompt}],
+            schema=SCHEMA if self._options.structured else None,
+            max_tokens=_MAX_TOKENS,
+        )
+        return says_sufficient(sequence.said.text)
+
+
+class EndpointVerifier:
+    """A model behind a server of others; what goes wrong there is a verdict that did not come."""
+
+    def __init__(self, endpoint: Endpoint, options: FlowOptions) -> None:
+        self._endpoint = endpoint
+        self._options = options
+
+    async def sufficient(self, question: str, memory: str) -> bool:
+        import openai
+
+        prompt = asked(self._options.prompts, "verifier", question=question, memory=memory)
+        try:
+            response = await client_of(self._endpoint).chat.completions.create(
+                model=self._endpoint.model,
+                messages=[{"role": "user", "content": prompt}],
+                temperature=0,
+                timeout=self._endpoint.seconds,
+            )
+        except openai.OpenAIError as error:
+            log.warning("no verdict of %s: %s", self._endpoint.url, type(error).__name__)
+            return False
+        return says_sufficient(response.choices[0].message.content or "")
+
+
+def verifier_of(episode: Episode, sequences: Sequences, options: FlowOptions) -> Verifier:
+    if options.verifier == "none":
+        return NoVerifier()
+    if options.verifier == "role":
+        return PolicyVerifier(episode.role(ROLE), sequences, options)
+    return EndpointVerifier(options.verifier, options)
+
+
+def says_sufficient(text: str) -> bool:
+    """Only a clear yes is one."""
+    try:
+        said = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(said, dict) and said.get("sufficient") is True
+
+
+@cache
+def client_of(endpoint: Endpoint) -> AsyncOpenAI:
+    """One for all episodes of a process: they share its connections."""
+    import openai
+
+    key = os.environ.get(endpoint.key_variable, "") if endpoint.key_variable else ""
+    return openai.AsyncOpenAI(base_url=endpoint.url, api_key=key or "none", max_retries=2)

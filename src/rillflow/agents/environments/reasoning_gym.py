@@ -1,0 +1,93 @@
+"""One question of a reasoning-gym dataset, one answer, scored by the dataset's own scorer.
+
+A payload is the entry (`question`, `answer`, `metadata`) with its `source_dataset`, as `data.*.reasoning_gym` gives it
+and as `prompts` here makes it. Entry i is drawn from its seed + i; the splits' seeds are far apart.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from rillflow.agents.environments.world import Turn, World, check_split, rows
+from rillflow.errors import ConfigError
+
+_FAR = 1 << 30  # between the seeds of the splits
+_MOST = 1 << 20  # prompts of one seed
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+
+
+class ReasoningGym(World):
+    """`partial` keeps the scorer's shares of a point; without it only a whole point counts.
+
+    `dataset` and `arguments` make an entry where the payload has no question.
+    """
+
+    def __init__(self, *, dataset: str | None = None, arguments: dict[str, Any] | None = None, partial: bool = True):
+        super().__init__(steps=1)
+        self._partial = partial
+        self._dataset = dataset
+        self._arguments = arguments or {}
+        self._entry: Mapping[str, Any] = {}
+        _gym()
+
+    def begin(self, payload: Mapping[str, Any], seed: int) -> str:
+        if "question" not in payload:
+            if self._dataset is None:
+                raise ConfigError("the payload has no question", "give data.prompts.reasoning_gym, or `dataset` here")
+            payload = next(_entries(self._dataset, 1, int(payload.get("world", seed)), self._arguments))
+        self._entry = payload
+        return str(payload["question"])
+
+    def act(self, action: str) -> Turn:
+        said = _ANSWER.findall(action)
+        score = score_entry(self._entry, said[-1].strip() if said else action)
+        if not self._partial:
+            score = float(score >= 1.0)
+        return Turn("Right." if score >= 1.0 else "Wrong.", score, done=True)
+
+    def actions(self) -> list[str] | None:
+        return None
+
+    async def plan(self) -> list[str]:
+        return [] if self._state == "over" else [str(self._entry["answer"])]
+
+
+def score_entry(entry: Mapping[str, Any], answer: str | None) -> float:
+    """What the dataset's own scorer gives, from 0 to 1."""
+    score = float(_scorer(entry["source_dataset"])(answer, dict(entry)))
+    return min(max(score, 0.0), 1.0)
+
+
+def prompts(
+    split: str, count: int, seed: int, dataset: str = "leg_counting", arguments: dict[str, Any] | None = None
+) -> Iterator[dict[str, Any]]:
+    """`arguments` are those of `reasoning_gym.create_dataset` but `seed` and `size`."""
+    check_split(split)
+    first = seed * _MOST + (_FAR if split == "heldout" else 0)
+    if not 0 <= seed < _FAR // _MOST or count > _MOST:
+        raise ValueError(f"seed must be from 0 to {_FAR // _MOST - 1} and count at most {_MOST}")
+    yield from rows(f"reasoning_gym-{dataset}", _entries(dataset, count, first, arguments or {}), split, count, seed)
+
+
+def _entries(dataset: str, count: int, seed: int, arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    gym = _gym()
+    if dataset not in gym.factory.DATASETS:
+        raise ConfigError(f"reasoning-gym has no dataset {dataset!r}", "see reasoning_gym.factory.DATASETS")
+    for entry in gym.create_dataset(dataset, seed=seed, size=count, **arguments):
+        yield {**entry, "source_dataset": entry["metadata"].get("source_dataset", dataset)}
+
+
+@cache
+def _scorer(dataset: str) -> Any:
+    return _gym().get_score_answer_fn(dataset)
+
+
+def _gym() -> Any:
+    try:
+        return importlib.import_module("reasoning_gym")
+    except ImportError as error:
+        raise ConfigError("reasoning-gym is not installed", "pip install rillflow[reasoning-gym]") from error

@@ -1,0 +1,161 @@
+"""ScienceWorld: thirty school experiments in a small town. A Java process plays one at a time.
+
+A reward is what the step added to the score, which goes from 0 to 1; an experiment that was spoiled has the score -1.
+The package's own variations for training and testing are the splits.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rillflow.agents.environments.pool import Pool
+from rillflow.agents.environments.pooled import Pooled
+from rillflow.agents.environments.world import check_split, rows
+from rillflow.errors import ConfigError
+
+_UNKNOWN = ("No known action matches that input", "Unknown action", "Ambiguous request")
+_ASK_SECONDS = 60.0
+
+
+class ScienceWorld(Pooled):
+    """A payload has `task` and `variation`, perhaps `simplifications` (easy, or several with commas between).
+
+    Its objects share one random state in the library, so a process has one game. `timeout` is that of one call; with
+    `list_actions` observations name all valid actions, which takes the library a moment each time.
+    """
+
+    def __init__(
+        self,
+        *,
+        task: str = "find-living-thing",
+        simplifications: str = "easy",
+        steps: int = 100,
+        gold: bool = False,
+        list_actions: bool = False,
+        workers: int = 4,
+        timeout: float = 60.0,
+    ) -> None:
+        _check_installed()
+        options = {
+            "task": task,
+            "simplifications": simplifications,
+            "steps": steps,
+            "gold": gold,
+            "list_actions": list_actions,
+        }
+        super().__init__(f"{__name__}:start", workers=workers, games=1, timeout=timeout, options=options)
+
+
+def start() -> Callable[[], ScienceGame]:
+    """In the worker process: a Java machine, and what makes a game in it."""
+    from scienceworld.constants import JAR_PATH
+
+    from rillflow.agents.environments.java import start_java
+
+    machine = start_java(JAR_PATH)
+    return lambda: ScienceGame(machine.scienceworld.runtime.pythonapi.PythonInterface())
+
+
+class ScienceGame:
+    """One game; `server` is the library's interface to it."""
+
+    def __init__(self, server: Any) -> None:
+        self._server = server
+        self._score = 0.0
+        self._taken = 0
+        self._options: Mapping[str, Any] = {}
+
+    def reset(self, payload: Mapping[str, Any], seed: int, options: Mapping[str, Any]) -> dict[str, Any]:
+        task = payload.get("task", options["task"])
+        self._check_task(task)
+        variation = int(payload.get("variation", seed % int(self._server.getTaskMaxVariations(task))))
+        simplifications = payload.get("simplifications", options["simplifications"])
+        self._server.load(task, variation, simplifications, options["gold"])
+        self._server.reset()
+        self._score, self._taken, self._options = 0.0, 0, options
+        first = str(self._server.step("look around")).strip()
+        plan = [str(action) for action in self._server.getGoldActionSequence()] if options["gold"] else []
+        text = f"{str(self._server.getTaskDescription()).strip()}\n{first}"
+        return {"text": text, "actions": self._actions(), "info": {"score": 0.0}, "plan": plan}
+
+    def step(self, action: str) -> dict[str, Any]:
+        text = str(self._server.step(action)).strip()
+        self._taken += 1
+        score = float(self._server.getScore())
+        earned, self._score = score - self._score, score
+        won = score >= 1.0
+        done = won or score < 0 or bool(self._server.getCompleted()) or self._taken >= self._options["steps"]
+        info: dict[str, Any] = {"score": score, "invalid": text.startswith(_UNKNOWN)}
+        if done:
+            info |= {"won": won, "steps": self._taken}
+        actions = [] if done else self._actions()
+        return {"text": text, "reward": earned, "done": done, "actions": actions, "info": info}
+
+    def ask(self, what: str, arguments: Mapping[str, Any]) -> Any:
+        """`variations` of a task: those for training, and those for testing."""
+        task = arguments["task"]
+        self._check_task(task)
+        self._server.load(task, 0, "", False)
+        return [list(self._server.getVariationsTrain()), list(self._server.getVariationsTest())]
+
+    def _actions(self) -> list[str] | None:
+        if not self._options["list_actions"]:
+            return None
+        return sorted(str(action) for action in self._server.getValidActionObjectCombinations())
+
+    def _check_task(self, task: Any) -> None:
+        names = [str(name) for name in self._server.getTaskNames()]
+        if task not in names:
+            raise ConfigError(f"scienceworld has no task {task!r}", f"it has: {', '.join(names)}")
+
+
+def prompts(
+    split: str, count: int, seed: int, task: str | list[str] = "find-living-thing", simplifications: str = "easy"
+) -> Iterator[dict[str, Any]]:
+    """Variations of the fold that belongs to the split; several tasks take turns."""
+    check_split(split)
+    _check_installed()
+    tasks = [task] if isinstance(task, str) else task
+    folds = {name: _variations(name)[split == "heldout"] for name in tasks}
+    draw = random.Random(f"scienceworld/{split}/{seed}")
+
+    def payloads() -> Iterator[dict[str, Any]]:
+        turn = 0
+        while True:
+            name = tasks[turn % len(tasks)]
+            yield {"task": name, "variation": draw.choice(folds[name]), "simplifications": simplifications}
+            turn += 1
+
+    yield from rows("scienceworld", payloads(), split, count, seed)
+
+
+def task_names() -> list[str]:
+    """All tasks that the package has."""
+    _check_installed()
+    spec = importlib.util.find_spec("scienceworld")
+    assert spec is not None
+    assert spec.origin is not None
+    tasks = json.loads((Path(spec.origin).parent / "tasks.json").read_text())
+    return [task["task_name"] for task in tasks]
+
+
+@cache
+def _variations(task: str) -> list[list[int]]:
+    pool = Pool(f"{__name__}:start", workers=1, games=1)
+    try:
+        seat = pool.take_here()
+        found: list[list[int]] = seat.call_here("variations", _ASK_SECONDS, arguments={"task": task})
+        return found
+    finally:
+        pool.close()
+
+
+def _check_installed() -> None:
+    if importlib.util.find_spec("scienceworld") is None:
+        raise ConfigError("scienceworld is not installed", "pip install rillflow[text-games]")

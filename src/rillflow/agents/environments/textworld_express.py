@@ -1,0 +1,124 @@
+"""The games of TextWorldExpress: cookingworld, coin, twc, mapreader, arithmetic, sorting, simonsays, peckingorder.
+
+One Java process plays many games side by side, each with a state of its own. A reward is what the step added to the
+score, which ends at 1; a lost game ends. The package's own folds of seeds are the splits.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from rillflow.agents.environments.pooled import Pooled
+from rillflow.agents.environments.world import check_split, rows
+from rillflow.errors import ConfigError
+
+GAMES = ("cookingworld", "coin", "twc", "mapreader", "arithmetic", "sorting", "simonsays", "peckingorder")
+# The package's folds and their first seeds.
+FOLDS = {"train": ("train", 0), "heldout": ("test", 20000)}
+_SEEDS = 1000
+_UNKNOWN = "Unknown action"
+
+
+class TextWorldExpress(Pooled):
+    """A payload has `game`, `world` (a seed), perhaps `fold` and `parameters` (numLocations=3,includeDoors=0,…).
+
+    `game` and `parameters` given here stand where a payload has none. `timeout` is that of one call.
+    """
+
+    def __init__(
+        self,
+        *,
+        game: str = "coin",
+        parameters: str = "",
+        steps: int = 50,
+        gold: bool = False,
+        workers: int = 2,
+        games: int = 32,
+        timeout: float = 60.0,
+    ) -> None:
+        if importlib.util.find_spec("textworld_express") is None:
+            raise ConfigError("textworld-express is not installed", "pip install rillflow[text-games]")
+        _check_game(game)
+        options = {"game": game, "parameters": parameters, "steps": steps, "gold": gold}
+        super().__init__(f"{__name__}:start", workers=workers, games=games, timeout=timeout, options=options)
+
+
+def start() -> Callable[[], TextWorldGame]:
+    """In the worker process: a Java machine, and what makes a game in it."""
+    from textworld_express.constants import JAR_PATH
+
+    from rillflow.agents.environments.java import start_java
+
+    machine = start_java(JAR_PATH)
+    return lambda: TextWorldGame(machine.textworldexpress.runtime.PythonInterface())
+
+
+class TextWorldGame:
+    """One game; `server` is the library's interface to it."""
+
+    def __init__(self, server: Any) -> None:
+        self._server = server
+        self._score = 0.0
+        self._taken = 0
+        self._steps = 1
+
+    def reset(self, payload: Mapping[str, Any], seed: int, options: Mapping[str, Any]) -> dict[str, Any]:
+        game = payload.get("game", options["game"])
+        _check_game(game)
+        parameters = payload.get("parameters", options["parameters"])
+        if trouble := self._server.load(game, parameters):
+            raise ConfigError(f"textworld-express refuses the game: {trouble}", "check its parameters")
+        fold = payload.get("fold", "train")
+        said = self._server.generateNewGameJSON(int(payload.get("world", seed)), fold, options["gold"])
+        now = msgspec.json.decode(said)
+        self._score, self._taken, self._steps = 0.0, 0, int(options["steps"])
+        text = f"{self._server.getTaskDescription()}\n{now['observation'].strip()}"
+        plan = [str(action) for action in self._server.getGoldActionSequence()] if options["gold"] else []
+        return {"text": text, "actions": sorted(now["validActions"]), "info": {"score": 0.0}, "plan": plan}
+
+    def step(self, action: str) -> dict[str, Any]:
+        now = msgspec.json.decode(self._server.stepJSON(action))
+        self._taken += 1
+        score = float(now["score"])
+        earned, self._score = score - self._score, score
+        won = bool(now["tasksuccess"]) or score >= 1.0
+        done = won or bool(now["taskfailure"]) or self._taken >= self._steps
+        info: dict[str, Any] = {"score": score, "invalid": now["observation"].startswith(_UNKNOWN)}
+        if done:
+            info |= {"won": won, "steps": self._taken}
+        actions = [] if done else sorted(now["validActions"])
+        return {"text": now["observation"].strip(), "reward": earned, "done": done, "actions": actions, "info": info}
+
+    def ask(self, what: str, arguments: Mapping[str, Any]) -> Any:
+        raise ConfigError(f"textworld-express has no {what!r}", "it knows reset and step")
+
+
+def prompts(
+    split: str, count: int, seed: int, game: str | list[str] = "coin", parameters: str = ""
+) -> Iterator[dict[str, Any]]:
+    """Games of the fold that belongs to the split; several games take turns."""
+    check_split(split)
+    games = [game] if isinstance(game, str) else game
+    for name in games:
+        _check_game(name)
+    fold, first = FOLDS[split]
+    draw = random.Random(f"textworld_express/{split}/{seed}")
+
+    def payloads() -> Iterator[dict[str, Any]]:
+        turn = 0
+        while True:
+            name = games[turn % len(games)]
+            yield {"game": name, "fold": fold, "world": first + draw.randrange(_SEEDS), "parameters": parameters}
+            turn += 1
+
+    yield from rows("textworld_express", payloads(), split, count, seed)
+
+
+def _check_game(game: Any) -> None:
+    if game not in GAMES:
+        raise ConfigError(f"textworld-express has no game {game!r}", f"it has: {', '.join(GAMES)}")

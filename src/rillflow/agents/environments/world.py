@@ -1,0 +1,103 @@
+"""What every world of our own does alike.
+
+Invariants: the same payload and seed give the same world; an action that makes no sense costs a step, is told, and
+changes nothing else (`info["invalid"]`); an episode ends by its own rules or after `steps` actions, and nothing
+happens after its end.
+"""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from rillflow.errors import EnvironmentLost
+from rillflow.types import Observation
+
+SPLITS = ("train", "heldout")
+_LONGEST = 2000  # characters of an action that are read
+
+
+class Turn(NamedTuple):
+    """What one action did."""
+
+    text: str
+    reward: float = 0.0
+    done: bool = False
+    invalid: bool = False
+
+
+class World(ABC):
+    """An environment in this process, whose steps take next to no time."""
+
+    def __init__(self, *, steps: int) -> None:
+        if steps < 1:
+            raise ValueError(f"steps must be at least 1, not {steps}")
+        self.steps = steps
+        self._taken = 0
+        self._earned = 0.0
+        self._state = "new"
+
+    @abstractmethod
+    def begin(self, payload: Mapping[str, Any], seed: int) -> str:
+        """Make the world; what is seen first."""
+
+    @abstractmethod
+    def act(self, action: str) -> Turn:
+        """Do what the action says."""
+
+    @abstractmethod
+    def actions(self) -> list[str] | None:
+        """Those possible now, sorted; None where there are too many to list."""
+
+    def info(self) -> dict[str, Any]:
+        """What workflows may want to know beyond the text."""
+        return {}
+
+    async def reset(self, payload: Mapping[str, Any], seed: int) -> Observation:
+        text = self.begin(payload, seed)
+        self._taken, self._earned, self._state = 0, 0.0, "open"
+        return Observation(text, actions=self.actions(), info=self.info())
+
+    async def step(self, action: str) -> Observation:
+        if self._state == "new":
+            raise EnvironmentLost("the environment was not reset", "call reset before the first step")
+        if self._state == "over":
+            return Observation("It is over.", done=True, actions=[], info={"invalid": True})
+        turn = self.act(" ".join(action[:_LONGEST].split()))
+        self._taken += 1
+        self._earned += turn.reward
+        late = not turn.done and self._taken >= self.steps
+        if late or turn.done:
+            self._state = "over"
+        text = f"{turn.text} No steps are left." if late else turn.text
+        info = {"invalid": turn.invalid, **self.info()}
+        if self._state == "over":
+            info |= {"won": self._earned >= 1.0, "steps": self._taken}
+            return Observation(text, turn.reward, True, [], info)
+        return Observation(text, turn.reward, False, self.actions(), info)
+
+    async def close(self) -> None:
+        self._state = "new"
+
+
+def rows(name: str, payloads: Iterator[dict[str, Any]], split: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
+    """`count` prompts of these payloads, with the ids that all generators give."""
+    for index, payload in zip(range(count), payloads, strict=False):
+        yield {"id": f"{name}-{split}-{seed}-{index}", "payload": payload}
+
+
+def check_split(split: str) -> None:
+    if split not in SPLITS:
+        raise ValueError(f"unknown split {split!r}, expected one of {', '.join(SPLITS)}")
+
+
+def held_out(row: int, column: int) -> bool:
+    """A Latin square: a quarter of all pairs, the same share of every row and of every column."""
+    return (row + column) % 4 == 0
+
+
+def world_random(name: str, payload: Mapping[str, Any], seed: int) -> random.Random:
+    """Of the world that the payload names; of the episode's seed where it names none."""
+    return random.Random(f"{name}/{payload.get('world', seed)}")

@@ -1,0 +1,1 @@
+"""What an agent remembers: within a task, and of earlier episodes. One small file each."""

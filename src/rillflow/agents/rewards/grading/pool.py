@@ -1,0 +1,154 @@
+"""Processes that grade, one answer each at a time: what hangs is killed, and nobody else waits for it.
+
+Invariants: a grade is what the grader said; a grader that hung, died or raised is a RewardError, never a grade. There
+are at most `size` processes; they end when this process does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import msgspec
+
+from rillflow.agents.rewards.calling import in_thread
+from rillflow.agents.rewards.grading.worker import Order, Reply
+from rillflow.errors import RewardError
+
+_START = 120.0  # seconds for a process to start and to load a grader
+_WAIT = 120.0  # seconds for one to be free
+_GRACE = 0.5  # seconds beyond the deadline for word of it
+
+
+class GraderDied(Exception):
+    """The process ended without an answer, for a reason of its own."""
+
+
+class Grader:
+    """One process."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "rillflow.agents.rewards.grading.worker"]
+        self._process = subprocess.Popen(  # a session of its own: an interrupt at the terminal is for us alone
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        self._loaded: set[str] = set()
+
+    def grade(self, order: Order) -> Reply:
+        """GraderDied when it ended by itself; RewardError when it took too long. Either way it is of no more use."""
+        if order.name not in self._loaded:
+            loaded = self._ask(msgspec.structs.replace(order, seconds=0.0, arguments={}), _START)
+            if loaded.error is not None:
+                return loaded
+            self._loaded.add(order.name)
+        return self._ask(order, order.seconds + _GRACE)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def _ask(self, order: Order, seconds: float) -> Reply:
+        assert self._process.stdin is not None
+        end = time.monotonic() + seconds
+        try:
+            self._process.stdin.write(msgspec.json.encode(order) + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise GraderDied from None
+        line = self._line(end)
+        if line is None:
+            raise _too_slow(order)
+        if not line.endswith(b"\n"):
+            late = time.monotonic() >= end - _GRACE  # it ends itself at the deadline
+            raise _too_slow(order) if late else GraderDied
+        return msgspec.json.decode(line, type=Reply)
+
+    def _line(self, end: float) -> bytes | None:
+        """What it writes up to the end of a line, or of all; None when that took too long."""
+        assert self._process.stdout is not None
+        pipe, line = self._process.stdout.fileno(), b""
+        poller = select.poll()
+        poller.register(pipe, select.POLLIN)
+        while not line.endswith(b"\n"):
+            left = end - time.monotonic()
+            if left <= 0 or not poller.poll(left * 1000):
+                return None
+            read = os.read(pipe, 1 << 16)
+            if not read:
+                break
+            line += read
+        return line
+
+
+def _too_slow(order: Order) -> RewardError:
+    return RewardError(
+        f"grading by {order.name} took longer than {order.seconds:g} s", "raise the reward's `seconds` in the recipe"
+    )
+
+
+class GraderPool:
+    """Graders by the need, at most `size`; `grade` may be called from any thread."""
+
+    def __init__(self, size: int) -> None:
+        self._free = threading.BoundedSemaphore(size)
+        self._idle: list[Grader] = []
+
+    def grade(self, order: Order) -> float:
+        """The grade, or RewardError. A grader that died is replaced and asked again, once."""
+        for _ in range(2):
+            try:
+                with self._grader() as grader:
+                    reply = grader.grade(order)
+            except GraderDied:
+                continue
+            if reply.value is None:
+                raise RewardError(f"grading by {order.name}: {reply.error}")
+            return reply.value
+        raise RewardError(
+            f"grading by {order.name}: its process died twice", "it may need more memory than it may have"
+        )
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
+
+    @contextmanager
+    def _grader(self) -> Iterator[Grader]:
+        if not self._free.acquire(timeout=_WAIT):
+            raise RewardError(f"no grader was free within {_WAIT:.0f} s", "lower `rollout.episodes`")
+        try:
+            grader = self._idle.pop() if self._idle else Grader()
+            try:
+                yield grader
+            except BaseException:
+                grader.close()
+                raise
+            self._idle.append(grader)
+        finally:
+            self._free.release()
+
+
+@cache
+def shared_pool() -> GraderPool:
+    """The pool of this process; a deadline is for each answer, so two processes are enough for hundreds a second."""
+    pool = GraderPool(max(2, min(8, (os.cpu_count() or 2) // 2)))
+    atexit.register(pool.close)
+    return pool
+
+
+async def grade(name: str, seconds: float, **arguments: Any) -> float:
+    """The grade by the grader of this name (`worker.GRADERS`), or RewardError."""
+    value: float = await in_thread(shared_pool().grade, Order(name, seconds, arguments))
+    return value

@@ -1,0 +1,147 @@
+"""Plain values as bytes: what crosses between the process of a candidate and that of its tests.
+
+Decoding makes only the plain types below and `Ref`s (numbers of objects that stay where they are), never calls code
+that the bytes name, and is bounded in depth; so a value cannot bring a method of its own (an `__eq__` that is always
+true) to the other side. Instances of subclasses become what they are subclasses of.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+DEPTH = 100
+_LENGTH = struct.Struct("<I")
+_FLOAT = struct.Struct("<d")
+_COMPLEX = struct.Struct("<dd")
+
+
+class NotPlain(Exception):
+    """The value cannot be sent, or the bytes are none."""
+
+
+class Ref:
+    """The number of an object that cannot be sent and stays in the candidate's process."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class Iterated(list[Any]):
+    """What an iterator still had to give; becomes an iterator again on the other side."""
+
+
+def pack(value: Any, keep: Callable[[Any], int] | None = None) -> bytes:
+    """The bytes of a value; an object that is not plain is kept by `keep` and sent as its number."""
+    parts: list[bytes] = []
+    _write(parts, value, keep, 0)
+    return b"".join(parts)
+
+
+def unpack(data: bytes, ref: Callable[[int], Any] = Ref) -> Any:
+    try:
+        value, end = _read(data, 0, ref, 0)
+    except (struct.error, ValueError, UnicodeError, TypeError, OverflowError) as error:
+        raise NotPlain(f"malformed bytes: {error}") from None
+    if end != len(data):
+        raise NotPlain("malformed bytes: something follows the value")
+    return value
+
+
+def _chunk(parts: list[bytes], tag: bytes, body: bytes) -> None:
+    parts += (tag, _LENGTH.pack(len(body)), body)
+
+
+def _write(parts: list[bytes], value: Any, keep: Callable[[Any], int] | None, depth: int) -> None:
+    if depth > DEPTH:
+        raise NotPlain(f"a value is nested more than {DEPTH} deep")
+    if value is None or value is True or value is False:
+        parts.append({None: b"N", True: b"T", False: b"F"}[value])
+    elif isinstance(value, int):
+        _chunk(parts, b"i", b"%x" % int(value))
+    elif isinstance(value, float):
+        parts += (b"f", _FLOAT.pack(value))
+    elif isinstance(value, complex):
+        parts += (b"c", _COMPLEX.pack(value.real, value.imag))
+    elif isinstance(value, str):
+        _chunk(parts, b"s", str.encode(value, "utf-8", "surrogatepass"))
+    elif isinstance(value, bytes | bytearray):
+        _chunk(parts, b"b" if isinstance(value, bytes) else b"B", bytes(value))
+    elif isinstance(value, range):
+        _write_items(parts, b"r", (value.start, value.stop, value.step), keep, depth)
+    elif isinstance(value, dict):
+        pairs = [part for pair in dict.items(value) for part in pair]
+        _write_items(parts, b"d", pairs, keep, depth)
+    elif isinstance(value, list | tuple | set | frozenset):
+        _write_items(parts, _tag(value), value, keep, depth)
+    elif isinstance(value, Ref):
+        parts += (b"o", _LENGTH.pack(value.number))
+    elif keep is None:
+        raise NotPlain(f"a {type(value).__name__} cannot be sent")
+    elif hasattr(value, "__next__"):
+        _write_items(parts, b"g", list(value), keep, depth)
+    else:
+        parts += (b"o", _LENGTH.pack(keep(value)))
+
+
+def _tag(value: Any) -> bytes:
+    for tag, kind in ((b"g", Iterated), (b"l", list), (b"t", tuple), (b"S", set), (b"z", frozenset)):
+        if isinstance(value, kind):
+            return tag
+    raise NotPlain("not a container")
+
+
+def _write_items(parts: list[bytes], tag: bytes, items: Any, keep: Callable[[Any], int] | None, depth: int) -> None:
+    held = list(items)
+    parts += (tag, _LENGTH.pack(len(held)))
+    for item in held:
+        _write(parts, item, keep, depth + 1)
+
+
+def _read(data: bytes, at: int, ref: Callable[[int], Any], depth: int) -> tuple[Any, int]:
+    if depth > DEPTH:
+        raise NotPlain(f"a value is nested more than {DEPTH} deep")
+    tag = data[at : at + 1]
+    at += 1
+    if tag in _CONSTANTS:
+        return _CONSTANTS[tag], at
+    if tag == b"f":
+        return _FLOAT.unpack_from(data, at)[0], at + _FLOAT.size
+    if tag == b"c":
+        return complex(*_COMPLEX.unpack_from(data, at)), at + _COMPLEX.size
+    (length,) = _LENGTH.unpack_from(data, at)
+    at += _LENGTH.size
+    if tag == b"o":
+        return ref(length), at
+    if tag in _TEXTS:
+        if at + length > len(data):
+            raise NotPlain("malformed bytes: cut off")
+        return _TEXTS[tag](data[at : at + length]), at + length
+    if tag not in _CONTAINERS:
+        raise NotPlain("malformed bytes: unknown tag")
+    items = []
+    for _ in range(length):  # a length that lies ends at the end of the data
+        item, at = _read(data, at, ref, depth + 1)
+        items.append(item)
+    return _CONTAINERS[tag](items), at
+
+
+_CONSTANTS = {b"N": None, b"T": True, b"F": False}
+_TEXTS: dict[bytes, Callable[[bytes], Any]] = {
+    b"i": lambda body: int(body, 16),
+    b"s": lambda body: body.decode("utf-8", "surrogatepass"),
+    b"b": bytes,
+    b"B": bytearray,
+}
+_CONTAINERS: dict[bytes, Callable[[list[Any]], Any]] = {
+    b"l": list,
+    b"t": tuple,
+    b"S": set,
+    b"z": frozenset,
+    b"d": lambda items: dict(zip(items[::2], items[1::2], strict=True)),
+    b"r": lambda items: range(*items),
+    b"g": iter,
+}

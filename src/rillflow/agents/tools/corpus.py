@@ -1,0 +1,195 @@
+"""A corpus of passages that can be searched: JSONL with `title` and `text`, ranked by words (BM25) or by meaning.
+
+Invariants: an index belongs to exactly one content of its file, by hash; it is there whole or not at all (written
+aside, then renamed), so any number of nodes may open a corpus at once; it holds arrays and JSON, nothing that runs code
+when it is read. Passages stay in the file: memory holds where each begins.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+
+from rillflow.dataflow.sources.benchmarks import data_folder
+from rillflow.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from rillflow.agents.tools.embedding import Embedder
+
+Ranking = Literal["words", "meaning", "both"]
+
+_FORMAT = "1"  # of an index; another one is another folder
+_FUSION = 60.0  # the usual constant of reciprocal rank fusion
+_DEPTH = 100  # ranks that are fused
+
+
+class Passage(NamedTuple):
+    title: str
+    text: str
+    score: float
+
+
+class Corpus:
+    """Searching is thread-safe: nothing is written once it is open."""
+
+    def __init__(self, file: Path, starts: npt.NDArray[np.int64], rankings: list[_Ranking]) -> None:
+        self._file = file
+        self._starts = starts
+        self._rankings = rankings
+
+    @classmethod
+    def open(cls, path: str | Path, *, ranking: Ranking = "words", cache: Path | None = None) -> Corpus:
+        """Index the file, or find the index that was made before."""
+        file = data_file(path)
+        content = hashlib.sha256(file.read_bytes()).hexdigest()[:24]
+        home = (cache or cache_folder()) / "search"
+        rankings: list[_Ranking] = []
+        if ranking in ("words", "both"):
+            place = home / f"words-{_FORMAT}-{content}"
+            _once(place, lambda folder: _Words.build(_texts(file), folder))
+            rankings.append(_Words(place))
+        if ranking in ("meaning", "both"):
+            from rillflow.agents.tools.embedding import Embedder  # and with it torch
+
+            embedder = Embedder.load()
+            place = home / f"meaning-{_FORMAT}-{content}"
+            _once(place, lambda folder: np.save(folder / "vectors.npy", embedder.encode(list(_texts(file)))))
+            rankings.append(_Meaning(place, embedder))
+        return cls(file, _starts(file), rankings)
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def search(self, query: str, count: int) -> list[Passage]:
+        """The best passages, the best first; fewer where fewer have anything to do with the query."""
+        if len(self._rankings) == 1:
+            ranked = self._rankings[0].rank(query, count)
+        else:
+            ranked = _fused([one.rank(query, _DEPTH) for one in self._rankings])[:count]
+        with open(self._file, "rb") as file:
+            return [self._passage(file, index, score) for index, score in ranked]
+
+    def _passage(self, file: Any, index: int, score: float) -> Passage:
+        file.seek(self._starts[index])
+        row = json.loads(file.read(self._starts[index + 1] - self._starts[index]))
+        return Passage(row["title"], row["text"], score)
+
+
+class _Ranking:
+    def rank(self, query: str, count: int) -> list[tuple[int, float]]:
+        raise NotImplementedError
+
+
+class _Words(_Ranking):
+    """BM25 over lower-case words without the commonest."""
+
+    def __init__(self, folder: Path) -> None:
+        # No progress bars, no pickle: arrays and a vocabulary in JSON.
+        self._index = _bm25s().BM25.load(folder, load_vocab=True, load_corpus=False, show_progress=False)
+
+    @staticmethod
+    def build(texts: Iterator[str], folder: Path) -> None:
+        index = _bm25s().BM25()
+        index.index(_words(list(texts)), show_progress=False)
+        index.save(folder, show_progress=False)
+
+    def rank(self, query: str, count: int) -> list[tuple[int, float]]:
+        (words,) = _words([query], ids=False)
+        known = [word for word in words if word in self._index.vocab_dict]
+        if not known:
+            return []
+        count = min(count, self._index.scores["num_docs"])
+        found = self._index.retrieve([known], k=count, show_progress=False, backend_selection="numpy")
+        pairs = zip(found.documents[0].tolist(), found.scores[0].tolist(), strict=True)
+        return [(index, score) for index, score in pairs if score > 0]
+
+
+class _Meaning(_Ranking):
+    """The likeness of vectors."""
+
+    def __init__(self, folder: Path, embedder: Embedder) -> None:
+        self._vectors = np.load(folder / "vectors.npy", mmap_mode="r", allow_pickle=False)
+        self._embedder = embedder
+
+    def rank(self, query: str, count: int) -> list[tuple[int, float]]:
+        likeness = self._vectors @ self._embedder.encode([query])[0]
+        best = np.argsort(-likeness, kind="stable")[:count]
+        return [(int(index), float(likeness[index])) for index in best]
+
+
+def data_file(path: str | Path) -> Path:
+    """A file by its path, or by its path below the folder of data sets ($RILLFLOW_DATA)."""
+    given = Path(path).expanduser()
+    found = next((place for place in (given, data_folder() / given) if place.is_file()), None)
+    if found is None:
+        raise ConfigError(f"there is no file {path}", "give its path, or put it below the folder $RILLFLOW_DATA")
+    return found.resolve()
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rillflow"
+
+
+def _once(place: Path, build: Callable[[Path], object]) -> None:
+    """Make the folder if it is not there. Of several who make it at once the first counts: they made the same."""
+    if place.is_dir():
+        return
+    place.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(dir=place.parent))
+    try:
+        build(aside)
+        try:
+            aside.rename(place)
+        except OSError:
+            if not place.is_dir():
+                raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _texts(file: Path) -> Iterator[str]:
+    with open(file, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+                yield f"{row['title']}\n{row['text']}"
+            except (ValueError, KeyError, TypeError):
+                raise DataError(f"{file}, line {number}: not a passage", "a line is {{title, text}} in JSON") from None
+
+
+def _starts(file: Path) -> npt.NDArray[np.int64]:
+    """Where each line begins, and where the last one ends."""
+    with open(file, "rb") as lines:
+        lengths = [len(line) for line in lines]
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+
+
+def _fused(lists: list[list[tuple[int, float]]]) -> list[tuple[int, float]]:
+    """Reciprocal rank fusion: what stands high in either list stands high."""
+    scores: dict[int, float] = {}
+    for ranked in lists:
+        for rank, (index, _) in enumerate(ranked):
+            scores[index] = scores.get(index, 0.0) + 1.0 / (_FUSION + rank + 1)
+    return sorted(scores.items(), key=lambda item: (-item[1], item[0]))
+
+
+def _words(texts: list[str], *, ids: bool = True) -> Any:
+    return _bm25s().tokenize(texts, stopwords="en", return_ids=ids, show_progress=False)
+
+
+def _bm25s() -> Any:
+    try:
+        import bm25s
+    except ImportError:
+        raise ConfigError("the package `bm25s` is not installed", "pip install 'rillflow[search]'") from None
+    return bm25s

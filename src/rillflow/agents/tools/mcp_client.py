@@ -1,0 +1,296 @@
+"""The tools of an MCP server: one session for each node, shared by its episodes, begun anew when the server dies.
+
+Invariants: a call that the server's death has cut is made again only where the server says that this changes nothing
+(read-only or idempotent); else, and where the server does not come back, EnvironmentLost fails the episode, which is
+played again. Arguments in `fill` come from the prompt's payload: models neither see nor set them.
+
+What this does not protect against: a server is trusted with this machine's memory (one answer is read whole before it
+is cut), and one that does not end when its standard input closes outlives a node that is killed with -9.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from string import Template
+from typing import Any, NoReturn, TextIO, cast
+
+from rillflow.agents.command import PASSED, Tail, words_of
+from rillflow.agents.tools.functions import tidy
+from rillflow.config import CommandConfig, McpConfig
+from rillflow.contracts import Episode, Tool
+from rillflow.errors import ConfigError, EnvironmentLost, ToolError
+
+try:
+    import httpx2
+    import mcp_types as wire
+    from mcp import Client, MCPError, StdioServerParameters
+    from mcp.client.stdio import stdio_client
+    from mcp.client.streamable_http import streamable_http_client
+except ImportError:
+    raise ConfigError("the package `mcp` is not installed", "pip install 'rillflow[mcp]'") from None
+
+log = logging.getLogger(__name__)
+
+OPENING = 30.0  # seconds for a server to start and to name its tools
+CALLS = 64  # of one server at once; others wait, within their deadlines
+_BACKOFF = (0.0, 0.2, 0.5, 1.0, 2.0)  # seconds before each attempt to reach a server that has gone
+_CLOSING = 10.0  # seconds for a server to end; it is killed before
+_MOST_TOOLS = 1000
+_ERRORS = 1 << 16  # bytes kept of what a server writes to its standard error
+
+
+class McpTool:
+    """One tool of a server. `again`: whether a call may be made twice."""
+
+    def __init__(self, server: McpServer, about: wire.Tool, fill: Mapping[str, str], timeout: float) -> None:
+        hints = about.annotations
+        self.name = about.name
+        self.description = about.description or about.title or ""
+        self.timeout = timeout
+        self.parameters: Mapping[str, Any] = _without(tidy(about.input_schema), fill)
+        self.again = hints is not None and bool(hints.read_only_hint or hints.idempotent_hint)
+        properties = about.input_schema.get("properties") or {}
+        self._fill = {name: key for name, key in fill.items() if name in properties}
+        self._server = server
+
+    async def call(self, arguments: Mapping[str, Any], episode: Episode | None) -> str:
+        given = {name: value for name, value in arguments.items() if name not in self._fill}
+        for name, key in self._fill.items():
+            if episode is None:
+                raise ToolError(f"{self.name} works only within an episode")
+            if key not in episode.payload:
+                raise ConfigError(f"tool {self.name}: the payload has no {key!r}", f"tools.*.mcp.fill.{name} names it")
+            given[name] = episode.payload[key]
+        return await self._server.call(self, given)
+
+
+class McpServer:
+    """A server by its command or its URL."""
+
+    def __init__(self, config: McpConfig, *, timeout: float = 10.0) -> None:
+        self._config = config
+        self._timeout = timeout
+        self._where = config.url or str(config.command)
+        self._connection: _Connection | None = None
+        self._connecting = asyncio.Lock()
+        self._places = asyncio.Semaphore(CALLS)
+        self._retired: set[asyncio.Task[None]] = set()
+
+    async def open(self) -> Sequence[Tool]:
+        """Start it, or reach it; ConfigError where that fails, or where `only` or `fill` name what it does not have."""
+        try:
+            async with asyncio.timeout(OPENING):
+                connection = await self._connected()
+                found = await connection.tools()
+        except TimeoutError:
+            raise ConfigError(f"the MCP server {self._where} did not answer within {OPENING:.0f} s", _LOOK) from None
+        except EnvironmentLost as error:
+            raise ConfigError(error.message, error.hint) from None
+        only, fill = self._config.only, self._config.fill
+        if missing := sorted(set(only or ()) - {tool.name for tool in found}):
+            raise ConfigError(
+                f"the MCP server {self._where} has no tool {missing[0]}",
+                f"it has: {', '.join(tool.name for tool in found)}",
+            )
+        chosen = [tool for tool in found if only is None or tool.name in only]
+        known = {name for tool in chosen for name in tool.input_schema.get("properties") or {}}
+        if unknown := sorted(set(fill) - known):
+            raise ConfigError(f"fill: no tool of {self._where} has an argument {unknown[0]}", f"there are: {known}")
+        return [McpTool(self, tool, fill, self._timeout) for tool in chosen]
+
+    async def call(self, tool: McpTool, arguments: dict[str, Any]) -> str:
+        async with self._places:
+            connection = await self._connected()
+            try:
+                return await connection.call(tool.name, arguments)
+            except _Lost as lost:
+                if not tool.again:
+                    self._gone(lost)
+            log.warning("the MCP server %s was lost in a call of %s, which is made again", self._where, tool.name)
+            connection = await self._connected()
+            try:
+                return await connection.call(tool.name, arguments)
+            except _Lost as lost:
+                self._gone(lost)
+
+    async def close(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.stop()
+        await asyncio.gather(*self._retired)
+
+    def _gone(self, lost: _Lost) -> NoReturn:
+        raise EnvironmentLost(f"the MCP server {self._where} was lost in a call: {lost}", _LOOK) from lost
+
+    async def _connected(self) -> _Connection:
+        """The connection that lives, made anew if there is none."""
+        async with self._connecting:
+            if self._connection is not None and not self._connection.lost:
+                return self._connection
+            if self._connection is not None:
+                # Calls of other episodes may still be answered on it.
+                retiring = asyncio.create_task(self._connection.retire(self._timeout))
+                self._retired.add(retiring)
+                retiring.add_done_callback(self._retired.discard)
+                self._connection = None
+            wrong: Exception | None = None
+            for pause in _BACKOFF:
+                await asyncio.sleep(pause)
+                connection = _Connection(self._config)
+                try:
+                    await connection.start()
+                except _Lost as error:
+                    wrong = error
+                else:
+                    self._connection = connection
+                    return connection
+            raise EnvironmentLost(f"the MCP server {self._where} cannot be reached: {wrong}", _LOOK)
+
+
+_LOOK = "start it by hand and look at what it says"
+
+
+class _Lost(Exception):
+    """The connection, or the server, has gone."""
+
+
+class _Connection:
+    """One session with a server. It is entered and left in one task, as its cancel scopes demand."""
+
+    def __init__(self, config: McpConfig) -> None:
+        self.lost = False
+        self._config = config
+        self._calls = 0
+        self._stop = asyncio.Event()
+        self._ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._live())
+        try:
+            await asyncio.wait({self._ready, self._task}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            await self.stop()
+            raise
+        if not self._ready.done():
+            self.lost = True
+            error = self._task.exception()
+            if isinstance(error, ConfigError):
+                raise error
+            raise _Lost(_plain(error))
+
+    async def stop(self) -> None:
+        """End the session, and the server if it is ours."""
+        self.lost = True
+        self._stop.set()
+        if self._task is None:
+            return
+        if not self._ready.done():
+            self._task.cancel()
+        await asyncio.wait({self._task}, timeout=_CLOSING)
+        if not self._task.done():
+            self._task.cancel()
+            await asyncio.wait({self._task}, timeout=_CLOSING)
+        elif not self._task.cancelled():
+            self._task.exception()  # whatever it raised on its way out is not news
+
+    async def retire(self, seconds: float) -> None:
+        end = asyncio.get_running_loop().time() + seconds
+        while self._calls and asyncio.get_running_loop().time() < end:
+            await asyncio.sleep(0.05)
+        await self.stop()
+
+    async def tools(self) -> list[wire.Tool]:
+        found: list[wire.Tool] = []
+        cursor: str | None = None
+        try:
+            while len(found) < _MOST_TOOLS:
+                page = await self._ready.result().list_tools(cursor=cursor)
+                found += page.tools
+                cursor = page.next_cursor
+                if cursor is None:
+                    break
+        except MCPError as error:
+            raise EnvironmentLost(f"the MCP server does not name its tools: {error}", _LOOK) from error
+        return found
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+        self._calls += 1
+        try:
+            result = await self._ready.result().call_tool(name, arguments)
+        except MCPError as error:
+            if error.code == wire.CONNECTION_CLOSED or (self._config.url and error.code in _OF_HTTP):
+                self.lost = True
+                raise _Lost(str(error)) from error
+            raise ToolError(error.message) from None
+        except RuntimeError as error:  # the session was left before the call began
+            self.lost = True
+            raise _Lost(str(error)) from error
+        finally:
+            self._calls -= 1
+        text = _text(result)
+        if result.is_error:
+            raise ToolError(text.removeprefix("error: "))
+        return text
+
+    async def _live(self) -> None:
+        async with AsyncExitStack() as stack:
+            client = await stack.enter_async_context(Client(await self._transport(stack)))
+            self._ready.set_result(client)
+            await self._stop.wait()
+
+    async def _transport(self, stack: AsyncExitStack) -> Any:
+        if self._config.url is not None:
+            timeout = httpx2.Timeout(OPENING, read=None)  # each call has its own deadline
+            headers = filled(self._config.headers, "headers")
+            client = await stack.enter_async_context(httpx2.AsyncClient(headers=headers, timeout=timeout))
+            return streamable_http_client(self._config.url, http_client=client)
+        program, *arguments = words_of(CommandConfig(run=str(self._config.command)))
+        passed = {name: os.environ[name] for name in PASSED if name in os.environ}
+        environment = passed | filled(self._config.environment, "environment")
+        server = StdioServerParameters(command=program, args=arguments, env=environment)
+        errors = await stack.enter_async_context(Tail.open(_ERRORS))
+        stack.callback(lambda: log.info("%s wrote: %s", self._config.command, errors.text()[-2000:]))
+        return stdio_client(server, errlog=cast("TextIO", errors.write))
+
+
+# What a server that was started again, or a proxy before it, answers to the requests of an old session.
+_OF_HTTP = (wire.INVALID_REQUEST, wire.INTERNAL_ERROR)
+
+
+def filled(values: Mapping[str, str], where: str) -> dict[str, str]:
+    """Values with `${NAME}` taken from the environment, so that no key stands in a recipe."""
+    try:
+        return {name: Template(value).substitute(os.environ) for name, value in values.items()}
+    except KeyError as error:
+        raise ConfigError(f"tools.*.mcp.{where}: {error.args[0]} is not set", f"export {error.args[0]}=…") from None
+    except ValueError as error:
+        raise ConfigError(f"tools.*.mcp.{where}: {error}", "write ${NAME}, and $$ for a dollar") from None
+
+
+def _without(schema: dict[str, Any], hidden: Mapping[str, str]) -> dict[str, Any]:
+    properties = {name: inner for name, inner in (schema.get("properties") or {}).items() if name not in hidden}
+    required = [name for name in schema.get("required", ()) if name not in hidden]
+    return schema | {"properties": properties, **({"required": required} if "required" in schema else {})}
+
+
+def _text(result: wire.CallToolResult) -> str:
+    """What a model can read of it: texts; of everything else, that it is there."""
+    parts = [block.text if isinstance(block, wire.TextContent) else f"[{block.type}]" for block in result.content]
+    if not parts and result.structured_content is not None:
+        import json
+
+        return json.dumps(result.structured_content)
+    return "\n".join(parts)
+
+
+def _plain(error: BaseException | None) -> str:
+    """The first cause: task groups wrap what happened in groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"[:500]

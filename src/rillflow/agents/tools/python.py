@@ -1,0 +1,49 @@
+"""`python`: code that a model writes, run in a sandbox of its own. Nothing is kept from one call to the next."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
+
+from rillflow.agents.sandbox import Sandbox, SandboxConfig
+from rillflow.agents.tools.functions import tool_of
+
+if TYPE_CHECKING:
+    from rillflow.agents.sandbox import Result
+    from rillflow.contracts import Tool
+
+_ENDS = {
+    "exit": "the program ended early",
+    "timeout": "the program took too long",
+    "output": "the program wrote too much",
+    "memory": "the program needed too much memory",
+    "killed": "the program was killed",
+}
+
+
+class Python(SandboxConfig):
+    """The options are the sandbox's."""
+
+    async def open(self, timeout: float, stack: AsyncExitStack) -> Tool:
+        """The program's own limit is a little shorter than the call's, so that its output is seen, too."""
+        sandbox = Sandbox(SandboxConfig(**self.model_dump()))
+        await asyncio.to_thread(sandbox.open)
+        stack.callback(sandbox.close)
+        seconds = min(self.seconds, timeout * 0.8)
+
+        async def python(code: str) -> str:
+            """Run a Python program and read what it prints and the value of its last expression."""
+            return shown(await sandbox.run(code, seconds=seconds))
+
+        return tool_of(python, timeout=timeout)
+
+
+def shown(result: Result) -> str:
+    """What a person would see in a notebook."""
+    parts = [result.stdout.rstrip("\n"), result.value or ""]
+    if result.status == "error":
+        parts.append(f"error: {result.stderr.strip()}")
+    elif result.status != "ok":
+        parts.append(f"error: {_ENDS[result.status]}")
+    return "\n".join(filter(None, parts)) or "(nothing was printed)"

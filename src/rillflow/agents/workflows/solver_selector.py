@@ -1,0 +1,62 @@
+"""A solver and a selector of programs: the solver writes two, the selector picks one of them.
+
+Each program is worth 1 if it passes all hidden tests. The selector is worth 1 or 0 where exactly one passes, a half
+where both or neither do, and 0 where its choice cannot be read; then A is taken. The trajectory is worth what the
+chosen program is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import TYPE_CHECKING
+
+from rillflow.agents.workflows.coding import CodeOptions, code_problem_of
+from rillflow.agents.workflows.sequences import Sequences
+from rillflow.agents.workflows.wording import checker, filler, is_right, options_of
+
+if TYPE_CHECKING:
+    from rillflow.contracts import Episode
+
+PROMPTS = {
+    "solve": (
+        "Write a Python program for the task below. Think first, then give the whole program in one ```python block."
+        "\n\nTask:\n{question}"
+    ),
+    "select": (
+        "Two programs were written for the same task. Find the one that is right in all cases, edge cases included,"
+        " and end with <final>A</final> or <final>B</final>.\n\nTask:\n{question}\n\nProgram A:\n{a}\n\nProgram B:\n{b}"
+    ),
+}
+_CHOICE = re.compile(r"<final>\s*([AB])\s*</final>", re.IGNORECASE)
+
+
+async def play(episode: Episode) -> dict[str, float]:
+    """Roles: solver, selector. The payload is one that the reward `code` understands."""
+    options = options_of(episode, CodeOptions)
+    fill, check = filler(PROMPTS, options.prompts), checker(episode, options)
+    calls, question = Sequences(episode, options.settings), code_problem_of(episode)
+    a, b = await calls.ask_many("solver", fill("solve", question=question), 2)
+    selected, worth_a, worth_b = await asyncio.gather(
+        calls.ask("selector", fill("select", question=question, a=a.text, b=b.text)), check(a.text), check(b.text)
+    )
+    choice = choice_of(selected.text)
+    picked = worth_of_choice(choice, is_right(worth_a), is_right(worth_b))
+    calls.reward(a, worth_a)
+    calls.reward(b, worth_b)
+    calls.reward(selected, picked)
+    return calls.outcome(worth_b if choice == "B" else worth_a, selector=picked)
+
+
+def choice_of(text: str) -> str | None:
+    """`A` or `B`, the last one said; None where there is none."""
+    found = _CHOICE.findall(text)
+    return found[-1].upper() if found else None
+
+
+def worth_of_choice(choice: str | None, a_passes: bool, b_passes: bool) -> float:
+    if choice is None:
+        return 0.0
+    if a_passes == b_passes:
+        return 0.5
+    return float((choice == "A") == a_passes)

@@ -1,0 +1,157 @@
+"""Which tokens a grammar allows next: a matcher for every constrained sequence, and the masks of all of them.
+
+Invariants: a token is allowed if the grammar can still be fulfilled after it; a stop token if it is fulfilled already,
+and not otherwise. A matcher is a function of the grammar and the tokens of the answer alone, so an answer that was cut
+goes on wherever its tokens are. Masks of the next token are computed beside the forward that they are needed after.
+
+The cost of a grammar's first use (its compilation, and once for an engine the tokenizer's tree) is paid in a thread.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
+from typing import Any
+
+import llguidance
+import llguidance.hf
+import llguidance.numpy
+import numpy as np
+import torch
+
+from rillflow.engine.embedded.sampling import Array
+from rillflow.engine.grammars import compiled
+from rillflow.errors import BadRequest, EngineError
+from rillflow.types import GenerateRequest, Grammar
+
+_COMPILED = 128  # grammars that are kept compiled, the last used
+_WORD = 32  # tokens of a word of a mask
+
+
+class Matcher:
+    """How far one answer is in its grammar. `bits` is the mask of its next token once `ready` says so."""
+
+    def __init__(self, state: llguidance.LLMatcher, stops: Sequence[int]) -> None:
+        self.state = state
+        self.stops = np.asarray(stops, np.int64)
+        self.bits: Array = np.empty(0, np.int32)
+        self._ready: Future[None] | None = None
+
+    def take(self, token: int) -> bool:
+        """The answer has one more token; whether anything can follow. One that outgrows the limits of the matcher is
+        cut there."""
+        self.state.consume_token(token)
+        return not self.state.is_error() and not (self.state.is_stopped() and not self.stops.size)
+
+    @property
+    def fulfilled(self) -> bool:
+        return not self.state.is_error() and self.state.is_accepting()
+
+    def due(self, bits: Array, ready: Future[None]) -> None:
+        self.bits, self._ready = bits, ready
+
+    def wait(self) -> Array:
+        assert self._ready is not None, "a mask is asked for when the sequence is seated"
+        self._ready.result()
+        return self.bits
+
+
+class Grammars:
+    """The grammars of one engine. `tokenizer` gives the model's own, of which it is asked once."""
+
+    def __init__(self, tokenizer: Callable[[], Any], vocabulary: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
+        self._tree: llguidance.LLTokenizer | None = None
+        self._ends = np.empty(0, np.int64)  # what the tree takes for ends: who ends where is the request's business
+        self._kept: OrderedDict[Grammar, llguidance.LLMatcher] = OrderedDict()
+        self._lock = Lock()  # of what is kept: compilation runs in a thread of its own
+        self._compiler = ThreadPoolExecutor(1, "grammars")
+        self._filler = ThreadPoolExecutor(1, "masks")
+        self._parallel = llguidance.LLExecutor()
+
+    def close(self) -> None:
+        self._compiler.shutdown(cancel_futures=True)
+        self._filler.shutdown(cancel_futures=True)
+
+    # ------------------------------------------------------------ matchers
+
+    def known(self, request: GenerateRequest) -> Matcher | None:
+        """A matcher at once, where the grammar is compiled and there is nothing to read first."""
+        grammar = request.sampling.grammar
+        if grammar is None or request.begun:
+            return None
+        with self._lock:
+            made = self._kept.get(grammar)
+            if made is None:
+                return None
+            self._kept.move_to_end(grammar)
+        return Matcher(made.deep_copy(), request.sampling.stop_tokens)
+
+    def prepare(self, request: GenerateRequest) -> Future[Matcher]:
+        """In a thread. BadRequest where the grammar cannot be used, or the answer has left it."""
+        return self._compiler.submit(self._make, request)
+
+    def _make(self, request: GenerateRequest) -> Matcher:
+        grammar = request.sampling.grammar
+        assert grammar is not None
+        with self._lock:
+            made = self._kept.get(grammar)
+        if made is None:
+            made = llguidance.LLMatcher(self._built(), compiled(grammar), log_level=0)
+            if made.is_error():
+                raise BadRequest(f"the grammar cannot be used: {made.get_error()}", "ask for a simpler one")
+            with self._lock:
+                self._kept[grammar] = made
+                if len(self._kept) > _COMPILED:
+                    self._kept.popitem(last=False)
+        state = made.deep_copy()
+        begun = request.tokens[len(request.tokens) - request.begun :]
+        if begun and not state.consume_tokens(begun):
+            raise BadRequest("the answer has left its grammar", "it was begun under another one: begin it anew")
+        return Matcher(state, request.sampling.stop_tokens)
+
+    def _built(self) -> llguidance.LLTokenizer:
+        if self._tree is None:
+            tokenizer = self._tokenizer()
+            try:
+                size = max(self._vocabulary, len(tokenizer))
+                self._tree = llguidance.hf.from_tokenizer(tokenizer, n_vocab=size)
+            except ValueError as error:
+                raise EngineError(f"no grammars with this tokenizer: {error}", "use a model with a fast one") from error
+            self._ends = np.asarray(self._tree.eos_tokens, np.int64)
+        return self._tree
+
+    # ------------------------------------------------------------ masks
+
+    def ask(self, matchers: Sequence[Matcher]) -> None:
+        """Have the masks of the next tokens computed, in a thread."""
+        if not matchers:
+            return
+        assert self._tree is not None, "there are no matchers before the tree"
+        bits = llguidance.numpy.allocate_token_bitmask(len(matchers), self._tree.vocab_size)
+        ready = self._filler.submit(self._fill, list(matchers), bits)
+        for row, matcher in enumerate(matchers):
+            matcher.due(bits[row], ready)
+
+    def _fill(self, matchers: list[Matcher], bits: Array) -> None:
+        states = [(matcher.state, row) for row, matcher in enumerate(matchers)]
+        llguidance.numpy.fill_next_token_bitmask_par(self._parallel, states, bits)
+        for row, matcher in enumerate(matchers):
+            _set(bits[row], self._ends, allowed=False)
+            _set(bits[row], matcher.stops, allowed=matcher.state.is_accepting())
+
+    def allowed(self, matchers: Sequence[Matcher], like: torch.Tensor) -> torch.Tensor:
+        """One row of flags for each, as wide as `like`, on its device."""
+        bits_RW = torch.from_numpy(np.stack([matcher.wait() for matcher in matchers])).to(like.device)
+        shift_B = torch.arange(_WORD, dtype=torch.int32, device=like.device)
+        allowed_RV: torch.Tensor = ((bits_RW[:, :, None] >> shift_B) & 1).bool().flatten(1)[:, : like.shape[1]]
+        return allowed_RV
+
+
+def _set(bits: Array, tokens: Array, *, allowed: bool) -> None:
+    for token in tokens.tolist():
+        word, flag = bits[token // _WORD : token // _WORD + 1].view(np.uint32), np.uint32(1 << (token % _WORD))
+        word[:] = word | flag if allowed else word & ~flag

@@ -1,0 +1,158 @@
+"""What the answers to a benchmark come to: avg@k, pass@k, majority@k, and how sure one can be of them.
+
+Questions are what was drawn from a population, so every interval is over questions; the samples of one question are
+never taken for independent ones. Samples without a reward count for nothing and are counted apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rillflow.evaluate.records import Record
+
+RIGHT = 1.0 - 1e-9
+LEVEL = 0.95
+RESAMPLES = 2000
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Interval:
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Score:
+    """A mean over questions. `bootstrap` resamples the questions; `normal` is the mean ± z standard errors; `wilson`
+    takes each question for one trial, and so stays honest where all are wrong or all are right."""
+
+    value: float
+    bootstrap: Interval
+    normal: Interval
+    wilson: Interval
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of one benchmark. `average` is avg@k, `passed` pass@j by j, `majority` majority@k where answers can be compared.
+
+    `no_reward` says by cause how many samples have none. `cut` is the share of samples whose last answer was cut by
+    its length.
+    """
+
+    questions: int
+    samples: int
+    rewarded: int
+    no_reward: dict[str, int]
+    average: Score | None
+    passed: dict[int, Score]
+    majority: Score | None
+    mean_tokens: float
+    cut: float
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def score(records: Sequence[Record], *, seed: int) -> Scores:
+    """What these records, one for each sample, come to."""
+    questions: dict[str, list[Record]] = defaultdict(list)
+    for record in sorted(records, key=lambda one: (one.id, one.sample)):
+        questions[record.id].append(record)
+    rated = {name: [one for one in found if one.reward is not None] for name, found in questions.items()}
+    rated = {name: found for name, found in rated.items() if found}
+    count = sum(map(len, rated.values()))
+    voted = [majority(found) for found in rated.values()]
+    votes = [value for value in voted if value is not None]
+    return Scores(
+        questions=len(questions),
+        samples=len(records),
+        rewarded=count,
+        no_reward=dict(Counter(one.cause for one in records if one.reward is None)),
+        average=_scored([_mean([one.reward or 0.0 for one in found]) for found in rated.values()], seed),
+        passed=_passes(list(rated.values()), seed),
+        majority=_scored(votes, seed) if any(one.vote for one in records) else None,
+        mean_tokens=_mean([one.tokens for one in records]),
+        cut=_mean([float(one.cut) for one in records]),
+    )
+
+
+def pass_at(right: int, samples: int, k: int) -> float:
+    """The chance that one of k answers drawn from `samples` without putting back is right: 1 - C(n-c, k) / C(n, k)."""
+    if samples - right < k:
+        return 1.0
+    return 1.0 - math.prod(1.0 - k / n for n in range(samples - right + 1, samples + 1))
+
+
+def majority(records: Sequence[Record]) -> float | None:
+    """The mean reward of the answers that got most votes; of all that did where several got as many. Answers without
+    a key do not vote; where none votes the majority has no answer, which is wrong."""
+    votes = Counter(one.vote for one in records if one.vote is not None)
+    if not votes:
+        return 0.0
+    most = max(votes.values())
+    winners = [one.reward for one in records if one.vote is not None and votes[one.vote] == most]
+    return _mean([value for value in winners if value is not None])
+
+
+def _passes(rated: Sequence[Sequence[Record]], seed: int) -> dict[int, Score]:
+    """For 1, 2, 4, … and the fewest samples that a question has."""
+    least = min(map(len, rated), default=0)
+    sizes = sorted({size for size in (*(1 << bit for bit in range(20)), least) if 0 < size <= least})
+    passes: dict[int, Score] = {}
+    for k in sizes:
+        values = [pass_at(sum((one.reward or 0.0) >= RIGHT for one in found), len(found), k) for found in rated]
+        scored = _scored(values, seed)
+        assert scored is not None
+        passes[k] = scored
+    return passes
+
+
+def _scored(values: Sequence[float], seed: int) -> Score | None:
+    if not values:
+        return None
+    array = np.asarray(values, np.float64)
+    mean = float(array.mean())
+    return Score(mean, bootstrap(array, seed), _normal(array), wilson(mean, len(array)))
+
+
+def bootstrap(values: Floats, seed: int) -> Interval:
+    """The middle 95 % of the means of questions drawn anew, as many and with putting back; the same for a seed."""
+    draws = np.random.RandomState(seed & 0xFFFFFFFF)  # its stream is frozen for good
+    size = len(values)
+    means = [float(values[draws.randint(0, size, size)].mean()) for _ in range(RESAMPLES)]
+    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Interval(float(low), float(high))
+
+
+def _normal(values: Floats) -> Interval:
+    mean, size = float(values.mean()), len(values)
+    error = float(values.std(ddof=1)) / math.sqrt(size) if size > 1 else 0.0
+    return Interval(mean - _z() * error, mean + _z() * error)
+
+
+def wilson(share: float, trials: int) -> Interval:
+    """Of a share of trials that went well. A mean of rewards outside of 0 to 1 is cut to it."""
+    share, z = min(max(share, 0.0), 1.0), _z()
+    whole = 1 + z * z / trials
+    middle = (share + z * z / (2 * trials)) / whole
+    reach = z / whole * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
+    return Interval(max(0.0, middle - reach), min(1.0, middle + reach))
+
+
+def _z() -> float:
+    return NormalDist().inv_cdf((1 + LEVEL) / 2)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,105 @@
+"""How the dialects ask for answers of a shape: JSON of a schema, a pattern, one of several texts, a forced call.
+
+An answer has one shape at most; two that are asked for at once are refused, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from rillflow.gateway import grammars
+from rillflow.gateway.failures import CallRefused
+from rillflow.types import Grammar
+
+
+class Guided(Protocol):
+    """What vLLM's clients send beside OpenAI's fields."""
+
+    guided_json: Any
+    guided_regex: str | None
+    guided_choice: list[str] | None
+    guided_grammar: str | None
+    structured_outputs: dict[str, Any] | None
+
+
+def formatted(param: str, form: Mapping[str, Any] | None, *, nested: str | None = None) -> Grammar | None:
+    """Of a `{"type": …}`; its schema stands in it, or in what it has under `nested`."""
+    kind = "text" if form is None else form.get("type", "text")
+    if form is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return grammars.any_object()
+    if kind != "json_schema":
+        raise CallRefused(f"text, json_object and json_schema are served, not {kind!r}", param=f"{param}.type")
+    where = param if nested is None else f"{param}.{nested}"
+    holder = form if nested is None else form.get(nested)
+    if not isinstance(holder, dict) or "schema" not in holder:
+        raise CallRefused("a json_schema needs its schema", param=f"{where}.schema")
+    return grammars.of_schema(holder["schema"], f"{where}.schema")
+
+
+def guided(request: Guided, form: Mapping[str, Any] | None) -> Grammar | None:
+    """Of `response_format` and of vLLM's own fields."""
+    asked = {
+        "guided_json": request.guided_json,
+        "guided_regex": request.guided_regex,
+        "guided_choice": request.guided_choice,
+        "guided_grammar": request.guided_grammar,
+    }
+    found = {param: _of(param.removeprefix("guided_"), value, param) for param, value in asked.items() if value}
+    for kind, value in (request.structured_outputs or {}).items():
+        if value and kind in _KINDS:
+            param = f"structured_outputs.{kind}"
+            found[param] = _of(kind, value, param)
+    if (grammar := formatted("response_format", form, nested="json_schema")) is not None:
+        found["response_format"] = grammar
+    if len(found) > 1:
+        raise CallRefused(f"an answer has one shape, not several: {', '.join(found)}", param=list(found)[-1])
+    return next(iter(found.values()), None)
+
+
+_KINDS = ("json", "json_object", "regex", "choice", "grammar")
+
+
+def _of(kind: str, value: Any, param: str) -> Grammar:
+    if kind == "json_object":
+        return grammars.any_object()
+    if kind == "json":
+        return grammars.of_schema(_schema(value, param), param)
+    if kind == "choice":
+        if not isinstance(value, list):
+            raise CallRefused("choices are a list of texts", param=param)
+        return grammars.of_choices(value, param)
+    if not isinstance(value, str):
+        raise CallRefused("it must be a text", param=param)
+    return grammars.of_regex(value, param) if kind == "regex" else grammars.of_lark(value, param)
+
+
+def _schema(value: Any, param: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return msgspec.json.decode(value)
+    except msgspec.DecodeError as error:
+        raise CallRefused(f"the schema is not JSON: {error}", param=param) from error
+
+
+def forced(choice: str | Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]] | None) -> tuple[str, ...]:
+    """The names of the tools one of which must be called; empty where none must. `tools` are in the OpenAI shape."""
+    names = tuple(tool["function"].get("name", "") for tool in tools or () if isinstance(tool.get("function"), dict))
+    if choice in (None, "none", "auto"):
+        return ()
+    if choice == "required":
+        if not names:
+            raise CallRefused("a call can only be required where there are tools", param="tool_choice")
+        return names
+    if not isinstance(choice, Mapping) or choice.get("type") != "function":
+        return ()  # of tools that a provider would run itself
+    inner = choice.get("function")
+    name = inner.get("name") if isinstance(inner, Mapping) else choice.get("name")
+    if not isinstance(name, str) or name not in names:
+        raise CallRefused(f"there is no tool {name!r} among the tools", param="tool_choice")
+    return (name,)

@@ -1,0 +1,203 @@
+"""What an answer must look like, as grammars that engines sample under; checked before a token is drawn.
+
+Invariants: what passes here can be kept, so a keyword that nothing enforces is refused rather than promised. JSON is
+written as Python's `json.dumps` writes it, without free whitespace, in which small models lose themselves. An object
+that lists its properties has no others unless the schema says so.
+
+What is not promised: that an answer ends before `max_tokens`, and that there is a sensible one. Bound the strings.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import llguidance
+import msgspec
+
+from rillflow.engine.grammars import compiled
+from rillflow.gateway.failures import CallRefused
+from rillflow.gateway.reading.reasoning import CLOSE as THOUGHT
+from rillflow.gateway.reading.reasoning import OPEN as THINK
+from rillflow.gateway.reading.tools.hermes import CLOSE, OPEN
+from rillflow.gateway.trees.render import Renderer
+from rillflow.types import Grammar
+
+LARGEST = 64 << 10  # bytes of a schema or grammar
+DEEPEST = 32  # objects and lists within each other
+_CHECKED = 512  # grammars of which it is remembered that they are right
+_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_OBJECT = {"type": "object"}
+# Below these keys stand schemas: one, several, or several by name.
+_ONE, _MANY, _NAMED = ("items", "additionalProperties"), ("prefixItems", "anyOf", "oneOf"), ("properties", "$defs")
+
+
+# ---------------------------------------------------------------- what an agent may ask for
+
+
+def of_schema(schema: Any, param: str) -> Grammar:
+    """`param` is where it stands in the request."""
+    if schema is True or schema == {}:
+        schema = _OBJECT
+    if not isinstance(schema, dict):
+        raise CallRefused("a JSON schema is an object", param=param)
+    if _deeper(schema, DEEPEST):
+        raise CallRefused(f"a schema may be {DEEPEST} deep, this one is deeper", param=param)
+    _check_size(msgspec.json.encode(schema), param)
+    closed = schema if _mentions(schema, "allOf") else _closed(schema)
+    text = msgspec.json.encode({**closed, "x-guidance": _SPACING}).decode()
+    return _checked(Grammar(kind="json", text=text), param)
+
+
+def any_object() -> Grammar:
+    return of_schema(_OBJECT, "response_format")
+
+
+def of_regex(regex: str, param: str) -> Grammar:
+    _check_size(regex.encode(), param)
+    return _checked(Grammar(kind="regex", text=regex), param)
+
+
+def of_choices(choices: Sequence[str], param: str) -> Grammar:
+    if not choices or not all(isinstance(choice, str) and choice for choice in choices):
+        raise CallRefused("choices are texts, at least one and none of them empty", param=param)
+    return of_regex("|".join(f"(?:{re.escape(choice)})" for choice in choices), param)
+
+
+def of_lark(text: str, param: str) -> Grammar:
+    """Lark, or the EBNF of llama.cpp, which has `::=`."""
+    _check_size(text.encode(), param)
+    if "::=" in text:
+        try:
+            text = llguidance.gbnf_to_lark(text)
+        except Exception as error:  # a reader in plain Python, which meets texts of all kinds
+            raise CallRefused(f"the grammar cannot be read: {error}", param=param) from error
+    return _checked(Grammar(kind="lark", text=text), param)
+
+
+# ---------------------------------------------------------------- what the model's own way of writing makes of it
+
+
+class Calls(NamedTuple):
+    """Tools in the OpenAI shape, of which one may be called, or (`forced`) must be."""
+
+    tools: Sequence[Mapping[str, Any]]
+    style: str
+    forced: bool
+
+
+def composed(grammar: Grammar | None, calls: Calls | None, inside: bool | None, renderer: Renderer) -> Grammar | None:
+    """The grammar of the whole answer: of a call, or of `grammar`, behind the reasoning of a model that reasons
+    (`inside` says whether the prompt has opened it; None: it does not). A Lark grammar is of the whole answer as it is.
+    """
+    if grammar is not None and (grammar.kind == "lark" or (calls is None and inside is None)):
+        return grammar
+    if grammar is None and calls is None:
+        return None
+    rules: list[str] = []
+    bodies: list[str] = []
+    if calls is not None:
+        rules += _call_rules(calls, renderer)
+        bodies.append("call")
+    if grammar is not None and not (calls is not None and calls.forced):
+        rules.append(f"answer: {_inlined(grammar)}")
+        bodies.append("answer")
+    body = "|".join(bodies)
+    if inside is None:
+        return Grammar(kind="lark", text="\n".join([f"start: {body}", *rules]))
+    thought = "thought" if inside else f"({_text(THINK, renderer)} thought)?"
+    # The layout between reasoning and answer is dropped when it is read.
+    head = [f"start: {thought} /[ \\n]{{0,2}}/ ({body})", f"thought[suffix={_quoted(THOUGHT)}]: /(?s:.*)/"]
+    return Grammar(kind="lark", text="\n".join([*head, *rules]))
+
+
+def _call_rules(calls: Calls, renderer: Renderer) -> list[str]:
+    given = "parameters" if calls.style == "llama3" else "arguments"
+    rules = []
+    for number, tool in enumerate(calls.tools):
+        function = tool.get("function", {})
+        where = f"tools[{number}].function.parameters"
+        arguments = msgspec.json.decode(of_schema(function.get("parameters") or {}, where).text)
+        definitions = {key: arguments.pop(key) for key in ("$defs", "definitions") if key in arguments}
+        schema = {
+            "type": "object",
+            "properties": {"name": {"const": function.get("name", "")}, given: arguments},
+            "required": ["name", given],
+            "additionalProperties": False,
+            "x-guidance": _SPACING,
+        } | definitions
+        rules.append(f"call_{number}: %json {msgspec.json.encode(schema).decode()}")
+    one = "(" + "|".join(f"call_{number}" for number in range(len(rules))) + ")"
+    if calls.style == "hermes":
+        one = f'{_text(OPEN, renderer)} "\\n" {one} "\\n" {_text(CLOSE, renderer)}'
+    return [f"call: {one}", *rules]
+
+
+def _inlined(grammar: Grammar) -> str:
+    if grammar.kind == "json":
+        return f"%json {grammar.text}"
+    return f"/{llguidance.regex_to_lark(grammar.text, '')}/"
+
+
+def _text(marker: str, renderer: Renderer) -> str:
+    """A marker that is a token of its own may be one that no text can become."""
+    ids = renderer.encode(marker)
+    return f"(<[{ids[0]}]>|{_quoted(marker)})" if len(ids) == 1 else _quoted(marker)
+
+
+def _quoted(text: str) -> str:
+    return msgspec.json.encode(text).decode()
+
+
+# ---------------------------------------------------------------- checks
+
+
+@lru_cache(_CHECKED)
+def _wrong(grammar: Grammar) -> str:
+    return llguidance.LLMatcher.validate_grammar(compiled(grammar))
+
+
+def _checked(grammar: Grammar, param: str) -> Grammar:
+    wrong = _wrong(grammar)
+    if wrong and not wrong.startswith("WARNING"):
+        raise CallRefused(f"this cannot be kept: {wrong}", param=param)
+    return grammar
+
+
+def _check_size(data: bytes, param: str) -> None:
+    if len(data) > LARGEST:
+        raise CallRefused(f"at most {LARGEST} bytes are allowed, got {len(data)}", param=param)
+
+
+def _deeper(value: Any, than: int) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    parts = value.values() if isinstance(value, dict) else value
+    return than == 0 or any(_deeper(part, than - 1) for part in parts)
+
+
+def _mentions(value: Any, key: str) -> bool:
+    if isinstance(value, dict):
+        return key in value or any(_mentions(part, key) for part in value.values())
+    return isinstance(value, list) and any(_mentions(part, key) for part in value)
+
+
+def _closed(schema: Any) -> Any:
+    """With no properties but those that are listed, wherever some are and nothing is said of others."""
+    if not isinstance(schema, dict):
+        return schema
+    made = dict(schema)
+    for key in _ONE:
+        if key in made:
+            made[key] = _closed(made[key])
+    for key in _MANY:
+        if isinstance(made.get(key), list):
+            made[key] = [_closed(part) for part in made[key]]
+    for key in (*_NAMED, "definitions"):
+        if isinstance(made.get(key), dict):
+            made[key] = {name: _closed(part) for name, part in made[key].items()}
+    if "properties" in made:
+        made.setdefault("additionalProperties", False)
+    return made
