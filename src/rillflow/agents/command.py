@@ -120,7 +120,7 @@ def words_of(config: CommandConfig) -> list[str]:
         words = shlex.split(config.run)
     except ValueError as error:
         raise ConfigError(f"command {config.run!r:.200}: {error}", "quote it as for a shell") from None
-    if not words or shutil.which(words[0], path=_path(os.environ)) is None:
+    if not words or shutil.which(words[0], path=search_path(os.environ)) is None:
         raise ConfigError(
             f"command: there is no program {words[0] if words else ''!r:.200}",
             "no shell reads the command: give a program in PATH, or an absolute path, and its arguments",
@@ -130,7 +130,7 @@ def words_of(config: CommandConfig) -> list[str]:
     return words
 
 
-def _path(base: Mapping[str, str]) -> str:
+def search_path(base: Mapping[str, str]) -> str:
     """`python` is the one that runs Rillflow, as if its environment were activated."""
     return os.pathsep.join(filter(None, (str(Path(sys.executable).parent), base.get("PATH", os.defpath))))
 
@@ -154,7 +154,7 @@ def environment_of(episode: Episode, place: Path, base: Mapping[str, str]) -> di
     host = urlsplit(episode.base_url).hostname or ""
     unproxied = ",".join(filter(None, (base.get("NO_PROXY", base.get("no_proxy", "")), host)))
     return {name: base[name] for name in PASSED if name in base} | {
-        "PATH": _path(base),
+        "PATH": search_path(base),
         "NO_PROXY": unproxied,
         "no_proxy": unproxied,
         "OPENAI_BASE_URL": episode.base_url,

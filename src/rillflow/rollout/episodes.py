@@ -25,7 +25,7 @@ from rillflow.gateway.sessions.session import Session
 from rillflow.rollout.episode import EpisodeFailed, Give, Reward, RunningEpisode, score
 from rillflow.rollout.late import LateRewards
 from rillflow.rollout.players import NotTaken, OutsidePlayer, Played, Player
-from rillflow.rollout.push import Pusher, check_record
+from rillflow.rollout.push import Ends, check_record
 from rillflow.rollout.rewards import rewards_given
 from rillflow.types import Ack, TaskLease, Wire
 
@@ -59,7 +59,7 @@ class Episodes:
         reward: Reward | None,
         gateway: Gateway,
         client: openai.AsyncOpenAI,
-        pusher: Pusher,
+        pusher: Ends,
         late: LateRewards,
         clock: Clock,
         surroundings: Surroundings | None = None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.clients.units import UnitWriter
@@ -24,6 +24,21 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PUSH_DEADLINE = 120.0
+
+
+class Ends(Protocol):
+    """Hears how episodes end: the run's ledger, or whoever plays them for itself."""
+
+    async def complete(
+        self,
+        lease: TaskLease,
+        record: SessionRecord,
+        rewards: Mapping[str, float],
+        seconds: float,
+        metrics: Mapping[str, float],
+    ) -> Ack: ...
+
+    async def fail(self, lease: TaskLease, failure: EpisodeFailed) -> Ack: ...
 
 
 class Pusher:

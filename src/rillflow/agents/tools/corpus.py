@@ -189,7 +189,7 @@ def _words(texts: list[str], *, ids: bool = True) -> Any:
 
 def _bm25s() -> Any:
     try:
-        import bm25s
+        import bm25s  # type: ignore[import-untyped]
     except ImportError:
         raise ConfigError("the package `bm25s` is not installed", "pip install 'rillflow[search]'") from None
     return bm25s

@@ -33,7 +33,7 @@ class FunctionTool:
     """A Tool made of a function."""
 
     def __init__(self, function: Callable[..., Any], *, name: str | None = None, timeout: float = 10.0) -> None:
-        self.name = name or getattr(function, "__name__", "")
+        self.name: str = name or function.__name__
         self.timeout = timeout
         self.description, notes = _documentation(function)
         self._function = function
@@ -127,8 +127,9 @@ def _model_of(
         if parameter.name not in hints:
             raise ConfigError(f"tool {name}: {parameter.name} has no type", f"write {parameter.name}: str, or another")
         default = ... if parameter.default is parameter.empty else parameter.default
-        about = {"description": notes[parameter.name]} if parameter.name in notes else {}
-        fields[parameter.name] = (hints[parameter.name], Field(default, **about))
+        # What stands in the annotation goes before what stands in the docstring.
+        about = Field(default, description=notes[parameter.name]) if parameter.name in notes else default
+        fields[parameter.name] = (hints[parameter.name], about)
     try:
         made: type[BaseModel] = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
         made.model_json_schema()

@@ -11,15 +11,15 @@ is cut), and one that does not end when its standard input closes outlives a nod
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
-import shlex
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from string import Template
 from typing import Any, NoReturn, TextIO, cast
 
-from rillflow.agents.command import PASSED, Tail, words_of
+from rillflow.agents.command import PASSED, Tail, search_path, words_of
 from rillflow.agents.tools.functions import tidy
 from rillflow.config import CommandConfig, McpConfig
 from rillflow.contracts import Episode, Tool
@@ -41,7 +41,9 @@ CALLS = 64  # of one server at once; others wait, within their deadlines
 _BACKOFF = (0.0, 0.2, 0.5, 1.0, 2.0)  # seconds before each attempt to reach a server that has gone
 _CLOSING = 10.0  # seconds for a server to end; it is killed before
 _MOST_TOOLS = 1000
+_SHARE = 0.8  # of a call's time that it may wait for a server: it is to know whose fault it was
 _ERRORS = 1 << 16  # bytes kept of what a server writes to its standard error
+_SHOWN = 1000  # characters of it that are told where it cannot be reached
 
 
 class McpTool:
@@ -77,18 +79,18 @@ class McpServer:
         self._timeout = timeout
         self._where = config.url or str(config.command)
         self._connection: _Connection | None = None
-        self._connecting = asyncio.Lock()
+        self._connecting: asyncio.Task[_Connection] | None = None
         self._places = asyncio.Semaphore(CALLS)
         self._retired: set[asyncio.Task[None]] = set()
 
     async def open(self) -> Sequence[Tool]:
         """Start it, or reach it; ConfigError where that fails, or where `only` or `fill` name what it does not have."""
         try:
+            connection = await self._connected(OPENING)
             async with asyncio.timeout(OPENING):
-                connection = await self._connected()
                 found = await connection.tools()
         except TimeoutError:
-            raise ConfigError(f"the MCP server {self._where} did not answer within {OPENING:.0f} s", _LOOK) from None
+            raise ConfigError(f"the MCP server {self._where} named no tools within {OPENING:.0f} s", _LOOK) from None
         except EnvironmentLost as error:
             raise ConfigError(error.message, error.hint) from None
         only, fill = self._config.only, self._config.fill
@@ -104,21 +106,25 @@ class McpServer:
         return [McpTool(self, tool, fill, self._timeout) for tool in chosen]
 
     async def call(self, tool: McpTool, arguments: dict[str, Any]) -> str:
+        waiting = self._timeout * _SHARE
         async with self._places:
-            connection = await self._connected()
+            connection = await self._connected(waiting)
             try:
                 return await connection.call(tool.name, arguments)
             except _Lost as lost:
                 if not tool.again:
                     self._gone(lost)
             log.warning("the MCP server %s was lost in a call of %s, which is made again", self._where, tool.name)
-            connection = await self._connected()
+            connection = await self._connected(waiting)
             try:
                 return await connection.call(tool.name, arguments)
             except _Lost as lost:
                 self._gone(lost)
 
     async def close(self) -> None:
+        if self._connecting is not None:
+            self._connecting.cancel()
+            await asyncio.wait({self._connecting})
         connection, self._connection = self._connection, None
         if connection is not None:
             await connection.stop()
@@ -127,29 +133,38 @@ class McpServer:
     def _gone(self, lost: _Lost) -> NoReturn:
         raise EnvironmentLost(f"the MCP server {self._where} was lost in a call: {lost}", _LOOK) from lost
 
-    async def _connected(self) -> _Connection:
-        """The connection that lives, made anew if there is none."""
-        async with self._connecting:
-            if self._connection is not None and not self._connection.lost:
-                return self._connection
-            if self._connection is not None:
-                # Calls of other episodes may still be answered on it.
-                retiring = asyncio.create_task(self._connection.retire(self._timeout))
-                self._retired.add(retiring)
-                retiring.add_done_callback(self._retired.discard)
-                self._connection = None
-            wrong: Exception | None = None
-            for pause in _BACKOFF:
-                await asyncio.sleep(pause)
-                connection = _Connection(self._config)
-                try:
-                    await connection.start()
-                except _Lost as error:
-                    wrong = error
-                else:
-                    self._connection = connection
-                    return connection
-            raise EnvironmentLost(f"the MCP server {self._where} cannot be reached: {wrong}", _LOOK)
+    async def _connected(self, seconds: float) -> _Connection:
+        """The connection that lives, made anew if there is none: once for all who wait for it."""
+        if self._connection is not None and not self._connection.lost:
+            return self._connection
+        if self._connecting is None or self._connecting.done():
+            self._connecting = asyncio.create_task(self._connect())
+        try:
+            async with asyncio.timeout(seconds):
+                return await asyncio.shield(self._connecting)
+        except TimeoutError:
+            raise EnvironmentLost(
+                f"the MCP server {self._where} did not answer within {seconds:.3g} s", _LOOK
+            ) from None
+
+    async def _connect(self) -> _Connection:
+        old, self._connection = self._connection, None
+        if old is not None:  # calls of other episodes may still be answered on it
+            retiring = asyncio.create_task(old.retire(self._timeout))
+            self._retired.add(retiring)
+            retiring.add_done_callback(self._retired.discard)
+        wrong: Exception | None = None
+        for pause in _BACKOFF:
+            await asyncio.sleep(pause)
+            connection = _Connection(self._config)
+            try:
+                await connection.start()
+            except _Lost as error:
+                wrong = error
+            else:
+                self._connection = connection
+                return connection
+        raise EnvironmentLost(f"the MCP server {self._where} cannot be reached: {wrong}", _LOOK)
 
 
 _LOOK = "start it by hand and look at what it says"
@@ -166,6 +181,9 @@ class _Connection:
         self.lost = False
         self._config = config
         self._calls = 0
+        self._errors: Tail | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._stop = asyncio.Event()
         self._ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[None] | None = None
@@ -173,16 +191,21 @@ class _Connection:
     async def start(self) -> None:
         self._task = asyncio.create_task(self._live())
         try:
-            await asyncio.wait({self._ready, self._task}, return_when=asyncio.FIRST_COMPLETED)
+            first: set[asyncio.Future[Any]] = {self._ready, self._task}
+            await asyncio.wait(first, timeout=OPENING, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             await self.stop()
             raise
+        if not self._ready.done() and not self._task.done():
+            await self.stop()
+            raise _Lost(f"no answer within {OPENING:.0f} s")
         if not self._ready.done():
             self.lost = True
             error = self._task.exception()
             if isinstance(error, ConfigError):
                 raise error
-            raise _Lost(_plain(error))
+            wrote = self._errors.text()[-_SHOWN:].strip() if self._errors is not None else ""
+            raise _Lost(f"{_plain(error)}{'; it wrote: ' if wrote else ''}{wrote}")
 
     async def stop(self) -> None:
         """End the session, and the server if it is ours."""
@@ -200,9 +223,10 @@ class _Connection:
             self._task.exception()  # whatever it raised on its way out is not news
 
     async def retire(self, seconds: float) -> None:
-        end = asyncio.get_running_loop().time() + seconds
-        while self._calls and asyncio.get_running_loop().time() < end:
-            await asyncio.sleep(0.05)
+        """End the session once its calls are answered, or so much later."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
         await self.stop()
 
     async def tools(self) -> list[wire.Tool]:
@@ -221,6 +245,7 @@ class _Connection:
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
         self._calls += 1
+        self._idle.clear()
         try:
             result = await self._ready.result().call_tool(name, arguments)
         except MCPError as error:
@@ -233,6 +258,8 @@ class _Connection:
             raise _Lost(str(error)) from error
         finally:
             self._calls -= 1
+            if not self._calls:
+                self._idle.set()
         text = _text(result)
         if result.is_error:
             raise ToolError(text.removeprefix("error: "))
@@ -252,11 +279,10 @@ class _Connection:
             return streamable_http_client(self._config.url, http_client=client)
         program, *arguments = words_of(CommandConfig(run=str(self._config.command)))
         passed = {name: os.environ[name] for name in PASSED if name in os.environ}
-        environment = passed | filled(self._config.environment, "environment")
+        environment = passed | {"PATH": search_path(os.environ)} | filled(self._config.environment, "environment")
         server = StdioServerParameters(command=program, args=arguments, env=environment)
-        errors = await stack.enter_async_context(Tail.open(_ERRORS))
-        stack.callback(lambda: log.info("%s wrote: %s", self._config.command, errors.text()[-2000:]))
-        return stdio_client(server, errlog=cast("TextIO", errors.write))
+        self._errors = await stack.enter_async_context(Tail.open(_ERRORS))
+        return stdio_client(server, errlog=cast("TextIO", self._errors.write))
 
 
 # What a server that was started again, or a proxy before it, answers to the requests of an old session.
@@ -283,8 +309,6 @@ def _text(result: wire.CallToolResult) -> str:
     """What a model can read of it: texts; of everything else, that it is there."""
     parts = [block.text if isinstance(block, wire.TextContent) else f"[{block.type}]" for block in result.content]
     if not parts and result.structured_content is not None:
-        import json
-
         return json.dumps(result.structured_content)
     return "\n".join(parts)
 

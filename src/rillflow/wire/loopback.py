@@ -1,0 +1,72 @@
+"""Apps of other packages, served on loopback: every call needs the token, and the port is known once it is open."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from rillflow.errors import RunError
+from rillflow.wire.protocol import BoundedHttp
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+_STARTING = 10.0  # seconds for the port to open
+
+
+@asynccontextmanager
+async def served(app: ASGIApp, token: str, port: int, *, what: str) -> AsyncIterator[tuple[str, asyncio.Task[None]]]:
+    """The URL of `app` and the task that serves it, until the block is left. `what` names it in errors."""
+    config = uvicorn.Config(
+        Guarded(app, token), host="127.0.0.1", port=port, http=BoundedHttp, ws="none", log_config=None,
+        access_log=False, lifespan="on", timeout_graceful_shutdown=1,
+    )  # fmt: skip
+    server = uvicorn.Server(config)
+    # Signals belong to the process's owner, not to uvicorn.
+    server.capture_signals = nullcontext  # type: ignore[assignment, method-assign]
+    serving = asyncio.create_task(_listen(server, port, what))
+    try:
+        deadline = asyncio.get_running_loop().time() + _STARTING
+        while not server.started and not serving.done():
+            if asyncio.get_running_loop().time() > deadline:
+                raise RunError(f"{what} did not start within {_STARTING:.0f} s", "see its log")
+            await asyncio.sleep(0.02)
+        if serving.done():
+            serving.result()
+            raise RunError(f"{what} ended before it could be used", "see its log")
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", serving
+    finally:
+        server.should_exit = True
+        await asyncio.gather(serving, return_exceptions=True)
+
+
+async def _listen(server: uvicorn.Server, port: int, what: str) -> None:
+    try:
+        await server.serve()
+    except SystemExit:  # so uvicorn says that it could not listen
+        raise RunError(f"{what} cannot listen on port {port}", "choose another one, or 0 for any") from None
+
+
+class Guarded:
+    """Lets calls with the token pass."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app = app
+        self._expected = f"Bearer {token}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not self._allowed(scope):
+            headers = [(b"content-type", b"text/plain"), (b"www-authenticate", b"Bearer")]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": b"give the token: Authorization: Bearer ...\n"})
+            return
+        await self._app(scope, receive, send)
+
+    def _allowed(self, scope: Scope) -> bool:
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        return len(given) == 1 and hmac.compare_digest(given[0], self._expected)
