@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -29,3 +30,17 @@ def test_a_run_on_engine_processes_outlives_the_death_of_one(cli: Cli) -> None:
     assert summary["steps"] == 6
     assert json.loads((run.folder / "state.json").read_text())["state"] == "finished"
     assert json.loads(cli.run("audit", str(run.folder), "--json").output())["balanced"]
+
+
+@pytest.mark.slow
+def test_an_engine_joins_by_url_and_ends_with_the_run(tmp_path: Path, cli: Cli) -> None:
+    run = cli.start("run", "quickstart", *SHORT, "rollout.engines=1", "runtime.weights_server=true", "trainer.steps=12")
+    wait_until(lambda: any(run.runs.iterdir()) and (run.folder / "endpoints" / "weights.json").is_file(), "a run", 120)
+    token = tmp_path / "token"
+    token.write_text(json.loads((run.folder / "run.json").read_text())["token"])
+    url = json.loads((run.folder / "endpoints" / "dataflow.json").read_text())["url"]
+    engine = cli.start("engine", "--join", url, "--token-file", str(token), "--name", "far")
+    assert run.wait(300) == 0, run.output()[-3000:]
+    assert engine.wait(60) == 0, engine.output()[-3000:]
+    assert "engine far is there" in (run.folder / "logs" / "rollout-0.log").read_text()
+    assert "the run has ended" in engine.output()

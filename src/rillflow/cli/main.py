@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rillflow.cli import experiments, parts, pool, rewards
+from rillflow.cli import evaluate, experiments, parts, pool, rewards, tools
 from rillflow.cli.app import app
 
-__all__ = ["app", "experiments", "parts", "pool", "rewards"]
+__all__ = ["app", "evaluate", "experiments", "parts", "pool", "rewards", "tools"]

@@ -61,6 +61,8 @@ def show_recipe(recipe: BaseModel) -> None:
 
 def check(recipe: Recipe) -> None:
     """Fail before anything is started where a look can tell that the run cannot work."""
+    from rillflow.agents.tools.toolbox import check_tools
+    from rillflow.cli.leakage import warning_of
     from rillflow.dataflow.hooks import Hooks
     from rillflow.dataflow.sources import open_heldout, open_sources
     from rillflow.resources.placement import plan
@@ -69,6 +71,7 @@ def check(recipe: Recipe) -> None:
     from rillflow.weights.models import model_folder
 
     check_players(recipe)
+    check_tools(recipe.tools)
     plan(recipe, initial_workers(recipe))
     for policy in recipe.policies.values():
         kl, critic = policy.trainer.kl, policy.trainer.critic
@@ -77,8 +80,10 @@ def check(recipe: Recipe) -> None:
                 model_folder(model)
         chain_of(policy.trainer, recipe.mode)
     Hooks.of(recipe.dataflow)
-    open_sources(recipe.data.prompts, seed=recipe.seed, shuffle=False)
-    open_heldout(recipe.data.heldout, seed=recipe.seed)
+    prompts = open_sources(recipe.data.prompts, seed=recipe.seed, shuffle=False)
+    warning = warning_of(prompts, open_heldout(recipe.data.heldout, seed=recipe.seed))
+    if warning is not None:
+        console.print(f"[yellow]warning:[/] {warning}", highlight=False, soft_wrap=True)
 
 
 def has_finished(folder: RunFolder) -> bool:

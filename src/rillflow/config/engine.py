@@ -22,6 +22,10 @@ class ServerConfig(Section):
     environment: dict[str, str] = Field(default_factory=dict, description="variables added to its environment")
     tensor_parallel: Positive = Field(1, description="GPUs that one copy of the weights is spread over")
     memory: float = Field(0.4, gt=0, le=1, description="share of a GPU's memory that it may take")
+    seeded: bool = Field(
+        False,
+        description="vLLM: draw by the requests' seeds, so that the same ones give the same answers; slower",
+    )
     start_timeout: Seconds = Field(600.0, description="it must answer so long after it was started")
 
 
@@ -45,4 +49,6 @@ class EngineConfig(Section):
     def _fits(self) -> EngineConfig:
         if self.kind == "embedded" and self.server != ServerConfig():
             raise ValueError("engine.server is for engine.kind vllm or sglang")
+        if self.kind == "sglang" and self.server.seeded:
+            raise ValueError("engine.server.seeded is for engine.kind vllm")
         return self

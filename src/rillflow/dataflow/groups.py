@@ -7,6 +7,7 @@ the luckiest.
 
 from __future__ import annotations
 
+import math
 import sqlite3
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -44,8 +45,15 @@ class CompleteGroup:
 
     @property
     def flat(self) -> bool:
-        several = [rewards for rewards in (self.alike or [self.rewards]) if len(rewards) > 1]
+        several = self._several()
         return bool(several) and all(min(rewards) == max(rewards) for rewards in several)
+
+    @property
+    def deviation(self) -> float:
+        return max((spread(rewards)[1] for rewards in self._several()), default=math.inf)
+
+    def _several(self) -> list[Sequence[float]]:
+        return [rewards for rewards in (self.alike or [self.rewards]) if len(rewards) > 1]
 
 
 class Groups(Part):

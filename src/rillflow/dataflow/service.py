@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
+import msgspec
+
 from rillflow.contracts import Clock, SystemClock
 from rillflow.dataflow import report
 from rillflow.dataflow.balance import Balance
@@ -299,7 +301,7 @@ class DataflowService(Service):
     # ------------------------------------------------------------ engine processes
 
     async def _engine_beat(self, info: EngineInfo) -> Engines:
-        return self._engines.hear(info)
+        return msgspec.structs.replace(self._engines.hear(info), ended=self._ledger.phase == "ended")
 
     async def _all_engines(self) -> Engines:
         return self._engines.engines()

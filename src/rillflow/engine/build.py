@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from rillflow.config import PolicyConfig
 from rillflow.contracts import Engine
 from rillflow.engine.embedded import EmbeddedEngine
 from rillflow.errors import ConfigError
-from rillflow.weights.models import load_policy_model, pick_device
+from rillflow.weights.models import load_policy_model, load_tokenizer, pick_device
 
 
 def build_engine(policy: PolicyConfig, *, exact: bool, logs: Path | None = None) -> Engine:
@@ -24,6 +25,7 @@ def build_engine(policy: PolicyConfig, *, exact: bool, logs: Path | None = None)
         queue=policy.engine.queue,
         exact=exact,
         on_update=policy.engine.on_update,
+        tokenizer=partial(load_tokenizer, policy.model),
     )
 
 

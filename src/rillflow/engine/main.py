@@ -37,8 +37,9 @@ async def run_engine(
     host: str = "127.0.0.1",
     patience: float = math.inf,
 ) -> None:
-    """Serve until cancelled; `on_ready` gets the URL. Nobody hears of it before it has the newest weights. It gives up
-    when the run's service has not answered for `patience` seconds."""
+    """Serve until cancelled; `on_ready` gets the URL. Nobody hears of it before it has the newest weights. One that
+    nobody supervises, with a `patience`, ends with the run, or when its service has not answered for so many seconds.
+    """
     exact = recipe.runtime.deterministic
     logs = weights.parent / "logs"
     engines = {policy: build_engine(settings, exact=exact, logs=logs) for policy, settings in recipe.policies.items()}
@@ -71,9 +72,13 @@ async def run_engine(
         gc.freeze()
         on_ready(await service.start(host))
         async with asyncio.TaskGroup() as group:
-            group.create_task(_beat(served, dataflow, news, patience), name="engine-beat")
-            for refresher in refreshers:
+            following = [
                 group.create_task(refresher.run(recipe.rollout.refresh_every), name="refresh")
+                for refresher in refreshers
+            ]
+            await _beat(served, dataflow, news, patience)
+            for task in following:
+                task.cancel()
     finally:
         await service.stop()
         await served.close()
@@ -83,14 +88,18 @@ async def run_engine(
 
 
 async def _beat(host: EngineHost, dataflow: DataflowClient, news: asyncio.Event, patience: float) -> None:
-    """Say what this engine serves, now and then, and at once when that has changed: nodes wait for it."""
+    """Say what this engine serves, now and then, and at once when that has changed: nodes wait for it. Returns when the
+    run has ended and nobody else would end this process."""
     silent, clock = False, asyncio.get_running_loop().time
     heard = clock()
     while True:
         news.clear()
         try:
-            await dataflow.engine_beat(host.known, BEAT_DEADLINE)
+            reply = await dataflow.engine_beat(host.known, BEAT_DEADLINE)
             silent, heard = False, clock()
+            if reply.ended and patience < math.inf:
+                log.info("the run has ended")
+                return
         except RillflowError as error:
             if not silent:
                 log.warning("the dataflow service did not hear this engine: %s", error)

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from itertools import takewhile
 
-from rillflow.errors import EngineError, EngineLost
+from rillflow.errors import BadRequest, EngineError, EngineLost
 from rillflow.types import Chunk
 
 
@@ -46,7 +46,7 @@ class Stream:
             return chunk
         self._done = True
         # Each caller gets an error of its own: a shared one would collect all their tracebacks.
-        if isinstance(self._error, EngineError):
+        if isinstance(self._error, EngineError | BadRequest):
             raise type(self._error)(self._error.message, self._error.hint) from self._error
         raise EngineLost(f"a step of the engine failed: {self._error!r}", "see its cause") from self._error
 

@@ -72,8 +72,7 @@ def score(records: Sequence[Record], *, seed: int) -> Scores:
     rated = {name: [one for one in found if one.reward is not None] for name, found in questions.items()}
     rated = {name: found for name, found in rated.items() if found}
     count = sum(map(len, rated.values()))
-    voted = [majority(found) for found in rated.values()]
-    votes = [value for value in voted if value is not None]
+    votes = [majority(found) for found in rated.values()]
     return Scores(
         questions=len(questions),
         samples=len(records),
@@ -94,7 +93,7 @@ def pass_at(right: int, samples: int, k: int) -> float:
     return 1.0 - math.prod(1.0 - k / n for n in range(samples - right + 1, samples + 1))
 
 
-def majority(records: Sequence[Record]) -> float | None:
+def majority(records: Sequence[Record]) -> float:
     """The mean reward of the answers that got most votes; of all that did where several got as many. Answers without
     a key do not vote; where none votes the majority has no answer, which is wrong."""
     votes = Counter(one.vote for one in records if one.vote is not None)

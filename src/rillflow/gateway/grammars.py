@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import llguidance
 import msgspec
+from llguidance.gbnf_to_lark import any_to_lark
 
 from rillflow.engine.grammars import compiled
 from rillflow.gateway.failures import CallRefused
@@ -67,13 +68,12 @@ def of_choices(choices: Sequence[str], param: str) -> Grammar:
 
 
 def of_lark(text: str, param: str) -> Grammar:
-    """Lark, or the EBNF of llama.cpp, which has `::=`."""
+    """Lark, or the EBNF of llama.cpp."""
     _check_size(text.encode(), param)
-    if "::=" in text:
-        try:
-            text = llguidance.gbnf_to_lark(text)
-        except Exception as error:  # a reader in plain Python, which meets texts of all kinds
-            raise CallRefused(f"the grammar cannot be read: {error}", param=param) from error
+    try:
+        text = any_to_lark(text)
+    except Exception as error:  # a reader in plain Python, which meets texts of all kinds
+        raise CallRefused(f"the grammar cannot be read: {error}", param=param) from error
     return _checked(Grammar(kind="lark", text=text), param)
 
 

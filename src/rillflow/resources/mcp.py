@@ -8,21 +8,17 @@ It does not protect from other users of the machine who can read the token's fil
 from __future__ import annotations
 
 import asyncio
-import hmac
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import uvicorn
 
-from rillflow.errors import ConfigError, RillflowError, RunError
+from rillflow.errors import ConfigError, RillflowError
 from rillflow.resources.maintainer.loop import Maintainer, Outcome
-from rillflow.wire.protocol import BoundedHttp
+from rillflow.wire.loopback import served
 
 if TYPE_CHECKING:
     from mcp.server import MCPServer
-    from starlette.types import ASGIApp, Receive, Scope, Send
 
 INSTRUCTIONS = """You maintain the pool of rollout nodes of a reinforcement learning run.
 Call balance_report every minute or so. When its `latest.version` is one that you have not seen, look at `advice`: its
@@ -30,7 +26,6 @@ Call balance_report every minute or so. When its `latest.version` is one that yo
 has one GPU unless list_nodes says otherwise), or retire_node to choose who goes: gone nodes first, then suspect ones,
 then the one with the lowest `rate`. Act at most once on each report, and not at all when it says hold. A refusal tells
 why: wait for the next report, do not try again before. Nodes that die are replaced without you."""
-_STARTING = 10.0  # seconds for the port to open
 _MOST_LINES = 500
 
 
@@ -121,34 +116,10 @@ async def serve_stdio(maintainer: Maintainer) -> None:
 
 async def serve_http(maintainer: Maintainer, token: str, port: int, on_ready: Callable[[str], None]) -> None:
     """On loopback, until the run and its nodes have ended. `on_ready` gets the URL."""
-    app = _Guarded(build_server(maintainer).streamable_http_app(stateless_http=True, json_response=True), token)
-    config = uvicorn.Config(
-        app, host="127.0.0.1", port=port, http=BoundedHttp, ws="none", log_config=None, access_log=False,
-        lifespan="on", timeout_graceful_shutdown=1,
-    )  # fmt: skip
-    server = uvicorn.Server(config)
-    # Signals belong to the process's owner, not to uvicorn.
-    server.capture_signals = nullcontext  # type: ignore[assignment, method-assign]
-    serving = asyncio.create_task(_listen(server, port))
-    try:
-        deadline = asyncio.get_running_loop().time() + _STARTING
-        while not server.started and not serving.done():
-            if asyncio.get_running_loop().time() > deadline:
-                raise RunError(f"the MCP server did not start within {_STARTING:.0f} s", "see its log")
-            await asyncio.sleep(0.02)
-        if server.started:
-            on_ready(f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/mcp")
+    app = build_server(maintainer).streamable_http_app(stateless_http=True, json_response=True)
+    async with served(app, token, port, what="the MCP server") as (url, serving):
+        on_ready(f"{url}/mcp")
         await _with_upkeep(maintainer, serving)
-    finally:
-        server.should_exit = True
-        await asyncio.gather(serving, return_exceptions=True)
-
-
-async def _listen(server: uvicorn.Server, port: int) -> None:
-    try:
-        await server.serve()
-    except SystemExit:  # so uvicorn says that it could not listen
-        raise RunError(f"the MCP server cannot listen on port {port}", "choose another one, or 0 for any") from None
 
 
 async def _with_upkeep(maintainer: Maintainer, serving: asyncio.Task[None]) -> None:
@@ -161,23 +132,3 @@ async def _with_upkeep(maintainer: Maintainer, serving: asyncio.Task[None]) -> N
     finally:
         upkeep.cancel()
         await asyncio.gather(upkeep, return_exceptions=True)
-
-
-class _Guarded:
-    """Lets calls with the token pass."""
-
-    def __init__(self, app: ASGIApp, token: str) -> None:
-        self._app = app
-        self._expected = f"Bearer {token}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not self._allowed(scope):
-            headers = [(b"content-type", b"text/plain"), (b"www-authenticate", b"Bearer")]
-            await send({"type": "http.response.start", "status": 401, "headers": headers})
-            await send({"type": "http.response.body", "body": b"give the token: Authorization: Bearer ...\n"})
-            return
-        await self._app(scope, receive, send)
-
-    def _allowed(self, scope: Scope) -> bool:
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        return len(given) == 1 and hmac.compare_digest(given[0], self._expected)

@@ -104,6 +104,8 @@ class EngineInfo(Wire, frozen=True):
 
 
 class Engines(Wire, frozen=True):
-    """The engine processes of a run that were heard of lately."""
+    """The engine processes of a run that were heard of lately; in an answer to one of them, `ended` tells that the run
+    needs none of them any more."""
 
     engines: list[EngineInfo]
+    ended: bool = False

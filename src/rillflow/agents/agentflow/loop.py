@@ -8,10 +8,13 @@ evaluation.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 from rillflow.agents.agentflow.actions import ANSWER, THINK
 from rillflow.agents.agentflow.executor import Executor, tools_of
 from rillflow.agents.agentflow.options import FlowOptions, read_options
-from rillflow.agents.agentflow.planner import ROLE, Planner
+from rillflow.agents.agentflow.planner import Planner
 from rillflow.agents.agentflow.prm_text import prm_row
 from rillflow.agents.agentflow.verifier import verifier_of
 from rillflow.agents.memory.episodes import EpisodeMemory, store_of
@@ -25,9 +28,10 @@ async def play(episode: Episode) -> str | None:
     """The final answer, for the recipe's reward."""
     options = read_options(episode.options)
     tools = tools_of(episode, options.actions)
-    sequences = Sequences(episode)
-    planner = Planner(episode.role(ROLE), sequences, options, [THINK, *tools, ANSWER])
-    executor, verifier = Executor(episode, tools), verifier_of(episode, sequences, options)
+    settings: dict[str, Any] = {}
+    sequences = Sequences(episode, settings)
+    planner = Planner(sequences, settings, options, [THINK, *tools, ANSWER])
+    executor, verifier = Executor(episode, tools), verifier_of(sequences, settings, options)
     memory, question = memory_of(episode, options), str(episode.payload["question"])
     await memory.begin(question)
     answer = fallback = None
@@ -64,10 +68,12 @@ async def _reward_steps(
     if options.process_reward is None or episode.evaluating or not planner.steps:
         return
     decisions = [step.decision for step in planner.steps if step.decision is not None]
-    scores = iter(())
+    scores: Iterator[float] = iter(())
     if decisions:
         model = ProcessReward.shared(options.process_reward)
-        (found,) = await model.score([prm_row(question, decisions)], min(options.reward_seconds, episode.seconds_left()))
+        (found,) = await model.score(
+            [prm_row(question, decisions)], min(options.reward_seconds, episode.seconds_left())
+        )
         scores = iter(found)
     for step in planner.steps:
-        sequences.reward(step.sequence, 0.0 if step.decision is None else next(scores))
+        sequences.reward(step.spoken, 0.0 if step.decision is None else next(scores))

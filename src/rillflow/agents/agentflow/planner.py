@@ -6,14 +6,14 @@ given up, and the loop goes on without it. Every answer that was sampled is in `
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Ordered
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rillflow.agents.agentflow.actions import ANSWER, Decision, parse, schema
 from rillflow.agents.agentflow.options import FlowOptions
 from rillflow.agents.agentflow.prompts import asked
-from rillflow.agents.workflows.sequences import Sequence, Sequences
-from rillflow.contracts import Role
+from rillflow.agents.workflows.sequences import Sequences, Spoken
 
 ROLE = "planner"
 _TRIES = 2
@@ -23,16 +23,21 @@ _TRIES = 2
 class Step:
     """One answer of the planner; `decision` is None where it was malformed."""
 
-    sequence: Sequence
+    spoken: Spoken
     decision: Decision | None
 
 
 class Planner:
-    """`actions` are those it may take. Each answer is a sequence of its own: the prompt is made anew every time."""
+    """`actions` are those it may take. Each answer is a sequence of its own: the prompt is made anew every time.
 
-    def __init__(self, role: Role, sequences: Sequences, options: FlowOptions, actions: Ordered[str]) -> None:
-        self._role = role
+    `settings` are those that `sequences` looks up at every call.
+    """
+
+    def __init__(
+        self, sequences: Sequences, settings: dict[str, Any], options: FlowOptions, actions: Sequence[str]
+    ) -> None:
         self._sequences = sequences
+        self._settings = settings
         self._options = options
         self._actions = actions
         self.steps: list[Step] = []
@@ -40,23 +45,14 @@ class Planner:
     async def decide(self, question: str, memory: str, *, final: bool = False) -> Decision | None:
         """The next decision; only an answer where it is to be the `final` one. None: degraded, do without."""
         actions = [ANSWER] if final else self._actions
-        prompt = asked(
-            self._options.prompts,
-            "final" if final else "planner",
-            question=question,
-            memory=memory,
-            actions=", ".join(actions),
-        )
-        shape = schema(actions, self._options.longest) if self._options.structured else None
+        part, named = "final" if final else "planner", ", ".join(actions)
+        prompt = asked(self._options.prompts, part, question=question, memory=memory, actions=named)
+        shape = {"schema": schema(actions, self._options.longest)} if self._options.structured else {}
+        self._settings[ROLE] = {"max_tokens": self._options.max_tokens} | shape
         for _ in range(_TRIES):
-            sequence = await self._sequences.ask(
-                self._role,
-                [{"role": "user", "content": prompt}],
-                schema=shape,
-                max_tokens=self._options.max_tokens,
-            )
-            decision = None if sequence.said.cut else parse(sequence.said.text, actions)
-            self.steps.append(Step(sequence, decision))
+            spoken = await self._sequences.ask(ROLE, prompt)
+            decision = None if spoken.said.cut else parse(spoken.text, actions)
+            self.steps.append(Step(spoken, decision))
             if decision is not None:
                 return decision
         return None

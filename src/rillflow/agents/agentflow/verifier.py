@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rillflow.agents.agentflow.options import Endpoint, FlowOptions
 from rillflow.agents.agentflow.prompts import asked
 from rillflow.agents.workflows.sequences import Sequences
-from rillflow.contracts import Episode, Role
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -46,20 +45,14 @@ class NoVerifier:
 class PolicyVerifier:
     """A role of the workflow. Its calls are the session's: the recipe's `untrained` keeps them out of training."""
 
-    def __init__(self, role: Role, sequences: Sequences, options: FlowOptions) -> None:
-        self._role = role
+    def __init__(self, sequences: Sequences, settings: dict[str, Any], options: FlowOptions) -> None:
         self._sequences = sequences
         self._options = options
+        settings[ROLE] = {"max_tokens": _MAX_TOKENS} | ({"schema": SCHEMA} if options.structured else {})
 
     async def sufficient(self, question: str, memory: str) -> bool:
         prompt = asked(self._options.prompts, "verifier", question=question, memory=memory)
-        sequence = await self._sequences.ask(
-            self._role,
-            [{"role": "user", "content": prompt}],
-            schema=SCHEMA if self._options.structured else None,
-            max_tokens=_MAX_TOKENS,
-        )
-        return says_sufficient(sequence.said.text)
+        return says_sufficient((await self._sequences.ask(ROLE, prompt)).text)
 
 
 class EndpointVerifier:
@@ -86,11 +79,12 @@ class EndpointVerifier:
         return says_sufficient(response.choices[0].message.content or "")
 
 
-def verifier_of(episode: Episode, sequences: Sequences, options: FlowOptions) -> Verifier:
+def verifier_of(sequences: Sequences, settings: dict[str, Any], options: FlowOptions) -> Verifier:
+    """The one that the recipe names; one that a policy plays puts what it needs into `settings`."""
     if options.verifier == "none":
         return NoVerifier()
     if options.verifier == "role":
-        return PolicyVerifier(episode.role(ROLE), sequences, options)
+        return PolicyVerifier(sequences, settings, options)
     return EndpointVerifier(options.verifier, options)
 
 

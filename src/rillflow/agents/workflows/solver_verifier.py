@@ -44,6 +44,8 @@ async def play(episode: Episode) -> dict[str, float]:
     judged = float(said is not None and (said == "approve") == is_right(worth))
     calls.reward(first, worth)
     calls.reward(verdict, judged)
+    episode.metric("first", worth)
+    episode.metric("retried", said == "reject")
     if said == "reject":
         second = await calls.ask("solver", fill("retry", question=question, verdict=verdict.text))
         worth = await check(second.text)

@@ -27,7 +27,7 @@ _RIGHT = 0.5  # an answer whose check says more than this is right
 
 Check = Callable[[str], Awaitable[float]]
 Fill = Callable[..., str]
-O = TypeVar("O", bound="Options")
+OptionsT = TypeVar("OptionsT", bound="Options")
 
 
 class Options(Section):
@@ -40,7 +40,7 @@ class Options(Section):
     )
 
 
-def options_of(episode: Episode, kind: type[O]) -> O:
+def options_of(episode: Episode, kind: type[OptionsT]) -> OptionsT:
     """ConfigError, with the nearest valid name, for what the workflow does not know."""
     return validated(dict(episode.options), kind)
 

@@ -25,7 +25,7 @@ from rillflow.engine.embedded.exact import Reading
 from rillflow.engine.embedded.forward import make_forward
 from rillflow.engine.embedded.grammars import Grammars, Matcher
 from rillflow.engine.embedded.model import WeightSlots, Write
-from rillflow.engine.embedded.sampling import Allowed, Array, draw
+from rillflow.engine.embedded.sampling import Array, draw
 from rillflow.engine.embedded.slots import MIN_SHARED, Match, Slots
 from rillflow.errors import EngineError, WeightsError
 from rillflow.types import Chunk, EngineStats, FinishReason, GenerateRequest
@@ -81,7 +81,7 @@ class Core:
         *,
         exact: bool,
         keep: bool,
-        grammars: Grammars | None = None,
+        grammars: Grammars,
     ) -> None:
         self.version = version
         self.outbox = Outbox()
@@ -303,9 +303,9 @@ class Core:
         slots.occupy(slot, tokens, ticket.request.sampling, ticket.seed, cached)
         ticket.slot = slot
         self._seated[slot] = ticket
-        slots.constrained[slot] = ticket.matcher is not None
         if ticket.matcher is not None:
-            self._ask_masks([ticket.matcher])
+            slots.constrained[slot] = True
+            self._grammars.ask([ticket.matcher])
         self._counts.reused += cached
         if slot != best.slot:
             self._follow(slot, best)
@@ -428,50 +428,22 @@ class Core:
 
     def _draw(self, rows: Array, logits: torch.Tensor) -> None:
         slots = self._slots
-        drawn = draw(logits, slots.settings(rows), self._allowed(rows, logits))
+        matched = self._matched(rows)
+        drawn = draw(logits, slots.settings(rows), self._grammars.allowed(matched, logits) if matched else None)
         if not np.isfinite(drawn.raw_logprobs).all():
             raise EngineError(f"the logits of version {self.version} are not finite", "load weights that are finite")
         stopped = slots.append(rows, drawn.tokens, drawn.logprobs, drawn.raw_logprobs)
         self._counts.generated += len(rows)
         ended = stopped | (slots.length[rows] >= slots.limit[rows])
-        if slots.constrained[rows].any():
-            self._match(rows, drawn.tokens, stopped, ended)
+        if matched:
+            self._grammars.advance(matched, drawn.tokens, stopped, ended)
         for index in np.flatnonzero(ended):
             self._finish(int(rows[index]), "stop" if stopped[index] else "length")
 
-    # ------------------------------------------------------------ grammars
-
-    def _matchers(self, rows: Array) -> list[tuple[int, Matcher]]:
-        """Of the rows that have a grammar, by their place among `rows`."""
-        found = []
-        for place in np.flatnonzero(self._slots.constrained[rows]).tolist():
-            ticket = self._seated[rows[place]]
-            assert ticket is not None
-            assert ticket.matcher is not None
-            found.append((place, ticket.matcher))
-        return found
-
-    def _allowed(self, rows: Array, logits: torch.Tensor) -> Allowed | None:
-        if not self._slots.constrained[rows].any():
-            return None
-        assert self._grammars is not None
-        found = self._matchers(rows)
-        flags_AV = self._grammars.allowed([matcher for _, matcher in found], logits)
-        return Allowed(np.asarray([place for place, _ in found]), flags_AV)
-
-    def _match(self, rows: Array, tokens: Array, stopped: Array, ended: Array) -> None:
-        """Tell the grammars what was drawn, and have the next masks computed while the loop and the next forward run.
-        Where nothing can follow, an answer ends: fulfilled, or cut."""
-        more = []
-        for place, matcher in self._matchers(rows):
-            if ended[place]:
-                continue
-            if matcher.take(int(tokens[place])):
-                more.append(matcher)
-            else:
-                ended[place], stopped[place] = True, matcher.fulfilled
-        self._ask_masks(more)
-
-    def _ask_masks(self, matchers: list[Matcher]) -> None:
-        assert self._grammars is not None
-        self._grammars.ask(matchers)
+    def _matched(self, rows: Array) -> list[tuple[int, Matcher]]:
+        """The places among `rows` that are under a grammar."""
+        places = np.flatnonzero(self._slots.constrained[rows])
+        tickets = [(int(place), self._seated[rows[place]]) for place in places]
+        return [
+            (place, ticket.matcher) for place, ticket in tickets if ticket is not None and ticket.matcher is not None
+        ]

@@ -13,9 +13,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -23,6 +23,7 @@ import msgspec
 from rillflow.contracts import Clock, SystemClock
 from rillflow.engine.admission import check_request
 from rillflow.engine.embedded.core import Core, Ticket
+from rillflow.engine.embedded.grammars import Grammars, Matcher
 from rillflow.engine.stream import Stream
 from rillflow.errors import EngineError, EngineLost, QueueFull
 from rillflow.types import Chunk, EngineStats, GenerateRequest
@@ -54,9 +55,14 @@ class EmbeddedEngine:
         queue: int = 1024,
         exact: bool = False,
         on_update: Literal["refill", "keep"] = "refill",
+        tokenizer: Callable[[], Any] | None = None,
         clock: Clock | None = None,
     ) -> None:
-        self._core = Core(model, version, slots, context, exact=exact, keep=on_update == "keep")
+        """`tokenizer` gives the model's own, once an answer is to have a grammar."""
+        self._grammars = Grammars(tokenizer, model.config.vocab_size)
+        self._core = Core(
+            model, version, slots, context, exact=exact, keep=on_update == "keep", grammars=self._grammars
+        )
         self._context = context
         self._queue = queue
         self._vocabulary: int = model.config.vocab_size
@@ -70,6 +76,7 @@ class EmbeddedEngine:
         self._driver: asyncio.Task[None] | None = None
         # Weak: a caller that drops its stream thereby aborts the request.
         self._streams: WeakValueDictionary[Ticket, Stream] = WeakValueDictionary()
+        self._preparing: set[Ticket] = set()  # whose grammar is being compiled
         self._handed_out = 0.0
         self._load_seconds = 0.0
 
@@ -100,6 +107,7 @@ class EmbeddedEngine:
             self._fail(_closed())
         if self._worker is not None:
             self._worker.shutdown()
+        self._grammars.close()
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         self._check(request)
@@ -107,9 +115,42 @@ class EmbeddedEngine:
         ticket = Ticket(request, (secrets.randbits(64) if seed is None else seed) & _SEED_MASK)
         stream = Stream(lambda: self._abort(ticket))
         self._streams[ticket] = stream
+        if request.sampling.grammar is not None:
+            ticket.matcher = self._grammars.known(request)
+            if ticket.matcher is None:
+                self._prepare(ticket)
+                return stream
+        self._submit(ticket)
+        return stream
+
+    def _submit(self, ticket: Ticket) -> None:
         self._core.submit(ticket)
         self._wake.set()
-        return stream
+
+    def _prepare(self, ticket: Ticket) -> None:
+        """It waits for its grammar in a thread, and the engine samples for others meanwhile."""
+        loop = asyncio.get_running_loop()
+        self._preparing.add(ticket)
+
+        def made(future: Future[Matcher]) -> None:
+            if not future.cancelled():
+                loop.call_soon_threadsafe(self._prepared, ticket, future)
+
+        self._grammars.prepare(ticket.request).add_done_callback(made)
+
+    def _prepared(self, ticket: Ticket, future: Future[Matcher]) -> None:
+        if ticket not in self._preparing:  # given up meanwhile
+            return
+        self._preparing.discard(ticket)
+        error = future.exception()
+        if error is None:
+            ticket.matcher = future.result()
+            self._submit(ticket)
+            return
+        ticket.ended = True
+        stream = self._streams.pop(ticket, None)
+        if stream is not None:
+            stream.fail(error if isinstance(error, Exception) else EngineLost(repr(error)))
 
     async def pause(self) -> None:
         self._paused = True
@@ -206,13 +247,16 @@ class EmbeddedEngine:
         if isinstance(error, EngineError):
             error = EngineLost(error.message, error.hint)
         self._hand_out()
-        for ticket in self._core.fail():
+        for ticket in [*self._core.fail(), *self._preparing]:
             stream = self._streams.pop(ticket, None)
             if stream is not None:
                 stream.fail(error)
+        self._preparing.clear()
 
     def _abort(self, ticket: Ticket) -> None:
-        if not ticket.ended:
+        if ticket in self._preparing:
+            self._preparing.discard(ticket)
+        elif not ticket.ended:
             self._core.abort(ticket)
             self._wake.set()
 
@@ -221,7 +265,7 @@ class EmbeddedEngine:
     def _check(self, request: GenerateRequest) -> None:
         if self._closed:
             raise _closed()
-        if self._core.waiting >= self._queue:
+        if self._core.waiting + len(self._preparing) >= self._queue:
             raise QueueFull(f"{self._queue} requests are waiting", "ask again later or add an engine")
         check_request(request, context=self._context, vocabulary=self._vocabulary)
 

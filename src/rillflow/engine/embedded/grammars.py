@@ -21,7 +21,7 @@ import llguidance.numpy
 import numpy as np
 import torch
 
-from rillflow.engine.embedded.sampling import Array
+from rillflow.engine.embedded.sampling import Allowed, Array
 from rillflow.engine.grammars import compiled
 from rillflow.errors import BadRequest, EngineError
 from rillflow.types import GenerateRequest, Grammar
@@ -58,10 +58,13 @@ class Matcher:
         return self.bits
 
 
+Matched = Sequence[tuple[int, Matcher]]  # the places of a batch that have a matcher
+
+
 class Grammars:
     """The grammars of one engine. `tokenizer` gives the model's own, of which it is asked once."""
 
-    def __init__(self, tokenizer: Callable[[], Any], vocabulary: int) -> None:
+    def __init__(self, tokenizer: Callable[[], Any] | None, vocabulary: int) -> None:
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._tree: llguidance.LLTokenizer | None = None
@@ -70,7 +73,7 @@ class Grammars:
         self._lock = Lock()  # of what is kept: compilation runs in a thread of its own
         self._compiler = ThreadPoolExecutor(1, "grammars")
         self._filler = ThreadPoolExecutor(1, "masks")
-        self._parallel = llguidance.LLExecutor()
+        self._parallel: llguidance.LLExecutor | None = None
 
     def close(self) -> None:
         self._compiler.shutdown(cancel_futures=True)
@@ -115,6 +118,8 @@ class Grammars:
 
     def _built(self) -> llguidance.LLTokenizer:
         if self._tree is None:
+            if self._tokenizer is None:
+                raise EngineError("this engine was made without a tokenizer", "give it one: grammars are of text")
             tokenizer = self._tokenizer()
             try:
                 size = max(self._vocabulary, len(tokenizer))
@@ -138,17 +143,35 @@ class Grammars:
 
     def _fill(self, matchers: list[Matcher], bits: Array) -> None:
         states = [(matcher.state, row) for row, matcher in enumerate(matchers)]
+        if self._parallel is None:
+            self._parallel = llguidance.LLExecutor()
         llguidance.numpy.fill_next_token_bitmask_par(self._parallel, states, bits)
         for row, matcher in enumerate(matchers):
             _set(bits[row], self._ends, allowed=False)
             _set(bits[row], matcher.stops, allowed=matcher.state.is_accepting())
+            if not bits[row].any():  # no token of this vocabulary can follow: the answer ends here, as it is
+                bits[row] = 0 if matcher.stops.size else -1
+                _set(bits[row], matcher.stops, allowed=True)
 
-    def allowed(self, matchers: Sequence[Matcher], like: torch.Tensor) -> torch.Tensor:
-        """One row of flags for each, as wide as `like`, on its device."""
-        bits_RW = torch.from_numpy(np.stack([matcher.wait() for matcher in matchers])).to(like.device)
-        shift_B = torch.arange(_WORD, dtype=torch.int32, device=like.device)
-        allowed_RV: torch.Tensor = ((bits_RW[:, :, None] >> shift_B) & 1).bool().flatten(1)[:, : like.shape[1]]
-        return allowed_RV
+    def allowed(self, matched: Matched, logits: torch.Tensor) -> Allowed:
+        """What the rows of `logits` that have a matcher may draw."""
+        bits_AW = torch.from_numpy(np.stack([matcher.wait() for _, matcher in matched])).to(logits.device)
+        shift_B = torch.arange(_WORD, dtype=torch.int32, device=logits.device)
+        flags_AV = ((bits_AW[:, :, None] >> shift_B) & 1).bool().flatten(1)[:, : logits.shape[1]]
+        return Allowed(np.asarray([place for place, _ in matched]), flags_AV)
+
+    def advance(self, matched: Matched, tokens: Array, stopped: Array, ended: Array) -> None:
+        """Tell the matchers what was drawn, and have the next masks computed while the loop and the next forward run.
+        Where nothing can follow an answer ends: fulfilled, or cut."""
+        more = []
+        for place, matcher in matched:
+            if ended[place]:
+                continue
+            if matcher.take(int(tokens[place])):
+                more.append(matcher)
+            else:
+                ended[place], stopped[place] = True, matcher.fulfilled
+        self.ask(more)
 
 
 def _set(bits: Array, tokens: Array, *, allowed: bool) -> None:

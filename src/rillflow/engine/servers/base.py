@@ -25,7 +25,7 @@ from rillflow.engine.servers.facts import ModelFacts
 from rillflow.engine.servers.layout import Tainted
 from rillflow.engine.servers.updates import Update
 from rillflow.engine.stream import Stream
-from rillflow.errors import EngineLost, QueueFull, RillflowError, WeightsError
+from rillflow.errors import EngineError, EngineLost, QueueFull, RillflowError, WeightsError
 from rillflow.types import Chunk, EngineStats, FinishReason, GenerateRequest
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 UNKNOWN = -1  # the version of weights that nobody vouches for
 _CUT_SECONDS = 10.0  # for running attempts to end when the server was told to cut them
 _SETTLE_SECONDS = 5.0  # new weights wait no longer for answers that have had no token of the last ones
+_WHOLE_SECONDS = 30.0  # likewise, where one of them was sampled anew from its beginning
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # before a server that died is started again
 _WEIGHTS_SECONDS = 60.0  # a server that was started again waits no longer for newer weights than the initial ones
 _DOWN, _PAUSED, _UPDATE, _WEIGHTS = "down", "paused", "update", "weights"
@@ -161,6 +162,10 @@ class ServerEngine(ABC):
         check_request(request, context=self.settings.context, vocabulary=self.model.vocabulary)
         if self._waiting >= self.settings.queue:
             raise QueueFull(f"{self.settings.queue} requests are waiting", "ask again later or add an engine")
+        if request.begun and request.sampling.grammar is not None:
+            raise EngineError(
+                "an answer under a grammar cannot be continued here", "let engines of one kind serve a policy"
+            )
         call = Call(request, self.settings.context)
         stream = Stream(call.abort)
         call.stream = ref(stream)
@@ -258,10 +263,13 @@ class ServerEngine(ABC):
 
     async def _settle(self) -> None:
         """Let every answer have a token of the last weights: weights that come faster than sequences are computed
-        again would otherwise keep all of them from getting on."""
-        deadline = self._clock.monotonic() + _SETTLE_SECONDS
+        again would otherwise keep all of them from getting on. Answers under a grammar have their first token with
+        their last."""
+        owing = [call for call in self._calls if call.owed]
+        seconds = _WHOLE_SECONDS if any(call.whole for call in owing) else _SETTLE_SECONDS
+        deadline = self._clock.monotonic() + seconds
         while not self._held and any(call.owed for call in self._calls) and self._clock.monotonic() < deadline:
-            await self._wait_moved(_SETTLE_SECONDS)
+            await self._wait_moved(seconds)
 
     # ------------------------------------------------------------ who may sample
 

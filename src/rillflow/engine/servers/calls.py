@@ -33,6 +33,7 @@ class Call:
         self.limit: asyncio.Timeout | None = None  # of the running attempt
         self.cause = ""  # why the running attempt is being cut
         self.owed = False  # it was cut by new weights and has had no token since
+        self.whole = request.sampling.grammar is not None  # it comes at its end alone
 
     def check_end(self, last: Part) -> None:
         """A late cut may still hit the next attempt. A server that goes on cutting does not sample this answer."""

@@ -8,11 +8,17 @@ from urllib.parse import urlsplit
 
 import torch
 
+from rillflow.engine.servers.facts import ModelFacts
 from rillflow.errors import ConfigError
 
 WEIGHTS_INSIDE = Path(__file__).resolve().parent / "inside"  # on the PYTHONPATH of every server
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16"}  # as servers call them
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+def has_tokenizer(model: ModelFacts) -> bool:
+    """Whether the model's folder has a tokenizer that grammars can be made of; tokens are all that a server needs."""
+    return (model.folder / "tokenizer.json").exists()
 
 
 def on_loopback(url: str) -> str:

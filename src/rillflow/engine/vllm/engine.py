@@ -4,9 +4,10 @@ Invariants: the prefix cache never crosses versions, because every version salts
 read back and compared with the fingerprints of what was published, so weights that arrived wrong are noticed before a
 token is sampled from them.
 
-Seeds are not passed on: vLLM's own are neither cheap on GPUs nor the same draw after a cut, so its draws are never
-reproducible. `raw_logprobs` are exact at temperature 0, and at 1 without `top_p` and `top_k`; else they are those of
-the distribution sampled from.
+Seeds are passed on only where that was asked for (`engine.server.seeded`): vLLM's own are neither cheap on GPUs nor the
+same draw after a cut. `raw_logprobs` are exact at temperature 0, at 1 without `top_p` and `top_k`, and under a grammar;
+else they are those of the distribution sampled from. An answer under a grammar comes as a whole, and one that is cut is
+sampled anew from its beginning: nobody has seen any of it.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ from rillflow.engine.servers.process import ServerProcess, free_port
 from rillflow.engine.vllm import launch
 from rillflow.engine.vllm.channel import ChannelClient
 from rillflow.engine.vllm.inside.rillflow_channel import LOST
-from rillflow.errors import EngineError, EngineLost
+from rillflow.errors import ContextOverflow, EngineError, EngineLost
 from rillflow.types import FinishReason, GenerateRequest
 from rillflow.weights.models import DTYPES
 
 _CONTROL_SECONDS = 60.0
 _WEIGHTS_SECONDS = 600.0  # for all weights of a large model to be copied and read back
+_STRIDE = 0x9E3779B97F4A7C15  # between the seeds of an answer's parts
 _STALL_SECONDS = 600.0  # without a token of an answer: vLLM's own queue is part of it
 _FINISHES: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -110,7 +112,7 @@ class VllmEngine(InPlaceEngine):
     # ------------------------------------------------------------ sampling
 
     async def sample(self, request: GenerateRequest, version: int) -> AsyncGenerator[Part]:
-        asked = request.sampling
+        asked, room = request.sampling, self._room(request)
         if self._channel is None:
             raise EngineLost("vLLM was not started", "start the engine")
         channel = self._channel
@@ -119,9 +121,11 @@ class VllmEngine(InPlaceEngine):
             temperature=asked.temperature,
             top_p=asked.top_p,
             top_k=asked.top_k if asked.top_k < self.model.vocabulary else 0,
-            max_tokens=min(asked.max_tokens, self.settings.context - len(request.tokens)),
+            max_tokens=min(asked.max_tokens, room),
             stop=[token for token in asked.stop_tokens if 0 <= token < self.model.vocabulary],
             salt=str(version),
+            seed=_seed(request) if self.settings.server.seeded else None,
+            grammar=None if asked.grammar is None else (asked.grammar.kind, asked.grammar.text),
         )
         first = True
         try:
@@ -133,7 +137,7 @@ class VllmEngine(InPlaceEngine):
                 if part.error or part.finish not in ("", *_FINISHES):
                     channel.ended(number)
                     raise EngineError(f"vLLM: {part.error or part.finish}", "see its log")
-                if not all(map(math.isfinite, part.logprobs)):
+                if not all(map(math.isfinite, [*part.logprobs, *part.raw])):
                     raise EngineError(
                         f"version {version} gives log-probs that are not finite", "its weights are broken"
                     )
@@ -146,11 +150,20 @@ class VllmEngine(InPlaceEngine):
                 finish = _FINISHES.get(part.finish)
                 if finish is not None:
                     channel.ended(number)
-                yield Part(part.tokens, drawn, part.logprobs, finish)
+                yield Part(part.tokens, drawn, part.raw or part.logprobs, finish)
                 if finish is not None:
                     return
         finally:
             channel.drop(number)
+
+    def _room(self, request: GenerateRequest) -> int:
+        """Tokens that may follow. An answer under a grammar is scored as a prompt, which needs a place behind it."""
+        room = self.settings.context - len(request.tokens)
+        if request.sampling.grammar is None:
+            return room
+        if room < 2:
+            raise ContextOverflow("the prompt leaves no room for an answer under a grammar", "shorten it")
+        return room - 1
 
     async def cut(self) -> None:
         await self._call("pause", deadline=_CONTROL_SECONDS)
@@ -170,6 +183,12 @@ class VllmEngine(InPlaceEngine):
     async def rewrite(self, method: str, paths: list[str]) -> list[Any]:
         held: list[Any] = await self._call(method, paths, deadline=_WEIGHTS_SECONDS)
         return held
+
+
+def _seed(request: GenerateRequest) -> int | None:
+    """An answer that goes on after a cut must not repeat the random numbers of its beginning."""
+    seed = request.sampling.seed
+    return None if seed is None else (seed + request.begun * _STRIDE) % (1 << 63)
 
 
 async def _healthy(session: aiohttp.ClientSession, url: str) -> bool:

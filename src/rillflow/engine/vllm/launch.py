@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rillflow.config.engine import EngineConfig
 from rillflow.engine.servers.facts import ModelFacts
-from rillflow.engine.servers.running import DTYPE_NAMES, WEIGHTS_INSIDE, on_loopback, visible_gpus
+from rillflow.engine.servers.running import DTYPE_NAMES, WEIGHTS_INSIDE, has_tokenizer, on_loopback, visible_gpus
 from rillflow.engine.vllm.inside.rillflow_channel import TOKEN
 from rillflow.errors import ConfigError
 from rillflow.weights.models import pick_device
@@ -37,7 +37,8 @@ def command(model: ModelFacts, settings: EngineConfig, port: int) -> list[str]:
         *("--stream-interval", str(_STREAM_INTERVAL)),
         *("--middleware", "rillflow_channel.Channel"),
         *("--worker-extension-cls", "rillflow_weights.RillflowWorker"),
-        "--skip-tokenizer-init",
+        *("--structured-outputs-config", '{"backend": "guidance"}'),  # what the gateway checks grammars with
+        *([] if has_tokenizer(model) else ["--skip-tokenizer-init"]),  # it is for grammars alone
         "--disable-uvicorn-access-log",
         "--disable-log-stats",  # its metrics cost as much as our part of a request
         *(["--enforce-eager"] if cpu else []),
@@ -69,6 +70,8 @@ def environment(settings: EngineConfig, token: str) -> dict[str, str]:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         }
+    elif settings.server.seeded:
+        chosen["VLLM_BATCH_INVARIANT"] = "1"
     return chosen | visible_gpus(device, settings.server.tensor_parallel) | settings.server.environment
 
 

@@ -169,7 +169,7 @@ def transcript(policy: str, tree: TokenTree, settled: Settled = _NOTHING) -> lis
 
     `follows` is that entry's index among this policy's (None for a path of its own) and `shared` the number of
     messages, from the first, that the two have in common. `seams` and `rewards` name the message of the entry that
-    they belong to by its place.
+    they belong to by its place. `agent` is whom the leaf's answer is of, where the call said so.
     """
     entries: list[dict[str, Any]] = []
     owners: dict[Node, int] = {}
@@ -187,6 +187,7 @@ def transcript(policy: str, tree: TokenTree, settled: Settled = _NOTHING) -> lis
             "finish": leaf.finish,
             "messages": [message.body for node in new for message in node.messages],
         }
+        entry |= {"agent": leaf.agent} if leaf.agent else {}
         entries.append(entry | _asides(new, settled.answers) | ({"reward": own[number]} if number in own else {}))
     return entries
 

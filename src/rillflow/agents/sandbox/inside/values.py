@@ -7,6 +7,7 @@ true) to the other side. Instances of subclasses become what they are subclasses
 
 from __future__ import annotations
 
+import builtins
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -79,6 +80,8 @@ def _write(parts: list[bytes], value: Any, keep: Callable[[Any], int] | None, de
         _write_items(parts, _tag(value), value, keep, depth)
     elif isinstance(value, Ref):
         parts += (b"o", _LENGTH.pack(value.number))
+    elif isinstance(value, type) and vars(builtins).get(value.__name__) is value:
+        _chunk(parts, b"y", value.__name__.encode())
     elif keep is None:
         raise NotPlain(f"a {type(value).__name__} cannot be sent")
     elif hasattr(value, "__next__"):
@@ -129,12 +132,20 @@ def _read(data: bytes, at: int, ref: Callable[[int], Any], depth: int) -> tuple[
     return _CONTAINERS[tag](items), at
 
 
+def _builtin_type(name: bytes) -> type:
+    found = vars(builtins).get(name.decode("ascii"))
+    if not isinstance(found, type):
+        raise NotPlain("malformed bytes: no such type")
+    return found
+
+
 _CONSTANTS = {b"N": None, b"T": True, b"F": False}
 _TEXTS: dict[bytes, Callable[[bytes], Any]] = {
     b"i": lambda body: int(body, 16),
     b"s": lambda body: body.decode("utf-8", "surrogatepass"),
     b"b": bytes,
     b"B": bytearray,
+    b"y": _builtin_type,
 }
 _CONTAINERS: dict[bytes, Callable[[list[Any]], Any]] = {
     b"l": list,

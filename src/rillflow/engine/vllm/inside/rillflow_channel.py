@@ -14,6 +14,7 @@ import asyncio
 import hmac
 import importlib
 import os
+from collections.abc import AsyncGenerator
 from contextlib import suppress
 from typing import Any
 
@@ -23,11 +24,16 @@ PATH = "/rillflow/channel"
 TOKEN = "RILLFLOW_CHANNEL_TOKEN"
 LOST = "lost"  # the `finish` of an answer when vLLM's engine has died
 _GATHER_SECONDS = 0.005  # parts that arrive within so long travel in one frame; a reply takes them along at once
+_SHAPES = {"json": "json", "regex": "regex", "lark": "grammar"}  # what vLLM calls the kinds of grammars
 _CUT_SECONDS = 1.0  # after a pause, for requests to end by themselves
 
 
 class Ask(msgspec.Struct, array_like=True, tag="ask"):
-    """Sample after `tokens`. The log-probs are of the distribution that is sampled from."""
+    """Sample after `tokens`. The log-probs are of the distribution that is sampled from.
+
+    Under a `grammar` (its kind and its text) the answer comes as a whole, in one part, with the log-probs of the
+    model's own distribution beside those of what the grammar left of it.
+    """
 
     id: int
     tokens: list[int]
@@ -37,6 +43,8 @@ class Ask(msgspec.Struct, array_like=True, tag="ask"):
     max_tokens: int
     stop: list[int]
     salt: str
+    seed: int | None = None
+    grammar: tuple[str, str] | None = None
 
 
 class Drop(msgspec.Struct, array_like=True, tag="drop"):
@@ -62,6 +70,7 @@ class Part(msgspec.Struct, array_like=True, tag="part"):
     finish: str = ""
     error: str = ""
     cached: int = 0
+    raw: list[float] = []
 
 
 class Reply(msgspec.Struct, array_like=True, tag="reply"):
@@ -152,15 +161,14 @@ class _Connection:
     # ------------------------------------------------------------ sampling
 
     async def _answer(self, ask: Ask) -> None:
-        prompt = {"type": "token", "prompt_token_ids": ask.tokens, "cache_salt": ask.salt}
         ended = False
         try:
-            async for output in self._engine.generate(prompt, self._sampling(ask), self._name(ask.id)):
-                part = output.outputs[0]
-                tokens = list(part.token_ids)
-                logprobs = part.logprobs.logprobs[: len(tokens)] if tokens else []
-                ended = part.finish_reason is not None
-                self._put(Part(ask.id, tokens, logprobs, part.finish_reason or "", "", output.num_cached_tokens or 0))
+            if ask.grammar is not None:
+                self._put(await self._whole(ask))
+                return
+            async for part in self._parts(ask):
+                ended = part.finish != ""
+                self._put(part)
             if not ended:
                 self._put(Part(ask.id, [], [], "abort"))
         except asyncio.CancelledError:
@@ -171,8 +179,52 @@ class _Connection:
         finally:
             self._asks.pop(ask.id, None)
 
+    async def _parts(self, ask: Ask) -> AsyncGenerator[Part]:
+        prompt = {"type": "token", "prompt_token_ids": ask.tokens, "cache_salt": ask.salt}
+        async for output in self._engine.generate(prompt, self._sampling(ask), self._name(ask.id)):
+            part = output.outputs[0]
+            tokens = list(part.token_ids)
+            logprobs = part.logprobs.logprobs[: len(tokens)] if tokens else []
+            yield Part(ask.id, tokens, logprobs, part.finish_reason or "", "", output.num_cached_tokens or 0)
+
+    async def _whole(self, ask: Ask) -> Part:
+        """All of an answer, or an abort: vLLM cannot go on with a grammar from tokens that it has not sampled now."""
+        whole = Part(ask.id, [], [], "abort")
+        async for part in self._parts(ask):
+            whole.tokens += part.tokens
+            whole.logprobs += part.logprobs
+            whole.cached = max(whole.cached, part.cached)
+            whole.finish = part.finish or "abort"
+        if whole.finish != "abort":
+            whole.raw = await self._scores(ask, whole.tokens)
+        return whole if whole.raw else Part(ask.id, [], [], "abort")
+
+    async def _scores(self, ask: Ask, answer: list[int]) -> list[float]:
+        """The log-probs of an answer as the model's own, without a grammar: vLLM masks logits before it takes any, so
+        they are those of a prompt. None where that was cut."""
+        prompt = {"type": "token", "prompt_token_ids": [*ask.tokens, *answer], "cache_salt": ask.salt}
+        params = self._params.SamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            prompt_logprobs=0,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=self._params.RequestOutputKind.FINAL_ONLY,
+        )
+        async for output in self._engine.generate(prompt, params, self._name(ask.id) + "-scored"):
+            if output.finished and output.outputs[0].finish_reason == "length" and output.prompt_logprobs:
+                rows = list(output.prompt_logprobs)[-len(answer) :]
+                return [row[token].logprob for row, token in zip(rows, answer, strict=True)]
+        return []
+
     def _sampling(self, ask: Ask) -> Any:
+        shape = None
+        if ask.grammar is not None:
+            kind, text = ask.grammar
+            shape = self._params.StructuredOutputsParams(**{_SHAPES[kind]: text})
         return self._params.SamplingParams(
+            seed=ask.seed,
+            structured_outputs=shape,
             temperature=ask.temperature,
             top_p=ask.top_p,
             top_k=ask.top_k,

@@ -1,0 +1,156 @@
+"""A customer to be served, in the manner of tau-bench: tools, a database, rules, and somebody who wants something.
+
+An action is a tool call, written as JSON `{"name": …, "arguments": {…}}`, or text for the customer. The reward is 1
+when the customer leaves with the database as it should be and was told what it had to be told, else 0.
+
+With `user: script` the customer is part of the world. With `user: role` somebody else speaks for it (the workflow
+`tau`): text for the customer is then answered by `info["awaits_customer"]`, and `leave` ends the episode.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from rillflow.agents.environments import tau_retail as retail
+from rillflow.agents.environments.tau_user import WISHES, ScriptedCustomer, Wish, briefing, make_wish
+from rillflow.agents.environments.world import Turn, World, check_split, rows, world_random
+from rillflow.types import Observation
+
+_NUMBER = re.compile(r"(?<![\w.])\d+(?![\w])")
+_STATUS = re.compile(r"\b(pending|delivered|cancelled)\b")
+_NOTHING: retail.Database = {"users": {}, "orders": {}, "items": {}}
+
+
+class Tau(World):
+    """A payload has `world` and `wish`; what it lacks is drawn. With `brief` the rules and the tools are left out of
+    the first observation, for workflows that say them elsewhere (`info["rules"]`, `info["tools"]`)."""
+
+    def __init__(self, *, steps: int = 20, user: Literal["script", "role"] = "script", brief: bool = False) -> None:
+        super().__init__(steps=steps)
+        self._scripted = user == "script"
+        self._brief = brief
+        self.data = self.wanted = _NOTHING
+        self.wish = Wish("", "", "", "")
+        self._said: list[str] = []
+        self._customer: ScriptedCustomer | None = None
+
+    def begin(self, payload: Mapping[str, Any], seed: int) -> str:
+        draw = world_random("tau", payload, seed)
+        self.data = retail.make_database(draw)
+        self.wish = make_wish(self.data, payload.get("wish") or draw.choice(WISHES), draw)
+        self.wanted = self.wish.goal(self.data)
+        self._said = []
+        user = self.data["users"][self.wish.user]
+        self._customer = ScriptedCustomer(self.wish, user) if self._scripted else None
+        says = f"Customer: {self.wish.says}"
+        return says if self._brief else f"{retail.RULES}\nTools, called as JSON: {_signatures()}\n{says}"
+
+    def info(self) -> dict[str, Any]:
+        if self._taken:
+            return {"awaits_customer": False}
+        briefed = briefing(self.wish, self.data["users"][self.wish.user])
+        return {"rules": retail.RULES, "tools": retail.schemas(), "customer": briefed, "awaits_customer": False}
+
+    def act(self, action: str) -> Turn:
+        called = tool_call(action)
+        if called is not None:
+            said, sense = retail.call(self.data, *called)
+            return Turn(said, invalid=not sense)
+        if not action or action.startswith("{"):
+            return Turn('error: a tool call is {"name": …, "arguments": {…}}', invalid=True)
+        self._said.append(action)
+        if self._customer is None:
+            return Turn("")
+        answer = self._customer.answer(action, served=self.served())
+        if self._customer.left:
+            return Turn(f"Customer: {answer}", float(self.served()), done=True)
+        return Turn(f"Customer: {answer}")
+
+    async def step(self, action: str) -> Observation:
+        seen = await super().step(action)
+        if self._customer is None and not seen.done and not seen.text:
+            return Observation(seen.text, seen.reward, seen.done, seen.actions, seen.info | {"awaits_customer": True})
+        return seen
+
+    async def leave(self) -> Observation:
+        """The customer, whom somebody else plays, has gone."""
+        self._state = "over"
+        reward = float(self.served())
+        info = {"invalid": False, "won": reward == 1.0, "steps": self._taken}
+        return Observation("The customer has left.", reward, True, [], info)
+
+    def served(self) -> bool:
+        """Whether everything is as the customer wants it, and nothing else was changed."""
+        told = all(any(_tells(said, fact) for said in self._said) for fact in self.wish.told)
+        return told and self.data == self.wanted
+
+    def actions(self) -> list[str] | None:
+        return None
+
+    async def plan(self) -> list[str]:
+        """From the beginning: who is it, what is it about, may I, done."""
+        user = self.data["users"][self.wish.user]
+        found = copy.deepcopy(user)
+        calls: list[tuple[str, dict[str, str]]] = [
+            ("find_user", {"name": found["name"], "zip": found["zip"]}),
+            ("get_order", {"order": self.wish.order}),
+        ]
+        plan = ["What is your name and zip code?", *(_written(*called) for called in calls)]
+        if self.wish.kind == "exchange":
+            product = self.data["items"][self.wish.changes[0][1]["item"]]["product"]
+            plan.append(_written("get_product", {"product": product}))
+        if self.wish.changes:
+            plan.append("I will do that. Shall I go on?")
+            plan += [_written(*called) for called in self.wish.changes]
+            return [*plan, "It is done."]
+        if self.wish.kind == "refused":
+            return [*plan, "I cannot cancel it, it is delivered."]
+        return [*plan, f"It was {self.wish.told[0]} dollars."]
+
+
+def _tells(said: str, fact: str) -> bool:
+    """Whether it names the fact and no other like it: a list of guesses tells nothing."""
+    rivals = _NUMBER.findall(said) if _NUMBER.fullmatch(fact) else _STATUS.findall(said.lower())
+    return set(rivals) == {fact}
+
+
+def tool_call(action: str) -> tuple[Any, Any] | None:
+    """Name and arguments, where the action is a call."""
+    if not action.startswith("{"):
+        return None
+    try:
+        read = json.loads(action)
+    except (ValueError, RecursionError):
+        return None
+    return (read.get("name"), read.get("arguments")) if isinstance(read, dict) else None
+
+
+def _written(name: str, arguments: Mapping[str, str]) -> str:
+    return json.dumps({"name": name, "arguments": arguments})
+
+
+def _signatures() -> str:
+    return "; ".join(f"{name}({', '.join(retail.arguments_of(tool))})" for name, (tool, _) in retail.TOOLS.items())
+
+
+def prompts(split: str, count: int, seed: int, wishes: list[str] | None = None) -> Iterator[dict[str, Any]]:
+    """The splits have different worlds: even numbers to train on, odd ones held out."""
+    check_split(split)
+    unknown = set(wishes or ()) - set(WISHES)
+    if unknown:
+        raise ValueError(f"unknown wishes: {', '.join(sorted(unknown))}; there are {', '.join(WISHES)}")
+    draw = random.Random(f"tau/{split}/{seed}")
+
+    def payloads() -> Iterator[dict[str, Any]]:
+        while True:
+            yield {
+                "world": 2 * draw.randrange(1 << 29) + (split == "heldout"),
+                "wish": draw.choice(wishes or WISHES),
+            }
+
+    yield from rows("tau", payloads(), split, count, seed)

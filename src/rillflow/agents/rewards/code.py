@@ -1,0 +1,82 @@
+"""Whether a program passes its tests.
+
+Invariant: the tests run where the program cannot reach them (`docs/sandbox.md`). What a program does wrong, however
+it does it, is 0; a sandbox that fails, or a prompt without tests, is no reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field
+
+from rillflow.agents.rewards.answers import text_of
+from rillflow.agents.rewards.shipped import ShippedReward
+from rillflow.agents.sandbox import Asserts, Check, Pairs, SandboxConfig, Tests, code_of, shared
+from rillflow.config.base import Seconds
+from rillflow.errors import RewardError, SandboxError
+
+_LONGEST = 1 << 18  # characters of a program
+_ATTEMPTS = 2  # a sandbox that failed is started anew
+
+
+class Code(ShippedReward):
+    """1 if the answer's program passes the prompt's tests (MBPP's, HumanEval's, or inputs and outputs), else 0."""
+
+    partial: bool = Field(False, description="the share of the tests that pass, instead of all or nothing")
+    seconds: Seconds = Field(10.0, description="wall time of all tests together; what takes longer fails")
+    isolation: Literal["bubblewrap", "process"] = Field(
+        "bubblewrap", description="`process` is weaker, only for code that you would run by hand"
+    )
+    packages: tuple[str, ...] = Field((), description="packages that programs may import: numpy, …")
+
+    async def __call__(self, payload: Mapping[str, Any], answer: Any) -> float:
+        tests = tests_of(payload)
+        said = text_of(answer)
+        if not said.strip() or len(said) > _LONGEST:
+            return 0.0
+        candidate = candidate_of(payload, said)
+        config = SandboxConfig(isolation=self.isolation, packages=self.packages)
+        for attempt in range(_ATTEMPTS):
+            try:
+                sandbox = await asyncio.to_thread(shared, config)
+                verdict = await sandbox.grade(candidate, tests, seconds=self.seconds)
+                break
+            except SandboxError as error:
+                if attempt + 1 == _ATTEMPTS:
+                    raise RewardError(f"no verdict on the program: {error.message}", error.hint) from error
+        return verdict.passed / verdict.total if self.partial else float(verdict.ok)
+
+
+def tests_of(payload: Mapping[str, Any]) -> Tests:
+    """The tests that a prompt holds, in the shape of the public sets."""
+    if payload.get("test_list"):
+        setup = [*payload.get("test_imports", ()), payload.get("test_setup_code") or ""]
+        return Asserts(tuple(map(str, payload["test_list"])), "\n".join(map(str, setup)).strip())
+    if payload.get("test") and payload.get("entry_point"):
+        return Check(str(payload["test"]), str(payload["entry_point"]))
+    inputs, outputs = payload.get("inputs"), payload.get("outputs")
+    if isinstance(inputs, list) and isinstance(outputs, list) and inputs and len(inputs) == len(outputs):
+        return Pairs(tuple((str(given), str(wanted)) for given, wanted in zip(inputs, outputs, strict=True)))
+    raise RewardError(
+        "the prompt has no tests",
+        "its payload needs `test_list`, or `test` and `entry_point`, or `inputs` and `outputs` of the same length",
+    )
+
+
+def candidate_of(payload: Mapping[str, Any], answer: str) -> str:
+    """The program of an answer, behind the prompt's own code where it has some (imports, functions that are given);
+    an answer that only goes on where the prompt's function begins is its end."""
+    code = code_of(answer)
+    prompt, name = payload.get("prompt"), payload.get("entry_point")
+    if not isinstance(prompt, str) or not isinstance(name, str) or not _defines(prompt, name):
+        return code
+    return f"{prompt}\n    pass\n\n{code}" if _defines(code, name) else prompt + code
+
+
+def _defines(code: str, name: str) -> bool:
+    """Looked for in the text: what a model wrote is not parsed in this process."""
+    return re.search(rf"^(async +def|def|class) +{re.escape(name)}\b", code, re.MULTILINE) is not None

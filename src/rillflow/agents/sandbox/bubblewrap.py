@@ -1,0 +1,116 @@
+"""The command line that starts a zygote behind bubblewrap, and what to do where that cannot be.
+
+Behind it there is no network, no process and no file of ours, no environment; the system is read-only and the user
+is one without rights. Where we are root, the user is also another one to the kernel: the limit on processes does not
+hold for root, whatever it is called inside.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from rillflow.errors import SandboxError
+
+INSIDE = Path(__file__).parent / "inside"
+HOME = "/opt/sandbox"  # the folder that `inside` is shown in
+PACKAGES = "/opt/packages"
+_NOBODY = "65534"
+_SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+_OF_ETC = ("/etc/ld.so.cache", "/etc/alternatives")
+_STAGE = "/mnt"
+INSTALL = (
+    "install bubblewrap (Debian and Ubuntu: `apt install bubblewrap`) and allow user namespaces (in Docker: "
+    "`--security-opt seccomp=unconfined --security-opt apparmor=unconfined`; Ubuntu 24.04 and later: `sysctl "
+    "kernel.apparmor_restrict_unprivileged_userns=0`); or choose `isolation: process`, which does not hold hostile code"
+)
+Mounts = list[tuple[str, str]]
+
+
+def python_command(home: str, control: int) -> list[str]:
+    """The interpreter that runs us, without its site and our environment."""
+    python = os.path.realpath(sys.executable)
+    start = f"import sys; sys.path.insert(0, {home!r}); from inside.zygote import main; main()"
+    return [python, "-P", "-S", "-s", "-B", "-c", start, str(control)]
+
+
+def command(packages: tuple[str, ...], control: int, seccomp: int) -> list[str]:
+    """The whole command line; root gives its rights up on the way."""
+    bwrap = shutil.which("bwrap")
+    if bwrap is None:
+        raise SandboxError("bubblewrap (`bwrap`) is not installed: code cannot be run safely here", INSTALL)
+    mounts: Mounts = [(str(INSIDE), f"{HOME}/inside"), *_package_mounts(packages)]
+    if not Path(sys.base_prefix).is_relative_to("/usr"):
+        mounts.append((sys.base_prefix, sys.base_prefix))
+    before: list[str] = []
+    if os.geteuid() == 0:
+        before, mounts = _as_another(bwrap, mounts)
+    return [*before, bwrap, *_walls(seccomp), *_files(mounts), "--", *python_command(HOME, control)]
+
+
+def _walls(seccomp: int) -> list[str]:
+    return [
+        *("--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"),
+        *("--unshare-cgroup-try", "--uid", _NOBODY, "--gid", _NOBODY, "--hostname", "sandbox"),
+        *("--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"),
+        *(part for name, value in environment().items() for part in ("--setenv", name, value)),
+        *("--seccomp", str(seccomp)),
+    ]
+
+
+def environment() -> dict[str, str]:
+    """All that a program finds in its environment. One hash seed: the same code gives the same verdict."""
+    threads = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
+    return {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", **threads}
+
+
+def _files(mounts: Mounts) -> list[str]:
+    arguments = ["--ro-bind", "/usr", "/usr"]
+    for name in _SYSTEM:
+        path = Path(name)
+        if path.is_symlink():
+            arguments += ["--symlink", os.readlink(path), name]
+        elif path.is_dir():
+            arguments += ["--ro-bind", name, name]
+    for name in _OF_ETC:
+        arguments += ["--ro-bind-try", name, name]
+    for source, place in mounts:
+        arguments += ["--ro-bind", source, place]
+    for name in ("/dev", "/"):  # both are file systems in memory that nothing bounds: nobody may write there
+        arguments += ["--dev", "/dev", "--proc", "/proc", "--dir", "/tmp"] if name == "/dev" else []
+        arguments += ["--remount-ro", name]
+    return [*arguments, "--chdir", "/"]
+
+
+def _package_mounts(packages: tuple[str, ...]) -> Mounts:
+    """The folders of the packages, and those beside them in which wheels keep their libraries."""
+    mounts: Mounts = []
+    for name in packages:
+        found = importlib.util.find_spec(name)
+        if found is None or not found.submodule_search_locations:
+            raise SandboxError(f"no package {name} to show in the sandbox", f"`pip install {name}`, or leave it out")
+        folder = Path(next(iter(found.submodule_search_locations)))
+        beside = [folder.parent / f"{folder.name}.libs"]
+        mounts += [(str(one), f"{PACKAGES}/{one.name}") for one in (folder, *beside) if one.is_dir()]
+    return mounts
+
+
+def _as_another(bwrap: str, mounts: Mounts) -> tuple[list[str], Mounts]:
+    """Root's way: show the folders, which may lie where only root can look, under a path that all can read, then
+    become a user that owns nothing."""
+    setpriv = shutil.which("setpriv")
+    if setpriv is None:
+        raise SandboxError(
+            "`setpriv` is not installed, and code is not run as root",
+            "install util-linux, or run as a user other than root",
+        )
+    staged = [f"{_STAGE}/{index}" for index in range(len(mounts))]
+    stage = [bwrap, "--die-with-parent", "--dev-bind", "/", "/", "--tmpfs", _STAGE]
+    for (source, _), place in zip(mounts, staged, strict=True):
+        stage += ["--ro-bind", source, place]
+    user = str(1_900_000_000 + os.getpid())
+    change = [setpriv, "--reuid", user, "--regid", user, "--clear-groups", "--inh-caps=-all", "--no-new-privs"]
+    return [*stage, "--", *change], [(new, place) for new, (_, place) in zip(staged, mounts, strict=True)]

@@ -1,0 +1,152 @@
+"""Grading: the verdict is made from what the judge says, never from what the candidate says or how it ends.
+
+The candidate's process gets calls and returns values. The judge's process has the tests and a nonce and no way to
+the candidate but the frames that are passed on here, unread. A candidate that leaves, hangs or writes too much fails
+the tests that were not passed before. A judge that gives no verdict is the sandbox's failure, not the candidate's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from typing import Any
+
+from rillflow.agents.sandbox.box import Box, Left
+from rillflow.agents.sandbox.inside.judge import CALL, REPLY, RESULT
+from rillflow.agents.sandbox.inside.values import unpack
+from rillflow.agents.sandbox.pool import Pool
+from rillflow.agents.sandbox.program import run_program
+from rillflow.agents.sandbox.results import Verdict
+from rillflow.agents.sandbox.tests import Asserts, Cases, Check, Pairs, Tests
+from rillflow.errors import SandboxError
+
+_GONE = b"X"
+_UNSENDABLE = "unsendable: "
+_SIGXCPU = -24
+
+
+async def grade(pool: Pool, code: str, tests: Tests, seconds: float) -> Verdict:
+    """Which of the tests the code passes within so many seconds of wall time."""
+    started = time.monotonic()
+    if isinstance(tests, Pairs):
+        cases, cause = await _grade_pairs(pool, code, tests, seconds)
+    else:
+        task = _task(tests)
+        async with pool.boxes(2) as (candidate, judge):
+            judge.keep_output = False
+            grading = _Grading(candidate, judge, total=len(task["cases"]) if "cases" in task else len(task["tests"]))
+            cases, cause = await grading.verdict(code, task, seconds)
+    return Verdict(tuple(cases), cause if not all(cases) else "", time.monotonic() - started)
+
+
+def _task(tests: Asserts | Check | Cases) -> dict[str, Any]:
+    """The judge's task, less the nonce."""
+    if isinstance(tests, Cases):
+        return {
+            "kind": "cases",
+            "cases": [[one.function, one.arguments, one.keywords, one.expected] for one in tests.cases],
+        }
+    if isinstance(tests, Check):
+        return {"kind": "check", "setup": "", "tests": [tests.test], "entry_point": tests.entry_point}
+    return {"kind": "asserts", "setup": tests.setup, "tests": list(tests.tests), "entry_point": ""}
+
+
+class _Grading:
+    def __init__(self, candidate: Box, judge: Box, total: int) -> None:
+        self._candidate = candidate
+        self._judge = judge
+        self._nonce = secrets.token_hex(16)
+        self._cases = [False] * total
+        self._cause = ""
+        self._gone = ""  # why the candidate answers no more
+
+    async def verdict(self, code: str, task: dict[str, Any], seconds: float) -> tuple[list[bool], str]:
+        try:
+            async with asyncio.timeout(seconds):
+                if await self._define(code, seconds):
+                    await self._run_tests(task, seconds)
+        except TimeoutError:
+            self._cause = self._cause or f"timeout: not done within {seconds:g} seconds"
+        return self._cases, self._cause
+
+    async def _define(self, code: str, seconds: float) -> bool:
+        """Let the candidate's code run once; whatever goes wrong with it fails all tests."""
+        try:
+            await self._candidate.task("candidate", seconds, code=code)
+            said = await self._candidate.hear()
+            self._cause = "" if said == {"defined": True} else str(said)[:500]
+        except Left:
+            self._cause = await self._why_gone()
+        return not self._cause
+
+    async def _run_tests(self, task: dict[str, Any], seconds: float) -> None:
+        """Pass calls on to the candidate and values back until every test has its result."""
+        done = 0
+        try:
+            await self._judge.task("judge", seconds, nonce=self._nonce, **task)
+            while done < len(self._cases):
+                frame = await self._judge.receive()
+                if frame[:1] == CALL:
+                    await self._judge.send(await self._ask(frame[1:]))
+                elif frame[:1] == RESULT:
+                    self._record(done, unpack(frame[1:]))
+                    done += 1
+                else:
+                    raise SandboxError("the judge's process broke its protocol")
+        except Left:
+            errors = self._judge.texts()[1][-500:]
+            raise SandboxError(
+                f"the tests ended their own process: no verdict {errors}", "look at the tests: do they exit?"
+            ) from None
+
+    async def _ask(self, request: bytes) -> bytes:
+        if not self._gone:
+            try:
+                await self._candidate.send(request)
+                return REPLY + await self._candidate.receive()
+            except Left:
+                self._gone = await self._why_gone()
+        return _GONE
+
+    def _record(self, index: int, result: list[Any]) -> None:
+        nonce, reported, fault = result
+        if nonce != self._nonce or reported != index:
+            raise SandboxError("the judge's process broke its protocol")
+        if fault.startswith(_UNSENDABLE):
+            raise SandboxError(
+                f"the tests hand over what cannot be sent: {fault.removeprefix(_UNSENDABLE)}",
+                "tests may use plain values and objects that the candidate made",
+            )
+        self._cases[index] = not fault and not self._gone
+        if not self._cases[index] and not self._cause:
+            self._cause = self._gone or f"test {index + 1}: {fault}"
+
+    async def _why_gone(self) -> str:
+        code = await self._candidate.end()
+        if self._candidate.overflowed:
+            return "output: the candidate wrote too much"
+        if code == _SIGXCPU:
+            return "timeout: no processor time left"
+        return f"the candidate left before its time (exit code {code})"
+
+
+async def _grade_pairs(pool: Pool, code: str, tests: Pairs, seconds: float) -> tuple[list[bool], str]:
+    """Each input in a sandbox of its own; the outputs are compared here, as text. One deadline for all."""
+    deadline = time.monotonic() + seconds
+    cases, cause = [], ""
+    for index, (given, wanted) in enumerate(tests.pairs):
+        left = deadline - time.monotonic()
+        fault = f"timeout: not done within {seconds:g} seconds"
+        if left > 0:
+            result = await run_program(pool, code, given, left, {})
+            finished = result.status == "ok" or (result.status == "exit" and result.code == 0)
+            same = _lines(result.stdout) == _lines(wanted)
+            fault = "" if finished and same else "another output" if finished else result.status
+        cases.append(not fault)
+        cause = cause or (fault and f"test {index + 1}: {fault}")
+    return cases, cause
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]

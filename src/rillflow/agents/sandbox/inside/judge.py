@@ -1,0 +1,200 @@
+"""The tests' side of a grading. The candidate is here only as numbers of objects in another process: calls go out as
+plain values and plain values come back, so nothing of the candidate's can compare, patch or look around here.
+
+Each result goes out at once, with the nonce that only this process was given. An object that stays with the
+candidate is never equal to anything but itself and is neither true nor false.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import random
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from .frames import receive, send
+from .values import NotPlain, Ref, pack, unpack
+
+CALL, RESULT, REPLY = b"C", b"R", b"V"
+
+
+class CandidateFailed(Exception):
+    """The candidate raised something that has no name here, or answered with something that is no answer."""
+
+
+class CandidateGone(BaseException):
+    """There is no candidate any more: no test that needs it can pass, whatever it catches."""
+
+
+class Unsendable(BaseException):
+    """A test hands the candidate something that cannot be sent: the tests do not fit, nobody's answer is wrong."""
+
+
+class Remote(Ref):
+    """An object in the candidate's process: a function to call, or an instance whose attributes can be used."""
+
+    __slots__ = ("_ask",)
+
+    def __init__(self, number: int, ask: Callable[[list[Any]], Any]) -> None:
+        object.__setattr__(self, "number", number)
+        object.__setattr__(self, "_ask", ask)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._ask(["call", self, arguments, keywords])
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._ask(["get", self, name])
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._ask(["set", self, name, value])
+
+    def __bool__(self) -> bool:
+        raise TypeError("an object of the candidate is neither true nor false; compare a plain value")
+
+
+def be_judge(channel: socket.socket, task: dict[str, Any]) -> int:
+    random.seed(0)
+    ask = _asker(channel)
+    results = _results(task, ask)
+    for index, test in enumerate(results):
+        fault = _fault(test)
+        send(channel, RESULT + pack([task["nonce"], index, fault]))
+    return 0
+
+
+def _asker(channel: socket.socket) -> Callable[[list[Any]], Any]:
+    """The way to the candidate: one request, one answer."""
+
+    def ask(request: list[Any]) -> Any:
+        try:
+            body = pack(request)
+        except NotPlain as error:
+            raise Unsendable(str(error)) from None
+        send(channel, CALL + body)
+        answer = receive(channel)
+        if answer[:1] != REPLY:
+            raise CandidateGone
+        try:
+            kind, *rest = unpack(answer[1:], ref=lambda number: Remote(number, ask))
+            if kind == "value":
+                return rest[0]
+            name, text = (rest[0], rest[1]) if kind == "raised" else ("NameError", "the candidate has no such name")
+        except (NotPlain, RecursionError, TypeError, ValueError, IndexError) as error:
+            raise CandidateFailed(f"no answer: {error}") from None
+        known = getattr(builtins, name, None) if isinstance(name, str) else None
+        is_error = isinstance(known, type) and issubclass(known, Exception)
+        raise (known if is_error and known is not None else CandidateFailed)(f"{name}: {text}")
+
+    return ask
+
+
+def _fault(test: Callable[[], Any]) -> str:
+    """Why the test failed; empty where it passed."""
+    try:
+        test()
+    except Unsendable as error:
+        return f"unsendable: {error}"
+    except CandidateGone:
+        return "the candidate has gone"
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"[:300].rstrip(": ")
+    return ""
+
+
+def _results(task: dict[str, Any], ask: Callable[[list[Any]], Any]) -> list[Callable[[], Any]]:
+    """The tests as functions that raise where they fail."""
+    if task["kind"] == "cases":
+        return [_case(ask, *case) for case in task["cases"]]
+    sources = [task["setup"], *task["tests"]]
+    scope: dict[str, Any] = {"__name__": "tests", "__builtins__": builtins}
+    prepared: list[str] = []
+
+    def prepare() -> None:
+        """Bind the candidate's names and run the setup, once; a fault in it is a fault of each test."""
+        if not prepared:
+            scope.update(_names(sources, task["entry_point"], ask))
+            exec(compile(task["setup"], "setup.py", "exec"), scope)
+            prepared.append("yes")
+
+    def run(source: str) -> Callable[[], Any]:
+        def test() -> None:
+            prepare()
+            exec(compile(source, "test.py", "exec"), scope)
+            if task["kind"] == "check":
+                scope["check"](scope[task["entry_point"]])
+
+        return test
+
+    return [run(source) for source in task["tests"]]
+
+
+def _case(
+    ask: Callable[[list[Any]], Any], name: str, arguments: Any, keywords: Any, expected: Any
+) -> Callable[[], Any]:
+    def test() -> None:
+        found = ask(["name", name])
+        value = found(*arguments, **keywords)
+        if isinstance(value, Ref) or not value == expected:
+            raise AssertionError(f"{value!r:.100} is not what was expected")
+
+    return test
+
+
+def _names(sources: list[str], entry_point: str, ask: Callable[[list[Any]], Any]) -> dict[str, Any]:
+    """What the tests mean by names they do not define: the candidate's, or a module of the standard library.
+
+    A builtin is the candidate's only where it is the entry point, so a candidate cannot replace `set` or `len` in
+    the tests. Which names those are depends on the tests alone.
+    """
+    trees = [ast.parse(source) for source in sources]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    free = _free(nodes)
+    entry_point = entry_point or _called_first(nodes, free)
+    bound: dict[str, Any] = {}
+    for name in sorted(free | {entry_point}):
+        if hasattr(builtins, name) and name != entry_point:
+            continue
+        if name in sys.stdlib_module_names and _only_as_module(name, nodes):
+            bound[name] = __import__(name)
+            continue
+        try:
+            bound[name] = ask(["name", name])
+        except NameError:
+            continue
+    return bound
+
+
+def _called_first(nodes: list[ast.AST], free: set[str]) -> str:
+    """The function under test: the first name called that is not a builtin, else the first that is."""
+    calls = [node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    calls = [name for name in calls if name in free]
+    return next((name for name in calls if not hasattr(builtins, name)), calls[0] if calls else "")
+
+
+def _free(nodes: list[ast.AST]) -> set[str]:
+    read: set[str] = set()
+    defined: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Name):
+            (read if isinstance(node.ctx, ast.Load) else defined).add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            defined.add(node.name)
+        elif isinstance(node, ast.arg):
+            defined.add(node.arg)
+        elif isinstance(node, ast.alias):
+            defined.add((node.asname or node.name).split(".")[0])
+    return read - defined
+
+
+def _only_as_module(name: str, nodes: list[ast.AST]) -> bool:
+    uses = sum(isinstance(node, ast.Name) and node.id == name for node in nodes)
+    dotted = sum(
+        isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == name
+        for node in nodes
+    )
+    return uses == dotted

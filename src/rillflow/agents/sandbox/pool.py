@@ -1,0 +1,104 @@
+"""Sandboxes that stand ready. Each is used once; another is made in the background for each that is taken.
+
+Bounded on both sides: `pool` stand ready, `running` runs go on at one time, and who waits for a turn waits with a
+deadline. A first process that died is started again by the next run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from rillflow.agents.sandbox.box import Box
+from rillflow.agents.sandbox.cell import Cell
+from rillflow.agents.sandbox.config import SandboxConfig
+from rillflow.errors import SandboxError
+
+
+class Pool:
+    """Made and used inside one loop, whose thread has to live as long as the pool."""
+
+    def __init__(self, config: SandboxConfig) -> None:
+        self.config = config
+        self._cell = Cell(config)
+        self._ready: deque[Box] = deque()
+        self._turns = asyncio.Semaphore(config.running)
+        self._filling: asyncio.Task[None] | None = None
+        self._ending: set[asyncio.Task[None]] = set()
+        self._closed = False
+        self._fill()
+
+    @asynccontextmanager
+    async def boxes(self, count: int) -> AsyncIterator[list[Box]]:
+        """So many fresh sandboxes for one run or one grading; they are gone afterwards."""
+        try:
+            async with asyncio.timeout(self.config.wait):
+                await self._turns.acquire()
+        except TimeoutError:
+            raise SandboxError(
+                f"no turn in the sandbox within {self.config.wait:g} seconds", "raise `running`, or ask for less at once"
+            ) from None
+        taken: list[Box] = []
+        try:
+            while len(taken) < count:
+                taken.append(await self._take())
+            yield taken
+        finally:
+            # Nobody waits for the end of what is over; the turn is free when it is.
+            task = asyncio.create_task(self._throw_away(taken))
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+
+    async def _throw_away(self, boxes: list[Box]) -> None:
+        try:
+            for box in boxes:
+                box.kill()
+            await asyncio.gather(*(box.dispose() for box in boxes), return_exceptions=True)
+        finally:
+            self._turns.release()
+            self._fill()
+
+    async def close(self) -> None:
+        self._closed = True
+        if self._filling is not None:
+            self._filling.cancel()
+            await asyncio.gather(self._filling, return_exceptions=True)
+        while self._ready:
+            self._ready.pop().abandon()
+        self._cell.close()
+        await asyncio.gather(*self._ending, return_exceptions=True)
+
+    async def _take(self) -> Box:
+        while self._ready:
+            box = self._ready.popleft()
+            if box.fresh:
+                return box
+            box.abandon()
+        return await self._make()
+
+    async def _make(self) -> Box:
+        if self._closed:
+            raise SandboxError("the sandbox is closed")
+        if not self._cell.alive:
+            self._cell.close()
+            self._cell = Cell(self.config)
+        box = Box(self._cell, self.config.output)
+        try:
+            await box.up()
+        except BaseException:
+            box.abandon()
+            raise
+        return box
+
+    def _fill(self) -> None:
+        if self._filling is None or self._filling.done():
+            self._filling = asyncio.create_task(self._refill())
+
+    async def _refill(self) -> None:
+        while len(self._ready) < self.config.pool:
+            try:
+                self._ready.append(await self._make())
+            except SandboxError:
+                return  # the next run meets the same fault and says so

@@ -1,0 +1,146 @@
+"""The sandbox as its users see it: open, run, grade, close, from any thread and any event loop.
+
+It has a thread with a loop of its own, in which all its processes are started: they live as long as that thread, so
+neither a busy caller nor a loop that ends takes them away too early or too late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import threading
+from collections.abc import Coroutine, Mapping
+from typing import Any, Self, TypeVar
+
+from rillflow.agents.sandbox.config import SandboxConfig
+from rillflow.agents.sandbox.grade import grade
+from rillflow.agents.sandbox.pool import Pool
+from rillflow.agents.sandbox.program import run_program
+from rillflow.agents.sandbox.results import Result, Verdict
+from rillflow.agents.sandbox.tests import Tests
+from rillflow.errors import SandboxError
+
+_T = TypeVar("_T")
+_CLOSE = 30.0  # seconds
+
+
+class Sandbox:
+    """`run` and `grade` never raise for what the code does; a SandboxError says that there is no result at all."""
+
+    def __init__(self, config: SandboxConfig | None = None) -> None:
+        self.config = config or SandboxConfig()
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pool: Pool | None = None
+        self._thread: threading.Thread | None = None
+
+    def open(self) -> Self:
+        """Start it; where the isolation cannot be had, the error says what is missing. Opening twice is nothing."""
+        with self._lock:
+            if self._pool is not None:
+                return self
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._loop.run_forever, name="sandbox", daemon=True)
+            self._thread.start()
+            try:
+                self._pool = self._sync(self._start())
+            except BaseException:
+                self._stop()
+                raise
+        return self
+
+    def close(self) -> None:
+        """End every process of it; a run that goes on ends with a SandboxError."""
+        with self._lock:
+            pool, self._pool = self._pool, None
+            if pool is not None:
+                self._sync(pool.close())
+                self._stop()
+
+    async def run(
+        self, code: str, *, stdin: str = "", seconds: float | None = None, files: Mapping[str, str] | None = None
+    ) -> Result:
+        """Run a program and return what it wrote. `files` are there when it starts, by relative path."""
+        work = run_program(self._opened(), code, stdin, seconds or self.config.seconds, files or {})
+        return await self._async(work)
+
+    async def grade(self, candidate: str, tests: Tests, *, seconds: float | None = None) -> Verdict:
+        """Which of the tests the candidate's code passes."""
+        return await self._async(grade(self._opened(), candidate, tests, seconds or self.config.seconds))
+
+    def run_sync(self, code: str, **options: Any) -> Result:
+        return asyncio.run(self.run(code, **options))
+
+    def grade_sync(self, candidate: str, tests: Tests, *, seconds: float | None = None) -> Verdict:
+        return asyncio.run(self.grade(candidate, tests, seconds=seconds))
+
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return await asyncio.to_thread(self.open)
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    async def _start(self) -> Pool:
+        return Pool(self.config)
+
+    def _opened(self) -> Pool:
+        pool = self._pool
+        if pool is None:
+            raise SandboxError("the sandbox is not open", "call `open`, or use it in a `with` block")
+        return pool
+
+    async def _async(self, work: Coroutine[Any, Any, _T]) -> _T:
+        assert self._loop is not None
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    def _sync(self, work: Coroutine[Any, Any, _T]) -> _T:
+        assert self._loop is not None
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def _stop(self) -> None:
+        """Let what still runs end with its cancellation, then end the thread."""
+        assert self._loop is not None and self._thread is not None
+        self._sync(_cancel_all())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CLOSE)
+        self._loop.close()
+        self._loop = self._thread = None
+
+
+async def _cancel_all() -> None:
+    tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+_shared: dict[SandboxConfig, Sandbox] = {}
+_owner = 0
+_sharing = threading.Lock()
+
+
+def shared(config: SandboxConfig | None = None) -> Sandbox:
+    """The one open sandbox of this process with these settings; it is closed when the process ends."""
+    global _owner
+    wanted = config or SandboxConfig()
+    with _sharing:
+        if _owner != os.getpid():  # after a fork the sandboxes are the parent's
+            _shared.clear()
+            _owner = os.getpid()
+            atexit.register(close_shared)
+        if wanted not in _shared:
+            _shared[wanted] = Sandbox(wanted)
+        return _shared[wanted].open()
+
+
+def close_shared() -> None:
+    with _sharing:
+        while _shared:
+            _shared.popitem()[1].close()

@@ -1,0 +1,135 @@
+"""Any environment, turn by turn: what is seen goes to the model, what it says is the next action.
+
+The recipe names the `environment`; its `options` are those of `GameOptions`. With the whole history an episode is one
+path of the token tree and one sample; with a window (`history`) every turn that forgets something begins another.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import openai
+from pydantic import Field, ValidationError
+
+from rillflow.config.base import Section
+from rillflow.errors import ConfigError
+from rillflow.types import Observation, Said
+
+if TYPE_CHECKING:
+    from rillflow.contracts import Episode, Role
+
+Message = dict[str, Any]
+ACTION_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"action": {"type": "string"}},
+    "required": ["action"],
+    "additionalProperties": False,
+}
+
+
+class GameOptions(Section):
+    """How an environment is played."""
+
+    instructions: str | None = Field(None, description="what the model is told before it sees anything")
+    action: Literal["text", "json"] = Field("text", description="an action is the answer's last line, or its `action`")
+    history: Annotated[int, Field(ge=1)] | None = Field(None, description="last turns that are kept; default: all")
+    turns: Annotated[int, Field(ge=1)] = Field(50, description="most answers of an episode")
+    invalid: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="so many actions that make no sense are forgiven; default: all"
+    )
+    reward: Literal["sum", "final"] = Field("sum", description="of all steps, or of the last one")
+    step_rewards: bool = Field(False, description="each answer also gets what its own step earned")
+    show_actions: bool = Field(False, description="possible actions are listed, where the environment knows them")
+
+
+async def play(episode: Episode) -> float:
+    """One episode; returns its reward. A context that is full ends it with what was earned so far."""
+    options = read_options(episode.options)
+    role = episode.role("player")
+    seen = await episode.environment.reset(episode.payload, episode.seed)
+    messages = opening(seen, options)
+    head = len(messages)
+    earned = [0.0]
+    forgiven = options.invalid
+    for _ in range(options.turns):
+        if seen.done:
+            break
+        said = await _ask(role, window(messages, head, options.history), options, first=len(messages) == head)
+        if said is None:
+            break
+        seen = await episode.environment.step(action_of(said.text, options))
+        earned.append(seen.reward)
+        if options.step_rewards:
+            episode.reward(seen.reward, call=said.call)
+        messages += [said.message, observed(seen, options)]
+        if seen.info.get("invalid") and forgiven is not None:
+            forgiven -= 1
+            if forgiven < 0:
+                break
+    return sum(earned) if options.reward == "sum" else earned[-1]
+
+
+async def _ask(role: Role, messages: Sequence[Message], options: GameOptions, *, first: bool) -> Said | None:
+    """The next answer; None where the context is full, which is an error only where nothing fits at all."""
+    try:
+        return await role.ask(messages, schema=ACTION_SCHEMA if options.action == "json" else None)
+    except openai.APIStatusError as error:
+        if first or error.code != "context_length_exceeded":
+            raise
+        return None
+
+
+def read_options(options: Mapping[str, Any]) -> GameOptions:
+    return _read(json.dumps(dict(options), sort_keys=True))
+
+
+@lru_cache(maxsize=16)
+def _read(options: str) -> GameOptions:
+    try:
+        return GameOptions.model_validate_json(options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        valid = ", ".join(GameOptions.model_fields)
+        raise ConfigError(f"options.{where}: {first['msg']}", f"the workflow `game` has: {valid}") from error
+
+
+def opening(seen: Observation, options: GameOptions) -> list[Message]:
+    """What the model reads before its first action."""
+    told = [{"role": "system", "content": options.instructions}] if options.instructions else []
+    return [*told, observed(seen, options)]
+
+
+def observed(seen: Observation, options: GameOptions) -> Message:
+    text = seen.text
+    if options.show_actions and seen.actions and not seen.done:
+        text = f"{text}\nPossible: {'; '.join(seen.actions)}"
+    return {"role": "user", "content": text}
+
+
+def spoken(action: str, options: GameOptions) -> Message:
+    """The answer that means this action."""
+    if options.action == "text":
+        return {"role": "assistant", "content": action}
+    return {"role": "assistant", "content": json.dumps({"action": action}, ensure_ascii=False)}
+
+
+def window(messages: list[Message], head: int, turns: int | None) -> list[Message]:
+    """The opening and the last turns; a turn is an answer and what was seen then."""
+    if turns is None or len(messages) - head <= 2 * turns:
+        return messages
+    return messages[:head] + messages[len(messages) - 2 * turns :]
+
+
+def action_of(text: str, options: GameOptions) -> str:
+    """Empty where the answer has none: the environment then tells the model so."""
+    if options.action == "json":
+        read = Said(text=text, uses=[], call="", cut=False, message={}).json()
+        action = read.get("action") if isinstance(read, dict) else None
+        return action.strip() if isinstance(action, str) else ""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    last = lines[-1] if lines else ""
+    return last[len("action:") :].strip() if last.lower().startswith("action:") else last

@@ -1,0 +1,182 @@
+"""Where an evaluation's episodes are played: a gateway, tools, environments and engines of a recipe, in this process.
+
+An episode is played, rewarded and recorded by the code that a rollout node has (`rollout.episodes`). What differs is
+who hears of its end: nobody leases, so nothing is pushed, and what it left is handed to the caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from secrets import token_urlsafe
+from typing import Any
+
+import openai
+
+from rillflow.agents.surroundings import open_surroundings
+from rillflow.config import Recipe
+from rillflow.contracts import SystemClock
+from rillflow.engine.build import build_engine
+from rillflow.engine.host import EngineHost
+from rillflow.errors import ConfigError
+from rillflow.gateway.calls import Policy
+from rillflow.gateway.feed import Feed
+from rillflow.gateway.sampling.node_engines import NodeEngines
+from rillflow.gateway.server import Gateway
+from rillflow.gateway.trees.record import SessionRecord
+from rillflow.gateway.trees.render import Renderer
+from rillflow.rollout.episode import EpisodeFailed
+from rillflow.rollout.episodes import Episodes
+from rillflow.rollout.late import LateRewards
+from rillflow.rollout.players import Open, Played, Player, load_player, load_reward
+from rillflow.types import Ack, Task, TaskLease
+
+NAME = "evaluation"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """An episode's end: what it left and its rewards, the trajectory's first; or why there are none."""
+
+    answer: Any = None
+    record: SessionRecord | None = None
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    cause: str = ""
+    error: str = ""
+
+
+class Stage:
+    """Plays tasks one by one, as many at once as are asked for."""
+
+    def __init__(self, episodes: Episodes, player: _Listening, ends: _Ends) -> None:
+        self._episodes = episodes
+        self._player = player
+        self._ends = ends
+
+    async def play(self, task: Task) -> Ended:
+        lease = TaskLease(task=task, attempt=uuid.uuid4().hex, seconds=0.0)
+        try:
+            await self._episodes.play(lease)
+            answer = self._player.answers.get(lease.attempt)
+            ended = self._ends.ended[lease.attempt]
+            return Ended(**{**vars(ended), "answer": answer})
+        finally:
+            self._player.answers.pop(lease.attempt, None)
+            self._ends.ended.pop(lease.attempt, None)
+
+
+@asynccontextmanager
+async def open_engines(recipe: Recipe, logs: Path) -> AsyncIterator[NodeEngines]:
+    """One engine for each policy, with the weights of the policy's model; servers write to `logs`."""
+    exact = recipe.runtime.deterministic
+    engines = {name: build_engine(policy, exact=exact, logs=logs) for name, policy in recipe.policies.items()}
+    opened = NodeEngines(recipe, name=NAME, token=token_urlsafe(32), host=EngineHost(NAME, engines))
+    try:
+        await opened.start()
+        running = asyncio.create_task(opened.run(), name="engines")
+        try:
+            yield opened
+        finally:
+            running.cancel()
+            with suppress(asyncio.CancelledError):
+                await running
+    finally:
+        await opened.close()
+
+
+@asynccontextmanager
+async def open_stage(recipe: Recipe, engines: NodeEngines, folder: Path) -> AsyncIterator[Stage]:
+    """`folder` is where commands get theirs."""
+    if recipe.outside:
+        raise ConfigError("the recipe's agents come from outside: nobody here can play", "give --workflow")
+    clock, feed, reward = SystemClock(), Feed(), load_reward(recipe)
+    async with AsyncExitStack() as stack:
+        player = _Listening(load_player(recipe, feed, folder / "agents"))
+        stack.callback(player.close)
+        surroundings, toolbox = await open_surroundings(recipe)
+        stack.push_async_callback(toolbox.close)
+        client = openai.AsyncOpenAI(
+            base_url="http://unset",
+            api_key="unset",
+            http_client=openai.DefaultAioHttpClient(timeout=None),
+            max_retries=0,
+        )
+        stack.push_async_callback(client.close)
+        gateway = _gateway(recipe, engines)
+        stack.push_async_callback(gateway.stop)
+        ends = _Ends()
+        episodes = Episodes(
+            recipe.rollout,
+            list(recipe.policies),
+            player=player,
+            reward=reward,
+            gateway=gateway,
+            client=client,
+            pusher=ends,
+            late=LateRewards(clock),
+            clock=clock,
+            surroundings=surroundings,
+        )
+        episodes.gateway_url = await gateway.start()
+        yield Stage(episodes, player, ends)
+
+
+def _gateway(recipe: Recipe, engines: NodeEngines) -> Gateway:
+    """Its sessions live in memory: an evaluation that dies plays what is missing anew."""
+    policies = recipe.policies
+    return Gateway(
+        token_urlsafe(32),
+        {n: Policy(engines.pools[n], Renderer.load(p.model), p.tools, p.reasoning) for n, p in policies.items()},
+        {n: p.sampling for n, p in policies.items()},
+        limits=recipe.gateway,
+    )
+
+
+class _Ends:
+    """Keeps how episodes ended until their player has looked."""
+
+    def __init__(self) -> None:
+        self.ended: dict[str, Ended] = {}
+
+    async def complete(
+        self,
+        lease: TaskLease,
+        record: SessionRecord,
+        rewards: Mapping[str, float],
+        seconds: float,
+        metrics: Mapping[str, float],
+    ) -> Ack:
+        self.ended[lease.attempt] = Ended(record=record, rewards=rewards, metrics=metrics, seconds=seconds)
+        return Ack(accepted=True)
+
+    async def fail(self, lease: TaskLease, failure: EpisodeFailed) -> Ack:
+        self.ended[lease.attempt] = Ended(cause=failure.cause, error=failure.error)
+        return Ack(accepted=False, reason=str(failure))
+
+
+class _Listening:
+    """A player whose answers are kept until somebody takes them."""
+
+    def __init__(self, player: Player) -> None:
+        self._player = player
+        self.answers: dict[str, Any] = {}
+
+    def wanted(self) -> int | None:
+        return self._player.wanted()
+
+    async def play(self, attempt: str, open_session: Open) -> Played:
+        played = await self._player.play(attempt, open_session)
+        self.answers[attempt] = played.answer
+        return played
+
+    def over(self, attempt: str, *, accepted: bool, reason: str) -> None:
+        self._player.over(attempt, accepted=accepted, reason=reason)
+
+    def close(self) -> None:
+        self._player.close()

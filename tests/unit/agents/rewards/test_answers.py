@@ -1,0 +1,48 @@
+"""What rewards read of answers and prompts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rillflow.agents.rewards.answers import golds, inside, text_of
+from rillflow.errors import RewardError
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (None, ""),
+        ("  four ", "  four "),
+        (4, "4"),
+        ({"answer": "four", "stdout": "thinking", "returncode": 0}, "four"),
+        ({"answer": None, "stdout": "four\n", "returncode": 0}, "four\n"),
+    ],
+)
+def test_the_text_of_what_was_returned(answer: Any, text: str) -> None:
+    assert text_of(answer) == text
+
+
+def test_what_is_no_text_is_no_reward() -> None:
+    with pytest.raises(RewardError, match="list, not text"):
+        text_of(["four"])
+
+
+def test_what_a_tag_holds() -> None:
+    assert inside("<answer>3</answer> no: <answer>\n4 </answer>.", "answer") == "4"
+    assert inside("<answer>4", "answer") is None
+
+
+def test_right_answers_of_a_prompt() -> None:
+    assert golds({"question": "?", "answer": 4}) == ["4"]
+    assert golds({"golden_answers": ["four", "4"]}) == ["four", "4"]
+    assert golds({"answer": "4", "sum": "5"}, "sum") == ["5"]
+
+
+@pytest.mark.parametrize(
+    "payload", [{}, {"answer": None}, {"answer": []}, {"answer": {"a": 1}}, {"answer": "x" * 70000}]
+)
+def test_a_prompt_without_a_right_answer_is_no_reward(payload: dict[str, Any]) -> None:
+    with pytest.raises(RewardError):
+        golds(payload)

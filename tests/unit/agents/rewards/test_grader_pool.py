@@ -1,0 +1,69 @@
+"""Graders die, raise and hang: none of it is a grade."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import psutil
+import pytest
+
+from rillflow.agents.rewards.grading.pool import GraderPool
+from rillflow.agents.rewards.grading.worker import Order
+from rillflow.errors import RewardError
+
+HANGS = Order("pattern", 0.5, {"pattern": "(a+)+b", "text": "a" * 60})
+FITS = Order("pattern", 30.0, {"pattern": "a+", "text": "aaa"})
+
+
+@pytest.fixture
+def pool():
+    made = GraderPool(1)
+    yield made
+    made.close()
+
+
+def graders() -> list[psutil.Process]:
+    return [one for one in psutil.Process().children() if "grading.worker" in " ".join(one.cmdline())]
+
+
+def test_a_grader_that_hangs_is_gone_and_the_next_one_grades(pool: GraderPool) -> None:
+    before = {one.pid for one in graders()}
+    with pytest.raises(RewardError, match=r"longer than 0\.5 s"):
+        pool.grade(HANGS)
+    assert {one.pid for one in graders()} == before
+    assert pool.grade(FITS) == 1.0
+
+
+def test_a_grader_that_was_killed_is_replaced_and_asked_again(pool: GraderPool) -> None:
+    before = {one.pid for one in graders()}
+    assert pool.grade(FITS) == 1.0
+    (mine,) = {one.pid for one in graders()} - before
+    os.kill(mine, signal.SIGKILL)
+    assert pool.grade(FITS) == 1.0
+    assert mine not in {one.pid for one in graders()}
+
+
+def test_what_a_grader_raises_is_no_grade(pool: GraderPool) -> None:
+    with pytest.raises(RewardError, match="unterminated subpattern"):
+        pool.grade(Order("pattern", 30.0, {"pattern": "(", "text": ""}))
+    with pytest.raises(RewardError, match="KeyError"):
+        pool.grade(Order("nothing", 30.0))
+    assert pool.grade(FITS) == 1.0  # by the same process
+
+
+def test_there_are_no_more_graders_than_the_pool_may_have() -> None:
+    pool, before = GraderPool(2), len(graders())
+    grades: list[float] = []
+    threads = [threading.Thread(target=lambda: grades.append(pool.grade(FITS))) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    try:
+        assert grades == [1.0] * 6
+        assert len(graders()) - before <= 2
+    finally:
+        pool.close()
+    assert len(graders()) == before

@@ -1,0 +1,39 @@
+"""The real questions and their corpus, where they are at hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rillflow.agents.rewards.qa import normalised
+from rillflow.agents.tools.corpus import Corpus
+from rillflow.agents.tools.two_wiki import CORPUS, QUESTIONS, prompts
+from rillflow.dataflow.sources.benchmarks import data_folder
+
+pytestmark = pytest.mark.skipif(
+    not (data_folder() / CORPUS).is_file() or not (data_folder() / QUESTIONS).is_file(),
+    reason="2WikiMultiHopQA is not there: set RILLFLOW_DATA to the folder of data sets",
+)
+
+
+def test_splits_share_no_question() -> None:
+    train, heldout = list(prompts("train", 10_000, 1)), list(prompts("heldout", 10_000, 1))
+    assert not {row["payload"]["question"] for row in train} & {row["payload"]["question"] for row in heldout}
+    assert len({row["id"] for row in train + heldout}) == 866
+    again = list(prompts("train", 10_000, 2))
+    assert again != train
+    assert sorted(row["id"] for row in again) == sorted(row["id"] for row in train)
+    assert list(prompts("train", 5, 1)) == train[:5]
+
+
+def test_a_search_finds_what_a_question_is_about(tmp_path: Path) -> None:
+    corpus = Corpus.open(CORPUS, cache=tmp_path)
+    rows = [json.loads(line) for line in (data_folder() / QUESTIONS).read_text().splitlines()[:200]]
+    hits = [
+        {normalised(title) for title in row["titles"]}
+        & {normalised(p.title) for p in corpus.search(row["question"], 3)}
+        for row in rows
+    ]
+    assert sum(bool(hit) for hit in hits) > 0.8 * len(rows)
