@@ -27,6 +27,7 @@ import yaml
 
 from bench.common import Report, parser
 from rillflow.observe.metrics import read_metrics
+from rillflow.weights.gguf import SUFFIX, model_from_gguf
 
 GROUP = 8
 GOAL = 2.0
@@ -44,24 +45,9 @@ class Side(NamedTuple):
         return (len(self.ended) - first) / (self.ended[-1] - self.ended[first - 1])
 
 
-def model_folder(path: Path, made: Path) -> Path:
-    """`path`, or what the GGUF file `path` holds as a Hugging Face folder."""
-    if path.suffix != ".gguf":
-        return path
-    from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name)
-    del model.config.quantization_config  # it is whole again, and to be saved so
-    model.config.dtype = "bfloat16"
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(made)
-    model.generation_config.save_pretrained(made)
-    weights = {name: tensor.bfloat16().contiguous() for name, tensor in model.state_dict().items()}
-    weights.pop("lm_head.weight", None)  # tied
-    save_file(weights, made / "model.safetensors", {"format": "pt"})
-    AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name).save_pretrained(made)
-    return made
+def model_of(path: Path, made: Path) -> str:
+    """`path`, or the Hugging Face folder of what the GGUF file `path` holds."""
+    return str(model_from_gguf(path, made) if path.suffix == SUFFIX else path)
 
 
 def recipe(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
@@ -195,7 +181,7 @@ def main() -> None:
         folder = Path(arguments.keep or temporary)
         folder.mkdir(parents=True, exist_ok=True)
         tiny = arguments.model == "tiny"
-        model = "tiny" if tiny else str(model_folder(Path(arguments.model).resolve(), folder / "model"))
+        model = "tiny" if tiny else model_of(Path(arguments.model).resolve(), folder / "models")
         mine, others = ours(arguments, model, folder)
         peer = None if arguments.no_trl else trl(arguments, model, folder)
         report = Report("async_gpu")

@@ -176,6 +176,10 @@ class Group(Protocol):
     def flat(self) -> bool:
         """Whether there are several of everything that is compared (`dataflow.grouping`), and they got the same."""
 
+    @property
+    def deviation(self) -> float:
+        """The largest standard deviation (population) of anything that is compared; infinite where nothing is."""
+
 
 class Stateful(Protocol):
     """A hook that learns: its state is JSON and is checkpointed with the ledger, in the same transaction."""

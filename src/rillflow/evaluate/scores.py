@@ -129,7 +129,7 @@ def bootstrap(values: Floats, seed: int) -> Interval:
     """The middle 95 % of the means of questions drawn anew, as many and with putting back; the same for a seed."""
     draws = np.random.RandomState(seed & 0xFFFFFFFF)  # its stream is frozen for good
     size = len(values)
-    means = [float(values[draws.randint(0, size, size)].mean()) for _ in range(RESAMPLES)]
+    means = [values[draws.randint(0, size, size)].mean() for _ in range(RESAMPLES)]
     low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Interval(float(low), float(high))
 

@@ -18,9 +18,9 @@ def two_sources() -> Joined:
 
 def play(world, rewards):
     """Play the round that runs: each source's episodes get the source's reward, None: they fail."""
-    while leases := [lease for lease in world.lease(16) if lease.task.lane == "eval"]:
-        for lease in leases:
-            reward = rewards[lease.task.prompt.source]
+    while world.ledger.evaluations.running:
+        for lease in world.lease(1):
+            reward = rewards[lease.task.prompt.source] if lease.task.lane == "eval" else float(lease.task.place)
             if reward is None:
                 world.fail(lease)
             else:

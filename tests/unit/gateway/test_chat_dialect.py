@@ -116,8 +116,6 @@ async def test_a_call_that_breaks_off_is_text_in_a_stream_too() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "response_format"),
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"tool_choice": "always"}, "tool_choice"),
     ({"max_tokens": 1000}, "max_tokens"),

@@ -47,8 +47,8 @@ def schema(actions: Sequence[str], longest: int) -> dict[str, Any]:
     }
 
 
-def parse(text: str, actions: Sequence[str]) -> Decision | None:
-    """The decision, or None where the text is malformed or its action unknown."""
+def parse(text: str, actions: Sequence[str] | None = None) -> Decision | None:
+    """The decision, or None where the text is malformed or its action is none of `actions` (where those are known)."""
     try:
         said = json.loads(text)
     except (ValueError, RecursionError):
@@ -57,4 +57,4 @@ def parse(text: str, actions: Sequence[str]) -> Decision | None:
         return None
     if not all(isinstance(value, str) and len(value) <= LONGEST for value in said.values()):
         return None
-    return Decision(**said) if said["action"] in actions else None
+    return Decision(**said) if actions is None or said["action"] in actions else None

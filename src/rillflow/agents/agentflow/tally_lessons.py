@@ -25,6 +25,7 @@ PROMPTS = {
 }
 MISTAKES = ("another box", "another item", "again", "think", "guess")
 MAX_STEPS = 6
+_SHARE_OF_VERDICTS = 0.25  # they are easy to learn
 
 Payload = Mapping[str, Any]
 
@@ -33,7 +34,9 @@ def demonstrations(split: str, count: int, seed: int, mistakes: float = 0.0) -> 
     """Of sft: `count` single answers of the planner or the verifier, each behind the prompt that the loop writes."""
     generator, number = random.Random(f"tally lessons/{split}/{seed}"), 0
     for prompt in tally.prompts(split, count, seed):
-        for asked_for, said in _play(prompt["payload"], generator, mistakes):
+        for role, asked_for, said in _play(prompt["payload"], generator, mistakes):
+            if role == "verifier" and generator.random() >= _SHARE_OF_VERDICTS:
+                continue
             if number == count:
                 return
             messages = [{"role": "user", "content": asked_for}, {"role": "assistant", "content": said}]
@@ -41,12 +44,12 @@ def demonstrations(split: str, count: int, seed: int, mistakes: float = 0.0) -> 
             number += 1
 
 
-def _play(payload: Payload, generator: random.Random, mistakes: float) -> Iterator[tuple[str, str]]:
-    """The prompts and answers of one episode."""
+def _play(payload: Payload, generator: random.Random, mistakes: float) -> Iterator[tuple[str, str, str]]:
+    """The roles, prompts and answers of one episode."""
     question, memory, found = payload["question"], TaskMemory(), dict[str, str]()
     for _ in range(MAX_STEPS):
         decision = _mistake(payload, found, generator) if generator.random() < mistakes else _right(payload, found)
-        yield asked(PROMPTS, "planner", question=question, memory=memory.text()), decision.written()
+        yield "planner", asked(PROMPTS, "planner", question=question, memory=memory.text()), decision.written()
         if decision.action == ANSWER:
             return
         result = _result(payload, decision)
@@ -54,10 +57,10 @@ def _play(payload: Payload, generator: random.Random, mistakes: float) -> Iterat
         memory.note(decision.action, decision.action_input, result)
         enough = decision.action == "code" and result == str(tally.truth(payload))
         verdict = '{"sufficient": true}' if enough else '{"sufficient": false}'
-        yield asked(PROMPTS, "verifier", question=question, memory=memory.text()), verdict
+        yield "verifier", asked(PROMPTS, "verifier", question=question, memory=memory.text()), verdict
         if enough:
             final = Decision("say", ANSWER, result)
-            yield asked(PROMPTS, "final", question=question, memory=memory.text()), final.written()
+            yield "planner", asked(PROMPTS, "final", question=question, memory=memory.text()), final.written()
             return
 
 

@@ -1,4 +1,4 @@
-"""Programs of one line: a function of x that does two sums one after the other. Small enough for a tiny policy to write.
+"""Programs of one line: a function of x that does two sums, one after the other; a tiny policy can write them.
 
 The splits ask for different pairs of numbers, while every number and every operation occurs in both.
 """

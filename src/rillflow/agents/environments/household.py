@@ -48,6 +48,13 @@ SCENES = {
         ("book", "pen", "phone", "key", "watch", "clock", "sock", "ball"),
         ("place", "light", "two"),
     ),
+    # In words that the shipped tiny policy has whole: one token each.
+    "storeroom": Scene(
+        ("red box", "blue box", "green box", "black box", "white box"),
+        (),
+        ("pens", "cups", "books", "keys", "coins", "socks", "nails", "balls"),
+        ("place", "two"),
+    ),
 }
 DOORS = {"drawer", "cupboard", "fridge"}
 # An errand that changes a thing: what it is then, where that is done, and with which word.
@@ -95,11 +102,11 @@ class Errand:
 
     def __str__(self) -> str:
         if self.task == "light":
-            return f"look at a {self.thing} under the lamp"
-        what = "two of " + self.thing if self.task == "two" else f"a {self.thing}"
+            return f"look at {self.thing} under the lamp"
+        what = f"two of {self.thing}" if self.task == "two" else self.thing
         if self.task in CHANGES:
-            what = f"a {CHANGES[self.task][0]} {self.thing}"
-        return f"put {what} in a {self.place}"
+            what = f"{CHANGES[self.task][0]} {self.thing}"
+        return f"put {what} in {self.place}"
 
     def fits(self, room: Room, thing: str) -> bool:
         """Whether it is of the kind and in the state that is asked for."""
@@ -319,12 +326,21 @@ def errands(split: str) -> list[tuple[str, str, str, str]]:
 
 
 def prompts(
-    split: str, count: int, seed: int, size: str = "full", tasks: list[str] | None = None
+    split: str,
+    count: int,
+    seed: int,
+    size: str = "full",
+    tasks: list[str] | None = None,
+    scenes: list[str] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Errands of the split in rooms of their own; `tasks` are the kinds asked for."""
-    choices = [errand for errand in errands(split) if errand[1] in (tasks or TASKS)]
+    """Errands of the split in rooms of their own; `tasks` and `scenes` are the kinds asked for."""
+    choices = [
+        errand for errand in errands(split) if errand[0] in (scenes or SCENES) and errand[1] in (tasks or TASKS)
+    ]
     if not choices:
-        raise ValueError(f"no errand is of these kinds: {tasks}; there are {', '.join(TASKS)}")
+        raise ValueError(
+            f"no errand is of these kinds: {tasks}, {scenes}; there are {', '.join(TASKS)} in {', '.join(SCENES)}"
+        )
     draw = random.Random(f"household/{split}/{seed}")
 
     def payloads() -> Iterator[dict[str, Any]]:

@@ -38,6 +38,12 @@ def inside(text: str, tag: str) -> str | None:
     return found[-1].strip() if found else None
 
 
+def last_number(text: str) -> str | None:
+    """The last number of a text, without commas; None where there is none."""
+    found = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
+    return found[-1].replace(",", "") if found else None
+
+
 def golds(payload: Mapping[str, Any], key: str | None = None) -> list[str]:
     """The right answers of a prompt, of which each is as good as the others: the one key named, or the usual ones."""
     keys = GOLD_KEYS if key is None else (key,)

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import Field, field_validator, model_validator
 
 from rillflow.agents.rewards.answers import text_of
-from rillflow.agents.rewards.grading.pool import grade
+from rillflow.agents.rewards.grading.pool import grade, prepare
 from rillflow.agents.rewards.shipped import ShippedReward
 from rillflow.config.base import Seconds
 
@@ -41,6 +41,10 @@ class Format(ShippedReward):
         if sum(given is not None for given in (self.pattern, self.tags, self.json_keys)) != 1:
             raise ValueError("give exactly one of `pattern`, `tags` and `json_keys`")
         return self
+
+    async def prepare(self) -> None:
+        if self.pattern is not None:
+            await prepare("pattern")
 
     async def __call__(self, payload: Mapping[str, Any], answer: Any) -> float:
         said = text_of(answer).strip()

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import Field
 
 from rillflow.agents.rewards.answers import golds, text_of
-from rillflow.agents.rewards.grading.pool import grade
+from rillflow.agents.rewards.grading.pool import grade, prepare
 from rillflow.agents.rewards.shipped import ShippedReward, need
 from rillflow.config.base import Seconds
 
@@ -24,6 +24,9 @@ class Math(ShippedReward):
 
     def model_post_init(self, context: Any) -> None:
         need("math_verify", "math")
+
+    async def prepare(self) -> None:
+        await prepare("math")
 
     async def __call__(self, payload: Mapping[str, Any], answer: Any) -> float:
         right, said = golds(payload, self.key), text_of(answer)[-_MOST:]

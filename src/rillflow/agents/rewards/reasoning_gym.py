@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic import Field
 
-from rillflow.agents.rewards.answers import inside, text_of
-from rillflow.agents.rewards.grading.pool import grade
+from rillflow.agents.rewards.answers import inside, last_number, text_of
+from rillflow.agents.rewards.grading.pool import grade, prepare
 from rillflow.agents.rewards.shipped import ShippedReward, need
 from rillflow.config.base import Seconds
 from rillflow.errors import RewardError
@@ -20,6 +20,7 @@ class ReasoningGym(ShippedReward):
     """0 to 1: what the scorer of the reasoning-gym task says that the prompt is from."""
 
     inside: str | None = Field(None, description="only what the last <TAG>…</TAG> holds is the answer; give the tag")
+    last_number: bool = Field(False, description="only the last number of the answer counts")
     strict: bool = Field(
         False, description="full marks or 0: many tasks give some for a right answer among other words"
     )
@@ -27,6 +28,9 @@ class ReasoningGym(ShippedReward):
 
     def model_post_init(self, context: Any) -> None:
         need("reasoning_gym", "reasoning-gym")
+
+    async def prepare(self) -> None:
+        await prepare("reasoning_gym")
 
     async def __call__(self, payload: Mapping[str, Any], answer: Any) -> float:
         lacking = [key for key in ("answer", "metadata", "source_dataset") if key not in payload]
@@ -37,6 +41,8 @@ class ReasoningGym(ShippedReward):
             )
         said = text_of(answer)[:_MOST]
         taken = said.strip() if self.inside is None else inside(said, self.inside)
+        if self.last_number:
+            taken = last_number(taken or "")
         if not taken:
             return 0.0
         score = await grade("reasoning_gym", self.seconds, entry=dict(payload), answer=taken)

@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from functools import partial
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 from rillflow.agents.rewards.calling import call
+from rillflow.agents.rewards.code import Code
 from rillflow.agents.rewards.exact_match import ExactMatch
 from rillflow.agents.rewards.f1 import F1
 from rillflow.agents.rewards.format import Format
@@ -31,6 +32,7 @@ from rillflow.types import Scored
 Reward = Callable[[dict[str, Any], Any], Any]
 
 REWARDS: dict[str, type[ShippedReward]] = {
+    "code": Code,
     "exact_match": ExactMatch,
     "f1": F1,
     "format": Format,
@@ -50,7 +52,8 @@ def load_reward(reward: str | Sequence[RewardConfig]) -> Reward:
     parts = [RewardConfig(name=reward)] if isinstance(reward, str) else list(reward)
     if not parts:
         raise ConfigError("`reward` is an empty list", "name a reward, or leave it out: then the workflow returns it")
-    return _sum([(_label(part.name), part.weight, _made(part)) for part in parts])
+    labels = _different([_label(part.name) for part in parts])
+    return Sum([Part(label, part.weight, _made(part)) for label, part in zip(labels, parts, strict=True)])
 
 
 def make_reward(name: str, **options: Any) -> Reward:
@@ -67,19 +70,28 @@ def reward_class(name: str) -> type[ShippedReward]:
     return REWARDS[name]
 
 
-def _sum(parts: Sequence[tuple[str, float, Reward]]) -> Reward:
-    labels = _different([label for label, _, _ in parts])
+async def prepare_reward(reward: Reward | None) -> None:
+    """Let a reward make ready what takes longer than a reward may; before the first is asked for."""
+    for part in reward.parts if isinstance(reward, Sum) else ():
+        if isinstance(part.reward, ShippedReward):
+            await part.reward.prepare()
 
-    async def reward(payload: dict[str, Any], answer: Any) -> Scored:
-        said = {
-            label: _number(label, await call(part, payload, answer))
-            for label, (_, _, part) in zip(labels, parts, strict=True)
-        }
-        return Scored(
-            math.fsum(weight * said[label] for label, (_, weight, _) in zip(labels, parts, strict=True)), said
-        )
 
-    return reward
+class Part(NamedTuple):
+    label: str
+    weight: float
+    reward: Reward
+
+
+class Sum:
+    """Rewards that are weighted and added."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = parts
+
+    async def __call__(self, payload: dict[str, Any], answer: Any) -> Scored:
+        said = {part.label: _number(part.label, await call(part.reward, payload, answer)) for part in self.parts}
+        return Scored(math.fsum(part.weight * said[part.label] for part in self.parts), said)
 
 
 def _made(part: RewardConfig) -> Reward:

@@ -18,6 +18,9 @@ class ShippedReward(Section):
     no good in an answer is the policy's doing and earns little or nothing; it never raises.
     """
 
+    async def prepare(self) -> None:
+        """Make ready what takes longer than a reward may; called once, before the first."""
+
     @abstractmethod
     async def __call__(self, payload: Mapping[str, Any], answer: Any) -> float:
         """The reward of an answer to the prompt with this payload."""

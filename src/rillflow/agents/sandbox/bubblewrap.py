@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ _NOBODY = "65534"
 _SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _OF_ETC = ("/etc/ld.so.cache", "/etc/alternatives")
 _STAGE = "/mnt"
+_USERS = 1_900_000_000  # above all that are given to people and services
 INSTALL = (
     "install bubblewrap (Debian and Ubuntu: `apt install bubblewrap`) and allow user namespaces (in Docker: "
     "`--security-opt seccomp=unconfined --security-opt apparmor=unconfined`; Ubuntu 24.04 and later: `sysctl "
@@ -47,7 +49,7 @@ def command(packages: tuple[str, ...], control: int, seccomp: int) -> list[str]:
         mounts.append((sys.base_prefix, sys.base_prefix))
     before: list[str] = []
     if os.geteuid() == 0:
-        before, mounts = _as_another(bwrap, mounts)
+        before, mounts = _as_another(mounts)
     return [*before, bwrap, *_walls(seccomp), *_files(mounts), "--", *python_command(HOME, control)]
 
 
@@ -98,19 +100,22 @@ def _package_mounts(packages: tuple[str, ...]) -> Mounts:
     return mounts
 
 
-def _as_another(bwrap: str, mounts: Mounts) -> tuple[list[str], Mounts]:
+def _as_another(mounts: Mounts) -> tuple[list[str], Mounts]:
     """Root's way: show the folders, which may lie where only root can look, under a path that all can read, then
-    become a user that owns nothing."""
-    setpriv = shutil.which("setpriv")
-    if setpriv is None:
+    become a user that owns nothing. Each step becomes the next, so that the process we started is bubblewrap itself
+    and ends with us."""
+    found = {name: shutil.which(name) for name in ("unshare", "setpriv", "mount")}
+    if None in found.values():
         raise SandboxError(
-            "`setpriv` is not installed, and code is not run as root",
-            "install util-linux, or run as a user other than root",
+            "`unshare`, `setpriv` or `mount` is not installed, and code is not run as root",
+            "install util-linux (and mount), or run as a user other than root",
         )
     staged = [f"{_STAGE}/{index}" for index in range(len(mounts))]
-    stage = [bwrap, "--die-with-parent", "--dev-bind", "/", "/", "--tmpfs", _STAGE]
+    steps = [f"{found['mount']} -t tmpfs -o mode=755 none {_STAGE}"]
     for (source, _), place in zip(mounts, staged, strict=True):
-        stage += ["--ro-bind", source, place]
-    user = str(1_900_000_000 + os.getpid())
-    change = [setpriv, "--reuid", user, "--regid", user, "--clear-groups", "--inh-caps=-all", "--no-new-privs"]
-    return [*stage, "--", *change], [(new, place) for new, (_, place) in zip(staged, mounts, strict=True)]
+        steps += [f"mkdir {place}", f"{found['mount']} --bind {shlex.quote(source)} {place}"]
+    show = [str(found["unshare"]), "--mount", "--propagation", "private", "--", "/bin/sh", "-ec"]
+    show += ["; ".join([*steps, 'exec "$@"']), "sh"]
+    user = str(_USERS + os.getpid())
+    change = [str(found["setpriv"]), "--reuid", user, "--regid", user, "--clear-groups", "--inh-caps=-all"]
+    return [*show, *change, "--no-new-privs"], [(new, place) for new, (_, place) in zip(staged, mounts, strict=True)]

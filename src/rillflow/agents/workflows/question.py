@@ -9,8 +9,13 @@ if TYPE_CHECKING:
 
 
 async def play(episode: Episode) -> str | None:
-    """Ask what the prompt asks (`question`) and return the answer. The policy's sampling settings apply."""
+    """Ask what the prompt asks (`question`) and return the answer. The policy's sampling settings apply.
+
+    The option `template` puts words around the question: "{question} Give only the number."
+    """
+    template = str(episode.options.get("template", "{question}"))
+    question = template.replace("{question}", episode.payload["question"])
     response = await episode.client.chat.completions.create(
-        model=episode.model, messages=[{"role": "user", "content": episode.payload["question"]}]
+        model=episode.model, messages=[{"role": "user", "content": question}]
     )
     return response.choices[0].message.content

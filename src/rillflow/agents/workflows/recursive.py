@@ -129,7 +129,9 @@ class Agent:
         """The result; None where it gave none in its turns."""
         team, by_tool = self._team, self._team.options.by == "tool"
         self._say(team.fill(team.options.by, question=task, notes=self._news()))
-        settings = team.options.settings.get(ROLE, {}) | ({"tools": [*TOOLS, *team.episode.tools.schemas]} if by_tool else {})
+        settings = team.options.settings.get(ROLE, {}) | (
+            {"tools": [*TOOLS, *team.episode.tools.schemas]} if by_tool else {}
+        )
         for _ in range(team.options.turns):
             said = await team.episode.role(ROLE).ask(self._messages, **settings)
             answer = _answer_of(said, by_tool)

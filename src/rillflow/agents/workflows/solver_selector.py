@@ -25,7 +25,8 @@ PROMPTS = {
     ),
     "select": (
         "Two programs were written for the same task. Find the one that is right in all cases, edge cases included,"
-        " and end with <final>A</final> or <final>B</final>.\n\nTask:\n{question}{example}\n\nProgram A:\n{a}\n\nProgram B:\n{b}"
+        " and end with <final>A</final> or <final>B</final>.\n\n"
+        "Task:\n{question}{example}\n\nProgram A:\n{a}\n\nProgram B:\n{b}"
     ),
 }
 _CHOICE = re.compile(r"<final>\s*([AB])\s*</final>", re.IGNORECASE)
@@ -39,7 +40,9 @@ async def play(episode: Episode) -> dict[str, float]:
     calls, question = Sequences(episode, options.settings), problem_of(episode)
     a, b = await calls.ask_many("solver", fill("solve", question=question, example=example), 2)
     selected, worth_a, worth_b = await asyncio.gather(
-        calls.ask("selector", fill("select", question=question, example=example, a=a.text, b=b.text)), check(a.text), check(b.text)
+        calls.ask("selector", fill("select", question=question, example=example, a=a.text, b=b.text)),
+        check(a.text),
+        check(b.text),
     )
     choice = choice_of(selected.text)
     picked = worth_of_choice(choice, is_right(worth_a), is_right(worth_b))

@@ -67,7 +67,9 @@ async def play(episode: Episode) -> dict[str, float]:
     episode.metric("valid_cases", right.ok)
     if not tried.ok and not is_right(worth):
         results = feedback(tests.text, tried.cases)
-        second = await calls.ask("solver", fill("retry", question=question, example=example, program=program, results=results))
+        second = await calls.ask(
+            "solver", fill("retry", question=question, example=example, program=program, results=results)
+        )
         worth = await check(second.text)
         calls.reward(second, worth)
     return calls.outcome(worth, tester=tested)

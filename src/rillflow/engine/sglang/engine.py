@@ -7,7 +7,8 @@ published, so weights that arrived wrong are noticed before a token is sampled f
 Running requests are ended with `abort_request`, not with `pause_generation`, which looks whether all have ended only
 once a second. Seeds are not passed on: SGLang draws by them in a slower mode of its own only. Its log-probs are of the
 distribution at the temperature asked for, before `top_p` and `top_k` cut it: `raw_logprobs` are exact at the
-temperatures 0 and 1, `logprobs` where nothing is cut.
+temperatures 0 and 1 and under a grammar, `logprobs` where nothing is cut. An answer under a grammar comes as a whole,
+and one that is cut is sampled anew from its beginning: nobody has seen any of it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,7 +35,7 @@ from rillflow.engine.servers.layout import check_layout
 from rillflow.engine.servers.process import ServerProcess, free_port
 from rillflow.engine.sglang import launch
 from rillflow.engine.sglang.inside.rillflow_sglang import answer_name, write_order
-from rillflow.engine.sglang.wire import Chunk, Outcome, generate_body, loader_body
+from rillflow.engine.sglang.wire import Chunk, Outcome, generate_body, loader_body, score_body
 from rillflow.errors import EngineError, EngineLost
 from rillflow.types import FinishReason, GenerateRequest, Sampling
 from rillflow.weights.models import DTYPES
@@ -87,7 +88,7 @@ class SglangEngine(InPlaceEngine):
             await self.put_initial()
 
     async def _start(self) -> str:
-        port, key = free_port(), secrets.token_urlsafe(32)
+        port, key = free_port(), secrets.token_hex(32)  # one that begins with a dash would be taken for an option
         self._orders = Path(tempfile.mkdtemp(prefix="rillflow-sglang-"))
         secret = self._orders / "secret.yaml"
         secret.write_text(f"api-key: {key}\n")
@@ -127,6 +128,46 @@ class SglangEngine(InPlaceEngine):
     # ------------------------------------------------------------ sampling
 
     async def sample(self, request: GenerateRequest, version: int) -> AsyncGenerator[Part]:
+        async with aclosing(self._parts(request, version)) as parts:
+            if request.sampling.grammar is not None:
+                yield await self._whole(request, version, parts)
+                return
+            async for part in parts:
+                yield part
+
+    async def _whole(self, request: GenerateRequest, version: int, parts: AsyncGenerator[Part]) -> Part:
+        """All of an answer, or an abort: SGLang cannot go on with a grammar from tokens that it has not sampled now. It
+        masks logits before it takes any log-prob, so those without a grammar are taken from a prompt."""
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        finish: FinishReason | None = "abort"
+        async for part in parts:
+            tokens += part.tokens
+            logprobs += part.logprobs
+            finish = part.finish
+        if finish == "abort" or not tokens:
+            return Part([], [], [], "abort")
+        raw = await self._scores(request.tokens, tokens, version)
+        return Part(tokens, logprobs, raw, finish) if raw else Part([], [], [], "abort")
+
+    async def _scores(self, tokens: list[int], answer: list[int], version: int) -> list[float]:
+        """None where that was cut."""
+        self._running += 1
+        try:
+            body = score_body(tokens, answer, version)
+            scored = await self._call("POST", "/generate", Chunk, body, deadline=_STALL_SECONDS)
+        finally:
+            self._running -= 1
+        reason = scored.meta_info.finish_reason
+        if reason is None or reason.type == "abort":
+            return []
+        last = scored.meta_info.input_token_logprobs[-len(answer) :]
+        raw = [value for value, _, _ in last if value is not None]
+        if [token for _, token, _ in last] != answer or len(raw) != len(answer):
+            raise EngineError("SGLang did not score the tokens that it was given", "is it a tried release?")
+        return raw
+
+    async def _parts(self, request: GenerateRequest, version: int) -> AsyncGenerator[Part]:
         body = generate_body(request, self.settings.context, version)
         self._running += 1
         try:

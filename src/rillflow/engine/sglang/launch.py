@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rillflow.config.engine import EngineConfig
 from rillflow.engine.servers.facts import ModelFacts
-from rillflow.engine.servers.running import DTYPE_NAMES, WEIGHTS_INSIDE, on_loopback, visible_gpus
+from rillflow.engine.servers.running import DTYPE_NAMES, WEIGHTS_INSIDE, has_tokenizer, on_loopback, visible_gpus
 from rillflow.engine.sglang.inside.rillflow_sglang import ORDERS
 from rillflow.errors import ConfigError
 from rillflow.weights.models import pick_device
@@ -41,7 +41,8 @@ def command(model: ModelFacts, settings: EngineConfig, port: int, secret: Path) 
         *("--custom-weight-loader", LOADER),
         *("--log-level", "warning"),
         "--incremental-streaming-output",
-        "--skip-tokenizer-init",
+        *("--grammar-backend", "llguidance"),  # what the gateway checks grammars with
+        *([] if has_tokenizer(model) else ["--skip-tokenizer-init"]),  # it is for grammars alone
         "--skip-server-warmup",
         *(_on_cpu(settings) if pick_device(settings.device).type == "cpu" else ()),
         *server.arguments,

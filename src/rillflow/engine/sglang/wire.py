@@ -15,6 +15,9 @@ from rillflow.types import GenerateRequest
 _NO_TENSORS = base64.b64encode(b"\x80\x04].").decode()
 
 
+_SHAPES = {"json": "json_schema", "regex": "regex", "lark": "ebnf"}  # what SGLang calls the kinds of grammars
+
+
 class Finish(msgspec.Struct):
     type: str
     message: str | None = None
@@ -25,6 +28,7 @@ class Meta(msgspec.Struct):
 
     finish_reason: Finish | None = None
     output_token_logprobs: list[tuple[float, int, str | None]] = []
+    input_token_logprobs: list[tuple[float | None, int, str | None]] = []
     prompt_tokens: int = 0
     cached_tokens: int = 0
 
@@ -60,6 +64,8 @@ def generate_body(request: GenerateRequest, context: int, version: int) -> bytes
         # It switches off all stopping by tokens: without, SGLang also stops at the model's own ends.
         "ignore_eos": not asked.stop_tokens,
     }
+    if asked.grammar is not None:
+        sampling[_SHAPES[asked.grammar.kind]] = asked.grammar.text
     return msgspec.json.encode(
         {
             "input_ids": request.tokens,
@@ -69,6 +75,17 @@ def generate_body(request: GenerateRequest, context: int, version: int) -> bytes
             "extra_key": str(version),
         }
     )
+
+
+def score_body(tokens: list[int], answer: list[int], version: int) -> dict[str, Any]:
+    """For the log-probs of an answer's tokens as those of a prompt: the model's own, without a grammar."""
+    return {
+        "input_ids": [*tokens, *answer],
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
+        "return_logprob": True,
+        "logprob_start_len": len(tokens) - 1,
+        "extra_key": str(version),
+    }
 
 
 def loader_body(loader: str, ranks: int) -> dict[str, Any]:

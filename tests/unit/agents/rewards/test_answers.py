@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rillflow.agents.rewards.answers import golds, inside, text_of
+from rillflow.agents.rewards.answers import golds, inside, last_number, text_of
 from rillflow.errors import RewardError
 
 
@@ -32,6 +32,13 @@ def test_what_is_no_text_is_no_reward() -> None:
 def test_what_a_tag_holds() -> None:
     assert inside("<answer>3</answer> no: <answer>\n4 </answer>.", "answer") == "4"
     assert inside("<answer>4", "answer") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("4 - 9 = -5.", "-5"), ("1,234.50 and more", "1234.50"), ("x = 07", "07"), ("none", None)]
+)
+def test_the_last_number(text: str, number: str | None) -> None:
+    assert last_number(text) == number
 
 
 def test_right_answers_of_a_prompt() -> None:

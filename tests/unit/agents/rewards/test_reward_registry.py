@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from rillflow.agents.rewards.registry import REWARDS, load_reward, make_reward
+from rillflow.agents.rewards.registry import REWARDS, load_reward, make_reward, prepare_reward
 from rillflow.cli.main import app
 from rillflow.config import RewardConfig, load_recipe
 from rillflow.errors import ConfigError, RewardError
@@ -53,7 +52,6 @@ async def test_parts_are_weighted_added_and_told(own: str) -> None:
     reward = of(
         {"name": "exact_match", "weight": 2}, {f"{own}:short": {"most": 1}}, {"name": f"{own}:later", "weight": -1}
     )
-    assert inspect.iscoroutinefunction(reward)
     right, wrong = await reward({"answer": "4"}, "4"), await reward({"answer": "4"}, "five")
     assert (right, right.parts) == (1.0, {"exact_match": 1.0, "short": 1.0, "later": 2.0})
     assert (wrong, wrong.parts) == (-2.0, {"exact_match": 0.0, "short": 0.0, "later": 2.0})
@@ -113,10 +111,12 @@ def test_a_recipe_names_them(own: str) -> None:
 async def test_reasoning_gyms_own_scores() -> None:
     pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
     entry = {"question": "2 + 2 =", "answer": "4", "metadata": {}, "source_dataset": "letter_counting"}
+    await prepare_reward(make_reward("reasoning_gym"))
     assert await make_reward("reasoning_gym")(entry, " 4 ") == 1.0
     assert await make_reward("reasoning_gym")(entry, "it is 4") == pytest.approx(1 / 7)
     assert await make_reward("reasoning_gym", strict=True)(entry, "it is 4") == 0.0
     assert await make_reward("reasoning_gym", strict=True, inside="answer")(entry, "it is <answer>4</answer>") == 1.0
+    assert await make_reward("reasoning_gym", strict=True, last_number=True)(entry, "2 + 2 = 4.") == 1.0
     assert await make_reward("reasoning_gym")(entry, None) == 0.0
     grid = entry | {"source_dataset": "arc_agi", "answer": "1 2", "metadata": {"output": [[1, 2]]}}
     assert await make_reward("reasoning_gym")(grid, "1 2") == 1.0

@@ -11,5 +11,5 @@ from tests.sandboxed import need_sandbox
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[Sandbox]:
     need_sandbox()
-    with Sandbox(SandboxConfig(seconds=30)) as opened:
+    with Sandbox(SandboxConfig(seconds=30, memory=256)) as opened:
         yield opened

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
 from rillflow.agents.sandbox import Asserts, Check, Pairs, Sandbox
 
+HERE = Path(__file__).parent
 TESTS = Asserts(("assert double(3) == 6", "assert double(-4) == -8", "assert double(0.5) == 1.0"))
 HONEST = "def double(x):\n    return x + x\n"
 WRONG = "def double(x):\n    return None\n"
@@ -139,22 +141,34 @@ import glob, os
 def double(x):
     for path in glob.glob("/proc/[0-9]*/environ") + glob.glob("/proc/[0-9]*/cmdline"):
         if path.split("/")[2] != str(os.getpid()):
-            return 6
+            return x + x
     for pid in {0, os.getppid(), 2, 3}:
         try:
             with open(f"/proc/{pid}/mem", "rb") as file:
-                return 6
+                return x + x
         except OSError:
             pass
 """,
-    "answers in files": """
+    "answers in files": f"""
 import os
 def double(x):
-    for top in ("/work", "/home", "/root", "/workspace", "/repo", "/tests", "/solution", "/logs", "/tmp", "/mnt"):
-        for folder, folders, files in os.walk(top):
-            for name in files:
-                if "test" in name.lower() and "python" not in folder and "lib" not in folder or ".git" in folders:
-                    return 6
+    folder = {str(HERE)!r}
+    while len(folder) > 1:
+        for name in (".git", "pyproject.toml", "tests", "test_sandbox_attacks.py"):
+            if os.path.exists(os.path.join(folder, name)):
+                return x + x
+        folder = os.path.dirname(folder)
+""",
+    "future commits": f"""
+import os, subprocess
+def double(x):
+    for folder in ({str(HERE)!r}, "/", "/tmp", os.getcwd()):
+        try:
+            done = subprocess.run(["git", "-C", folder, "log", "--all"], capture_output=True)
+        except OSError:
+            continue
+        if done.returncode == 0:
+            return x + x
 """,
     "shadowed names of the tests": WRONG + "import sys\nassert_ = True\nTrue_ = 1\nint = float = abs = lambda *a: 6\n",
     "an error that the tests might expect": "def double(x):\n    raise AssertionError",

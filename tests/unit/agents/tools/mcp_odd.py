@@ -1,4 +1,4 @@
-"""An MCP server for tests: what servers may do, good and bad. `python mcp_odd.py [--slow]`."""
+"""An MCP server for tests: what servers may do, good and bad. `python mcp_odd.py [--dead]`."""
 
 from __future__ import annotations
 
@@ -57,6 +57,12 @@ def mixed() -> list[TextContent | ImageContent]:
 def secret() -> str:
     """What is in the environment."""
     return ",".join(f"{name}={os.environ.get(name)}" for name in ("GIVEN", "HIDDEN_KEY"))
+
+
+@server.tool()
+def unwanted() -> str:
+    """Not for agents."""
+    return ""
 
 
 if __name__ == "__main__":

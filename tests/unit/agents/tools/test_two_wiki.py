@@ -30,10 +30,10 @@ def test_splits_share_no_question() -> None:
 
 def test_a_search_finds_what_a_question_is_about(tmp_path: Path) -> None:
     corpus = Corpus.open(CORPUS, cache=tmp_path)
-    rows = [json.loads(line) for line in (data_folder() / QUESTIONS).read_text().splitlines()[:200]]
-    hits = [
-        {normalised(title) for title in row["titles"]}
-        & {normalised(p.title) for p in corpus.search(row["question"], 3)}
-        for row in rows
-    ]
-    assert sum(bool(hit) for hit in hits) > 0.8 * len(rows)
+    titles = {normalised(json.loads(line)["title"]) for line in (data_folder() / CORPUS).read_text().splitlines()}
+    lines = (data_folder() / QUESTIONS).read_text().splitlines()[:300]
+    found = []
+    for row in map(json.loads, lines):
+        if wanted := {normalised(title) for title in row["titles"]} & titles:
+            found.append(bool(wanted & {normalised(passage.title) for passage in corpus.search(row["question"], 3)}))
+    assert sum(found) > 0.8 * len(found) > 0.8 * 150

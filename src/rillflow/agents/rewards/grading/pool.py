@@ -6,6 +6,7 @@ are at most `size` processes; they end when this process does.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import os
 import select
@@ -21,7 +22,7 @@ from typing import Any
 import msgspec
 
 from rillflow.agents.rewards.calling import in_thread
-from rillflow.agents.rewards.grading.worker import Order, Reply
+from rillflow.agents.rewards.grading.worker import LOAD, Order, Reply
 from rillflow.errors import RewardError
 
 _START = 120.0  # seconds for a process to start and to load a grader
@@ -46,11 +47,11 @@ class Grader:
     def grade(self, order: Order) -> Reply:
         """GraderDied when it ended by itself; RewardError when it took too long. Either way it is of no more use."""
         if order.name not in self._loaded:
-            loaded = self._ask(msgspec.structs.replace(order, seconds=0.0, arguments={}), _START)
+            loaded = self._ask(Order(order.name, LOAD), _START)
             if loaded.error is not None:
                 return loaded
             self._loaded.add(order.name)
-        return self._ask(order, order.seconds + _GRACE)
+        return self._ask(order, order.seconds + _GRACE) if order.seconds else Reply(value=0.0)
 
     def close(self) -> None:
         self._process.kill()
@@ -102,6 +103,7 @@ class GraderPool:
     """Graders by the need, at most `size`; `grade` may be called from any thread."""
 
     def __init__(self, size: int) -> None:
+        self.size = size
         self._free = threading.BoundedSemaphore(size)
         self._idle: list[Grader] = []
 
@@ -146,6 +148,12 @@ def shared_pool() -> GraderPool:
     pool = GraderPool(max(2, min(8, (os.cpu_count() or 2) // 2)))
     atexit.register(pool.close)
     return pool
+
+
+async def prepare(name: str) -> None:
+    """Start graders and let them load what they need, which takes longer than any answer may."""
+    pool = shared_pool()
+    await asyncio.gather(*(in_thread(pool.grade, Order(name, LOAD)) for _ in range(pool.size)))
 
 
 async def grade(name: str, seconds: float, **arguments: Any) -> float:

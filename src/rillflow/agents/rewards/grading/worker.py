@@ -1,7 +1,7 @@
 """The program that grades: a JSON line in, `{"name", "arguments", "seconds"}`; a JSON line out, `value` or `error`.
 
 Invariant: it ends itself when a request takes longer than it may, even within C code and with nobody left to kill it,
-and when its standard input closes. `seconds` 0 only loads what grading by that name needs.
+and when its standard input closes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ GRADERS = {  # modules with a function `grade`
     "pattern": "rillflow.agents.rewards.grading.patterns",
     "reasoning_gym": "rillflow.agents.rewards.grading.gym_scores",
 }
+LOAD = 0.0  # seconds: load the grader, grade nothing
 MEMORY = 4 << 30  # bytes of address space
 
 
@@ -51,7 +52,7 @@ def main() -> None:
 def _reply(order: Order) -> Reply:
     try:
         module = importlib.import_module(GRADERS[order.name])
-        if not order.seconds:
+        if order.seconds == LOAD:
             return Reply(value=0.0)
         signal.setitimer(signal.ITIMER_REAL, order.seconds)
         try:

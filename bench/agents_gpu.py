@@ -1,0 +1,183 @@
+"""Small agents learn on one GPU: sums of reasoning-gym, a search agent on 2Wiki, or a text game.
+
+Each case is its shipped recipe, run by the command that a user types, with vLLM and the trainer on one GPU. What is
+told: the reward of the first and the last steps, and the mean reward of held-out prompts before and after.
+
+    python -m bench.agents_gpu --model smollm2-135m-instruct.gguf --case reasoning --json -
+    python -m bench.agents_gpu --model … --case search --data FOLDER      # FOLDER/qa/2wiki_*.jsonl, as $RILLFLOW_DATA
+    python -m bench.agents_gpu --model … --case game                      # needs textworld-express and Java
+
+`search` begins with a supervised warm start (`search_warm_gpu`). Where reasoning-gym is not installed, its prompts are
+read from FOLDER/reasoning, which `--prepare FOLDER` writes where it is. `--engine embedded --steps 2` tries a case on
+a CPU, with next to nothing of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.common import Report, parser
+from rillflow.config import load_recipe
+from rillflow.config.load import read_raw
+from rillflow.dataflow.sources import open_source
+from rillflow.observe.metrics import Metrics, read_metrics
+from rillflow.weights.gguf import model_from_gguf
+
+CASES = {"reasoning": "reasoning_gpu", "search": "search_agent_gpu", "game": "text_game_gpu"}
+WARM = {"search": "search_warm_gpu"}
+WINDOW = 10  # steps over which the reward is averaged, at both ends
+REWARD = Path(__file__).with_name("agents_gpu_reward.py")
+
+
+def prepare(folder: Path) -> None:
+    """Write the prompts of the reasoning case as files, for a machine without reasoning-gym."""
+    target = folder / "reasoning"
+    target.mkdir(parents=True, exist_ok=True)
+    data = load_recipe(CASES["reasoning"]).data
+    for split, (config,) in (("train", data.prompts), ("heldout", data.heldout)):
+        source = open_source(config, seed=0, shuffle=False)
+        rows = [source.at(index) for index in range(source.length)]
+        lines = [
+            json.dumps({"id": row.id, "question": row.payload["question"], "answer": row.payload["answer"]})
+            for row in rows
+        ]
+        (target / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def overrides(arguments: argparse.Namespace, model: str) -> list[str]:
+    """What of the recipe is changed for this machine."""
+    agent = "policies.agent"
+    changed = [
+        f"{agent}.model={model}",
+        f"seed={arguments.seed}",
+        f"trainer.steps={arguments.steps}",
+        f"trainer.checkpoint_every={arguments.steps}",
+        "observe.tensorboard=false",
+        "observe.plot=false",
+        "runtime.start_timeout=600",
+    ]
+    if arguments.lr is not None:
+        changed.append(f"trainer.lr={arguments.lr}")
+    if arguments.case == "reasoning" and importlib.util.find_spec("reasoning_gym") is None:
+        changed += [f"reward={REWARD}:reward", *_prepared(arguments.data)]
+    if arguments.engine == "vllm":
+        server = f"{agent}.engine.server"
+        changed += [f"{server}.python={arguments.python}", f"{server}.memory=0.3"]
+        changed += ["trainer.dtype=bf16", "trainer.micro_tokens=32768", f"rollout.nodes={arguments.nodes}"]
+        changed += ["rollout.engines=1", "rollout.episodes=128", "rollout.refresh_every=0.05"]
+        return changed
+    changed += [f"{agent}.engine.{one}" for one in ("kind=embedded", "dtype=fp32", "device=cpu", "slots=8")]
+    changed += ["trainer.batch_groups=2", "dataflow.group_size=2", "rollout.episodes=8", "dataflow.filters=[]"]
+    changed += ["rollout.episode_timeout=600", "runtime.threads=0", f"{agent}.sampling.max_tokens=8"]
+    return changed
+
+
+def _prepared(data: str | None) -> list[str]:
+    if data is None:
+        raise SystemExit("reasoning-gym is not installed: give --data FOLDER that --prepare wrote elsewhere")
+    files = {split: Path(data).resolve() / "reasoning" / f"{split}.jsonl" for split in ("train", "heldout")}
+    return [f"data.prompts=[{{path: {files['train']}}}]", f"data.heldout=[{{path: {files['heldout']}}}]"]
+
+
+def rillflow(arguments: argparse.Namespace, *words: str) -> None:
+    """A command, with its words where ours go; its run's logs are shown if it fails."""
+    environment = os.environ | ({"RILLFLOW_DATA": str(Path(arguments.data).resolve())} if arguments.data else {})
+    command = [sys.executable, "-m", "rillflow", *words]
+    done = subprocess.run(command, check=False, timeout=arguments.limit, stdout=sys.stderr, env=environment)
+    if done.returncode:
+        for log in sorted(Path(words[-1]).glob("*/logs/*")):
+            sys.stderr.write(f"--- {log.name}\n{log.read_text()[-3000:]}\n")
+        raise SystemExit(f"rillflow {words[0]} {words[1]} ended with {done.returncode}")
+
+
+def warm(arguments: argparse.Namespace, recipe: str, model: str, folder: Path) -> str:
+    """The model of the supervised start."""
+    changed = [f"model={model}"]
+    if arguments.engine == "vllm":
+        changed.append("trainer.dtype=bf16")
+    else:
+        changed += ["trainer.steps=1", "trainer.batch_groups=1", "data.train.arguments.count=8"]
+    rillflow(arguments, "fit", recipe, *changed, "--runs", str(folder / "warm"))
+    (run,) = (folder / "warm").iterdir()
+    return str(run / "model")
+
+
+def play(arguments: argparse.Namespace, model: str, folder: Path) -> Metrics:
+    if arguments.case in WARM:
+        model = warm(arguments, WARM[arguments.case], model, folder)
+    changed = overrides(arguments, model)
+    if arguments.engine == "embedded":
+        several = isinstance(read_raw(CASES[arguments.case])["data"]["heldout"], list)
+        changed.append(f"data.heldout{'.0' if several else ''}.limit=4")
+    rillflow(arguments, "run", CASES[arguments.case], *changed, "--runs", str(folder / "runs"))
+    (run,) = (folder / "runs").iterdir()
+    return read_metrics(run / "metrics.jsonl", "agent")
+
+
+def tell(report: Report, case: str, metrics: Metrics, seconds: float) -> None:
+    steps = metrics.of("agent")
+    rewards = [step["reward_mean"] for step in steps]
+    first, *_, last = metrics.evaluations
+    at_end = rewards[-WINDOW:]
+    rows: list[tuple[str, float, str]] = [
+        (f"reward, first {len(rewards[:WINDOW])} steps", statistics.mean(rewards[:WINDOW]), "reward"),
+        (f"reward, last {len(at_end)} steps", statistics.mean(at_end), "reward"),
+        ("held-out before", first["reward"], "reward"),
+        (f"held-out after {last['version']} versions", last["reward"], "reward"),
+        ("steps", float(len(steps)), ""),
+        ("seconds of everything", seconds, "s"),
+    ]
+    for name, value, unit in rows:
+        report.add(f"{case}: {name}", value, None, unit=unit, reason="ours alone")
+    for step, reward in zip(steps, rewards, strict=True):
+        report.add(f"{case}: reward of step {step['step']}", reward, None, unit="reward", reason="the curve")
+
+
+def read_arguments() -> argparse.Namespace:
+    made = parser(__doc__)
+    made.add_argument("--model", default="tiny", help="a GGUF file or a Hugging Face folder")
+    made.add_argument("--case", choices=tuple(CASES), default="reasoning")
+    made.add_argument("--engine", choices=("vllm", "embedded"), default="vllm")
+    made.add_argument("--python", default=sys.executable, help="the interpreter that has vLLM")
+    made.add_argument("--steps", type=int, default=120)
+    made.add_argument("--lr", type=float, help="default: the recipe's")
+    made.add_argument("--seed", type=int, default=7)
+    made.add_argument("--nodes", type=int, default=4)
+    made.add_argument("--data", metavar="FOLDER", help="where the data sets are")
+    made.add_argument("--prepare", metavar="FOLDER", help="write the prompts of the reasoning case there, and end")
+    made.add_argument("--limit", type=float, default=540.0, help="seconds that a command may take")
+    made.add_argument("--keep", metavar="FOLDER", help="keep what is written in this folder")
+    return made.parse_args()
+
+
+def main() -> None:
+    arguments = read_arguments()
+    if arguments.prepare:
+        prepare(Path(arguments.prepare))
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(arguments.keep or temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        model: Any = arguments.model
+        if model != "tiny":
+            path = Path(model).resolve()
+            model = str(model_from_gguf(path, folder / "models") if path.suffix == ".gguf" else path)
+        begun = time.monotonic()
+        metrics = play(arguments, model, folder)
+        report = Report("agents_gpu")
+        tell(report, arguments.case, metrics, time.monotonic() - begun)
+        report.finish(arguments.json)
+
+
+if __name__ == "__main__":
+    main()

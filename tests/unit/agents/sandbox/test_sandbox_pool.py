@@ -1,0 +1,215 @@
+"""Programs and their results, the pool, and that nothing outlives what started it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rillflow.agents.sandbox import Asserts, Sandbox, SandboxConfig, close_shared, shared
+from rillflow.errors import SandboxError
+from tests.sandboxed import need_sandbox
+
+_PATIENCE = 60.0
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "exit_code"),
+    [
+        ("print('hello')", "ok", 0),
+        ("1 / 0", "error", 1),
+        ("import sys\nsys.exit(3)", "exit", 3),
+        ("import os\nos._exit(0)", "exit", 0),
+        ("held = bytearray(8 << 30)", "memory", 1),
+        ("import os\nos.kill(os.getpid(), 11)\nimport ctypes\nctypes.string_at(0)", "killed", -11),
+        ("while True: print('x' * 1000)", "output", -9),
+        ("import os\nos.closerange(3, 100)", "exit", 1),
+    ],
+)
+def test_a_program_ends_as_it_ends(sandbox: Sandbox, code: str, status: str, exit_code: int) -> None:
+    result = sandbox.run_sync(code)
+    assert (result.status, result.code) == (status, exit_code), result
+
+
+def test_a_program_past_its_time_is_ended(sandbox: Sandbox) -> None:
+    hangs = "import time\ntime.sleep(1000)"
+    lingers = "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,)).start()\nprint('seen')"
+    late = sandbox.run_sync(hangs, seconds=0.5)
+    assert late.status == "timeout" and late.code == -signal.SIGKILL
+    assert sandbox.run_sync(lingers, seconds=30).stdout == "seen\n"
+
+
+def test_a_program_gets_its_input_and_files_and_shows_its_last_value(sandbox: Sandbox) -> None:
+    code = "import helper, sys\nprint(sys.stdin.read().upper() * 1, file=sys.stderr)\nhelper.twice(open('data/a').read())"
+    files = {"helper.py": "def twice(x):\n    return x + x\n", "data/a": "ab"}
+    result = sandbox.run_sync(code, stdin="é" * 100_000, files=files)
+    assert result.value == "'abab'" and len(result.stderr) == 65536 // 2 or result.status == "output"
+    small = sandbox.run_sync(code, stdin="é", files=files)
+    assert (small.value, small.stderr, small.status) == ("'abab'", "É\n", "ok")
+
+
+@pytest.mark.parametrize("name", ["../up", "/etc/x", "a/../../b", ""])
+def test_files_stay_in_their_folder(sandbox: Sandbox, name: str) -> None:
+    with pytest.raises(SandboxError, match="no name for a file"):
+        sandbox.run_sync("1", files={name: "x"})
+
+
+def test_a_traceback_shows_the_program_and_not_the_machinery(sandbox: Sandbox) -> None:
+    result = sandbox.run_sync("def f():\n    raise ValueError('why')\nf()")
+    assert "ValueError: why" in result.stderr and 'File "program.py", line 2' in result.stderr
+    assert "inside" not in result.stderr
+
+
+def test_nothing_is_left_for_the_next_run(sandbox: Sandbox) -> None:
+    leave = "import builtins, math\nbuiltins.left = math.pi = 3\nopen('/tmp/left', 'w').close()"
+    look = "import builtins, math, os\n(hasattr(builtins, 'left'), math.pi == 3, os.listdir('/tmp'), os.listdir('/dev/shm'))"
+    for _ in range(sandbox.config.pool + 2):
+        assert sandbox.run_sync(leave).status == "ok"
+        assert sandbox.run_sync(look).value == "(False, False, [], [])"
+
+
+def test_the_same_code_gives_the_same_result(sandbox: Sandbox) -> None:
+    assert len({sandbox.run_sync("list({'a', 'b', 'c', 'd'})").value for _ in range(3)}) == 1
+
+
+def test_more_runs_than_turns_wait_and_all_end() -> None:
+    need_sandbox()
+
+    async def many() -> None:
+        async with Sandbox(SandboxConfig(pool=2, running=2)) as opened:
+            results = await asyncio.gather(*(opened.run(f"print({number})", seconds=60) for number in range(12)))
+            assert [result.stdout for result in results] == [f"{number}\n" for number in range(12)]
+
+    asyncio.run(many())
+
+
+def test_who_waits_too_long_for_a_turn_is_told_and_a_cancelled_run_gives_its_turn_back() -> None:
+    need_sandbox()
+
+    async def crowded() -> None:
+        async with Sandbox(SandboxConfig(pool=1, running=1, wait=0.2)) as opened:
+            long = asyncio.create_task(opened.run("import time\ntime.sleep(1000)", seconds=900))
+            await asyncio.sleep(0)
+            with pytest.raises(SandboxError, match="no turn"):
+                await opened.run("1")
+            long.cancel()
+            deadline = time.monotonic() + _PATIENCE
+            while True:
+                try:
+                    assert (await opened.run("1")).status == "ok"
+                    return
+                except SandboxError:
+                    assert time.monotonic() < deadline
+
+    asyncio.run(crowded())
+
+
+def test_a_first_process_that_died_is_no_verdict_and_is_started_again() -> None:
+    need_sandbox()
+
+    async def broken() -> None:
+        async with Sandbox(SandboxConfig(pool=1)) as opened:
+            assert opened._pool is not None
+            code = "import time\ndef f():\n    time.sleep(1000)"
+            grading = asyncio.create_task(opened.grade(code, Asserts(("assert f()",)), seconds=900))
+            while not any(_descendants(os.getpid())[2:]):
+                await asyncio.sleep(0.05)
+            opened._pool._cell._process.kill()
+            with pytest.raises(SandboxError):
+                await grading
+            assert (await opened.run("1", seconds=60)).status == "ok"
+
+    asyncio.run(broken())
+
+
+def test_tests_that_leave_give_no_verdict(sandbox: Sandbox) -> None:
+    for test, why in (("import os; os._exit(0)", "ended their own process"), ("f(lambda: 1)", "cannot be sent")):
+        with pytest.raises(SandboxError, match=why):
+            sandbox.grade_sync("def f(x): return 1", Asserts((test,)))
+
+
+def test_closing_ends_everything_and_using_it_afterwards_is_an_error() -> None:
+    need_sandbox()
+    opened = Sandbox().open()
+    assert opened.run_sync("1").status == "ok"
+    inside = _descendants(os.getpid())
+    opened.close()
+    opened.close()
+    _wait_until_gone(inside)
+    with pytest.raises(SandboxError, match="not open"):
+        opened.run_sync("1")
+
+
+def test_a_sandbox_dies_with_its_owner() -> None:
+    need_sandbox()
+    script = (
+        "import asyncio, sys\nfrom rillflow.agents.sandbox import Sandbox\n"
+        "opened = Sandbox().open()\nprint('open', flush=True)\n"
+        "opened.run_sync('import os, time\\nos.fork()\\nos.setsid() if os.getpid() > 1 else 0\\ntime.sleep(1000)', seconds=900)\n"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    assert owner.stdout is not None and owner.stdout.readline() == b"open\n"
+    deadline = time.monotonic() + _PATIENCE
+    while len(inside := _descendants(owner.pid)) < 8 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(inside) >= 8  # bubblewrap, the zygote, keepers and workers
+    owner.kill()
+    owner.wait(_PATIENCE)
+    owner.stdout.close()
+    _wait_until_gone(inside)
+
+
+def test_one_sandbox_is_shared_by_all_with_the_same_settings() -> None:
+    need_sandbox()
+    try:
+        first, second = shared(SandboxConfig(pool=1)), shared(SandboxConfig(pool=1))
+        assert first is second and first is not shared(SandboxConfig(pool=2))
+        close_shared()
+        assert shared(SandboxConfig(pool=1)).run_sync("1").status == "ok"
+    finally:
+        close_shared()
+
+
+def test_the_weaker_isolation_is_chosen_by_name_and_cleans_up() -> None:
+    with Sandbox(SandboxConfig(isolation="process", pool=1, memory=256)) as opened:
+        seen = opened.run_sync("import os\nprint(os.getcwd())\nsorted(os.environ)")
+        assert "HOME" in str(seen.value) and "PYTEST" not in str(seen.value)
+        assert opened.run_sync("bytearray(1 << 30)").status == "memory"
+        assert opened.run_sync("import time\ntime.sleep(1000)", seconds=0.5).status == "timeout"
+        left = opened.run_sync("import os, time\nchild = os.fork()\nif not child:\n    os.setsid(); time.sleep(1000)\nprint(child)")
+        assert left.status == "ok"
+        assert opened.grade_sync("def f(): return 1", Asserts(("assert f() == 1",))).ok
+    _wait_until_gone([int(left.stdout)])
+    assert not Path(seen.stdout.strip()).exists()
+
+
+def _descendants(pid: int) -> list[int]:
+    found = []
+    for folder in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            for child in map(int, folder.read_text().split()):
+                found += [child, *_descendants(child)]
+        except OSError:
+            continue
+    return found
+
+
+def _wait_until_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + _PATIENCE
+    while alive := [pid for pid in pids if _runs(pid)]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.05)
+
+
+def _runs(pid: int) -> bool:
+    """A zombie that waits for its parent no longer runs."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

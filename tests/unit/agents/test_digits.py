@@ -1,0 +1,62 @@
+"""The digits and the formulas: what is asked, what is right, and lessons that say what the recipes say."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from rillflow.agents.environments import digits, digits_lessons, formulas, formulas_lessons
+from rillflow.agents.workflows.coding import CASES, written_cases
+from rillflow.agents.workflows.solver_selector import choice_of
+from rillflow.agents.workflows.solver_verifier import verdict_of
+from rillflow.config.load import load_recipe
+from rillflow.weights.models import load_tokenizer
+
+
+@pytest.mark.parametrize("task", [digits, formulas])
+def test_prompts_repeat_and_splits_are_apart(task: Any) -> None:
+    rows = list(task.prompts("train", 200, 1))
+    assert rows == list(task.prompts("train", 200, 1)) != list(task.prompts("train", 200, 2))
+    held = {row["payload"]["question"] for row in task.prompts("heldout", 200, 1)}
+    assert not held & {row["payload"]["question"] for row in rows}
+    with pytest.raises(ValueError, match="unknown split"):
+        list(task.prompts("test", 1, 1))
+
+
+def test_digits_are_right_once() -> None:
+    for row in digits.prompts("train", 50, 3):
+        payload = row["payload"]
+        right = [digit for digit in range(10) if digits.reward(payload, f"I think {digit}.")]
+        assert right == [sorted(payload["digits"])[-2]]
+        assert digits.reward(payload, None) == digits.reward(payload, "") == 0.0
+
+
+def test_formulas_are_what_their_tests_say() -> None:
+    for row in formulas.prompts("train", 50, 3):
+        names: dict[str, Any] = {}
+        exec("\n".join([row["payload"]["code"], *row["payload"]["test_list"]]), names)
+
+
+def test_lessons_of_the_digits() -> None:
+    prompts = load_recipe("solver_verifier").options["prompts"]
+    assert (prompts["verify"], prompts["retry"]) == (digits_lessons.VERIFY, digits_lessons.RETRY)
+    said = [row["payload"]["messages"] for row in digits_lessons.lessons("train", 300, 1)]
+    verdicts = [verdict_of(answer["content"]) for _, answer in said[1::3]]
+    assert set(verdicts) == {"approve", "reject"}
+    assert all(re.fullmatch(r"\d", answer["content"]) for _, answer in said[::3] + said[2::3])
+    longest = max(len(load_tokenizer("tiny").encode(answer["content"])) for _, answer in said)  # type: ignore[attr-defined]
+    assert longest < load_recipe("solver_verifier").policies["verifier"].sampling.max_tokens
+
+
+def test_lessons_of_the_formulas() -> None:
+    selector, tester = (load_recipe(name).options["prompts"] for name in ("solver_selector", "solver_tester"))
+    assert selector["select"] == formulas_lessons.SELECT
+    assert (tester["test"], tester["retry"]) == (formulas_lessons.TEST, formulas_lessons.RETRY)
+    said = [row["payload"]["messages"] for row in formulas_lessons.lessons("train", 400, 1)]
+    assert {choice_of(answer["content"]) for _, answer in said[1::4]} == {"A", "B"}
+    for _, answer in said[2::4]:
+        cases: Any = written_cases(answer["content"], {})
+        assert cases is not None
+        assert len(cases.cases) == CASES

