@@ -11,6 +11,7 @@ from pathlib import Path
 
 import openai
 
+from rillflow.agents.rewards.registry import prepare_reward
 from rillflow.agents.surroundings import open_surroundings
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.clients.units import UnitWriter
@@ -103,6 +104,7 @@ async def run_node(
             surroundings=surroundings,
         )
         going_on = episodes.going_on(gateway.sessions.restore())
+        await prepare_reward(reward)
         await engines.start()
         if handover is not None:
             await handover.attach(engines, episodes)

@@ -25,7 +25,14 @@ class AlfWorld(Pooled):
     """A payload has `game`, the path of a game's folder below `json_2.1.1`."""
 
     def __init__(
-        self, *, folder: str, steps: int = 50, gold: bool = False, workers: int = 4, games: int = 16, timeout: float = 60
+        self,
+        *,
+        folder: str,
+        steps: int = 50,
+        gold: bool = False,
+        workers: int = 4,
+        games: int = 16,
+        timeout: float = 60,
     ) -> None:
         if importlib.util.find_spec("alfworld") is None:
             raise ConfigError("alfworld is not installed", "pip install rillflow[alfworld]")

@@ -91,7 +91,9 @@ def worth(goal: Goal, bought: Product, chosen: Mapping[str, str]) -> float:
 def type_worth(goal: Goal, bought: Product) -> float:
     wanted = {word for word in words(goal.title) if len(word) > 2}
     share = len(wanted & set(words(bought.title))) / len(wanted) if wanted else 0.2
-    shelves = {part.strip() for part in goal.category.split("›")} & {part.strip() for part in bought.category.split("›")}
+    shelves = {part.strip() for part in goal.category.split("›")} & {
+        part.strip() for part in bought.category.split("›")
+    }
     if share == 0.0:
         return 0.0
     if share < 0.1:

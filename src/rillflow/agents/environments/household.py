@@ -334,9 +334,7 @@ def prompts(
     scenes: list[str] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Errands of the split in rooms of their own; `tasks` and `scenes` are the kinds asked for."""
-    choices = [
-        errand for errand in errands(split) if errand[0] in (scenes or SCENES) and errand[1] in (tasks or TASKS)
-    ]
+    choices = [errand for errand in errands(split) if errand[0] in (scenes or SCENES) and errand[1] in (tasks or TASKS)]
     if not choices:
         raise ValueError(
             f"no errand is of these kinds: {tasks}, {scenes}; there are {', '.join(TASKS)} in {', '.join(SCENES)}"

@@ -30,9 +30,7 @@ class Pooled:
         if self._seat is None or self._seat.worker.dead:
             await self.close()
             self._seat = await shared_pool(self._kind, self._workers, self._games).take(WAIT_SECONDS)
-        said = await self._seat.call(
-            "reset", self._timeout, payload=dict(payload), seed=seed, options=self._options
-        )
+        said = await self._seat.call("reset", self._timeout, payload=dict(payload), seed=seed, options=self._options)
         self._left = said.pop("plan", [])
         return _observation(said)
 

@@ -25,7 +25,16 @@ KINDS = {
 }
 COLOURS = ("red", "blue", "green", "black", "white", "yellow", "pink", "brown")
 CHOICES = ("small", "medium", "large", "extra large")
-ATTRIBUTES = ("soft", "light", "machine washable", "handmade", "waterproof", "long lasting", "easy to clean", "foldable")
+ATTRIBUTES = (
+    "soft",
+    "light",
+    "machine washable",
+    "handmade",
+    "waterproof",
+    "long lasting",
+    "easy to clean",
+    "foldable",
+)
 SIZES = {"small": 5, "full": 60}
 PAGE = 10
 _ACTION = re.compile(r"(search|click)\[(.+)\]")
@@ -45,9 +54,7 @@ class Shop(World):
 
     def begin(self, payload: Mapping[str, Any], seed: int) -> str:
         draw = world_random("shop", payload, seed)
-        category, kind = next(
-            (pair for pair in _ALL_KINDS if pair[1] == payload.get("kind")), draw.choice(_ALL_KINDS)
-        )
+        category, kind = next((pair for pair in _ALL_KINDS if pair[1] == payload.get("kind")), draw.choice(_ALL_KINDS))
         colour = payload.get("colour") or draw.choice(COLOURS)
         products, goal = stock(category, kind, colour, SIZES[payload.get("size", self._size)], draw)
         self._open(Index(products), goal)
@@ -134,9 +141,7 @@ class Shop(World):
         return [*back, f"search[{query}]", *(f"click[{button}]" for button in clicks)]
 
 
-def stock(
-    category: str, kind: str, colour: str, size: int, draw: random.Random
-) -> tuple[list[Product], Goal]:
+def stock(category: str, kind: str, colour: str, size: int, draw: random.Random) -> tuple[list[Product], Goal]:
     """A catalogue of so many products, and a goal that the first made of them meets."""
     ids = draw.sample(range(100, 1000), size)
     products = []
