@@ -76,7 +76,8 @@ def overrides(arguments: argparse.Namespace, model: str) -> list[str]:
         changed += ["trainer.dtype=bf16", "trainer.micro_tokens=32768", f"rollout.nodes={arguments.nodes}"]
         changed += ["rollout.engines=1", "rollout.episodes=128", "rollout.refresh_every=0.05"]
         return changed
-    changed += [f"{agent}.engine.{one}" for one in ("kind=embedded", "dtype=fp32", "device=cpu", "slots=8")]
+    context = 512 if model == "tiny" else 2048
+    changed.append(f"{agent}.engine={{kind: embedded, dtype: fp32, device: cpu, slots: 8, context: {context}}}")
     changed += ["trainer.batch_groups=2", "dataflow.group_size=2", "rollout.episodes=8", "dataflow.filters=[]"]
     changed += ["rollout.episode_timeout=600", "runtime.threads=0", f"{agent}.sampling.max_tokens=8"]
     return changed

@@ -37,7 +37,7 @@ def environments(
             return
     shown = Table("name", "what it is", "needs", box=None, pad_edge=False)
     for name, known in ENVIRONMENTS.items():
-        shown.add_row(name, known.about, f"rillflow\\[{known.extra}]" if known.extra else "")
+        shown.add_row(name, known.about, known.needs.replace("[", "\\["))
     Console().print(shown)
 
 
@@ -83,7 +83,7 @@ async def _play(name: str, agent: Agent, seed: int, split: str, options: dict[st
     from rillflow.config import resolve_object
 
     known = ENVIRONMENTS.get(name)
-    if agent == "gold" and known is not None and known.extra == "text-games":
+    if agent == "gold" and name in ("textworld_express", "scienceworld", "alfworld"):
         options = {"gold": True, **options}
     environment = environment_factory(name, options)()
     payload: dict[str, Any] = {}

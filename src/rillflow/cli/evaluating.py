@@ -234,26 +234,16 @@ def _line(tally: Tally, seconds: float) -> str:
 
 def table(results: Mapping[str, Result], samples: int) -> Table:
     """A row for each benchmark, and their average."""
-    names = (
-        "questions",
-        f"avg@{samples}",
-        "95 % bootstrap",
-        "95 % Wilson",
-        "pass@k",
-        f"maj@{samples}",
-        "tokens",
-        "cut",
-    )
-    made = Table("benchmark", *names, "no reward")
+    names = ("n", f"avg@{samples}", "95 %", "pass@k", f"maj@{samples}", "tokens", "cut", "no reward")
+    made = Table("benchmark", *names)
     for name, result in results.items():
-        scores, best = result.scores, result.scores.average
+        scores = result.scores
         passed = list(scores.passed.items())[-1:]
         made.add_row(
             name,
             str(scores.questions),
-            _value(best),
-            "–" if best is None else f"{best.bootstrap.low:.3f} – {best.bootstrap.high:.3f}",
-            "–" if best is None else f"{best.wilson.low:.3f} – {best.wilson.high:.3f}",
+            _value(scores.average),
+            _interval(scores.average),
             *([f"{one.value:.3f} (k={k})" for k, one in passed] or ["–"]),
             _value(scores.majority),
             f"{scores.mean_tokens:.0f}",
@@ -262,8 +252,16 @@ def table(results: Mapping[str, Result], samples: int) -> Table:
         )
     if len(results) > 1:
         mean = average(results)
-        made.add_row("average", "", "–" if mean is None else f"{mean:.3f}", *[""] * 7)
+        made.add_row("average", "", "–" if mean is None else f"{mean:.3f}")
     return made
+
+
+def _interval(score: Score | None) -> str:
+    """By bootstrap; Wilson's where all questions went the same way and there is nothing to draw from."""
+    if score is None:
+        return "–"
+    drawn = score.bootstrap if score.bootstrap.low < score.bootstrap.high else score.wilson
+    return f"{drawn.low:.3f}–{drawn.high:.3f}"
 
 
 def _value(score: Score | None) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 import openai
 
+from rillflow.agents.rewards.registry import prepare_reward
 from rillflow.agents.surroundings import open_surroundings
 from rillflow.config import Recipe
 from rillflow.contracts import SystemClock
@@ -110,6 +111,7 @@ async def open_stage(recipe: Recipe, engines: NodeEngines, folder: Path) -> Asyn
         stack.push_async_callback(client.close)
         gateway = _gateway(recipe, engines)
         stack.push_async_callback(gateway.stop)
+        await prepare_reward(reward)
         ends = _Ends()
         episodes = Episodes(
             recipe.rollout,

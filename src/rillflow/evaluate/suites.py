@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rillflow.config import PolicyConfig, Recipe, SourceConfig
+from rillflow.config import PolicyConfig, Recipe, RewardConfig, SourceConfig
 from rillflow.contracts import PromptSource
 from rillflow.dataflow.sources import open_source
 from rillflow.dataflow.sources.benchmarks import benchmark
@@ -62,7 +62,9 @@ def _benchmark(recipe: Recipe, name: str, limit: int | None, max_tokens: int | N
         key: policy.model_copy(update={"sampling": policy.sampling.model_copy(update={"max_tokens": longest})})
         for key, policy in recipe.policies.items()
     }
-    changes = {"policies": policies} | ({"reward": GRADING} if recipe.reward is not None else {})
+    changes: dict[str, object] = {"policies": policies}
+    if recipe.reward is not None:
+        changes["reward"] = [RewardConfig(name=found.reward, options=dict(found.options))]
     return Suite(name, source, recipe.model_copy(update=changes), found.kind)
 
 

@@ -299,7 +299,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function"}]}, "tools[0].name"),
     ({"tools": TOOLS * 3}, "tools"),
     ({"max_output_tokens": 101}, "max_output_tokens"),
-    ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+    ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
     ({"background": True}, "background"),
     ({"conversation": "conv_1"}, "conversation"),
     ({"top_logprobs": 3}, "top_logprobs"),

@@ -1,8 +1,8 @@
-"""Tally: two look-ups and a sum, the smallest task that a planner has to plan for.
+"""Tally: look-ups and a sum, the smallest task that a planner has to plan for.
 
-A prompt asks how many of one item lie in two boxes. The counts are in the payload, which the model never sees: it has
-to search for one, then for the other, then to add. All counts of one stock are different, so a wrong look-up never
-pays. The splits ask for different (boxes, item) triples; every box and every item occurs in both.
+A prompt asks how many of one item lie in one box, or in two. The counts are in the payload, which the model never
+sees: it has to search for each, and to add where there are two. All counts of one stock are different, so a wrong
+look-up never pays. The splits ask for different (boxes, item) pairs or triples; every box and every item is in both.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from rillflow.agents.environments.stockroom import BOXES, ITEMS, SPLITS
 from rillflow.contracts import Episode
 from rillflow.errors import ToolError
 
-QUESTION = "How many {item} are in the {first} box and the {second} box?"
+QUESTION = "How many {item} are in {boxes}?"
 _COUNTS = range(10, 100)
 _SUM = re.compile(r"\s*[0-9]{1,6}(\s*\+\s*[0-9]{1,6}){0,15}\s*")
 _NUMBER = re.compile(r"[0-9]+")
 
 
-def triples(split: str) -> list[tuple[str, str, str]]:
-    """The (first box, second box, item) that `split` may ask for: a quarter of all is held out."""
+def choices(split: str, boxes: int) -> list[tuple[tuple[str, ...], str]]:
+    """The boxes and the item that `split` may ask for: a quarter of all is held out."""
     if split not in SPLITS:
         raise ValueError(f"unknown split {split!r}, expected one of {', '.join(SPLITS)}")
     return [
-        (BOXES[a], BOXES[b], item)
-        for a, b in permutations(range(len(BOXES)), 2)
+        (tuple(BOXES[place] for place in places), item)
+        for places in permutations(range(len(BOXES)), boxes)
         for column, item in enumerate(ITEMS)
-        if ((a + b + column) % 4 == 0) == (split == "heldout")
+        if ((sum(places) + column) % 4 == 0) == (split == "heldout")
     ]
 
 
-def prompts(split: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
+def prompts(split: str, count: int, seed: int, boxes: int = 2) -> Iterator[dict[str, Any]]:
     """Yield `count` prompts of `split`; the same arguments always give the same prompts."""
-    choices, generator = triples(split), random.Random(f"tally/{split}/{seed}")
+    known, generator = choices(split, boxes), random.Random(f"tally/{split}/{seed}/{boxes}")
     for index in range(count):
-        first, second, item = generator.choice(choices)
+        asked, item = generator.choice(known)
         counts = iter(generator.sample(_COUNTS, len(BOXES) * len(ITEMS)))
         payload = {
-            "question": QUESTION.format(item=item, first=first, second=second),
-            "boxes": [first, second],
+            "question": QUESTION.format(item=item, boxes=" and ".join(f"the {box} box" for box in asked)),
+            "boxes": list(asked),
             "item": item,
             "stock": {box: {item: next(counts) for item in ITEMS} for box in BOXES},
         }
-        yield {"id": f"tally-{split}-{seed}-{index}", "payload": payload}
+        yield {"id": f"tally-{split}-{boxes}-{seed}-{index}", "payload": payload}
 
 
 def look_up(payload: Mapping[str, Any], query: str) -> str:

@@ -30,10 +30,12 @@ _SHARE_OF_VERDICTS = 0.25  # they are easy to learn
 Payload = Mapping[str, Any]
 
 
-def demonstrations(split: str, count: int, seed: int, mistakes: float = 0.0) -> Iterator[dict[str, Any]]:
+def demonstrations(
+    split: str, count: int, seed: int, mistakes: float = 0.0, boxes: int = 2
+) -> Iterator[dict[str, Any]]:
     """Of sft: `count` single answers of the planner or the verifier, each behind the prompt that the loop writes."""
     generator, number = random.Random(f"tally lessons/{split}/{seed}"), 0
-    for prompt in tally.prompts(split, count, seed):
+    for prompt in tally.prompts(split, count, seed, boxes):
         for role, asked_for, said in _play(prompt["payload"], generator, mistakes):
             if role == "verifier" and generator.random() >= _SHARE_OF_VERDICTS:
                 continue
@@ -55,7 +57,7 @@ def _play(payload: Payload, generator: random.Random, mistakes: float) -> Iterat
         result = _result(payload, decision)
         found[decision.action_input] = result
         memory.note(decision.action, decision.action_input, result)
-        enough = decision.action == "code" and result == str(tally.truth(payload))
+        enough = result == str(tally.truth(payload))
         verdict = '{"sufficient": true}' if enough else '{"sufficient": false}'
         yield "verifier", asked(PROMPTS, "verifier", question=question, memory=memory.text()), verdict
         if enough:
@@ -70,18 +72,19 @@ def _right(payload: Payload, found: Mapping[str, str]) -> Decision:
     for query in queries:
         if query not in found:
             return Decision("find", "search", query)
+    if len(queries) == 1:
+        return Decision("say", ANSWER, found[queries[0]])
     return Decision("add", "code", "+".join(found[query] for query in queries))
 
 
 def _mistake(payload: Payload, found: Mapping[str, str], generator: random.Random) -> Decision:
     kind = generator.choice(MISTAKES)
-    first, second = payload["boxes"]
     if kind == "another box":
-        box = generator.choice([box for box in BOXES if box not in (first, second)])
+        box = generator.choice([box for box in BOXES if box not in payload["boxes"]])
         return Decision("find", "search", f"{box} {payload['item']}")
     if kind == "another item":
         item = generator.choice([item for item in ITEMS if item != payload["item"]])
-        return Decision("find", "search", f"{first} {item}")
+        return Decision("find", "search", f"{payload['boxes'][0]} {item}")
     if kind == "again" and found:
         return Decision("find", "search", generator.choice(sorted(found)))
     if kind == "guess" and (numbers := [value for value in found.values() if value.isdecimal()]):

@@ -6,6 +6,7 @@ splits are the package's: `train`, and `valid_unseen` held out (rooms that no tr
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -35,7 +36,7 @@ class AlfWorld(Pooled):
         timeout: float = 60,
     ) -> None:
         if importlib.util.find_spec("alfworld") is None:
-            raise ConfigError("alfworld is not installed", "pip install rillflow[alfworld]")
+            raise ConfigError("alfworld is not installed", "pip install alfworld")
         home = _home(folder)
         options = {"home": str(home), "steps": steps, "gold": gold}
         super().__init__(f"{__name__}:start", workers=workers, games=games, timeout=timeout, options=options)
@@ -43,12 +44,15 @@ class AlfWorld(Pooled):
 
 def start() -> Callable[[], AlfGame]:
     """In the worker process."""
-    import textworld
-    from alfworld.agents.environment.alfred_tw_env import AlfredDemangler, AlfredExpert
+    textworld = importlib.import_module("textworld")
+    package = importlib.import_module("alfworld.agents.environment.alfred_tw_env")
 
     def open_game(path: str, gold: bool) -> Any:
         wanted = textworld.EnvInfos(won=True, admissible_commands=True, extras=["expert_plan"] if gold else [])
-        wrappers = [AlfredDemangler(shuffle=False), *([AlfredExpert("planner")] if gold else [])]
+        wrappers = [
+            package.AlfredDemangler(shuffle=False),
+            *([package.AlfredExpert(expert_type="planner")] if gold else []),
+        ]
         return textworld.start(path, wanted, wrappers=wrappers)
 
     return lambda: AlfGame(open_game)

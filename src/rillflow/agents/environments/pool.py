@@ -41,7 +41,7 @@ class Worker:
         self.games = games
         self.dead = False
         self.idle_since = time.monotonic()
-        self._complaints = tempfile.TemporaryFile()
+        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process runs)
         self._process = subprocess.Popen(
             [sys.executable, "-m", _PROGRAM, kind],
             stdin=subprocess.PIPE,

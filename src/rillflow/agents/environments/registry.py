@@ -27,11 +27,11 @@ class Known(NamedTuple):
     target: str
     about: str
     prompts: str | None
-    extra: str = ""  # what `pip install rillflow[…]` has to name
+    needs: str = ""  # what `pip install` has to name
 
 
-def _known(module: str, name: str, about: str, *, prompts: bool = True, extra: str = "") -> Known:
-    return Known(f"{_HERE}.{module}:{name}", about, f"{_HERE}.{module}:prompts" if prompts else None, extra)
+def _known(module: str, name: str, about: str, *, prompts: bool = True, package: str = "") -> Known:
+    return Known(f"{_HERE}.{module}:{name}", about, f"{_HERE}.{module}:prompts" if prompts else None, package)
 
 
 ENVIRONMENTS: dict[str, Known] = {
@@ -39,16 +39,16 @@ ENVIRONMENTS: dict[str, Known] = {
     "shop": _known("shop", "Shop", "find, choose and buy what was asked for (as WebShop)"),
     "tau": _known("tau", "Tau", "serve a customer with tools, a database and a policy (as tau-bench)"),
     "reasoning_gym": _known(
-        "reasoning_gym", "ReasoningGym", "one question of a reasoning-gym dataset", extra="reasoning-gym"
+        "reasoning_gym", "ReasoningGym", "one question of a reasoning-gym dataset", package="rillflow[reasoning-gym]"
     ),
     "textworld_express": _known(
-        "textworld_express", "TextWorldExpress", "eight text games in a Java process", extra="text-games"
+        "textworld_express", "TextWorldExpress", "eight text games in a Java process", package="rillflow[textworld]"
     ),
     "scienceworld": _known(
-        "scienceworld", "ScienceWorld", "thirty school experiments in a Java process", extra="text-games"
+        "scienceworld", "ScienceWorld", "thirty school experiments in a Java process", package="rillflow[scienceworld]"
     ),
     "openenv": _known("openenv", "OpenEnv", "an environment behind an OpenEnv server", prompts=False),
-    "alfworld": _known("alfworld", "AlfWorld", "ALFWorld's own games, from their folder", extra="alfworld"),
+    "alfworld": _known("alfworld", "AlfWorld", "ALFWorld's own games, from their folder", package="alfworld"),
     "webshop": _known("webshop", "WebShop", "WebShop's own products and goals, from their folder"),
 }
 

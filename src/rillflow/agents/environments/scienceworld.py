@@ -6,6 +6,7 @@ The package's own variations for training and testing are the splits.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import random
@@ -14,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from rillflow.agents.environments.java import start_java
 from rillflow.agents.environments.pool import Pool
 from rillflow.agents.environments.pooled import Pooled
 from rillflow.agents.environments.world import check_split, rows
@@ -54,11 +56,7 @@ class ScienceWorld(Pooled):
 
 def start() -> Callable[[], ScienceGame]:
     """In the worker process: a Java machine, and what makes a game in it."""
-    from scienceworld.constants import JAR_PATH
-
-    from rillflow.agents.environments.java import start_java
-
-    machine = start_java(JAR_PATH)
+    machine = start_java(importlib.import_module("scienceworld.constants").JAR_PATH)
     return lambda: ScienceGame(machine.scienceworld.runtime.pythonapi.PythonInterface())
 
 
@@ -158,4 +156,4 @@ def _variations(task: str) -> list[list[int]]:
 
 def _check_installed() -> None:
     if importlib.util.find_spec("scienceworld") is None:
-        raise ConfigError("scienceworld is not installed", "pip install rillflow[text-games]")
+        raise ConfigError("scienceworld is not installed", "pip install rillflow[scienceworld]")

@@ -6,6 +6,7 @@ score, which ends at 1; a lost game ends. The package's own folds of seeds are t
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from rillflow.agents.environments.java import start_java
 from rillflow.agents.environments.pooled import Pooled
 from rillflow.agents.environments.world import check_split, rows
 from rillflow.errors import ConfigError
@@ -42,7 +44,7 @@ class TextWorldExpress(Pooled):
         timeout: float = 60.0,
     ) -> None:
         if importlib.util.find_spec("textworld_express") is None:
-            raise ConfigError("textworld-express is not installed", "pip install rillflow[text-games]")
+            raise ConfigError("textworld-express is not installed", "pip install rillflow[textworld]")
         _check_game(game)
         options = {"game": game, "parameters": parameters, "steps": steps, "gold": gold}
         super().__init__(f"{__name__}:start", workers=workers, games=games, timeout=timeout, options=options)
@@ -50,11 +52,7 @@ class TextWorldExpress(Pooled):
 
 def start() -> Callable[[], TextWorldGame]:
     """In the worker process: a Java machine, and what makes a game in it."""
-    from textworld_express.constants import JAR_PATH
-
-    from rillflow.agents.environments.java import start_java
-
-    machine = start_java(JAR_PATH)
+    machine = start_java(importlib.import_module("textworld_express.constants").JAR_PATH)
     return lambda: TextWorldGame(machine.textworldexpress.runtime.PythonInterface())
 
 

@@ -33,22 +33,28 @@ class Code(ShippedReward):
     )
     packages: tuple[str, ...] = Field((), description="packages that programs may import: numpy, …")
 
+    async def prepare(self) -> None:
+        """Have the pool warm before the first answer; where there can be none, that is said now."""
+        await asyncio.to_thread(shared, self._sandbox())
+
     async def __call__(self, payload: Mapping[str, Any], answer: Any) -> float:
         tests = tests_of(payload)
         said = text_of(answer)
         if not said.strip() or len(said) > _LONGEST:
             return 0.0
         candidate = candidate_of(payload, said)
-        config = SandboxConfig(isolation=self.isolation, packages=self.packages)
         for attempt in range(_ATTEMPTS):
             try:
-                sandbox = await asyncio.to_thread(shared, config)
+                sandbox = await asyncio.to_thread(shared, self._sandbox())
                 verdict = await sandbox.grade(candidate, tests, seconds=self.seconds)
                 break
             except SandboxError as error:
                 if attempt + 1 == _ATTEMPTS:
                     raise RewardError(f"no verdict on the program: {error.message}", error.hint) from error
         return verdict.passed / verdict.total if self.partial else float(verdict.ok)
+
+    def _sandbox(self) -> SandboxConfig:
+        return SandboxConfig(isolation=self.isolation, packages=self.packages)
 
 
 def tests_of(payload: Mapping[str, Any]) -> Tests:

@@ -25,7 +25,9 @@ class Format(ShippedReward):
         None, min_length=1, description="<TAG>…</TAG> for each, once, in this order, and nothing but space between them"
     )
     json_keys: list[str] | None = Field(None, description="the answer is a JSON object that has these keys; may be []")
-    seconds: Seconds = Field(5.0, description="that matching `pattern` may take; beyond that there is no reward")
+    seconds: Seconds = Field(
+        5.0, description="of computing that matching `pattern` may take; beyond that there is no reward"
+    )
 
     @field_validator("pattern")
     @classmethod

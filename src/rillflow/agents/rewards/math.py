@@ -20,7 +20,7 @@ class Math(ShippedReward):
 
     key: str | None = Field(None, description="of the payload that holds the right answer, or a solution that ends so")
     boxed: bool = Field(False, description="only what stands in \\boxed{…} counts")
-    seconds: Seconds = Field(5.0, description="that comparing may take; beyond that there is no reward")
+    seconds: Seconds = Field(5.0, description="of computing that comparing may take; beyond that there is no reward")
 
     def model_post_init(self, context: Any) -> None:
         need("math_verify", "math")

@@ -24,7 +24,7 @@ class ReasoningGym(ShippedReward):
     strict: bool = Field(
         False, description="full marks or 0: many tasks give some for a right answer among other words"
     )
-    seconds: Seconds = Field(5.0, description="that scoring may take; beyond that there is no reward")
+    seconds: Seconds = Field(5.0, description="of computing that scoring may take; beyond that there is no reward")
 
     def model_post_init(self, context: Any) -> None:
         need("reasoning_gym", "reasoning-gym")

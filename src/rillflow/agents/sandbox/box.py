@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from contextlib import suppress
 from typing import Any
 
 from rillflow.agents.sandbox.cell import Cell
@@ -124,10 +125,8 @@ class Box:
     def kill(self) -> None:
         """The keeper sees the end of `life` and ends everything inside."""
         if self._life.fileno() >= 0:
-            try:
+            with suppress(OSError):  # it has ended before
                 self._life.shutdown(socket.SHUT_WR)
-            except OSError:
-                pass  # it has ended before
 
     def texts(self) -> tuple[str, str]:
         output, errors = (bytes(text).decode(errors="replace") for text in self._texts.values())

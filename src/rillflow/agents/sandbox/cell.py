@@ -25,7 +25,7 @@ class Cell:
     """Starting waits until the zygote says that it is ready, and says why where it does not."""
 
     def __init__(self, config: SandboxConfig) -> None:
-        self._errors: IO[bytes] = tempfile.TemporaryFile()
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115, closed with the cell
         self._control, theirs = socket.socketpair()
         try:
             with theirs:
@@ -55,7 +55,9 @@ class Cell:
         try:
             socket.send_fds(self._control, [b"+"], descriptors)
         except OSError as error:
-            raise SandboxError(f"the sandbox's first process has gone: {error}", "the next run starts it anew") from None
+            raise SandboxError(
+                f"the sandbox's first process has gone: {error}", "the next run starts it anew"
+            ) from None
 
     def close(self) -> None:
         """End it with everything in it."""

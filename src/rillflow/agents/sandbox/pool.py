@@ -38,7 +38,8 @@ class Pool:
                 await self._turns.acquire()
         except TimeoutError:
             raise SandboxError(
-                f"no turn in the sandbox within {self.config.wait:g} seconds", "raise `running`, or ask for less at once"
+                f"no turn in the sandbox within {self.config.wait:g} seconds",
+                "raise `running`, or ask for less at once",
             ) from None
         taken: list[Box] = []
         try:

@@ -106,7 +106,8 @@ class Sandbox:
 
     def _stop(self) -> None:
         """Let what still runs end with its cancellation, then end the thread."""
-        assert self._loop is not None and self._thread is not None
+        assert self._loop is not None
+        assert self._thread is not None
         self._sync(_cancel_all())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CLOSE)
@@ -121,26 +122,22 @@ async def _cancel_all() -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-_shared: dict[SandboxConfig, Sandbox] = {}
-_owner = 0
+_shared: dict[tuple[int, SandboxConfig], Sandbox] = {}
 _sharing = threading.Lock()
 
 
 def shared(config: SandboxConfig | None = None) -> Sandbox:
     """The one open sandbox of this process with these settings; it is closed when the process ends."""
-    global _owner
-    wanted = config or SandboxConfig()
+    key = (os.getpid(), config or SandboxConfig())  # after a fork, the parent's are not ours
     with _sharing:
-        if _owner != os.getpid():  # after a fork the sandboxes are the parent's
-            _shared.clear()
-            _owner = os.getpid()
-            atexit.register(close_shared)
-        if wanted not in _shared:
-            _shared[wanted] = Sandbox(wanted)
-        return _shared[wanted].open()
+        if key not in _shared:
+            _shared[key] = Sandbox(key[1])
+        return _shared[key].open()
 
 
+@atexit.register
 def close_shared() -> None:
     with _sharing:
-        while _shared:
-            _shared.popitem()[1].close()
+        for owner, config in list(_shared):
+            if owner == os.getpid():
+                _shared.pop((owner, config)).close()

@@ -135,6 +135,8 @@ class Agent:
         for _ in range(team.options.turns):
             said = await team.episode.role(ROLE).ask(self._messages, **settings)
             answer = _answer_of(said, by_tool)
+            for note in [] if by_tool else _NOTE.findall(said.text):
+                team.note(note)
             wants = bool(said.uses) if by_tool else bool(_ASK.search(said.text) or _NOTE.search(said.text))
             team.said.append((said, answer is not None or wants))
             if answer is not None or not wants:
@@ -144,8 +146,6 @@ class Agent:
         return None
 
     async def _serve_tags(self, text: str) -> None:
-        for note in _NOTE.findall(text):
-            self._team.note(note)
         results = await together(self._delegate(task) for task in _ASK.findall(text))
         parts = [self._team.fill("result", result=result) for result in results]
         self._say(self._team.fill("results", results="".join(parts), notes=self._news()))

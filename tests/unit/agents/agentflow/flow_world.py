@@ -61,9 +61,7 @@ class Seen:
     script: Script
 
 
-async def played(
-    *answers: str, lane: Lane = "train", payload: Mapping[str, Any] = PAYLOAD, **options: Any
-) -> Seen:
+async def played(*answers: str, lane: Lane = "train", payload: Mapping[str, Any] = PAYLOAD, **options: Any) -> Seen:
     """One episode; what is left of the script when it ends was not asked for."""
     script = Script(answers)
     gateway = Gateway("token", {"planner": Policy(script, Renderer.load("tiny"))}, {"planner": SamplingConfig()})

@@ -78,7 +78,11 @@ async def test_actions_may_have_other_names_than_their_tools() -> None:
 
 @pytest.mark.parametrize(
     ("options", "named"),
-    [({"max_step": 3}, "max_steps"), ({"actions": {"look": "telescope"}}, "search"), ({"actions": {"think": "code"}}, "")],
+    [
+        ({"max_step": 3}, "max_steps"),
+        ({"actions": {"look": "telescope"}}, "search"),
+        ({"actions": {"think": "code"}}, ""),
+    ],
 )
 async def test_options_that_do_not_fit_are_refused_with_what_would(options: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -9,19 +9,24 @@ import pytest
 
 from bench.agents_gpu_reward import reward
 from rillflow.agents.rewards.registry import make_reward
-from rillflow.agents.workflows.question_lessons import demonstrations
+from rillflow.agents.workflows.question_lessons import demonstrations, prompts
 
 
-def test_a_lesson_is_the_question_and_its_right_answer(tmp_path: Path) -> None:
+def test_lessons_are_questions_with_right_answers_and_splits_share_none(tmp_path: Path) -> None:
     file = tmp_path / "questions.jsonl"
-    rows = [{"question": "2 + 2?", "answer": "4"}, {"question": "3 + 3?", "answer": ["6", "six"]}]
+    rows = [{"question": f"{a} + 1?", "answer": [str(a + 1), "many"]} for a in (*range(40), *range(40))]
     file.write_text("\n".join(map(json.dumps, rows)))
-    made = list(demonstrations(path=str(file)))
-    assert [row["payload"]["messages"] for row in made] == [
-        [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}],
-        [{"role": "user", "content": "3 + 3?"}, {"role": "assistant", "content": "6"}],
-    ]
-    assert len({row["id"] for row in made}) == 2
+    asked: dict[str, list[str]] = {}
+    for split in ("train", "heldout"):
+        made = list(demonstrations(split, path=str(file)))
+        messages = [row["payload"]["messages"] for row in made]
+        assert all(int(said["content"]) == int(question["content"].split()[0]) + 1 for question, said in messages)
+        asked[split] = [question["content"] for question, _ in messages]
+        assert asked[split] == [row["payload"]["question"] for row in prompts(split, path=str(file))]
+    assert len(asked["heldout"]) > 4
+    assert sorted(asked["train"] + asked["heldout"]) == sorted({row["question"] for row in rows})
+    with pytest.raises(ValueError, match="unknown split"):
+        list(prompts("test", path=str(file)))
 
 
 @pytest.mark.parametrize(

@@ -229,13 +229,17 @@ def double(x):
 
 def test_the_honest_solution_passes(sandbox: Sandbox) -> None:
     verdict = sandbox.grade_sync(HONEST, TESTS)
-    assert verdict.ok and verdict.passed == verdict.total == 3 and verdict.cause == ""
+    assert verdict.ok
+    assert verdict.passed == verdict.total == 3
+    assert verdict.cause == ""
 
 
 @pytest.mark.parametrize("attack", AT_ONCE)
 def test_an_attack_scores_nothing(sandbox: Sandbox, attack: str) -> None:
     verdict = sandbox.grade_sync(AT_ONCE[attack], TESTS)
-    assert verdict.passed == 0 and verdict.total == 3 and verdict.cause
+    assert verdict.passed == 0
+    assert verdict.total == 3
+    assert verdict.cause
 
 
 def test_what_does_not_end_scores_nothing_and_holds_nobody_up(sandbox: Sandbox) -> None:
@@ -251,7 +255,8 @@ def test_what_does_not_end_scores_nothing_and_holds_nobody_up(sandbox: Sandbox) 
 def test_tests_that_passed_before_the_candidate_left_still_count_for_a_share(sandbox: Sandbox) -> None:
     code = "import os\ndef double(x):\n    return 6 if x == 3 else os._exit(0)"
     verdict = sandbox.grade_sync(code, TESTS)
-    assert verdict.cases == (True, False, False) and not verdict.ok
+    assert verdict.cases == (True, False, False)
+    assert not verdict.ok
 
 
 def test_tests_that_catch_everything_are_no_way_out(sandbox: Sandbox) -> None:
@@ -270,7 +275,15 @@ def test_a_candidate_cannot_replace_what_the_tests_use(sandbox: Sandbox, name: s
 def test_objects_of_the_candidate_are_neither_equal_nor_true(sandbox: Sandbox) -> None:
     code = "class Yes:\n    def __eq__(self, other): return True\n    def __bool__(self): return True\n"
     code += "    def __len__(self): return 3\n    ok = True\ndef make(): return Yes()\n"
-    for use in ("make() == 3", "3 == make()", "make()", "not make()", "len(make()) == 3", "make() in [3]", "3 in [make()]"):
+    for use in (
+        "make() == 3",
+        "3 == make()",
+        "make()",
+        "not make()",
+        "len(make()) == 3",
+        "make() in [3]",
+        "3 in [make()]",
+    ):
         assert sandbox.grade_sync(code, Asserts((f"assert {use}",))).passed == 0, use
     assert sandbox.grade_sync(code, Asserts(("assert make().ok",))).ok  # its plain attributes are plain values
 

@@ -70,10 +70,12 @@ def test_arguments_are_looked_at(name: str) -> None:
     def ask(number: int, first: int = 0, second: int = 0) -> int:
         return answer(program, machine.architecture, number, first, second)
 
-    assert ask(machine.clone, _FORK) == ALLOW and ask(machine.clone, _NEW_USER) == refused(errno.EPERM)
+    assert ask(machine.clone, _FORK) == ALLOW
+    assert ask(machine.clone, _NEW_USER) == refused(errno.EPERM)
     assert ask(machine.socket, 1) == ALLOW
     assert {ask(machine.socket, family) for family in (0, 2, 10, 16, 17, 38, 40)} == {refused(errno.EACCES)}
-    assert ask(machine.ioctl, 0, 0x5413) == ALLOW and ask(machine.ioctl, 0, 0x5412) == refused(errno.EPERM)
+    assert ask(machine.ioctl, 0, 0x5413) == ALLOW
+    assert ask(machine.ioctl, 0, 0x5412) == refused(errno.EPERM)
 
 
 def test_what_builds_the_walls_may_build_and_nothing_else(name: str) -> None:

@@ -55,7 +55,8 @@ def _answer(request: list[Any], module: Any, keep: Any) -> bytes:
         elif kind == "get":
             value = getattr(subject, rest[0])
         else:
-            value = setattr(subject, *rest)
+            setattr(subject, *rest)
+            value = None
         return pack(["value", value], keep)
     except Exception as error:
         return pack(["raised", type(error).__name__, str(error)[:500]])

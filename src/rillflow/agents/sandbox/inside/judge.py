@@ -194,7 +194,6 @@ def _free(nodes: list[ast.AST]) -> set[str]:
 def _only_as_module(name: str, nodes: list[ast.AST]) -> bool:
     uses = sum(isinstance(node, ast.Name) and node.id == name for node in nodes)
     dotted = sum(
-        isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == name
-        for node in nodes
+        isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == name for node in nodes
     )
     return uses == dotted

@@ -52,25 +52,16 @@ def unpack(data: bytes, ref: Callable[[int], Any] = Ref) -> Any:
     return value
 
 
-def _chunk(parts: list[bytes], tag: bytes, body: bytes) -> None:
-    parts += (tag, _LENGTH.pack(len(body)), body)
+def _chunk(tag: bytes, body: bytes) -> bytes:
+    return tag + _LENGTH.pack(len(body)) + body
 
 
 def _write(parts: list[bytes], value: Any, keep: Callable[[Any], int] | None, depth: int) -> None:
     if depth > DEPTH:
         raise NotPlain(f"a value is nested more than {DEPTH} deep")
-    if value is None or value is True or value is False:
-        parts.append({None: b"N", True: b"T", False: b"F"}[value])
-    elif isinstance(value, int):
-        _chunk(parts, b"i", b"%x" % int(value))
-    elif isinstance(value, float):
-        parts += (b"f", _FLOAT.pack(value))
-    elif isinstance(value, complex):
-        parts += (b"c", _COMPLEX.pack(value.real, value.imag))
-    elif isinstance(value, str):
-        _chunk(parts, b"s", str.encode(value, "utf-8", "surrogatepass"))
-    elif isinstance(value, bytes | bytearray):
-        _chunk(parts, b"b" if isinstance(value, bytes) else b"B", bytes(value))
+    atom = _atom(value)
+    if atom is not None:
+        parts.append(atom)
     elif isinstance(value, range):
         _write_items(parts, b"r", (value.start, value.stop, value.step), keep, depth)
     elif isinstance(value, dict):
@@ -80,14 +71,27 @@ def _write(parts: list[bytes], value: Any, keep: Callable[[Any], int] | None, de
         _write_items(parts, _tag(value), value, keep, depth)
     elif isinstance(value, Ref):
         parts += (b"o", _LENGTH.pack(value.number))
-    elif isinstance(value, type) and vars(builtins).get(value.__name__) is value:
-        _chunk(parts, b"y", value.__name__.encode())
     elif keep is None:
         raise NotPlain(f"a {type(value).__name__} cannot be sent")
     elif hasattr(value, "__next__"):
         _write_items(parts, b"g", list(value), keep, depth)
     else:
         parts += (b"o", _LENGTH.pack(keep(value)))
+
+
+def _atom(value: Any) -> bytes | None:
+    """The bytes of a value that holds no other; None for all others."""
+    if value is None or value is True or value is False:
+        return {None: b"N", True: b"T", False: b"F"}[value]
+    for kind, write in _ATOMS.items():
+        if isinstance(value, kind):
+            return write(value)
+    return None
+
+
+def _write_type(kind: type) -> bytes | None:
+    name = kind.__name__
+    return _chunk(b"y", name.encode()) if vars(builtins).get(name) is kind else None
 
 
 def _tag(value: Any) -> bytes:
@@ -139,6 +143,15 @@ def _builtin_type(name: bytes) -> type:
     return found
 
 
+_ATOMS: dict[type, Callable[[Any], bytes | None]] = {
+    int: lambda value: _chunk(b"i", b"%x" % int(value)),
+    float: lambda value: b"f" + _FLOAT.pack(value),
+    complex: lambda value: b"c" + _COMPLEX.pack(value.real, value.imag),
+    str: lambda value: _chunk(b"s", str.encode(value, "utf-8", "surrogatepass")),
+    bytes: lambda value: _chunk(b"b", bytes(value)),
+    bytearray: lambda value: _chunk(b"B", bytes(value)),
+    type: _write_type,
+}
 _CONSTANTS = {b"N": None, b"T": True, b"F": False}
 _TEXTS: dict[bytes, Callable[[bytes], Any]] = {
     b"i": lambda body: int(body, 16),

@@ -107,7 +107,8 @@ def _become_worker(settings: dict[str, object], home: str, channel: int, output:
         connection = socket.socket(fileno=channel)
         walls.die_with_parent()
         limits, program = settings["limits"], settings["filter"]
-        assert isinstance(limits, dict) and isinstance(program, bytes)
+        assert isinstance(limits, dict)
+        assert isinstance(program, bytes)
         os.setsid()
         null = os.open("/dev/null", os.O_RDONLY)
         for descriptor, place in ((null, 0), (output, 1), (errors, 2)):
