@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 from xxhash import xxh3_64_hexdigest
 
@@ -234,8 +234,9 @@ def _line(tally: Tally, seconds: float) -> str:
 
 def table(results: Mapping[str, Result], samples: int) -> Table:
     """A row for each benchmark, and their average."""
-    names = ("n", f"avg@{samples}", "95 %", "pass@k", f"maj@{samples}", "tokens", "cut", "no reward")
-    made = Table("benchmark", *names)
+    made = Table(Column("benchmark", no_wrap=True), "n", f"avg@{samples}", Column("95 %", no_wrap=True), "pass@k")
+    for name in (f"maj@{samples}", "tokens", "cut", "no reward"):
+        made.add_column(name)
     for name, result in results.items():
         scores = result.scores
         passed = list(scores.passed.items())[-1:]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rillflow.cli import environments, evaluate, experiments, label, parts, pool, rewards, tools
+from rillflow.cli import environments, evaluate, experiments, label, parts, pool, rewards, sandbox, tools
 from rillflow.cli.app import app
 
-__all__ = ["app", "environments", "evaluate", "experiments", "label", "parts", "pool", "rewards", "tools"]
+__all__ = ["app", "environments", "evaluate", "experiments", "label", "parts", "pool", "rewards", "sandbox", "tools"]

@@ -29,7 +29,7 @@ def test_digits_are_right_once() -> None:
     for row in digits.prompts("train", 50, 3):
         payload = row["payload"]
         right = [digit for digit in range(10) if digits.reward(payload, f"I think {digit}.")]
-        assert right == [sorted(payload["digits"])[-2]]
+        assert right == [max(payload["digits"])]
         assert digits.reward(payload, None) == digits.reward(payload, "") == 0.0
 
 
@@ -46,8 +46,22 @@ def test_lessons_of_the_digits() -> None:
     verdicts = [verdict_of(answer["content"]) for _, answer in said[1::3]]
     assert set(verdicts) == {"approve", "reject"}
     assert all(re.fullmatch(r"\d", answer["content"]) for _, answer in said[::3] + said[2::3])
-    longest = max(len(load_tokenizer("tiny").encode(answer["content"])) for _, answer in said)  # type: ignore[attr-defined]
+    tokenizer: Any = load_tokenizer("tiny")
+    longest = max(len(tokenizer.encode(answer["content"])) for _, answer in said)
     assert longest < load_recipe("solver_verifier").policies["verifier"].sampling.max_tokens
+
+
+def test_lessons_of_shared_work() -> None:
+    options = load_recipe("recursive").options["prompts"]
+    assert options == {"tag": "{question}"}
+    said = [row["payload"]["messages"] for row in digits_lessons.delegations("train", 40, 1)]
+    assert all(re.fullmatch("<answer>[0-9]</answer>", messages[-1]["content"]) for messages in said)
+    for messages in said[1::2]:
+        asked, asks, results, answer = (message["content"] for message in messages)
+        halves = re.findall("<ask>What is the largest of ([0-9]+)[?]</ask>", asks)
+        assert digits.QUESTION.format(digits="".join(halves)) == asked
+        assert results == "".join(f"<result>{max(half)}</result>" for half in halves)
+        assert answer == f"<answer>{max(max(half) for half in halves)}</answer>"
 
 
 def test_lessons_of_the_formulas() -> None:

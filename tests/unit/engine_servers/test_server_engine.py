@@ -16,7 +16,7 @@ from rillflow.contracts import Patch
 from rillflow.engine.servers import base as module
 from rillflow.engine.servers.calls import TRIES
 from rillflow.errors import ContextOverflow, EngineError, EngineLost, QueueFull, WeightsError
-from rillflow.types import Chunk, GenerateRequest, Sampling
+from rillflow.types import Chunk, GenerateRequest, Grammar, Sampling
 
 
 def request(prompt: int = 5, count: int = 20, **sampling: Any) -> GenerateRequest:
@@ -342,3 +342,30 @@ async def test_a_server_that_does_not_start_leaves_nothing_behind() -> None:
     with pytest.raises(EngineLost, match="interpreter"):
         await engine.start()
     assert engine.log == ["up", "down"]
+
+
+async def test_new_weights_wait_longer_for_answers_that_come_whole() -> None:
+    """One under a grammar that was cut begins anew: weights that come all the time would never let it end."""
+    async with running() as engine:
+        grammar = Grammar(kind="regex", text="a")
+        task = asyncio.create_task(collect(engine, request(count=2, grammar=grammar), []))
+        await until(lambda: engine.running == 1)
+        await engine.load({}, 1)
+        await until(lambda: engine.running == 1)
+        (call,) = engine._calls
+        assert (call.owed, call.whole) == (True, True)
+        second = asyncio.create_task(engine.load({}, 2))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert engine.version == 1, "it waits for the answer"
+        engine.give(2)
+        chunks = await task
+        await second
+    assert {chunk.version for chunk in chunks if chunk.tokens} == {1}
+
+
+async def test_an_answer_under_a_grammar_that_another_engine_began_is_refused() -> None:
+    async with running() as engine:
+        begun = request(grammar=Grammar(kind="regex", text="a"))
+        with pytest.raises(EngineError, match="cannot be continued"):
+            engine.generate(GenerateRequest(id="r", tokens=begun.tokens, sampling=begun.sampling, begun=2))

@@ -15,6 +15,7 @@ import pytest
 import torch
 from aiohttp import web
 
+from counting_engine import until
 from rillflow.config.engine import EngineConfig, ServerConfig
 from rillflow.contracts import Change, Patch
 from rillflow.engine.servers.facts import model_facts
@@ -22,7 +23,7 @@ from rillflow.engine.sglang import SglangEngine
 from rillflow.engine.sglang.inside.rillflow_sglang import ORDERS, answer_name
 from rillflow.engine.sglang.launch import KEY
 from rillflow.errors import ConfigError, EngineError, EngineLost, WeightsError
-from rillflow.types import Chunk, GenerateRequest, Sampling
+from rillflow.types import Chunk, GenerateRequest, Grammar, Sampling
 from rillflow.weights.fingerprint import fingerprint
 from rillflow.weights.models import load_policy_model, pick_device
 
@@ -38,6 +39,7 @@ class Recorded:
         self.asked: list[tuple[str, Any]] = []
         self.stream = "stream_length.sse"
         self.status = 200
+        self.scored = "length"
         self.held = dict(load_policy_model("tiny", "fp32", pick_device("cpu")).state_dict())
         self.spoils = False
         self._orders = orders
@@ -72,6 +74,9 @@ class Recorded:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         if self.status != 200:
             return web.Response(status=self.status, text="not now")
+        body = self.asked[-1][1]
+        if not body.get("stream"):
+            return web.json_response(self._scored(body))
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
         for event in (FIXTURES / self.stream).read_bytes().split(b"\n\n"):
@@ -79,6 +84,13 @@ class Recorded:
                 await self._aborted.wait()
             await response.write(event + b"\n\n")
         return response
+
+    def _scored(self, body: Any) -> Any:
+        """A prompt's tokens have log-probs from -100 on, the first none."""
+        asked = enumerate(body["input_ids"][body["logprob_start_len"] :])
+        scored = [[None if not at else -100.0 - at, token, None] for at, token in asked]
+        reason = {"type": self.scored, "length": 1}
+        return {"output_ids": [1], "meta_info": {"finish_reason": reason, "input_token_logprobs": scored}}
 
     async def _abort(self, request: web.Request) -> web.Response:
         self._aborted.set()
@@ -154,6 +166,36 @@ async def test_a_stream_gives_its_tokens_once_with_their_logprobs(server: tuple[
     assert body["sampling_params"] == {
         "temperature": 0.5, "top_p": 0.9, "top_k": -1, "max_new_tokens": 20, "stop_token_ids": [], "ignore_eos": True,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "named"), [("json", "json_schema"), ("regex", "regex"), ("lark", "ebnf")])
+async def test_an_answer_under_a_grammar_comes_whole_and_scored(
+    server: tuple[Recorded, SglangEngine], kind: Any, named: str
+) -> None:
+    recorded, engine = server
+    (chunk,) = await answer(engine, max_tokens=20, grammar=Grammar(kind=kind, text="text"))
+    made = tokens_of("stream_length.sse")
+    assert (chunk.tokens, chunk.finish) == (made, "length")
+    assert chunk.raw_logprobs == [-101.0 - at for at in range(len(made))]
+    assert chunk.logprobs != chunk.raw_logprobs
+    (_, asked), (_, scored) = recorded.asked
+    assert asked["sampling_params"][named] == "text"
+    assert (scored["input_ids"], scored["logprob_start_len"]) == (PROMPT + made, len(PROMPT) - 1)
+
+
+async def test_an_answer_under_a_grammar_that_is_cut_is_sampled_anew(server: tuple[Recorded, SglangEngine]) -> None:
+    recorded, engine = server
+    recorded.stream = "stream_abort.sse"
+    grammar = Grammar(kind="regex", text="a")
+    asked = asyncio.create_task(answer(engine, max_tokens=len(tokens_of("stream_abort.sse")) + 20, grammar=grammar))
+    await until(lambda: bool(recorded.asked))
+    loading = asyncio.create_task(engine.load(dict(recorded.held), 7))
+    await until(lambda: any(path == "/abort_request" for path, _ in recorded.asked))
+    recorded.stream = "stream_length.sse"
+    (chunk,) = await asked
+    await loading
+    assert (chunk.tokens, chunk.version) == (tokens_of("stream_length.sse"), 7)
+    assert recorded.asked[-2][1]["input_ids"] == PROMPT, "from its beginning"
 
 
 async def test_a_greedy_answer_stops_at_its_token(server: tuple[Recorded, SglangEngine]) -> None:

@@ -47,6 +47,9 @@ class FakeLLM:
         cut = self.running[name] = asyncio.Event()
         try:
             for number in range(params["max_tokens"]):
+                if "prompt_logprobs" in params and self._allowance:
+                    yield _scored(prompt["prompt_token_ids"])
+                    return
                 while not self._allowance:
                     if cut.is_set():
                         yield _output([], "abort")
@@ -82,7 +85,15 @@ class FakeLLM:
 def _output(tokens: list[int], finish: str | None) -> Any:
     flat = SimpleNamespace(logprobs=[-float(token) for token in tokens])
     part = SimpleNamespace(token_ids=tokens, logprobs=flat, finish_reason=finish)
-    return SimpleNamespace(outputs=[part], num_cached_tokens=2)
+    return SimpleNamespace(outputs=[part], num_cached_tokens=2, finished=finish is not None, prompt_logprobs=None)
+
+
+def _scored(tokens: list[int]) -> Any:
+    """What a prompt's tokens have for log-probs: -100 and its place."""
+    output = _output([0], "length")
+    rows = [{token: SimpleNamespace(logprob=-100.0 - at)} for at, token in enumerate(tokens)]
+    output.prompt_logprobs = [None, *rows[1:]]
+    return output
 
 
 async def _asgi(channel: Channel, llm: FakeLLM, request: web.Request) -> web.StreamResponse:
@@ -122,7 +133,8 @@ class World:
 async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     params = ModuleType("vllm.sampling_params")
     params.SamplingParams = dict  # type: ignore[attr-defined]
-    params.RequestOutputKind = SimpleNamespace(DELTA="delta")  # type: ignore[attr-defined]
+    params.StructuredOutputsParams = dict  # type: ignore[attr-defined]
+    params.RequestOutputKind = SimpleNamespace(DELTA="delta", FINAL_ONLY="final")  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", params)
     monkeypatch.setenv(TOKEN, SECRET)
@@ -151,9 +163,9 @@ async def client(world: World) -> AsyncIterator[ChannelClient]:
     await client.close()
 
 
-def ask(client: ChannelClient, count: int = 3, tokens: list[int] | None = None) -> Any:
+def ask(client: ChannelClient, count: int = 3, tokens: list[int] | None = None, **more: Any) -> Any:
     return client.ask(
-        tokens=tokens or [5, 6, 7], temperature=1.0, top_p=1.0, top_k=0, max_tokens=count, stop=[2], salt="3"
+        tokens=tokens or [5, 6, 7], temperature=1.0, top_p=1.0, top_k=0, max_tokens=count, stop=[2], salt="3", **more
     )
 
 
@@ -174,7 +186,35 @@ async def test_requests_travel_with_all_that_matters(world: World, client: Chann
     prompt, params = world.llm.asked[0]
     assert prompt == {"type": "token", "prompt_token_ids": [5, 6, 7], "cache_salt": "3"}
     assert (params["stop_token_ids"], params["ignore_eos"], params["logprobs"]) == ([2], True, 0)
-    assert "seed" not in params
+    assert (params["seed"], params["structured_outputs"]) == (None, None)
+
+
+@pytest.mark.parametrize(("kind", "named"), [("json", "json"), ("regex", "regex"), ("lark", "grammar")])
+async def test_an_answer_under_a_grammar_comes_whole_and_scored(
+    world: World, client: ChannelClient, kind: str, named: str
+) -> None:
+    world.llm.give(100)
+    _, answer = ask(client, 4, grammar=(kind, "text"), seed=9)
+    part = await answer.next()
+    assert (part.tokens, part.logprobs, part.finish) == ([0, 1, 2, 3], [-0.0, -1.0, -2.0, -3.0], "length")
+    assert part.raw == [-103.0, -104.0, -105.0, -106.0], "of its tokens, behind a prompt of three"
+    (_, params), (scored, _) = world.llm.asked
+    assert (params["structured_outputs"], params["seed"]) == ({named: "text"}, 9)
+    assert scored == {"type": "token", "prompt_token_ids": [5, 6, 7, 0, 1, 2, 3], "cache_salt": "3"}
+
+
+@pytest.mark.parametrize("sampled", [2, 4])
+async def test_an_answer_under_a_grammar_that_is_cut_leaves_nothing(
+    world: World, client: ChannelClient, sampled: int
+) -> None:
+    """While it is sampled, or while it is scored."""
+    _, answer = ask(client, 4, grammar=("json", "{}"))
+    world.llm.give(sampled)
+    await until(lambda: len(world.llm.asked) == (1 if sampled < 4 else 2) and not world.llm._allowance)
+    await client.call("pause", deadline=5.0)
+    part = await answer.next()
+    assert (part.tokens, part.raw, part.finish) == ([], [], "abort")
+    assert not world.llm.running
 
 
 async def test_long_prompts_of_many_requests_travel_at_once(world: World, client: ChannelClient) -> None:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
+from pydantic import ValidationError
 
 from rillflow.config import PolicyConfig
 from rillflow.config.engine import EngineConfig, ServerConfig
 from rillflow.engine.build import build_engine
 from rillflow.engine.servers.facts import model_facts
 from rillflow.engine.vllm import VllmEngine, launch
+from rillflow.engine.vllm.engine import _seed
 from rillflow.engine.vllm.inside.rillflow_channel import TOKEN
 from rillflow.errors import ConfigError, EngineLost
+from rillflow.types import GenerateRequest, Sampling
 
 
 def settings(**server: object) -> EngineConfig:
@@ -68,3 +74,29 @@ async def test_an_interpreter_without_vllm_says_so(tmp_path: object) -> None:
     with pytest.raises(EngineLost, match="ended before it served") as caught:
         await VllmEngine(facts, settings(python="false"), logs=tmp_path).start()  # type: ignore[arg-type]
     assert caught.value.hint
+
+
+def test_grammars_need_the_models_tokenizer(tmp_path: Path) -> None:
+    facts = model_facts("tiny", "fp32")
+    command = launch.command(facts, settings(), 1)
+    assert dict(itertools.pairwise(command))["--structured-outputs-config"] == '{"backend": "guidance"}'
+    assert "--skip-tokenizer-init" not in command
+    assert "--skip-tokenizer-init" in launch.command(replace(facts, folder=tmp_path), settings(), 1)
+
+
+def test_seeded_servers_draw_alike_whoever_else_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "pick_device", lambda device: torch.device("cuda", 0))
+    assert launch.environment(settings(seeded=True), "t")["VLLM_BATCH_INVARIANT"] == "1"
+    assert "VLLM_BATCH_INVARIANT" not in launch.environment(settings(), "t")
+    with pytest.raises(ValidationError, match=r"seeded is for engine\.kind vllm"):
+        EngineConfig(kind="sglang", server=ServerConfig(seeded=True))
+
+
+def test_a_continued_answer_has_a_seed_of_its_own() -> None:
+    def seed(begun: int, given: int | None = 7) -> int | None:
+        return _seed(GenerateRequest(id="r", tokens=[1], sampling=Sampling(seed=given), begun=begun))
+
+    assert seed(0) == 7
+    assert seed(3) != seed(0) != seed(4)
+    assert 0 <= (seed(3) or -1) < 1 << 63
+    assert seed(3, None) is None

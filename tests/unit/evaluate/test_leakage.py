@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from rillflow.cli.leakage import warning_of
 from rillflow.contracts import PromptSource
 from rillflow.dataflow.sources import InOrder
 from rillflow.dataflow.sources.benchmarks import data_folder
@@ -66,6 +67,14 @@ def test_the_cheap_look_knows_a_benchmarks_question_in_any_prompt() -> None:
     train = InOrder([Prompt("1", {"question": "Solve: How many?", "problem": "How many?", "benchmark": "a"})])
     test = InOrder([Prompt("9", {"question": "Tell me: how many?", "problem": "how many", "benchmark": "b"})])
     assert same(train, test, most=10) == ["9"]
+
+
+def test_a_run_that_trains_on_what_it_is_tested_on_is_warned() -> None:
+    assert warning_of(source("a", "b"), source("c", name="t")) is None
+    assert warning_of(source("a"), None) is None
+    said = warning_of(source("a", "b"), source("b", "c", name="t"))
+    assert said is not None
+    assert said.startswith("1 of 2 held-out prompts are among those trained on, such as 't0'")
 
 
 @pytest.mark.skipif(not (data_folder() / "math").is_dir(), reason="the public data sets are not at hand")

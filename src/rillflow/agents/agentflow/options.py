@@ -39,13 +39,13 @@ class FlowOptions(Section):
     memory: MemoryOptions | None = Field(None, description="remember earlier episodes; default: only the task")
     process_reward: str | None = Field(None, description="folder of a process reward model: rewards of single steps")
     reward_seconds: Seconds = Field(20.0, description="for the process reward model to score an episode")
-    prompts: dict[Literal["planner", "final", "verifier"], str] = Field(
-        default_factory=dict, description="in place of our own"
-    )
+    prompts: dict[str, str] = Field(default_factory=dict, description="in place of our own: planner, final, verifier")
 
     @field_validator("prompts")
     @classmethod
     def _all(cls, given: dict[str, str]) -> dict[str, str]:
+        if unknown := sorted(given.keys() - PROMPTS.keys()):
+            raise ValueError(f"there is no prompt {unknown[0]!r}; there are {', '.join(PROMPTS)}")
         return PROMPTS | given
 
 

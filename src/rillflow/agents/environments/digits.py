@@ -1,4 +1,4 @@
-"""The second largest of five digits: a question without tools that a tiny policy half knows after a short lesson.
+"""The largest of some digits: a question without tools that a tiny policy half knows after a short lesson.
 
 The splits ask for different sets of digits, while every digit is the answer in both: what is learned has to be the
 comparison, not a table.
@@ -12,33 +12,32 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-QUESTION = "What is the second largest of {digits}?"
+QUESTION = "What is the largest of {digits}?"
 SPLITS = ("train", "heldout")
-SIZE = 5
 _NUMBER = re.compile(r"-?[0-9]+")
 
 
-def sets(split: str) -> list[tuple[int, ...]]:
-    """The sets of digits that `split` may ask for; a quarter of all is held out."""
+def sets(split: str, size: int) -> list[tuple[int, ...]]:
+    """The sets of `size` digits that `split` may ask for; a quarter of all is held out."""
     if split not in SPLITS:
         raise ValueError(f"unknown split {split!r}, expected one of {', '.join(SPLITS)}")
     return [
-        digits for digits in itertools.combinations(range(10), SIZE) if (sum(digits) % 4 == 0) == (split == "heldout")
+        digits for digits in itertools.combinations(range(10), size) if (sum(digits) % 4 == 0) == (split == "heldout")
     ]
 
 
-def prompts(split: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
+def prompts(split: str, count: int, seed: int, size: int = 5) -> Iterator[dict[str, Any]]:
     """Yield `count` prompts of `split`; the same arguments always give the same prompts."""
-    choices, generator = sets(split), random.Random(f"digits/{split}/{seed}")
+    choices, generator = sets(split, size), random.Random(f"digits/{split}/{seed}/{size}")
     for index in range(count):
         digits = list(generator.choice(choices))
         generator.shuffle(digits)
-        payload = {"question": QUESTION.format(digits="".join(map(str, digits))), "answer": str(second(digits))}
-        yield {"id": f"digits-{split}-{seed}-{index}", "payload": payload | {"digits": digits}}
+        payload = {"question": question(digits), "answer": str(max(digits)), "digits": digits}
+        yield {"id": f"digits-{split}-{seed}-{index}", "payload": payload}
 
 
-def second(digits: Sequence[int]) -> int:
-    return sorted(digits)[-2]
+def question(digits: Sequence[int]) -> str:
+    return QUESTION.format(digits="".join(map(str, digits)))
 
 
 def reward(payload: Mapping[str, Any], answer: str | None) -> float:

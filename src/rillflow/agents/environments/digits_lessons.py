@@ -1,7 +1,8 @@
-"""Lessons of the digits for a solver and a verifier, so that a tiny policy knows how both parts are played.
+"""Lessons of the digits for a solver and a verifier, and for agents that share the work.
 
-The words around questions and answers are those of `recipes/solver_verifier.yaml`. The teacher is right only so often
-as `right` says, and takes another of the digits otherwise: the form is learned well, the matter is left to learn.
+The words around questions and answers are those of `recipes/solver_verifier.yaml` and `recipes/recursive.yaml`. The
+teacher is right only so often as `right` says, and takes another of the digits otherwise: the form is learned well,
+the matter is left to learn.
 """
 
 from __future__ import annotations
@@ -14,17 +15,42 @@ from rillflow.agents.environments import digits
 
 VERIFY = "{question} {solution}. Is it right?"
 RETRY = "{question} {verdict}"
+TOGETHER = 6  # digits of a question that is shared
 _SHOWN_RIGHT = 0.5  # share of the solutions that a verifier is shown
 
 
-def lessons(split: str, count: int, seed: int, right: float = 0.6) -> Iterator[dict[str, Any]]:
+def lessons(split: str, count: int, seed: int, right: float = 0.7) -> Iterator[dict[str, Any]]:
     """Of sft: a solution, a verdict and a second try, one after the other; `count` of them."""
     generator = random.Random(f"digits_lessons/{split}/{seed}")
     parts = (solution, verdict, retry)
     for index, prompt in enumerate(digits.prompts(split, count, seed)):
         asked, said = parts[index % len(parts)](prompt["payload"], generator, right)
-        messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+        yield {"id": prompt["id"], "payload": {"messages": _talk(asked, said)}}
+
+
+def delegations(split: str, count: int, seed: int, right: float = 0.7) -> Iterator[dict[str, Any]]:
+    """Of sft: agents ask two others about half of the digits each, which look at theirs; `count` of both together."""
+    generator = random.Random(f"digits_delegations/{split}/{seed}")
+    for index, prompt in enumerate(digits.prompts(split, count, seed, size=TOGETHER)):
+        given = prompt["payload"]["digits"]
+        halves = [given[: len(given) // 2], given[len(given) // 2 :]]
+        messages = _shared(given, halves) if index % 2 else _alone(halves[0], generator, right)
         yield {"id": prompt["id"], "payload": {"messages": messages}}
+
+
+def _alone(given: list[int], generator: random.Random, right: float) -> list[dict[str, str]]:
+    payload = {"answer": str(max(given)), "digits": given}
+    return _talk(digits.question(given), f"<answer>{_digit(payload, generator, right)}</answer>")
+
+
+def _shared(given: list[int], halves: list[list[int]]) -> list[dict[str, str]]:
+    asks = "".join(f"<ask>{digits.question(half)}</ask>" for half in halves)
+    results = "".join(f"<result>{max(half)}</result>" for half in halves)
+    return _talk(digits.question(given), asks, results, f"<answer>{max(given)}</answer>")
+
+
+def _talk(*texts: str) -> list[dict[str, str]]:
+    return [{"role": "assistant" if place % 2 else "user", "content": text} for place, text in enumerate(texts)]
 
 
 def solution(payload: Mapping[str, Any], generator: random.Random, right: float) -> tuple[str, str]:

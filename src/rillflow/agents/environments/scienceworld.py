@@ -12,6 +12,7 @@ import json
 import random
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -77,13 +78,13 @@ class ScienceGame:
         self._server.load(task, variation, simplifications, options["gold"])
         self._server.reset()
         self._score, self._taken, self._options = 0.0, 0, options
-        first = str(self._server.step("look around")).strip()
+        first = in_order(str(self._server.step("look around")).strip())
         plan = [str(action) for action in self._server.getGoldActionSequence()] if options["gold"] else []
         text = f"{str(self._server.getTaskDescription()).strip()}\n{first}"
         return {"text": text, "actions": self._actions(), "info": {"score": 0.0}, "plan": plan}
 
     def step(self, action: str) -> dict[str, Any]:
-        text = str(self._server.step(action)).strip()
+        text = in_order(str(self._server.step(action)).strip())
         self._taken += 1
         score = float(self._server.getScore())
         earned, self._score = score - self._score, score
@@ -111,6 +112,12 @@ class ScienceGame:
         names = [str(name) for name in self._server.getTaskNames()]
         if task not in names:
             raise ConfigError(f"scienceworld has no task {task!r}", f"it has: {', '.join(names)}")
+
+
+def in_order(text: str) -> str:
+    """The library lists what is in a room in another order each time: items of a list are sorted, block by block."""
+    blocks = groupby(text.split("\n"), key=lambda line: line.startswith("\t"))
+    return "\n".join(line for listed, block in blocks for line in (sorted(block) if listed else block))
 
 
 def prompts(

@@ -49,7 +49,8 @@ class ProcessReward:
 
     def __init__(self, folder: str, *, device: str = "auto") -> None:
         self._device = pick_device(device)
-        self._model, new = load_scalar_model(folder, "fp32", self._device)
+        model, new = load_scalar_model(folder, "fp32", self._device)
+        self._model: Any = model
         self._tokenizer: Any = load_tokenizer(folder)
         self._facts = _facts(model_folder(folder))
         if new or self._facts.task != "process_reward":

@@ -71,11 +71,14 @@ class Box:
         """Whether it still waits for its task, as far as can be seen."""
         return bool(self._open)
 
-    async def task(self, name: str, seconds: float, **content: Any) -> None:
-        await self.send(pack({"task": name, "seconds": seconds, **content}))
-
-    async def send(self, body: bytes) -> None:
+    async def task(self, name: str, seconds: float, line: socket.socket | None = None, **content: Any) -> None:
+        """Give it what it is for, and one end of a line to another sandbox."""
         try:
+            body = pack({"task": name, "seconds": seconds, **content})
+        except NotPlain as error:
+            raise SandboxError(f"a test holds what cannot be sent: {error}", "give plain values") from None
+        try:
+            socket.send_fds(self._channel, [b"+"], [] if line is None else [line.fileno()])
             await self._loop.sock_sendall(self._channel, HEAD.pack(len(body)) + body)
         except OSError:
             raise Left from None

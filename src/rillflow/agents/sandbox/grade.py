@@ -1,28 +1,27 @@
 """Grading: the verdict is made from what the judge says, never from what the candidate says or how it ends.
 
-The candidate's process gets calls and returns values. The judge's process has the tests and a nonce and no way to
-the candidate but the frames that are passed on here, unread. A candidate that leaves, hangs or writes too much fails
-the tests that were not passed before. A judge that gives no verdict is the sandbox's failure, not the candidate's.
+The candidate's process gets calls and returns values. The judge's process has the tests and a nonce; between the two
+there is one line for plain values, and the verdict comes by a channel that the candidate does not have. A candidate
+that leaves, hangs or writes too much fails the tests that were not passed before. A judge that gives no verdict is the
+sandbox's failure, not the candidate's.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
+import socket
 import time
 from typing import Any
 
 from rillflow.agents.sandbox.box import Box, Left
-from rillflow.agents.sandbox.inside.judge import CALL, REPLY, RESULT
-from rillflow.agents.sandbox.inside.values import unpack
+from rillflow.agents.sandbox.inside.judge import GONE, UNSENDABLE
 from rillflow.agents.sandbox.pool import Pool
 from rillflow.agents.sandbox.program import run_program
 from rillflow.agents.sandbox.results import Verdict
 from rillflow.agents.sandbox.tests import Asserts, Cases, Check, Pairs, Tests
 from rillflow.errors import SandboxError
 
-_GONE = b"X"
-_UNSENDABLE = "unsendable: "
 _SIGXCPU = -24
 
 
@@ -59,68 +58,60 @@ class _Grading:
         self._nonce = secrets.token_hex(16)
         self._cases = [False] * total
         self._cause = ""
-        self._gone = ""  # why the candidate answers no more
 
     async def verdict(self, code: str, task: dict[str, Any], seconds: float) -> tuple[list[bool], str]:
         try:
             async with asyncio.timeout(seconds):
-                if await self._define(code, seconds):
-                    await self._run_tests(task, seconds)
+                if await self._begin(code, task, seconds):
+                    await self._hear_results()
         except TimeoutError:
             self._cause = self._cause or f"timeout: not done within {seconds:g} seconds"
         return self._cases, self._cause
 
-    async def _define(self, code: str, seconds: float) -> bool:
-        """Let the candidate's code run once; whatever goes wrong with it fails all tests."""
+    async def _begin(self, code: str, task: dict[str, Any], seconds: float) -> bool:
+        """Set both to work with a line between them, and let the candidate's code run once; whatever goes wrong with
+        it fails all tests."""
+        ends = socket.socketpair()
         try:
-            await self._candidate.task("candidate", seconds, code=code)
+            try:
+                await self._judge.task("judge", seconds, ends[0], nonce=self._nonce, **task)
+            except Left:
+                raise SandboxError("the judge's process has gone", "the grading can be repeated") from None
+            await self._candidate.task("candidate", seconds, ends[1], code=code)
+        except Left:
+            self._cause = await self._why_gone()
+            return False
+        finally:
+            for end in ends:
+                end.close()
+        try:
             said = await self._candidate.hear()
             self._cause = "" if said == {"defined": True} else str(said)[:500]
         except Left:
             self._cause = await self._why_gone()
         return not self._cause
 
-    async def _run_tests(self, task: dict[str, Any], seconds: float) -> None:
-        """Pass calls on to the candidate and values back until every test has its result."""
-        done = 0
+    async def _hear_results(self) -> None:
         try:
-            await self._judge.task("judge", seconds, nonce=self._nonce, **task)
-            while done < len(self._cases):
-                frame = await self._judge.receive()
-                if frame[:1] == CALL:
-                    await self._judge.send(await self._ask(frame[1:]))
-                elif frame[:1] == RESULT:
-                    self._record(done, unpack(frame[1:]))
-                    done += 1
-                else:
-                    raise SandboxError("the judge's process broke its protocol")
+            for index in range(len(self._cases)):
+                await self._record(index, await self._judge.hear())
         except Left:
-            errors = self._judge.texts()[1][-500:]
             raise SandboxError(
-                f"the tests ended their own process: no verdict {errors}", "look at the tests: do they exit?"
+                "the tests ended their own process: there is no verdict", "look at the tests: do they exit?"
             ) from None
 
-    async def _ask(self, request: bytes) -> bytes:
-        if not self._gone:
-            try:
-                await self._candidate.send(request)
-                return REPLY + await self._candidate.receive()
-            except Left:
-                self._gone = await self._why_gone()
-        return _GONE
-
-    def _record(self, index: int, result: list[Any]) -> None:
+    async def _record(self, index: int, result: Any) -> None:
         nonce, reported, fault = result
         if nonce != self._nonce or reported != index:
-            raise SandboxError("the judge's process broke its protocol")
-        if fault.startswith(_UNSENDABLE):
+            raise SandboxError("the judge's process broke its protocol", "the grading can be repeated")
+        if fault.startswith(UNSENDABLE):
             raise SandboxError(
-                f"the tests hand over what cannot be sent: {fault.removeprefix(_UNSENDABLE)}",
+                f"the tests hand over what cannot be sent: {fault.removeprefix(UNSENDABLE)}",
                 "tests may use plain values and objects that the candidate made",
             )
-        self._cases[index] = not fault and not self._gone
-        if not self._cases[index] and not self._cause:
-            self._cause = self._gone or f"test {index + 1}: {fault}"
+        self._cases[index] = not fault
+        if fault and not self._cause:
+            self._cause = await self._why_gone() if fault == GONE else f"test {index + 1}: {fault}"
 
     async def _why_gone(self) -> str:
         code = await self._candidate.end()

@@ -97,8 +97,15 @@ class Sandbox:
         return pool
 
     async def _async(self, work: Coroutine[Any, Any, _T]) -> _T:
-        assert self._loop is not None
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        loop, task = self._loop, asyncio.current_task()
+        assert loop is not None
+        assert task is not None
+        try:
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
+        except asyncio.CancelledError:
+            if task.cancelling():
+                raise
+            raise SandboxError("the sandbox was closed while code ran in it") from None
 
     def _sync(self, work: Coroutine[Any, Any, _T]) -> _T:
         assert self._loop is not None

@@ -36,12 +36,12 @@ except ImportError:
 
 log = logging.getLogger(__name__)
 
-OPENING = 30.0  # seconds for a server to start and to name its tools
+OPENING = 60.0  # seconds for a server to start and to name its tools
 CALLS = 64  # of one server at once; others wait, within their deadlines
 _BACKOFF = (0.0, 0.2, 0.5, 1.0, 2.0)  # seconds before each attempt to reach a server that has gone
 _CLOSING = 10.0  # seconds for a server to end; it is killed before
 _MOST_TOOLS = 1000
-_SHARE = 0.8  # of a call's time that it may wait for a server: it is to know whose fault it was
+_SHARE = 0.8  # of the time a call has left that it may wait for a server: no deadline is to hide that it is gone
 _ERRORS = 1 << 16  # bytes kept of what a server writes to its standard error
 _SHOWN = 1000  # characters of it that are told where it cannot be reached
 
@@ -102,19 +102,22 @@ class McpServer:
         chosen = [tool for tool in found if only is None or tool.name in only]
         known = {name for tool in chosen for name in tool.input_schema.get("properties") or {}}
         if unknown := sorted(set(fill) - known):
-            raise ConfigError(f"fill: no tool of {self._where} has an argument {unknown[0]}", f"there are: {known}")
+            raise ConfigError(
+                f"fill: no tool of {self._where} has an argument {unknown[0]}", f"there are: {', '.join(sorted(known))}"
+            )
         return [McpTool(self, tool, fill, self._timeout) for tool in chosen]
 
     async def call(self, tool: McpTool, arguments: dict[str, Any]) -> str:
-        waiting = self._timeout * _SHARE
+        clock = asyncio.get_running_loop().time
+        end = clock() + self._timeout
         async with self._places:
-            connection = await self._connected(waiting)
+            connection = await self._connected((end - clock()) * _SHARE)
             try:
                 return await connection.call(tool.name, arguments)
             except _Lost as lost:
                 if not tool.again:
                     self._gone(lost)
-            connection = await self._connected(waiting)
+            connection = await self._connected((end - clock()) * _SHARE)
             try:
                 return await connection.call(tool.name, arguments)
             except _Lost as lost:

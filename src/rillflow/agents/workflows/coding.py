@@ -31,9 +31,10 @@ def example_of(payload: Mapping[str, Any]) -> str:
 def reference_of(payload: Mapping[str, Any]) -> str:
     """A program that is right; WorkflowError where the data has none."""
     for key in ("code", "canonical_solution", "answer"):
-        if isinstance(payload.get(key), str):
+        program = payload.get(key)
+        if isinstance(program, str):
             # HumanEval's solutions go on where the prompt ends.
-            return (str(payload.get("prompt", "")) if key == "canonical_solution" else "") + payload[key]
+            return f"{payload.get('prompt', '')}{program}" if key == "canonical_solution" else program
     raise WorkflowError("the prompt has no reference solution", "its payload needs `code` or `canonical_solution`")
 
 

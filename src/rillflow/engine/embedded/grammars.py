@@ -30,12 +30,15 @@ _COMPILED = 128  # grammars that are kept compiled, the last used
 _WORD = 32  # tokens of a word of a mask
 
 
+Flags = list[tuple[int, np.uint32]]  # tokens by word and bit of a mask
+
+
 class Matcher:
     """How far one answer is in its grammar. `bits` is the mask of its next token once `ready` says so."""
 
     def __init__(self, state: llguidance.LLMatcher, stops: Sequence[int]) -> None:
         self.state = state
-        self.stops = np.asarray(stops, np.int64)
+        self.stops = _flags(stops)
         self.bits: Array = np.empty(0, np.int32)
         self._ready: Future[None] | None = None
 
@@ -43,7 +46,7 @@ class Matcher:
         """The answer has one more token; whether anything can follow. One that outgrows the limits of the matcher is
         cut there."""
         self.state.consume_token(token)
-        return not self.state.is_error() and not (self.state.is_stopped() and not self.stops.size)
+        return not self.state.is_error() and (bool(self.stops) or not self.state.is_stopped())
 
     @property
     def fulfilled(self) -> bool:
@@ -68,7 +71,7 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._tree: llguidance.LLTokenizer | None = None
-        self._ends = np.empty(0, np.int64)  # what the tree takes for ends: who ends where is the request's business
+        self._ends: Flags = []  # what the tree takes for ends: who ends where is the request's business
         self._kept: OrderedDict[Grammar, llguidance.LLMatcher] = OrderedDict()
         self._lock = Lock()  # of what is kept: compilation runs in a thread of its own
         self._compiler = ThreadPoolExecutor(1, "grammars")
@@ -126,7 +129,7 @@ class Grammars:
                 self._tree = llguidance.hf.from_tokenizer(tokenizer, n_vocab=size)
             except ValueError as error:
                 raise EngineError(f"no grammars with this tokenizer: {error}", "use a model with a fast one") from error
-            self._ends = np.asarray(self._tree.eos_tokens, np.int64)
+            self._ends = _flags(self._tree.eos_tokens)
         return self._tree
 
     # ------------------------------------------------------------ masks
@@ -146,12 +149,18 @@ class Grammars:
         if self._parallel is None:
             self._parallel = llguidance.LLExecutor()
         llguidance.numpy.fill_next_token_bitmask_par(self._parallel, states, bits)
+        words = bits.view(np.uint32)
         for row, matcher in enumerate(matchers):
-            _set(bits[row], self._ends, allowed=False)
-            _set(bits[row], matcher.stops, allowed=matcher.state.is_accepting())
-            if not bits[row].any():  # no token of this vocabulary can follow: the answer ends here, as it is
-                bits[row] = 0 if matcher.stops.size else -1
-                _set(bits[row], matcher.stops, allowed=True)
+            for word, flag in self._ends:
+                words[row, word] &= ~flag
+            if matcher.state.is_accepting():
+                for word, flag in matcher.stops:
+                    words[row, word] |= flag
+        # Where no token of this vocabulary can follow, an answer ends, as it is.
+        for row in np.flatnonzero(~words.any(1)).tolist():
+            words[row] = 0 if matchers[row].stops else 0xFFFFFFFF
+            for word, flag in matchers[row].stops:
+                words[row, word] |= flag
 
     def allowed(self, matched: Matched, logits: torch.Tensor) -> Allowed:
         """What the rows of `logits` that have a matcher may draw."""
@@ -174,7 +183,5 @@ class Grammars:
         self.ask(more)
 
 
-def _set(bits: Array, tokens: Array, *, allowed: bool) -> None:
-    for token in tokens.tolist():
-        word, flag = bits[token // _WORD : token // _WORD + 1].view(np.uint32), np.uint32(1 << (token % _WORD))
-        word[:] = word | flag if allowed else word & ~flag
+def _flags(tokens: Sequence[int]) -> Flags:
+    return [(token // _WORD, np.uint32(1 << (token % _WORD))) for token in tokens]

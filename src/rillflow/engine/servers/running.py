@@ -17,8 +17,8 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def has_tokenizer(model: ModelFacts) -> bool:
-    """Whether the model's folder has a tokenizer that grammars can be made of; tokens are all that a server needs."""
-    return (model.folder / "tokenizer.json").exists()
+    """Whether the model has a tokenizer that grammars can be made of; one of a hub is taken to have."""
+    return not model.folder.is_dir() or (model.folder / "tokenizer.json").exists()
 
 
 def on_loopback(url: str) -> str:

@@ -47,7 +47,8 @@ def test_the_text_is_the_question_and_the_decisions_and_nothing_of_the_world() -
 def test_no_prompt_is_both_learned_from_and_held_out() -> None:
     episodes = [episode(LOOK, outcome=1.0, prompt=f"p{number // 2:02d}") for number in range(40)]
     train, apart = split(episodes, 10)
-    assert len(train) == 36 and len(apart) == 4
+    assert len(train) == 36
+    assert len(apart) == 4
     assert not {one.prompt for one in train} & {one.prompt for one in apart}
 
 

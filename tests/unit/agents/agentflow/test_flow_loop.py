@@ -17,7 +17,8 @@ GOOD = (
 
 async def test_planner_executor_and_verifier_find_the_answer() -> None:
     seen = await played(*GOOD)
-    assert seen.answer == TRUTH and tally.reward(PAYLOAD, seen.answer) == 1.0
+    assert seen.answer == TRUTH
+    assert tally.reward(PAYLOAD, seen.answer) == 1.0
     assert f"search {FIRST}: {COUNTS[0]}" in seen.script.prompts[2]
     assert f"code {SUM}: {TRUTH}" in seen.script.prompts[5]
     assert "only action left is answer" in seen.script.prompts[6]
@@ -34,12 +35,14 @@ async def test_every_answer_is_a_sequence_of_its_own_and_says_whose_it_is() -> N
 
 async def test_an_answer_of_the_planner_ends_the_task_without_the_verifier() -> None:
     seen = await played(says("answer", "12"))
-    assert seen.answer == "12" and seen.record.calls == 1
+    assert seen.answer == "12"
+    assert seen.record.calls == 1
 
 
 async def test_what_is_malformed_is_asked_for_once_more() -> None:
     seen = await played("no JSON", says("answer", "7"))
-    assert seen.answer == "7" and seen.record.calls == 2
+    assert seen.answer == "7"
+    assert seen.record.calls == 2
     assert seen.script.prompts[0] == seen.script.prompts[1]
 
 
@@ -95,4 +98,6 @@ async def test_with_structured_output_the_engine_is_told_the_schema() -> None:
     grammars = [request.sampling.grammar for request in seen.script.requests]
     assert all(grammar is not None for grammar in grammars)
     free, verdict, final = (str(grammar and grammar.text) for grammar in grammars)
-    assert '"search"' in free and "sufficient" in verdict and '"search"' not in final
+    assert '"search"' in free
+    assert "sufficient" in verdict
+    assert '"search"' not in final

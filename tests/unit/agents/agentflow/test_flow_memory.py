@@ -55,7 +55,8 @@ def test_a_journal_fills_the_store_again_without_its_torn_line(embedder: Embedde
     with journal.open("ab") as file:
         file.write(b'{"question": "torn')
     again = opened(embedder, journal)
-    assert again.count() == 2 and again.recall(PENS.question, 1, 0.9) == [PENS]
+    assert again.count() == 2
+    assert again.recall(PENS.question, 1, 0.9) == [PENS]
     again.remember(Remembered("Another?", ["think it"], "x"))
     assert [json.loads(line)["answer"] for line in journal.read_text().splitlines()] == ["12", "Ann", "x"]
 
@@ -78,7 +79,8 @@ async def test_an_episode_is_remembered_and_told_to_the_next_one_but_never_from_
     options = {"verifier": "none", "memory": {"journal": str(tmp_path / "j")}}
     script = (says("search", FIRST), says("answer", "12"))
     evaluated = await played(*script, lane="eval", **options)
-    assert "earlier" not in evaluated.script.prompts[0] and not (tmp_path / "j").exists()
+    assert "earlier" not in evaluated.script.prompts[0]
+    assert not (tmp_path / "j").exists()
     await played(*script, **options)
     told = (await played(*script, lane="eval", **options)).script.prompts[0]
     assert f"earlier, {PAYLOAD['question']} - search {FIRST}" in told

@@ -72,7 +72,8 @@ async def test_each_answer_of_the_planner_gets_its_own_score_and_malformed_ones_
     decisions = [decision for text in texts if (decision := parse(text))]
     (scores,) = await ProcessReward(folder, device="cpu").score([prm_row(PAYLOAD["question"], decisions)], 60)
     rewards = [sample.reward for sample in seen.record.samples("planner")]
-    assert rewards[0] == 0.0 and rewards[2] is None  # malformed; the verifier's
+    assert rewards[0] == 0.0
+    assert rewards[2] is None
     assert [rewards[1], rewards[3]] == pytest.approx(scores, abs=1e-5)
 
 

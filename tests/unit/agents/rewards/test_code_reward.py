@@ -93,7 +93,8 @@ def test_an_answer_without_the_function_goes_on_where_the_prompt_ends() -> None:
 
 
 def test_tests_that_a_model_wrote_become_values_or_nothing() -> None:
-    text = "Tests:\nassert f(1, [2], x='a') == {'b': (3,)}\nassert f(open('x')) == 1\nassert f(1) is None\nassert g(-1) == -2.5\n"
+    text = "Tests:\nassert f(1, [2], x='a') == {'b': (3,)}\nassert f(open('x')) == 1\n"
+    text += "assert f(1) is None\nassert g(-1) == -2.5\n"
     cases = literal_cases(
         text + "import os; os._exit(0)\nassert f(*[1]) == 1\nassert f(**{}) == 1\nassert f(" + "(" * 3000
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import psutil
@@ -67,3 +69,25 @@ def test_there_are_no_more_graders_than_the_pool_may_have() -> None:
     finally:
         pool.close()
     assert len(graders()) == before
+
+
+def test_graders_end_with_the_process_that_asked_them() -> None:
+    """Even when it is killed, and even one that is in the middle of something."""
+    program = """
+import sys, threading, time
+from rillflow.agents.rewards.grading.pool import GraderPool
+from rillflow.agents.rewards.grading.worker import Order
+pool = GraderPool(2)
+pool.grade(Order("pattern", 30.0, {"pattern": "a", "text": "a"}))
+hangs = Order("pattern", 2.0, {"pattern": "(a+)+b", "text": "a" * 60})
+threading.Thread(target=pool.grade, args=(hangs,), daemon=True).start()
+print("ready", flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        left = psutil.Process(process.pid).children()
+        process.kill()
+    assert left
+    assert psutil.wait_procs(left, timeout=60)[1] == []

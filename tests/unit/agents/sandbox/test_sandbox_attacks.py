@@ -131,10 +131,9 @@ import gc
 def double(x):
     texts = [text for held in gc.get_objects() if isinstance(held, (list, dict, tuple))
              for text in (held.values() if isinstance(held, dict) else held) if isinstance(text, str)]
-    asserts = [text for text in texts if text.startswith("assert double(") and "==" in text and text != "assert double("]
-    for text in asserts:
-        if f"double({x!r})" in text:
-            return eval(text.split("==")[1])
+    for text in texts:
+        if text.startswith(f"assert double({x!r}) =="):
+            return x + x
 """,
     "memory and environment of others": """
 import glob, os
@@ -178,7 +177,7 @@ def double(x):
     "crash": "import ctypes\nctypes.string_at(0)",
     "syntax": "def double(x) return",
     "nothing": "",
-    "too deep": "def double(x):\n    value = []\n    for _ in range(100000):\n        value = [value]\n    return value",
+    "too deep": "def double(x):\n    for _ in range(100000):\n        x = [x]\n    return x",
     "too long": "def double(x):\n    return 'x' * 10_000_000",
     "memory": "def double(x):\n    return len(bytearray(4 << 30))",
     "memory by pieces": "def double(x):\n    held = []\n    while True:\n        held.append(bytearray(1 << 24))",
@@ -246,7 +245,7 @@ def test_what_does_not_end_scores_nothing_and_holds_nobody_up(sandbox: Sandbox) 
     async def all_at_once() -> None:
         attacks = [sandbox.grade(code, TESTS, seconds=1.0) for code in PAST_THE_LIMIT.values()]
         for name, verdict in zip(PAST_THE_LIMIT, await asyncio.gather(*attacks), strict=True):
-            assert verdict.passed == 0 and verdict.cause, name
+            assert (verdict.passed, bool(verdict.cause)) == (0, True), name
         assert (await sandbox.grade(HONEST, TESTS)).ok
 
     asyncio.run(all_at_once())

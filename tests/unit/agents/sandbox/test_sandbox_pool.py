@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rillflow.agents.sandbox import Asserts, Sandbox, SandboxConfig, close_shared, shared
+from rillflow.agents.sandbox import Asserts, Case, Cases, Sandbox, SandboxConfig, close_shared, shared
 from rillflow.errors import SandboxError
 from tests.sandboxed import need_sandbox
 
@@ -71,7 +71,8 @@ def test_a_traceback_shows_the_program_and_not_the_machinery(sandbox: Sandbox) -
 
 def test_nothing_is_left_for_the_next_run(sandbox: Sandbox) -> None:
     leave = "import builtins, math\nbuiltins.left = math.pi = 3\nopen('/tmp/left', 'w').close()"
-    look = "import builtins, math, os\n(hasattr(builtins, 'left'), math.pi == 3, os.listdir('/tmp'), os.listdir('/dev/shm'))"
+    look = "import builtins, math, os\n"
+    look += "(hasattr(builtins, 'left'), math.pi == 3, os.listdir('/tmp'), os.listdir('/dev/shm'))"
     for _ in range(sandbox.config.pool + 2):
         assert sandbox.run_sync(leave).status == "ok"
         assert sandbox.run_sync(look).value == "(False, False, [], [])"
@@ -151,12 +152,40 @@ def test_closing_ends_everything_and_using_it_afterwards_is_an_error() -> None:
         opened.run_sync("1")
 
 
+def test_closing_ends_what_runs_with_an_error_that_says_so() -> None:
+    need_sandbox()
+
+    async def closed_early() -> None:
+        opened = await asyncio.to_thread(Sandbox(SandboxConfig(pool=1)).open)
+        long = asyncio.create_task(opened.run("import time\ntime.sleep(1000)", seconds=900))
+        await asyncio.sleep(0)
+        await asyncio.to_thread(opened.close)
+        with pytest.raises(SandboxError):
+            await long
+
+    asyncio.run(closed_early())
+
+
+def test_text_that_is_no_text_is_a_failure_of_the_program_only(sandbox: Sandbox) -> None:
+    assert sandbox.run_sync("print('\ud800')", stdin="\ud800", files={"a": "\ud800"}).status == "error"
+    assert not sandbox.grade_sync("x = '\ud800'\0", Asserts(("assert x",))).ok
+    with pytest.raises(SandboxError, match="cannot be sent"):
+        sandbox.grade_sync("f = 1", Cases((Case("f", (object(),), 1),)))
+
+
+def test_cases_are_compared_as_plain_values(sandbox: Sandbox) -> None:
+    cases = Cases((Case("f", (1,), [2, (3,)], {"y": 2}), Case("f", (2,), [0]), Case("g", (), 1)))
+    verdict = sandbox.grade_sync("def f(x, y=0):\n    return [x + 1, (y + 1,)]\n", cases)
+    assert verdict.cases == (True, False, False)
+
+
 def test_a_sandbox_dies_with_its_owner() -> None:
     need_sandbox()
     script = (
         "import asyncio, sys\nfrom rillflow.agents.sandbox import Sandbox\n"
         "opened = Sandbox().open()\nprint('open', flush=True)\n"
-        "opened.run_sync('import os, time\\nos.fork()\\nos.setsid() if os.getpid() > 1 else 0\\ntime.sleep(1000)', seconds=900)\n"
+        "code = 'import os, time\\nos.fork()\\nos.setsid() if os.getpid() > 1 else 0\\ntime.sleep(1000)'\n"
+        "opened.run_sync(code, seconds=900)\n"
     )
     owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
     assert owner.stdout is not None

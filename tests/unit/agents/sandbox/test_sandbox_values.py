@@ -8,27 +8,29 @@ from enum import IntEnum
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rillflow.agents.sandbox.inside.values import DEPTH, NotPlain, Ref, pack, unpack
 
 _atoms = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.complex_numbers(allow_nan=False)
-_atoms |= st.text() | st.binary()
-_keys = st.integers() | st.text() | st.tuples(st.integers(), st.text())
+_atoms |= st.text(max_size=5) | st.binary(max_size=5)
+_keys = st.integers() | st.text(max_size=5) | st.tuples(st.integers(), st.booleans())
 _values = st.recursive(
     _atoms,
     lambda inner: (
-        st.lists(inner)
-        | st.lists(inner).map(tuple)
-        | st.dictionaries(_keys, inner)
-        | st.sets(_keys)
-        | st.frozensets(_keys)
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(_keys, inner, max_size=3)
+        | st.sets(_keys, max_size=3)
+        | st.frozensets(_keys, max_size=3)
     ),
+    max_leaves=6,
 )
+quick = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-@settings(max_examples=50)
+@quick
 @given(_values)
 def test_plain_values_come_back_equal_and_of_the_same_type(value: Any) -> None:
     again = unpack(pack(value))
@@ -36,14 +38,14 @@ def test_plain_values_come_back_equal_and_of_the_same_type(value: Any) -> None:
     assert type(again) is type(value)
 
 
-@settings(max_examples=50)
+@quick
 @given(st.binary())
 def test_any_bytes_are_a_value_or_an_error(data: bytes) -> None:
     with suppress(NotPlain):
         unpack(data)
 
 
-@settings(max_examples=50)
+@quick
 @given(_values, st.data())
 def test_damaged_bytes_are_a_value_or_an_error(value: Any, data: st.DataObject) -> None:
     body = bytearray(pack(value))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
+from statistics import pstdev
 from typing import Any
 
 from rillflow.types import Prompt
@@ -27,6 +29,10 @@ class Played:
     @property
     def flat(self) -> bool:
         return len(self.rewards) > 1 and min(self.rewards) == max(self.rewards)
+
+    @property
+    def deviation(self) -> float:
+        return pstdev(self.rewards) if len(self.rewards) > 1 else inf
 
 
 def played(name: str, *rewards: float, **more: Any) -> Played:

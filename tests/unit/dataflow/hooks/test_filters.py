@@ -35,6 +35,14 @@ def test_zero_variance(rewards, verdict):
 
 
 @pytest.mark.parametrize(
+    ("rewards", "verdict"),
+    [([0.5, 0.5009], "zero_variance"), ([0.5, 0.503], True), ([0.7], True), ([0.2, 0.2], "zero_variance")],
+)
+def test_zero_variance_of_a_models_scores(rewards, verdict):
+    assert ZeroVariance(least=1e-3).keep(group(rewards=rewards)) == verdict
+
+
+@pytest.mark.parametrize(
     ("share", "cut", "verdict"), [(0.5, 2, True), (0.5, 3, "overlong"), (0, 1, "overlong"), (0, 0, True), (1, 4, True)]
 )
 def test_overlong(share, cut, verdict):

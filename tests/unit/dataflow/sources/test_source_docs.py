@@ -11,7 +11,7 @@ import yaml
 from datasets import Dataset, DatasetDict
 
 from rillflow.config import load_recipe
-from rillflow.dataflow.sources import open_source, open_sources
+from rillflow.dataflow.sources import open_heldout, open_sources
 
 PAGE = Path(__file__).parents[4] / "docs" / "prompts.md"
 RECIPE = {"name": "mine", "policies": {"agent": {"model": "tiny"}}, "workflow": "play.py:play"}
@@ -43,8 +43,8 @@ def test_a_snippet(folder, snippet):
         return
     source = open_sources(data.prompts, seed=1, shuffle=data.shuffle)
     assert len({source.at(place).id for place in range(source.length)}) > 1
-    if data.heldout is not None:
-        assert open_source(data.heldout, seed=1, shuffle=False).length > 1
+    heldout = open_heldout(data.heldout, seed=1)
+    assert heldout is None or heldout.length > 1
 
 
 def test_the_page_shows_every_kind():

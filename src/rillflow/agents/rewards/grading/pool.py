@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -25,7 +25,8 @@ from rillflow.agents.rewards.calling import in_thread
 from rillflow.agents.rewards.grading.worker import LOAD, OUT_OF_TIME, Order, Reply
 from rillflow.errors import RewardError
 
-_START = 120.0  # seconds for a process to start and to load a grader
+_START = 300.0  # seconds for a process to start and to load a grader
+_LAST = 10.0  # seconds between the end of its output and its own
 _WAIT = 120.0  # seconds for one to be free
 _SLOWER = 4.0  # times the seconds of computing that may go by, where others compute as well
 
@@ -57,8 +58,9 @@ class Grader:
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
+            with suppress(BrokenPipeError):  # of an order that it did not live to read
+                if pipe is not None:
+                    pipe.close()
 
     def _ask(self, order: Order, seconds: float) -> Reply:
         assert self._process.stdin is not None
@@ -72,8 +74,14 @@ class Grader:
         if line is None:
             raise _too_slow(order)
         if not line.endswith(b"\n"):
-            raise _too_slow(order) if self._process.wait() == -OUT_OF_TIME else GraderDied
+            raise _too_slow(order) if self._ended() == -OUT_OF_TIME else GraderDied
         return msgspec.json.decode(line, type=Reply)
+
+    def _ended(self) -> int | None:
+        """By what it ended, now that its output has."""
+        with suppress(subprocess.TimeoutExpired):
+            return self._process.wait(_LAST)
+        return None
 
     def _line(self, end: float) -> bytes | None:
         """What it writes up to the end of a line, or of all; None when that took too long."""
@@ -130,7 +138,7 @@ class GraderPool:
         if not self._free.acquire(timeout=_WAIT):
             raise RewardError(f"no grader was free within {_WAIT:.0f} s", "lower `rollout.episodes`")
         try:
-            grader = self._idle.pop() if self._idle else Grader()
+            grader = self._any()
             try:
                 yield grader
             except BaseException:
@@ -139,6 +147,11 @@ class GraderPool:
             self._idle.append(grader)
         finally:
             self._free.release()
+
+    def _any(self) -> Grader:
+        with suppress(IndexError):  # others pop, too
+            return self._idle.pop()
+        return Grader()
 
 
 @cache

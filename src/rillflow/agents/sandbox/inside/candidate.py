@@ -34,12 +34,13 @@ def be_candidate(channel: socket.socket, task: dict[str, Any]) -> int:
         send(channel, pack(f"{type(error).__name__}: {error}"[:500]))
         return 1
     send(channel, pack({"defined": True}))
+    line = task["line"]
     while True:
         try:
-            request = unpack(receive(channel), ref=kept.__getitem__)
+            request = unpack(receive(line), ref=kept.__getitem__)
         except EOFError:
             return 0
-        send(channel, _answer(request, module, keep))
+        send(line, _answer(request, module, keep))
 
 
 def _answer(request: list[Any], module: Any, keep: Any) -> bytes:

@@ -6,16 +6,16 @@ import socket
 import struct
 
 HEAD = struct.Struct("<I")
-LIMIT = 64 << 20  # from outside, which bounds what it passes on
+LIMIT = 64 << 20
 
 
 def send(channel: socket.socket, body: bytes) -> None:
     channel.sendall(HEAD.pack(len(body)) + body)
 
 
-def receive(channel: socket.socket) -> bytes:
+def receive(channel: socket.socket, limit: int = LIMIT) -> bytes:
     (length,) = HEAD.unpack(_exactly(channel, HEAD.size))
-    if length > LIMIT:
+    if length > limit:
         raise EOFError(f"a frame of {length} bytes")
     return _exactly(channel, length)
 

@@ -18,7 +18,9 @@ from typing import Any
 from .frames import receive, send
 from .values import NotPlain, Ref, pack, unpack
 
-CALL, RESULT, REPLY = b"C", b"R", b"V"
+GONE = "the candidate has gone"
+UNSENDABLE = "unsendable: "
+_LONGEST = 1 << 20  # bytes of an answer
 
 
 class CandidateFailed(Exception):
@@ -59,28 +61,33 @@ class Remote(Ref):
 
 def be_judge(channel: socket.socket, task: dict[str, Any]) -> int:
     random.seed(0)
-    ask = _asker(channel)
-    results = _results(task, ask)
-    for index, test in enumerate(results):
-        fault = _fault(test)
-        send(channel, RESULT + pack([task["nonce"], index, fault]))
+    line = Line(task["line"])
+    for index, test in enumerate(_results(task, line.ask)):
+        send(channel, pack([task["nonce"], index, _fault(test, line)]))
     return 0
 
 
-def _asker(channel: socket.socket) -> Callable[[list[Any]], Any]:
-    """The way to the candidate: one request, one answer."""
+class Line:
+    """The way to the candidate: one request, one answer. What breaks it once breaks it for good."""
 
-    def ask(request: list[Any]) -> Any:
+    def __init__(self, line: socket.socket) -> None:
+        self._line = line
+        self.gone = False
+
+    def ask(self, request: list[Any]) -> Any:
         try:
             body = pack(request)
         except NotPlain as error:
             raise Unsendable(str(error)) from None
-        send(channel, CALL + body)
-        answer = receive(channel)
-        if answer[:1] != REPLY:
+        try:
+            send(self._line, body)
+            answer = receive(self._line, _LONGEST)
+        except (EOFError, OSError):
+            self.gone = True
+        if self.gone:
             raise CandidateGone
         try:
-            kind, *rest = unpack(answer[1:], ref=lambda number: Remote(number, ask))
+            kind, *rest = unpack(answer, ref=lambda number: Remote(number, self.ask))
             if kind == "value":
                 return rest[0]
             name, text = (rest[0], rest[1]) if kind == "raised" else ("NameError", "the candidate has no such name")
@@ -90,20 +97,16 @@ def _asker(channel: socket.socket) -> Callable[[list[Any]], Any]:
         is_error = isinstance(known, type) and issubclass(known, Exception)
         raise (known if is_error and known is not None else CandidateFailed)(f"{name}: {text}")
 
-    return ask
 
-
-def _fault(test: Callable[[], Any]) -> str:
-    """Why the test failed; empty where it passed."""
+def _fault(test: Callable[[], Any], line: Line) -> str:
+    """Why the test failed; empty where it passed. A test whose candidate left has failed, whatever it caught."""
     try:
         test()
     except Unsendable as error:
-        return f"unsendable: {error}"
-    except CandidateGone:
-        return "the candidate has gone"
+        return f"{UNSENDABLE}{error}"
     except BaseException as error:
-        return f"{type(error).__name__}: {error}"[:300].rstrip(": ")
-    return ""
+        return GONE if line.gone else f"{type(error).__name__}: {error}"[:300].rstrip(": ")
+    return GONE if line.gone else ""
 
 
 def _results(task: dict[str, Any], ask: Callable[[list[Any]], Any]) -> list[Callable[[], Any]]:

@@ -21,7 +21,7 @@ def run_program(channel: socket.socket, task: dict[str, Any]) -> int:
         folder = os.path.dirname(name)
         if folder:
             os.makedirs(folder, exist_ok=True)
-        with open(name, "w", encoding="utf-8") as file:
+        with open(name, "w", encoding="utf-8", errors="replace") as file:
             file.write(text)
     _feed(task["stdin"])
     sys.path.insert(0, os.getcwd())
@@ -51,7 +51,7 @@ def _feed(text: str) -> None:
     path = ".standard-input"
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     os.unlink(path)
-    left = memoryview(text.encode())
+    left = memoryview(text.encode(errors="replace"))
     while left:
         left = left[os.write(file, left) :]
     os.lseek(file, 0, os.SEEK_SET)

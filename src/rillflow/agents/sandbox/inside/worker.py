@@ -1,7 +1,8 @@
 """One sandbox's one task, chosen by the first frame: run a program, be a candidate, or judge one.
 
 A worker is used once. A candidate's process knows the candidate's code and the arguments of the calls it gets; the
-judge's process knows the tests and the nonce; neither can reach the other but by the frames that are passed on.
+judge's process knows the tests and the nonce; neither can reach the other but by plain values on the line between
+them.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ def serve(channel: socket.socket) -> int:
     """Say that the walls stand, wait for the task, do it; returns the exit code."""
     send(channel, b"up")
     try:
+        _, lines, _, _ = socket.recv_fds(channel, 1, 1)
         task = unpack(receive(channel))
-    except EOFError:
+    except (EOFError, OSError):
         return 0
+    if lines:
+        task["line"] = socket.socket(fileno=lines[0])
     walls.limit_processor(task["seconds"])
     return _TASKS[task["task"]](channel, task)

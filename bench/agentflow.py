@@ -1,0 +1,139 @@
+"""AgentFlow's loop on the tally: does it learn, and does a process reward model (PRM-DAPO) beat the outcome alone?
+
+    python -m bench.agentflow [--seeds 3] [--keep FOLDER] [--quick] [--json FILE]
+
+Real runs of the recipes, one after the other, on a laptop's CPU. Once: a warm start (`fit agentflow_warm`). For every
+seed: a collection run of the warm policy, its steps labelled by Monte-Carlo returns (`label`), a process reward model
+(`fit agentflow_prm`); then, from the same warm start and with the same optimizer steps, groups and episodes,
+`agentflow` (outcome only, Flow-GRPO) and `agentflow_pro` (PRM-DAPO). The episodes of the collection are reported
+beside those of the arms: they are what the process reward model costs. With --keep the runs stay, and those that are
+there already are not made again.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.common import Report, parser
+
+ARMS = ("agentflow", "agentflow_pro")
+STEPS, COLLECT, QUICK = 24, 6, 4
+LIMIT = 1800  # seconds of one command
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Held-out reward before and after training, and the training episodes that it took."""
+
+    before: float
+    after: float
+    episodes: int
+
+
+class Bench:
+    def __init__(self, folder: Path, *, steps: int, collect: int) -> None:
+        self._folder = folder
+        self._steps = steps
+        self._collect = collect
+
+    def warm(self) -> Path:
+        return self._made("warm", ["fit", "agentflow_warm"]) / "model"
+
+    def arm(self, name: str, seed: int) -> Outcome:
+        return outcome(self._made(f"{name}-{seed}", self._run(name, seed, self._steps)))
+
+    def collection(self, seed: int) -> Outcome:
+        return outcome(self._collection(seed))
+
+    def _collection(self, seed: int) -> Path:
+        """Other prompts' order and other episodes than those of the arms: its seed is its own."""
+        return self._made(f"collect-{seed}", self._run("agentflow", 1000 + seed, self._collect))
+
+    def _run(self, recipe: str, seed: int, steps: int) -> list[str]:
+        command = ["run", recipe, f"policies.planner.model={self.warm()}", f"seed={seed}", f"trainer.steps={steps}"]
+        model = [f"options.process_reward={self.prm(seed)}"] if recipe == "agentflow_pro" else []
+        return [*command, "evaluation.every=0", "evaluation.repeats=2", *model]
+
+    def prm(self, seed: int) -> Path:
+        labels, held = self._folder / f"labels-{seed}.jsonl", self._folder / f"labels-heldout-{seed}.jsonl"
+        if not labels.is_file():
+            _rillflow(["label", str(self._collection(seed)), "--out", str(labels), "--heldout", str(held)])
+        data = [f"data.train.path={labels}", f"data.heldout.path={held}", f"seed={seed}"]
+        return self._made(f"prm-{seed}", ["fit", "agentflow_prm", *data]) / "model"
+
+    def _made(self, part: str, command: Sequence[str]) -> Path:
+        """The run folder of a part; played now unless it has been played to its end before."""
+        runs = self._folder / part
+        done = [run for run in sorted(runs.glob("*-*")) if _finished(run)]
+        if not done:
+            _rillflow([*command, "--runs", str(runs)])
+            done = [run for run in sorted(runs.glob("*-*")) if _finished(run)]
+        return done[-1]
+
+
+def outcome(run: Path) -> Outcome:
+    events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    held = [event for event in events if event.get("event") == "evaluation"]
+    steps = [event for event in events if "counters" in event]
+    return Outcome(held[0]["reward"], held[-1]["reward"], int(steps[-1]["counters"].get("tasks.done", 0)))
+
+
+def _finished(run: Path) -> bool:
+    state = run / "state.json"
+    return state.is_file() and json.loads(state.read_text()).get("state") == "finished"
+
+
+def _rillflow(command: Sequence[str]) -> None:
+    print("rillflow", *command, file=sys.stderr, flush=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "rillflow", *command], capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+    if done.returncode:
+        sys.exit(f"rillflow {command[0]} {command[1]} failed:\n{done.stderr[-2000:]}")
+
+
+def main() -> None:
+    arguments = parser(__doc__ or "")
+    arguments.add_argument("--seeds", type=int, default=3, help="how many seeds")
+    arguments.add_argument("--keep", type=Path, help="folder in which the runs stay")
+    given = arguments.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (given.keep or Path(temporary)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        steps, collect = (QUICK, QUICK) if given.quick else (STEPS, COLLECT)
+        bench = Bench(folder, steps=steps, collect=collect)
+        found: dict[str, list[Outcome]] = {name: [] for name in (*ARMS, "collection")}
+        for seed in range(given.seeds):
+            found["collection"].append(bench.collection(seed))
+            for name in ARMS:
+                found[name].append(bench.arm(name, seed))
+        report(found, steps).finish(given.json)
+
+
+def report(found: dict[str, list[Outcome]], steps: int) -> Report:
+    made = Report("agentflow")
+    for seed, (plain, pro) in enumerate(zip(found["agentflow"], found["agentflow_pro"], strict=True)):
+        made.add(f"held-out reward after {steps} steps, seed {seed}: PRM-DAPO against outcome only",
+                 pro.after, plain.after or None, unit="reward", reason="outcome only got no reward")  # fmt: skip
+    means = {name: statistics.fmean(one.after for one in ones) for name, ones in found.items()}
+    before = statistics.fmean(one.before for name in ARMS for one in found[name])
+    made.add("held-out reward, mean of seeds: PRM-DAPO against outcome only",
+             means["agentflow_pro"], means["agentflow"] or None, unit="reward", reason="no reward")  # fmt: skip
+    for name in ARMS:
+        made.add(f"held-out reward, mean of seeds: {name} after against before", means[name], before or None,
+                 unit="reward", goal=1.0, reason="no reward before")  # fmt: skip
+    for name, ones in found.items():
+        episodes = statistics.fmean(one.episodes for one in ones)
+        made.add(f"training episodes of {name}, mean of seeds", episodes, None, unit="episodes", reason="none")
+    return made
+
+
+if __name__ == "__main__":
+    main()
