@@ -118,8 +118,9 @@ def play(arguments: argparse.Namespace, model: str, folder: Path) -> Metrics:
         model = warm(arguments, WARM[arguments.case], model, folder)
     changed = overrides(arguments, model)
     if arguments.engine == "embedded":
-        several = isinstance(read_raw(CASES[arguments.case])["data"]["heldout"], list)
-        changed.append(f"data.heldout{'.0' if several else ''}.limit=4")
+        data = read_raw(CASES[arguments.case])["data"]
+        for key, few in (("prompts", 64), ("heldout", 4)):
+            changed.append(f"data.{key}{'.0' if isinstance(data[key], list) else ''}.limit={few}")
     rillflow(arguments, "run", CASES[arguments.case], *changed, "--runs", str(folder / "runs"))
     (run,) = (folder / "runs").iterdir()
     return read_metrics(run / "metrics.jsonl", "agent")

@@ -16,6 +16,8 @@ from rillflow.agents.sandbox.cell import Cell
 from rillflow.agents.sandbox.config import SandboxConfig
 from rillflow.errors import SandboxError
 
+_CLOSED = "the sandbox is closed"
+
 
 class Pool:
     """Made and used inside one loop, whose thread has to live as long as the pool."""
@@ -24,6 +26,7 @@ class Pool:
         self.config = config
         self._cell = Cell(config)
         self._ready: deque[Box] = deque()
+        self._used: set[Box] = set()
         self._turns = asyncio.Semaphore(config.running)
         self._filling: asyncio.Task[None] | None = None
         self._ending: set[asyncio.Task[None]] = set()
@@ -45,6 +48,7 @@ class Pool:
         try:
             while len(taken) < count:
                 taken.append(await self._take())
+                self._used.add(taken[-1])
             yield taken
         finally:
             # Nobody waits for the end of what is over; the turn is free when it is.
@@ -58,18 +62,21 @@ class Pool:
                 box.kill()
             await asyncio.gather(*(box.dispose() for box in boxes), return_exceptions=True)
         finally:
+            self._used.difference_update(boxes)
             self._turns.release()
             self._fill()
 
     async def close(self) -> None:
+        """End everything; what still goes on notices and ends by itself."""
         self._closed = True
         if self._filling is not None:
             self._filling.cancel()
             await asyncio.gather(self._filling, return_exceptions=True)
         while self._ready:
             self._ready.pop().abandon()
+        for box in self._used:
+            box.kill()
         self._cell.close()
-        await asyncio.gather(*self._ending, return_exceptions=True)
 
     async def _take(self) -> Box:
         while self._ready:
@@ -81,19 +88,23 @@ class Pool:
 
     async def _make(self) -> Box:
         if self._closed:
-            raise SandboxError("the sandbox is closed")
+            raise SandboxError(_CLOSED)
         if not self._cell.alive:
             self._cell.close()
             self._cell = Cell(self.config)
         box = Box(self._cell, self.config.output)
         try:
             await box.up()
+            if self._closed:
+                raise SandboxError(_CLOSED)
         except BaseException:
             box.abandon()
             raise
         return box
 
     def _fill(self) -> None:
+        if self._closed:
+            return
         if self._filling is None or self._filling.done():
             self._filling = asyncio.create_task(self._refill())
 

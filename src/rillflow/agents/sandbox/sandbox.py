@@ -10,6 +10,7 @@ import asyncio
 import atexit
 import os
 import threading
+import time
 from collections.abc import Coroutine, Mapping
 from typing import Any, Self, TypeVar
 
@@ -23,6 +24,7 @@ from rillflow.errors import SandboxError
 
 _T = TypeVar("_T")
 _CLOSE = 30.0  # seconds
+_CLOSED = "the sandbox was closed while code ran in it"
 
 
 class Sandbox:
@@ -101,32 +103,38 @@ class Sandbox:
         assert loop is not None
         assert task is not None
         try:
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
+            result = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
         except asyncio.CancelledError:
             if task.cancelling():
                 raise
-            raise SandboxError("the sandbox was closed while code ran in it") from None
+            raise SandboxError(_CLOSED) from None
+        if self._pool is None:  # what was ended by us says nothing of the code
+            raise SandboxError(_CLOSED)
+        return result
 
     def _sync(self, work: Coroutine[Any, Any, _T]) -> _T:
         assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def _stop(self) -> None:
-        """Let what still runs end with its cancellation, then end the thread."""
+        """Let what still goes on end, then end the thread."""
         assert self._loop is not None
         assert self._thread is not None
-        self._sync(_cancel_all())
+        self._sync(_drain())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CLOSE)
         self._loop.close()
         self._loop = self._thread = None
 
 
-async def _cancel_all() -> None:
-    tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+async def _drain() -> None:
+    """Until nothing goes on in this loop; what does not end by itself in good time is cancelled."""
+    deadline = time.monotonic() + _CLOSE
+    while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+        if time.monotonic() > deadline:
+            for task in tasks:
+                task.cancel()
+        await asyncio.wait(tasks, timeout=1.0)
 
 
 _shared: dict[tuple[int, SandboxConfig], Sandbox] = {}

@@ -42,17 +42,17 @@ class Sequences:
         self._leaves: Counter[str] = Counter()
         self._turn = asyncio.Lock()
 
-    async def ask(self, role: str, text: str) -> Spoken:
-        """One answer of `role` to `text`."""
-        (spoken,) = await self.ask_many(role, text, 1)
+    async def ask(self, role: str, text: str, **settings: Any) -> Spoken:
+        """One answer of `role` to `text`; `settings` of this call go before the role's."""
+        (spoken,) = await self.ask_many(role, text, 1, **settings)
         return spoken
 
-    async def ask_many(self, role: str, text: str, count: int) -> list[Spoken]:
+    async def ask_many(self, role: str, text: str, count: int, **settings: Any) -> list[Spoken]:
         """Several independent answers of `role` to the same `text`."""
         player = self._episode.role(role)
         async with self._turn:
             messages = [{"role": "user", "content": text}]
-            said = await player.ask_many(messages, count, **self._settings.get(role, {}))
+            said = await player.ask_many(messages, count, **{**self._settings.get(role, {}), **settings})
             first = self._leaves[player.policy]
             self._leaves[player.policy] += len(said)
         return [Spoken(one, player.policy, first + place) for place, one in enumerate(said)]

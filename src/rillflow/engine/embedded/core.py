@@ -442,6 +442,8 @@ class Core:
 
     def _matched(self, rows: Array) -> list[tuple[int, Matcher]]:
         """The places among `rows` that are under a grammar."""
+        if not self._slots.constrained.any():
+            return []
         places = np.flatnonzero(self._slots.constrained[rows])
         tickets = [(int(place), self._seated[rows[place]]) for place in places]
         return [

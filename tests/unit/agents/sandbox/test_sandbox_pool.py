@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -152,11 +153,13 @@ def test_closing_ends_everything_and_using_it_afterwards_is_an_error() -> None:
         opened.run_sync("1")
 
 
-def test_closing_ends_what_runs_with_an_error_that_says_so() -> None:
-    need_sandbox()
+@pytest.mark.parametrize("isolation", ["bubblewrap", "process"])
+def test_closing_ends_what_runs_with_an_error_that_says_so(isolation: Literal["bubblewrap", "process"]) -> None:
+    if isolation == "bubblewrap":
+        need_sandbox()
 
     async def closed_early() -> None:
-        opened = await asyncio.to_thread(Sandbox(SandboxConfig(pool=1)).open)
+        opened = await asyncio.to_thread(Sandbox(SandboxConfig(isolation=isolation, pool=1)).open)
         long = asyncio.create_task(opened.run("import time\ntime.sleep(1000)", seconds=900))
         await asyncio.sleep(0)
         await asyncio.to_thread(opened.close)

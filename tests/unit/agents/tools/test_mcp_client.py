@@ -30,8 +30,14 @@ ONLY = ["pid", "write", "die_once", "big", "hang", "mixed", "secret"]
 TOKEN = "a-token"
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs start slowly where many tests run at once."""
+    monkeypatch.setattr(mcp_client, "OPENING", 240.0)
+
+
 @asynccontextmanager
-async def opened(timeout: float = 60.0, **mcp: Any) -> AsyncIterator[OpenToolbox]:
+async def opened(timeout: float = 240.0, **mcp: Any) -> AsyncIterator[OpenToolbox]:
     box = await open_toolbox([ToolConfig(mcp=mcp, timeout=timeout, output=1000)])
     try:
         yield box
@@ -71,7 +77,7 @@ async def test_over_pipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 async def test_over_http_with_what_the_payload_fills_in() -> None:
     payload = next(stockroom.prompts("train", 1, 0))["payload"]
-    episode: Any = SimpleNamespace(payload=payload, seconds_left=lambda: 60.0)
+    episode: Any = SimpleNamespace(payload=payload, seconds_left=lambda: 240.0)
     async with http(stockroom_mcp.server) as url:
         headers = {"Authorization": f"Bearer {TOKEN}"}
         async with opened(url=url, headers=headers, fill={"stock": "stock"}) as box:
@@ -130,7 +136,7 @@ async def test_a_payload_without_what_is_to_be_filled_in() -> None:
     async with http(stockroom_mcp.server) as url:
         headers = {"Authorization": f"Bearer {TOKEN}"}
         async with opened(url=url, headers=headers, fill={"stock": "shelves"}) as box:
-            episode: Any = SimpleNamespace(payload={}, seconds_left=lambda: 60.0)
+            episode: Any = SimpleNamespace(payload={}, seconds_left=lambda: 240.0)
             with pytest.raises(ConfigError, match="the payload has no 'shelves'"):
                 await box.call("count", {"box": "red", "item": "pens"}, episode)
 
