@@ -78,7 +78,7 @@ class AlfGame:
         state = self._game.reset()
         self._taken, self._steps = 0, int(options["steps"])
         plan = [str(action) for action in state.get("extra.expert_plan") or []] if options["gold"] else []
-        return {"text": str(state.feedback).strip(), "actions": sorted(state.admissible_commands), "plan": plan}
+        return {"text": str(state.feedback).strip(), "actions": sorted(set(state.admissible_commands)), "plan": plan}
 
     def step(self, action: str) -> dict[str, Any]:
         state, _, over = self._game.step(action)
@@ -89,7 +89,7 @@ class AlfGame:
         info: dict[str, Any] = {"invalid": text.startswith(_UNKNOWN)}
         if done:
             info |= {"won": won, "steps": self._taken}
-        actions = [] if done else sorted(state.admissible_commands)
+        actions = [] if done else sorted(set(state.admissible_commands))
         return {"text": text, "reward": float(won), "done": done, "actions": actions, "info": info}
 
     def ask(self, what: str, arguments: Mapping[str, Any]) -> Any:

@@ -90,7 +90,7 @@ class OpenEnvServer:
             app.router.add_get(f"{prefix}/ws", self._guarded(self._ws))
             app.router.add_post(f"{prefix}/reset", self._guarded(self._reset))
             app.router.add_post(f"{prefix}/step", self._guarded(self._step))
-        self._runner = web.AppRunner(app, access_log=None)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
         await self._runner.setup()

@@ -106,7 +106,7 @@ class ScienceGame:
     def _actions(self) -> list[str] | None:
         if not self._options["list_actions"]:
             return None
-        return sorted(str(action) for action in self._server.getValidActionObjectCombinations())
+        return sorted({str(action) for action in self._server.getValidActionObjectCombinations()})
 
     def _check_task(self, task: Any) -> None:
         names = [str(name) for name in self._server.getTaskNames()]

@@ -77,7 +77,7 @@ class TextWorldGame:
         self._score, self._taken, self._steps = 0.0, 0, int(options["steps"])
         text = f"{self._server.getTaskDescription()}\n{now['observation'].strip()}"
         plan = [str(action) for action in self._server.getGoldActionSequence()] if options["gold"] else []
-        return {"text": text, "actions": sorted(now["validActions"]), "info": {"score": 0.0}, "plan": plan}
+        return {"text": text, "actions": sorted(set(now["validActions"])), "info": {"score": 0.0}, "plan": plan}
 
     def step(self, action: str) -> dict[str, Any]:
         now = msgspec.json.decode(self._server.stepJSON(action))
@@ -89,7 +89,7 @@ class TextWorldGame:
         info: dict[str, Any] = {"score": score, "invalid": now["observation"].startswith(_UNKNOWN)}
         if done:
             info |= {"won": won, "steps": self._taken}
-        actions = [] if done else sorted(now["validActions"])
+        actions = [] if done else sorted(set(now["validActions"]))
         return {"text": now["observation"].strip(), "reward": earned, "done": done, "actions": actions, "info": info}
 
     def ask(self, what: str, arguments: Mapping[str, Any]) -> Any:

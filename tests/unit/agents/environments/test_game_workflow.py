@@ -112,14 +112,19 @@ async def test_a_full_context_ends_the_game_but_not_before_it_began() -> None:
     response = httpx.Response(400, request=httpx.Request("POST", "http://x"))
     full = openai.BadRequestError("full", response=response, body={"code": "context_length_exceeded"})
 
-    def speak(_: str, messages: list[Any]) -> str:
-        if len(messages) > 2:
-            raise full
-        return "look"
+    def speak(room: int) -> Callable[[str, list[Any]], str]:
+        def said(_: str, messages: list[Any]) -> str:
+            if len(messages) > room:
+                raise full
+            return "look"
 
-    assert await game.play(Table(Household(), speak)) == 0.0  # type: ignore[arg-type]
+        return said
+
+    table = Table(Household(), speak(3))
+    assert await game.play(table) == 0.0  # type: ignore[arg-type]
+    assert len(table.calls) == 3
     with pytest.raises(openai.BadRequestError):
-        await game.play(Table(Household(), speak, instructions="a", turns=9, history=3, action="json"))  # type: ignore[arg-type]
+        await game.play(Table(Household(), speak(0)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -68,7 +69,7 @@ async def test_what_a_client_does_wrong_is_told(url: str) -> None:
         for path, body in (("reset", b"{"), ("reset", b"[]"), ("step", b'{"action": {"action": 1}}'), ("step", b"{}")):
             async with client.post(f"{base}/{path}", data=body) as response:
                 assert response.status == 422
-        async with client.post(f"{base}/reset", data=b"x" * (openenv_server.LARGEST + 1)) as response:
+        async with client.post(f"{base}/reset", data=io.BytesIO(b"x" * (openenv_server.LARGEST + 1))) as response:
             assert response.status == 413
         async with client.ws_connect(f"{base}/ws") as socket:
             for said in (
