@@ -1,6 +1,7 @@
 """The games of TextWorldExpress: cookingworld, coin, twc, mapreader, arithmetic, sorting, simonsays, peckingorder.
 
-One Java process plays many games side by side, each with a state of its own. A reward is what the step added to the
+One Java process plays many games side by side, each with a state of its own; but those of `sorting` share some in the
+library, so it is played with `games: 1` only. A reward is what the step added to the
 score, which ends at 1; a lost game ends. The package's own folds of seeds are the splits.
 """
 
@@ -46,7 +47,8 @@ class TextWorldExpress(Pooled):
         if importlib.util.find_spec("textworld_express") is None:
             raise ConfigError("textworld-express is not installed", "pip install rillflow[textworld]")
         _check_game(game)
-        options = {"game": game, "parameters": parameters, "steps": steps, "gold": gold}
+        options = {"game": game, "parameters": parameters, "steps": steps, "gold": gold, "games": games}
+        _check_alone(game, games)
         super().__init__(f"{__name__}:start", workers=workers, games=games, timeout=timeout, options=options)
 
 
@@ -68,6 +70,7 @@ class TextWorldGame:
     def reset(self, payload: Mapping[str, Any], seed: int, options: Mapping[str, Any]) -> dict[str, Any]:
         game = payload.get("game", options["game"])
         _check_game(game)
+        _check_alone(game, options["games"])
         parameters = payload.get("parameters", options["parameters"])
         if trouble := self._server.load(game, parameters):
             raise ConfigError(f"textworld-express refuses the game: {trouble}", "check its parameters")
@@ -120,3 +123,8 @@ def prompts(
 def _check_game(game: Any) -> None:
     if game not in GAMES:
         raise ConfigError(f"textworld-express has no game {game!r}", f"it has: {', '.join(GAMES)}")
+
+
+def _check_alone(game: str, games: int) -> None:
+    if game == "sorting" and games > 1:
+        raise ConfigError("games of `sorting` in one Java process disturb each other", "set the option games: 1")
