@@ -19,7 +19,7 @@ from rillflow.config import load_recipe
 def _side(reward: list[float], seconds: float, stale: list[float] | None = None) -> endtoend.Side:
     ended = [10.0 + seconds * step for step in range(1, len(reward) + 1)]
     cores = {"trainer": 0.01}
-    return endtoend.Side(0.0, 10.0, ended, reward, [32.0] * len(reward), cores, stale or [])
+    return endtoend.Side(0.0, 10.0, ended, reward, [32.0] * len(reward), cores, heldout=reward[-1], stale=stale or [])
 
 
 def test_lengths_are_long_tailed_and_the_same_for_the_same_seed() -> None:
@@ -53,7 +53,7 @@ def test_twice_the_rate_is_a_ratio_of_two_and_staleness_is_told() -> None:
     assert rows["equal: samples/s"]["ratio"] == pytest.approx(2.0)
     assert rows["equal: samples/s"]["met"]
     assert rows["equal: time to the highest reward that both reach"]["ratio"] == pytest.approx(2.0)
-    assert rows["equal: reward, ours less TRL's at equal samples"]["met"]
+    assert rows["equal: reward of the weights after equal samples, ours less TRL's"]["met"]
     assert rows["equal: staleness of a sample, mean"]["ours"] == 1.0
 
 
@@ -62,7 +62,8 @@ def test_a_reward_that_is_lower_in_every_seed_is_below() -> None:
     pairs = [(_side([0.5 + noise] * 6, 1.0, [0.0]), _side([0.6] * 6, 1.0)) for noise in (0.0, 0.01, 0.02)]
     endtoend.tell(report, "equal", None, pairs)
     rows = {row["name"]: row for row in report.results}
-    assert rows["equal: reward, ours less TRL's at equal samples"]["met"] is False
+    assert rows["equal: reward of the weights after equal samples, ours less TRL's"]["met"] is False
+    assert rows["equal: reward of the samples on the way, ours less TRL's"]["met"] is False
 
 
 def test_processor_time_is_told_of_the_roles_of_a_command() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from rillflow.agents.command import CommandAgent, words_of
+from rillflow.agents.environments.registry import environment_factory
 from rillflow.agents.rewards.registry import load_reward as load_named_reward
 from rillflow.config import Recipe, resolve_object
 from rillflow.errors import ConfigError
@@ -172,6 +173,8 @@ def check_players(recipe: Recipe) -> None:
         _load_workflow(recipe)
     if recipe.command is not None:
         words_of(recipe.command)
+    if recipe.environment is not None:
+        environment_factory(recipe.environment.name, recipe.environment.options)
     load_reward(recipe)
 
 

@@ -25,7 +25,7 @@ def hooks_of(**dataflow):
         ({"filters": ["nonsense"]}, "there is no filter 'nonsense'", "known: expression, length_band"),
         ({"sampler": "fifi"}, "there is no sampler 'fifi'", "did you mean 'fifo'?"),
         ({"curators": [{"greso": {"flor_easy": 0}}]}, "greso has no option 'flor_easy'", "did you mean 'floor_easy'?"),
-        ({"filters": [{"zero_variance": {"std": 1}}]}, "zero_variance has no option 'std'", "it takes none"),
+        ({"filters": [{"zero_variance": {"std": 1}}]}, "zero_variance has no option 'std'", "valid: least"),
         ({"filters": ["staleness"]}, "staleness needs the option 'most'", "write {staleness: {most: …}}"),
         (
             {"curators": [{"greso": {"floor_easy": 2}}]},
