@@ -21,7 +21,7 @@ Agent = Literal["person", "random", "gold"]
 _WRONG = "look"  # said by a random agent where the environment lists no actions
 
 
-@app.command()
+@app.command(rich_help_panel="What agents use, and how good they are")
 def environments(
     serve: Annotated[str | None, typer.Option(help="Offer this one as an OpenEnv server", metavar="ENV")] = None,
     host: Annotated[str, typer.Option(help="With --serve: the address to listen on")] = "127.0.0.1",
@@ -41,7 +41,7 @@ def environments(
     Console().print(shown)
 
 
-@app.command()
+@app.command(rich_help_panel="What agents use, and how good they are")
 def play(
     environment: Annotated[str, typer.Argument(help="A name of `rillflow environments`, or module:Class")],
     agent: Annotated[Agent, typer.Option(help="Who plays")] = "person",

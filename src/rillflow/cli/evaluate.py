@@ -10,7 +10,7 @@ import typer
 from rillflow.cli.app import app, clear_errors
 
 
-@app.command("eval")
+@app.command("eval", rich_help_panel="What agents use, and how good they are")
 def evaluate(
     checkpoint: Annotated[
         str, typer.Argument(help="A run folder, a model folder, a .gguf file, or tiny", metavar="CHECKPOINT")
@@ -79,7 +79,7 @@ def evaluate(
         raise typer.Exit(run_evaluation(asked, as_json=as_json))
 
 
-@app.command()
+@app.command(rich_help_panel="What agents use, and how good they are")
 def leakage(
     train: Annotated[str, typer.Argument(help="A benchmark's name, a JSONL or Parquet file, or a run folder")],
     test: Annotated[str | None, typer.Argument(help="The same", show_default="what the run holds out")] = None,

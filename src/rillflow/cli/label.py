@@ -22,7 +22,7 @@ _HELDOUT_EVERY = 10
 console = Console(stderr=True)
 
 
-@app.command()
+@app.command(rich_help_panel="What agents use, and how good they are")
 def label(
     folder: RunArgument,
     out: Annotated[Path, typer.Option(help="Where the rows go (JSON lines)", dir_okay=False)],

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
 
-@app.command()
+@app.command(rich_help_panel="What agents use, and how good they are")
 def rewards(
     name: Annotated[str | None, typer.Argument(help="One of them, with its options", show_default=False)] = None,
 ) -> None:

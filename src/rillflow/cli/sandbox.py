@@ -11,7 +11,7 @@ from rich.table import Table
 from rillflow.cli.app import app, clear_errors
 
 
-@app.command()
+@app.command(rich_help_panel="What agents use, and how good they are")
 def sandbox(
     isolation: Annotated[
         Literal["bubblewrap", "process"], typer.Option(help="Which isolation to check")

@@ -21,7 +21,7 @@ TOKEN = "RILLFLOW_TOOLS_TOKEN"
 _PLAIN = ("calculator", "python")  # shipped tools that need no options
 
 
-@app.command()
+@app.command(rich_help_panel="What agents use, and how good they are")
 def tools(
     recipe: Annotated[
         str | None, typer.Argument(help="A recipe's name or path", show_default="tools that need no options")
