@@ -9,7 +9,6 @@ evaluation.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from rillflow.agents.agentflow.actions import ANSWER, THINK
 from rillflow.agents.agentflow.executor import Executor, tools_of
@@ -28,10 +27,9 @@ async def play(episode: Episode) -> str | None:
     """The final answer, for the recipe's reward."""
     options = read_options(episode.options)
     tools = tools_of(episode, options.actions)
-    settings: dict[str, Any] = {}
-    sequences = Sequences(episode, settings)
-    planner = Planner(sequences, settings, options, [THINK, *tools, ANSWER])
-    executor, verifier = Executor(episode, tools), verifier_of(sequences, settings, options)
+    sequences = Sequences(episode, {})
+    planner = Planner(sequences, options, [THINK, *tools, ANSWER])
+    executor, verifier = Executor(episode, tools), verifier_of(sequences, options)
     memory, question = memory_of(episode, options), str(episode.payload["question"])
     await memory.begin(question)
     answer = fallback = None

@@ -28,16 +28,10 @@ class Step:
 
 
 class Planner:
-    """`actions` are those it may take. Each answer is a sequence of its own: the prompt is made anew every time.
+    """`actions` are those it may take. Each answer is a sequence of its own: the prompt is made anew every time."""
 
-    `settings` are those that `sequences` looks up at every call.
-    """
-
-    def __init__(
-        self, sequences: Sequences, settings: dict[str, Any], options: FlowOptions, actions: Sequence[str]
-    ) -> None:
+    def __init__(self, sequences: Sequences, options: FlowOptions, actions: Sequence[str]) -> None:
         self._sequences = sequences
-        self._settings = settings
         self._options = options
         self._actions = actions
         self.steps: list[Step] = []
@@ -47,10 +41,11 @@ class Planner:
         actions = [ANSWER] if final else self._actions
         part, named = "final" if final else "planner", ", ".join(actions)
         prompt = asked(self._options.prompts, part, question=question, memory=memory, actions=named)
-        shape = {"schema": schema(actions, self._options.longest)} if self._options.structured else {}
-        self._settings[ROLE] = {"max_tokens": self._options.max_tokens} | shape
+        settings: dict[str, Any] = {"max_tokens": self._options.max_tokens}
+        if self._options.structured:
+            settings["schema"] = schema(actions, self._options.longest)
         for _ in range(_TRIES):
-            spoken = await self._sequences.ask(ROLE, prompt)
+            spoken = await self._sequences.ask(ROLE, prompt, **settings)
             decision = None if spoken.said.cut else parse(spoken.text, actions)
             self.steps.append(Step(spoken, decision))
             if decision is not None:

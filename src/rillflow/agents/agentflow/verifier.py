@@ -45,14 +45,16 @@ class NoVerifier:
 class PolicyVerifier:
     """A role of the workflow. Its calls are the session's: the recipe's `untrained` keeps them out of training."""
 
-    def __init__(self, sequences: Sequences, settings: dict[str, Any], options: FlowOptions) -> None:
+    def __init__(self, sequences: Sequences, options: FlowOptions) -> None:
         self._sequences = sequences
         self._options = options
-        settings[ROLE] = {"max_tokens": _MAX_TOKENS} | ({"schema": SCHEMA} if options.structured else {})
+        self._settings: dict[str, Any] = {"max_tokens": _MAX_TOKENS}
+        if options.structured:
+            self._settings["schema"] = SCHEMA
 
     async def sufficient(self, question: str, memory: str) -> bool:
         prompt = asked(self._options.prompts, "verifier", question=question, memory=memory)
-        return says_sufficient((await self._sequences.ask(ROLE, prompt)).text)
+        return says_sufficient((await self._sequences.ask(ROLE, prompt, **self._settings)).text)
 
 
 class EndpointVerifier:
@@ -79,12 +81,12 @@ class EndpointVerifier:
         return says_sufficient(response.choices[0].message.content or "")
 
 
-def verifier_of(sequences: Sequences, settings: dict[str, Any], options: FlowOptions) -> Verifier:
-    """The one that the recipe names; one that a policy plays puts what it needs into `settings`."""
+def verifier_of(sequences: Sequences, options: FlowOptions) -> Verifier:
+    """The one that the recipe names."""
     if options.verifier == "none":
         return NoVerifier()
     if options.verifier == "role":
-        return PolicyVerifier(sequences, settings, options)
+        return PolicyVerifier(sequences, options)
     return EndpointVerifier(options.verifier, options)
 
 

@@ -47,7 +47,8 @@ async def play(episode: Episode) -> dict[str, float]:
     """Roles: solver, tester. The payload is one that the reward `code` understands, with a reference solution."""
     options = options_of(episode, TesterOptions)
     example = example_of(episode.payload)
-    fill, check, sandbox = filler(PROMPTS, options.prompts), checker(episode, options), shared(options.sandbox)
+    fill, check = filler(PROMPTS, options.prompts), checker(episode, options)
+    sandbox = await asyncio.to_thread(shared, options.sandbox)  # the first one takes a moment to be built
     calls, question = Sequences(episode, options.settings), problem_of(episode)
     reference = reference_of(episode.payload)
     first = await calls.ask("solver", fill("solve", question=question, example=example))
