@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Most of the time of a test is spent on waiting for processes to start: two tests at once.
-TWO := -n 2 --dist worksteal
-BENCHES := engine dataflow two_policies data_algorithms gateway tree trainer catch_up pipeline elastic autoscaling endtoend scale
+# Tests wait for each other's processes more than they compute; whole runs want a core each.
+PLAIN := -n 3 --dist worksteal
+WHOLE := -n 2 --dist worksteal
+BENCHES := engine dataflow two_policies data_algorithms gateway tree trainer catch_up pipeline elastic autoscaling endtoend scale sandbox structured solver_verifier agentflow
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart test test-slow test-all test-agents test-oracle test-engines test-sglang lint format docs bench clean
@@ -28,13 +29,13 @@ quickstart: setup  ## train the tiny policy on this machine, in about three minu
 	$(BIN)/rillflow run quickstart
 
 test: setup  ## the plain tests, ten minutes on two cores
-	$(BIN)/python -m pytest $(TWO)
+	$(BIN)/python -m pytest $(PLAIN)
 
 test-slow: setup  ## real training runs, killed processes, a Ray cluster: half an hour and more
-	$(BIN)/python -m pytest -m "slow or chaos" $(TWO) --durations=20
+	$(BIN)/python -m pytest -m "slow or chaos" $(WHOLE) --durations=20
 
 test-all: setup  ## everything: also real training runs and killed processes
-	$(BIN)/python -m pytest -m "not engines and not oracle" $(TWO)
+	$(BIN)/python -m pytest -m "not engines and not oracle" $(WHOLE)
 
 test-agents: setup  ## other people's agent packages, each in an environment of its own
 	bash scripts/make_agents_venv.sh
