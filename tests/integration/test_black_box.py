@@ -102,6 +102,8 @@ def test_a_session_goes_on_when_its_node_is_killed(cli: Cli) -> None:
             "FROM attempts a JOIN tasks t ON t.id = a.task JOIN shares s ON s.grp = t.grp WHERE a.id = ?"
         )
         assert ledger.execute(query, (task["session"],)).fetchall() == [("done", "trained", tokens)]
-        causes = ledger.execute("SELECT DISTINCT cause FROM attempts WHERE state = 'failed'").fetchall()
+        failed = ledger.execute("SELECT id, cause FROM attempts WHERE state = 'failed'").fetchall()
     ledger.close()
-    assert not causes, (causes, log.read_text()[-3000:])
+    # A task that was handed out at the moment of the kill may have reached no agent: it times out and is played again.
+    told = log.read_text()
+    assert all(cause == "timeout" and f"{attempt}:" not in told for attempt, cause in failed), (failed, told[-3000:])
