@@ -10,6 +10,7 @@ hashes and the signature of the manifest.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,15 @@ def fingerprint(tensor: torch.Tensor, first_word: int = 0) -> int:
     words_W, rest_W = _words(tensor)
     found = int(words.total(words_W, first_word)) + int(words.total(rest_W, first_word + len(words_W)))
     return found % _MODULUS
+
+
+def fingerprints(parts: Sequence[tuple[torch.Tensor, int]]) -> list[int]:
+    """`fingerprint` of each tensor with its first word; a GPU is waited for once."""
+    if parts and all(tensor.is_cuda for tensor, _ in parts):
+        from rillflow.weights.delta import gpu
+
+        return gpu.fingerprints_gpu(parts)
+    return [fingerprint(tensor, first_word) for tensor, first_word in parts]
 
 
 def plain(tensor: torch.Tensor, first_word: int = 0) -> int:

@@ -6,17 +6,19 @@ is held is a copy, bit for bit what was published as `version`, whatever the cal
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from rillflow.weights.delta import DTYPES
 from rillflow.weights.delta.container import Part, Piece
-from rillflow.weights.delta.pieces import WORD, joined, piece_of, runs
-from rillflow.weights.fingerprint import fingerprint, plain
+from rillflow.weights.delta.pieces import RUN, WORD, Made, joined, piece_of, pieces_on_device, runs
+from rillflow.weights.fingerprint import fingerprints, plain
 
 Parts = Mapping[Part, torch.Tensor]
+_BATCH = 16 * RUN  # weights that are joined at once on a GPU
 
 
 def whole_parts(tensors: Mapping[str, torch.Tensor]) -> dict[Part, torch.Tensor]:
@@ -24,9 +26,10 @@ def whole_parts(tensors: Mapping[str, torch.Tensor]) -> dict[Part, torch.Tensor]
     return {Part(name, 0, tensor.numel()): tensor for name, tensor in tensors.items()}
 
 
-def sum_of(part: Part, tensor: torch.Tensor, *, compiled: bool = True) -> int:
-    """What a part adds to the fingerprint of its tensor; without compiled loops where they are not there yet."""
-    return (fingerprint if compiled else plain)(tensor, part.first * tensor.element_size() // WORD)
+def sums_of(weights: Parts, *, compiled: bool = True) -> dict[Part, int]:
+    """What parts add to the fingerprints of their tensors; without compiled loops where they are not there yet."""
+    given = [(tensor, part.first * tensor.element_size() // WORD) for part, tensor in weights.items()]
+    return dict(zip(weights, fingerprints(given) if compiled else [plain(*one) for one in given], strict=True))
 
 
 class Difference(NamedTuple):
@@ -62,23 +65,25 @@ class Previous:
     def difference(self, weights: Parts, most: float) -> Difference | None:
         """What turns the held version into these weights, which fit; None when that takes more than `most` bytes."""
         pieces: list[Piece] = []
-        fingerprints: list[int] = []
+        fingerprints_of_runs: list[int] = []
+        split: list[Part] = []  # of runs of several parts: their sums are not those of the runs
         sums = dict(self._sums)
         size = changed = 0
-        for run in self._runs:
-            new = joined([weights[part] for part in run.parts])
-            run.weights = run.weights.to(new.device)
-            piece, found, count = piece_of(run.parts, run.weights, new, run.fingerprint)
-            fingerprints.append(found)
-            if piece is None:
-                continue
-            pieces.append(piece)
-            alone = len(run.parts) == 1 and run.parts[0].first == 0
-            sums |= {part: found if alone else sum_of(part, weights[part]) for part in run.parts}
-            changed, size = changed + count, size + len(piece.data)
+        for some in _batches(self._runs):
+            for run, (piece, found, count) in zip(some, _made(some, weights), strict=True):
+                fingerprints_of_runs.append(found)
+                if piece is None:
+                    continue
+                pieces.append(piece)
+                if len(run.parts) == 1 and run.parts[0].first == 0:
+                    sums[run.parts[0]] = found
+                else:
+                    split += run.parts
+                changed, size = changed + count, size + len(piece.data)
             if size > most:
                 return None
-        return Difference(pieces, sums, fingerprints, changed)
+        sums |= sums_of({part: weights[part] for part in split})
+        return Difference(pieces, sums, fingerprints_of_runs, changed)
 
     def hold(
         self,
@@ -101,6 +106,40 @@ class Previous:
             run.fingerprint = fingerprints[number] if fingerprints else None
         self._facts, self._sums = _facts(weights, aliases), dict(sums)
         self.version = version
+
+
+def _batches(runs: Sequence[_Run]) -> Iterator[list[_Run]]:
+    """Runs whose deltas are made at once: on a GPU as many as need no more than so much memory to be joined. Tensors
+    that are runs of their own need none."""
+    some: list[_Run] = []
+    joined_weights = 0
+    for run in runs:
+        mine = len(run.weights) if len(run.parts) > 1 else 0
+        if some and (joined_weights + mine > _BATCH or not _alike(some[-1], run)):
+            yield some
+            some, joined_weights = [], 0
+        some.append(run)
+        joined_weights += mine
+    if some:
+        yield some
+
+
+def _alike(one: _Run, other: _Run) -> bool:
+    """Whether the GPU takes both in one call."""
+    known = (one.fingerprint is None) == (other.fingerprint is None)
+    coded = one.weights.dtype in DTYPES and other.weights.dtype in DTYPES
+    return known and coded and one.weights.is_cuda and one.weights.device == other.weights.device
+
+
+def _made(some: Sequence[_Run], weights: Parts) -> list[Made]:
+    news = [joined([weights[part] for part in run.parts]) for run in some]
+    for run, new in zip(some, news, strict=True):
+        run.weights = run.weights.to(new.device)
+    if len(some) > 1:
+        pairs = [(run.weights, new) for run, new in zip(some, news, strict=True)]
+        return pieces_on_device([run.parts for run in some], pairs, [run.fingerprint for run in some])
+    (run,), (new,) = some, news
+    return [piece_of(run.parts, run.weights, new, run.fingerprint)]
 
 
 def _facts(weights: Parts, aliases: Mapping[str, str]) -> object:

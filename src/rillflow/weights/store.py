@@ -136,10 +136,10 @@ class FolderStore(Folder):
 
     def _sums(self, tensors: Tensors) -> dict[Part, int]:
         """The fingerprints of these tensors."""
-        from rillflow.weights.previous import sum_of
+        from rillflow.weights.previous import sums_of
 
         compiled = self.ready()
-        return {part: sum_of(part, tensor, compiled=compiled) for part, tensor in _parts(tensors).items()}
+        return sums_of(_parts(tensors), compiled=compiled)
 
     def _write(
         self, tensors: Tensors, version: int, parent: int | None, adapter: AdapterFacts | None = None

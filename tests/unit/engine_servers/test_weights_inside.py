@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from rillflow.contracts import Change
 from rillflow.engine.servers import ModelFacts, Tainted, updates
-from rillflow.engine.servers.inside.rillflow_weights import Place, RillflowWorker, _hex, _scatter
+from rillflow.engine.servers.inside.rillflow_weights import Place, RillflowWorker, _is_all, _scatter, _sums
 from rillflow.engine.servers.layout import check_layout, verify
 from rillflow.engine.servers.updates import lay_changes, lay_whole
 from rillflow.errors import ConfigError
@@ -252,7 +252,22 @@ def test_another_dtype_is_refused() -> None:
 def test_fingerprints_are_those_of_the_published_tensor(rows: int, columns: int, dtype: torch.dtype, seed: int) -> None:
     tensor = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).to(dtype)
     place = Place(0, tuple(tensor.shape), tuple(tensor.stride()), tensor)
-    assert int(_hex(place), 16) == fingerprint(tensor)
+    assert int(_sums([place])[0], 16) == fingerprint(tensor)
+
+
+def test_fingerprints_of_parts_alike_are_computed_at_once() -> None:
+    source = torch.Generator().manual_seed(1)
+    tensors = [torch.randn(shape, generator=source).bfloat16() for shape in [(5, 8), (5, 8), (3,), (5, 8), (3,)]]
+    places = [Place(0, tuple(tensor.shape), tuple(tensor.stride()), tensor) for tensor in tensors]
+    assert [int(summed, 16) for summed in _sums(places)] == [fingerprint(tensor) for tensor in tensors]
+
+
+def test_only_a_whole_tensor_in_its_own_order_is_written_without_a_look() -> None:
+    tensor = torch.zeros(6, 8)
+    assert _is_all(Place(0, (6, 8), (8, 1), tensor), (6, 8))
+    assert not _is_all(Place(0, (3, 8), (8, 1), tensor[:3]), (6, 8)), "a shard"
+    assert not _is_all(Place(0, (8, 6), (1, 8), torch.zeros(8, 6)), (6, 8)), "transposed"
+    assert not _is_all(Place(0, (6, 8), (8, 1), torch.zeros(6, 16)[:, :8]), (6, 8)), "rows with gaps"
 
 
 def test_a_part_scatters_only_what_is_its_own() -> None:

@@ -159,7 +159,7 @@ def test_until_deltas_can_be_made_at_once_versions_are_whole(tmp_path: Path, mon
     ready = False
     store = FolderStore(tmp_path, deltas=True, ready=lambda: ready)
     with monkeypatch.context() as patched:
-        patched.setattr("rillflow.weights.previous.fingerprint", None)
+        patched.setattr("rillflow.weights.previous.fingerprints", None)
         for version in range(2):
             store.publish(weights(version), version, store.head())
         store.mend(weights(1), 1)

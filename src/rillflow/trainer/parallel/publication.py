@@ -31,7 +31,7 @@ from rillflow.weights import FolderStore, sealed
 from rillflow.weights.codec import encode, unique
 from rillflow.weights.delta import container
 from rillflow.weights.manifest import DELTA, VersionManifest, as_hexadecimal
-from rillflow.weights.previous import Difference, Previous, sum_of
+from rillflow.weights.previous import Difference, Previous, sums_of
 from rillflow.weights.sealed import FileFacts
 from rillflow.weights.store import Publication
 
@@ -130,8 +130,7 @@ class ShardPublisher(Publisher):
             self.prune()
 
     def _sums(self, parts: Mapping[Part, torch.Tensor]) -> dict[Part, int]:
-        compiled = self._store.ready()
-        return {part: sum_of(part, tensor, compiled=compiled) for part, tensor in parts.items()}
+        return sums_of(parts, compiled=self._store.ready())
 
     def _write_delta(
         self, taken: _Taken, found: Difference, sums: dict[str, int], version: int, parent: int

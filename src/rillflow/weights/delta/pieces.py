@@ -18,7 +18,7 @@ from rillflow.contracts import Change
 from rillflow.errors import CorruptData
 from rillflow.weights import delta
 from rillflow.weights.delta.container import Kind, Part, Piece
-from rillflow.weights.delta.format import opened
+from rillflow.weights.delta.format import Encoded, opened
 
 WORD = 8
 RUN = 1 << 22  # weights; a tensor that has more is a run of its own
@@ -52,9 +52,12 @@ def runs(weights: Mapping[Part, torch.Tensor]) -> list[tuple[Part, ...]]:
 
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All weights of a run, flat: of one tensor itself, of several a copy, good until this thread's next one."""
+    """All weights of a run, flat: of one tensor itself, of several a copy; on the host it is good until this thread's
+    next one."""
     flat = [tensor.detach().reshape(-1) for tensor in tensors]
-    return flat[0] if len(flat) == 1 else torch.cat(flat, out=_room(flat[0], sum(map(len, flat))))
+    if len(flat) == 1:
+        return flat[0]
+    return torch.cat(flat, out=None if flat[0].is_cuda else _room(flat[0], sum(map(len, flat))))
 
 
 def _room(like: torch.Tensor, weights: int) -> torch.Tensor:
@@ -71,7 +74,21 @@ def piece_of(parts: tuple[Part, ...], base: torch.Tensor, new: torch.Tensor, kno
     assert all(can_begin(part.first, base.element_size()) for part in parts), "parts begin at whole words"
     if base.dtype not in delta.DTYPES:
         return _raw_piece(parts, base, new)
-    encoded = delta.encode(base, new, known)
+    return _made(parts, delta.encode(base, new, known))
+
+
+def pieces_on_device(
+    runs: Sequence[tuple[Part, ...]], pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], known: Sequence[int | None]
+) -> list[Made]:
+    """`piece_of` of runs on one GPU, of dtypes that deltas have: all go through the same few launches."""
+    from rillflow.weights.delta import gpu
+
+    sums = [value for value in known if value is not None]
+    encoded = gpu.encode_many(pairs, sums if len(sums) == len(known) else None)
+    return [_made(parts, one) for parts, one in zip(runs, encoded, strict=True)]
+
+
+def _made(parts: tuple[Part, ...], encoded: Encoded) -> Made:
     piece = Piece(parts, "delta", encoded.data) if encoded.changed else None
     return Made(piece, encoded.result, encoded.changed)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 
 import numpy as np
 import pytest
@@ -10,7 +11,9 @@ import torch
 
 from rillflow.contracts import Change
 from rillflow.errors import CorruptData, WeightsError
-from rillflow.weights import delta
+from rillflow.weights import delta, previous
+from rillflow.weights.delta import pieces
+from rillflow.weights.delta.container import Part
 from rillflow.weights.delta.format import CODED, RAW, Header, opened, sealed, segment_head
 from rillflow.weights.fingerprint import fingerprint
 
@@ -78,6 +81,25 @@ def test_many_tensors_at_once() -> None:
     assert [one[1:] for one in made] == [delta.encode(base, new)[1:] for base, new in pairs]
     gpu.apply_many_([(base, one.data) for (base, _), one in zip(there, made, strict=True)], known)
     assert [bits(base) for base, _ in there] == [bits(new) for _, new in pairs]
+
+
+def test_runs_at_once_are_those_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a trainer publishes from a GPU: small tensors joined, several runs in a call."""
+    monkeypatch.setattr(previous, "_alike", lambda one, other: True)
+    monkeypatch.setattr(pieces, "RUN", 3000)
+    monkeypatch.setattr(pieces, "_room", lambda like, weights: torch.empty(weights, dtype=like.dtype))
+    pairs = {f"t{n}": pair(count, 0.05) for n, count in enumerate((1200, 700, 4000, 900, 16, 2400))}
+    old, new = ({Part(name, 0, len(p[k])): p[k].to(DEVICE) for name, p in pairs.items()} for k in (0, 1))
+    held = previous.Previous()
+    held.hold(old, {}, 1, previous.sums_of(old))
+    found = held.difference(new, math.inf)
+    assert found is not None
+    assert found.sums == previous.sums_of(new)
+    assert [len(piece.parts) for piece in found.pieces] == [2, 1, 2, 1]
+    tensors = {part.tensor: tensor.cpu() for part, tensor in old.items()}
+    for piece in found.pieces:
+        for name, change in pieces.changes_of(piece, tensors).items():
+            assert bits(applied(tensors[name], change)) == bits(pairs[name][1])
 
 
 def test_tensors_that_are_not_one_run_of_aligned_words() -> None:

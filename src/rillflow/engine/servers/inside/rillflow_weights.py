@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _STEP, _MIX_A, _MIX_B = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _WORD = 8
 _CHUNK = 1 << 22  # words that are hashed at once: bounds the memory of it
+_UPLOAD = 256 << 20  # bytes of a file that is copied to the device in one go
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64, "I32": torch.int32}
 
 
@@ -95,7 +96,11 @@ class RillflowWorker:
     def rillflow_fingerprints(self, names: list[str]) -> dict[str, Any]:
         """Of what is held of these tensors: the sum of each part, by its place."""
         with torch.no_grad():
-            return {name: [[*_key(place), _hex(place)] for place in self.rillflow_places[name]] for name in names}
+            every = [(name, place) for name in names for place in self.rillflow_places[name]]
+            found: dict[str, Any] = {name: [] for name in names}
+            for (name, place), summed in zip(every, _sums([place for _, place in every]), strict=True):
+                found[name].append([*_key(place), summed])
+            return found
 
     # ------------------------------------------------------------ writing
 
@@ -126,7 +131,7 @@ class RillflowWorker:
     def _rillflow_write_whole(self, entries: dict[str, _File]) -> None:
         for name, file in entries.items():
             for place in self.rillflow_places[name]:
-                _fill(place, file.read(name).to(place.held.device, non_blocking=True).reshape(-1))
+                _fill(place, file.read(name, place.held.device).reshape(-1))
 
     def _rillflow_write_some(self, entries: dict[str, _File]) -> None:
         for entry, file in entries.items():
@@ -135,11 +140,14 @@ class RillflowWorker:
                 continue
             index = f"{name}:index"
             for place in self.rillflow_places[name]:
-                value = file.read(entry).to(place.held.device, non_blocking=True)
+                device = place.held.device
+                value = file.read(entry, device)
                 if index not in entries:
                     _fill(place, value)
+                elif _is_all(place, self.rillflow_facts[name][0]):
+                    place.held.view(-1).index_copy_(0, entries[index].read(index, device).to(torch.int64), value)
                 else:
-                    _scatter(place, entries[index].read(index).to(place.held.device, non_blocking=True), value)
+                    _scatter(place, entries[index].read(index, device), value)
 
 
 # ---------------------------------------------------------------- one part
@@ -147,6 +155,13 @@ class RillflowWorker:
 
 def _fill(place: Place, flat: torch.Tensor) -> None:
     place.held.copy_(flat.as_strided(place.size, place.stride, flat.storage_offset() + place.offset))
+
+
+def _is_all(place: Place, shape: tuple[int, ...]) -> bool:
+    """Whether the part is the whole tensor of this shape, in its own order."""
+    rows = _rows(place, _WORD)
+    in_order = place.offset == 0 and rows is not None and rows[0] == 1
+    return in_order and math.prod(place.size) == math.prod(shape) and place.held.is_contiguous()
 
 
 def _scatter(place: Place, index: torch.Tensor, value: torch.Tensor) -> None:
@@ -187,29 +202,53 @@ def _key(place: Place) -> list[Any]:
     return [place.offset, list(place.size), list(place.stride)]
 
 
-def _hex(place: Place) -> str:
-    """The part's share of the tensor's fingerprint: see Rillflow's `weights.fingerprint`."""
-    held = place.held.contiguous().reshape(-1)
-    shape = _rows(place, held.element_size())
-    if shape is None:
-        return ""
+def _sums(places: list[Place]) -> list[str]:
+    """Of each part its share of the tensor's fingerprint: see Rillflow's `weights.fingerprint`. Those of parts alike
+    are computed at once, and a GPU is waited for at the end only: another process may have its turn before it answers.
+    """
+    alike: dict[Any, list[int]] = {}
+    for number, place in enumerate(places):
+        rows = _rows(place, place.held.element_size())
+        if rows is not None:
+            alike.setdefault((rows, place.offset, place.held.dtype), []).append(number)
+    order: list[int] = []
+    sums: list[torch.Tensor] = []
+    for (rows, offset, _), numbers in alike.items():
+        words = -(-places[numbers[0]].held.nbytes // _WORD)
+        at_once = max(1, _CHUNK // max(1, words))
+        for start in range(0, len(numbers), at_once):
+            some = numbers[start : start + at_once]
+            sums.append(_summed([places[number].held for number in some], rows, offset))
+            order += some
+    found = [""] * len(places)
+    for number, total in zip(order, torch.cat(sums).tolist() if sums else [], strict=True):
+        found[number] = f"{total % 2**64:016x}"
+    return found
+
+
+def _summed(parts: list[torch.Tensor], shape: tuple[int, int, int], offset: int) -> torch.Tensor:
+    """One sum for each of these parts, which are alike."""
     rows, _, ahead = shape
-    tail = -held.nbytes % _WORD
-    data = held.view(torch.uint8)
-    if tail:
-        data = torch.cat([data, data.new_zeros(tail)])
-    words = data.view(torch.int64).view(rows, -1)
-    first = place.offset * held.element_size() // _WORD
-    skip = ahead * held.element_size() // _WORD
-    total = 0
-    step = max(1, _CHUNK // max(1, words.shape[1]))
+    itemsize = parts[0].element_size()
+    data = torch.stack([_padded(held) for held in parts]) if len(parts) > 1 else _padded(parts[0])[None]
+    words = data.view(torch.int64).view(len(parts), rows, -1)
+    first, skip = offset * itemsize // _WORD, ahead * itemsize // _WORD
+    total = words.new_zeros(len(parts))
+    step = max(1, _CHUNK // max(1, words.shape[2]))
     for row in range(0, rows, step):
-        for column in range(0, words.shape[1], _CHUNK):
-            part = words[row : row + step, column : column + _CHUNK]
-            number = torch.arange(part.shape[1], device=part.device) + (first + column)
-            number = number + (torch.arange(row, row + part.shape[0], device=part.device) * skip)[:, None]
-            total += int(_mixed(part + (number + 1) * _signed(_STEP)).sum())
-    return f"{total % 2**64:016x}"
+        for column in range(0, words.shape[2], _CHUNK):
+            part = words[:, row : row + step, column : column + _CHUNK]
+            number = torch.arange(part.shape[2], device=part.device) + (first + column)
+            number = number + (torch.arange(row, row + part.shape[1], device=part.device) * skip)[:, None]
+            total += _mixed(part + (number + 1) * _signed(_STEP)).sum((1, 2))
+    return total
+
+
+def _padded(held: torch.Tensor) -> torch.Tensor:
+    """Its bytes, with zeros up to a whole word."""
+    data = held.contiguous().reshape(-1).view(torch.uint8)
+    tail = -len(data) % _WORD
+    return torch.cat([data, data.new_zeros(tail)]) if tail else data
 
 
 def _mixed(bits: torch.Tensor) -> torch.Tensor:
@@ -241,15 +280,24 @@ class _File:
         self.tensors: dict[str, Any] = header
         self._start = 8 + size
         self._data = torch.from_file(path, shared=False, size=os.path.getsize(path), dtype=torch.uint8)
+        self._there: dict[torch.device, torch.Tensor] = {}
 
     def facts(self, name: str) -> tuple[Any, tuple[int, ...]]:
         entry = self.tensors[name]
         return _DTYPES.get(entry["dtype"]), tuple(entry["shape"])
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str, device: torch.device) -> torch.Tensor:
+        """A small file travels as a whole, at the first tensor asked for; of a large one the tensors do."""
         entry = self.tensors[name]
         begin, end = (self._start + at for at in entry["data_offsets"])
-        return self._data[begin:end].view(_DTYPES[entry["dtype"]]).view(entry["shape"])
+        if len(self._data) <= _UPLOAD:
+            if device not in self._there:
+                self._there[device] = self._data.to(device)
+            return self._view(self._there[device][begin:end], entry)
+        return self._view(self._data[begin:end], entry).to(device, non_blocking=True)
+
+    def _view(self, data: torch.Tensor, entry: Any) -> torch.Tensor:
+        return data.view(_DTYPES[entry["dtype"]]).view(entry["shape"])
 
 
 def _keep_weights_on_cpu() -> None:

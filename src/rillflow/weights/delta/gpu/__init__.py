@@ -2,7 +2,7 @@
 
 from rillflow.weights.delta.gpu.decode import apply_gpu_, apply_many_, decode_gpu, decode_many
 from rillflow.weights.delta.gpu.encode import encode_gpu, encode_many
-from rillflow.weights.delta.gpu.fingerprint import fingerprint_gpu
+from rillflow.weights.delta.gpu.fingerprint import fingerprint_gpu, fingerprints_gpu
 
 __all__ = [
     "apply_gpu_",
@@ -12,4 +12,5 @@ __all__ = [
     "encode_gpu",
     "encode_many",
     "fingerprint_gpu",
+    "fingerprints_gpu",
 ]

@@ -20,7 +20,7 @@ Array = npt.NDArray[Any]
 WORD, _ALIGNED = 8, 16
 # Words of a block: what one program of a kernel looks at. Ranks within it have 12 bits.
 BLOCK = 1024
-AT_ONCE = 3
+AT_ONCE = 2
 
 
 class Span(NamedTuple):
@@ -80,7 +80,7 @@ class Rows:
         self.table[:, 0], self.table[:, 1] = old[span[:, 0]] + byte, new[span[:, 0]] + byte
         self.table[:, 2], self.table[:, 3] = span[:, 2], span[:, 1] // lanes
         self.table[:, 4], self.table[:, 5] = np.cumsum(self.blocks) - self.blocks, self.blocks
-        self.on_device = torch.from_numpy(self.table).to(device)
+        (self.on_device,) = uploaded([self.table], device)
         self.count = int(self.blocks.sum())
 
     def owner(self) -> torch.Tensor:
@@ -90,7 +90,7 @@ class Rows:
     def group_starts(self, classes: int) -> torch.Tensor:
         """Where each group begins in what is counted per block and class, and the end of it all."""
         starts = self.table[:, 4:5] * classes + np.arange(classes) * self.table[:, 5:6]
-        return torch.from_numpy(np.append(starts.reshape(-1), self.count * classes)).to(self.on_device.device)
+        return uploaded([np.append(starts.reshape(-1), self.count * classes)], self.on_device.device)[0]
 
 
 class Landing:
@@ -114,7 +114,7 @@ class Landing:
 
 
 def uploaded(arrays: Sequence[Array], device: torch.device) -> list[torch.Tensor]:
-    """Copies on the device, by one transfer."""
+    """Copies on the device, by one transfer that waits for nothing."""
     begins, size = [], 0
     for array in arrays:
         begins.append(size)
@@ -156,6 +156,7 @@ def _turn(under_way: deque[tuple[Work, Landing]], work: Work, arrived: list[Arra
 
 def exclusive(counts: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Prefix sums: one more than there are counts, the first one 0."""
-    sums = torch.zeros(counts.numel() + 1, dtype=dtype or counts.dtype, device=counts.device)
+    sums = torch.empty(counts.numel() + 1, dtype=dtype or counts.dtype, device=counts.device)
+    sums[:1].zero_()
     torch.cumsum(counts.reshape(-1), 0, dtype=sums.dtype, out=sums[1:])
     return sums

@@ -166,14 +166,11 @@ def total(table, owner, sums, WORDS: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def compare(
-    table, owner, choices, cells, records, emitted, sizes, changes, sums, WORDS: tl.constexpr, CHUNK: tl.constexpr,
-    CLASSES: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, MANTISSA: tl.constexpr, EXPONENTS: tl.constexpr,
+    table, owner, choices, cells, wanted, sizes, WORDS: tl.constexpr, CLASSES: tl.constexpr, WIDTH: tl.constexpr,
+    LANES: tl.constexpr, MANTISSA: tl.constexpr, EXPONENTS: tl.constexpr,
 ):  # fmt: skip
-    """One block: how many weights and changes of each class it has, what its changes add to the fingerprint, and a
-    record for every weight that changed, and for the others of dense classes: rank in class and block, class, change.
-
-    First all cells are counted; then those with anything to record, which are few, are looked at weight by weight.
-    """
+    """One block: how many weights of each class it has, and which of its cells have anything to record: those with a
+    change or a weight of a dense class. Of these, which are few, `cells` gets the number and the weights before it."""
     CELLS: tl.constexpr = WORDS // 4
     b = tl.program_id(0)
     s = tl.load(owner + b)
@@ -190,25 +187,41 @@ def compare(
             classes = classes_of(exponents_of(half(x, j), WIDTH, MANTISSA, EXPONENTS), limits, limits, WIDTH, CLASSES)
             for k in tl.static_range(LANES // 2):
                 count += one_of(shift_of(classes, k), 0, CLASSES)
-    wanted = (differs | (count & dense)) != 0
+    want = ((differs | (count & dense)) != 0).to(tl.int32)
     even, odd = evens(count), evens(count >> 8)
-    even_before, odd_before = tl.cumsum(even, 0) - even, tl.cumsum(odd, 0) - odd
-    place = tl.cumsum(wanted.to(tl.int32), 0) - wanted.to(tl.int32)
+    place = tl.cumsum(want, 0) - want
     mine = cells + b.to(tl.int64) * (CELLS * 3)
-    tl.store(mine + place, cell.to(tl.int64), mask=wanted)
-    tl.store(mine + CELLS + place, even_before, mask=wanted)
-    tl.store(mine + 2 * CELLS + place, odd_before, mask=wanted)
+    tl.store(mine + place, cell.to(tl.int64), mask=want != 0)
+    tl.store(mine + CELLS + place, tl.cumsum(even, 0) - even, mask=want != 0)
+    tl.store(mine + 2 * CELLS + place, tl.cumsum(odd, 0) - odd, mask=want != 0)
+    tl.store(wanted + b, tl.sum(want))
     c = tl.arange(0, CLASSES)
     found = field_of(tl.sum(even), tl.sum(odd), (c * 8).to(tl.int64))
     # What is loaded behind the end is 0, of class 0 and behind all others: only its number is to be taken off.
     beyond = tl.maximum((begin + WORDS) * LANES - weights, 0).to(tl.int32)
     to = first * CLASSES + c * tl.load(table + s * 8 + 5) + (b - first)
     tl.store(sizes + to, found - tl.where(c == 0, beyond, 0))
-    tl.debug_barrier()
-    number, start, out = tl.sum(wanted.to(tl.int32)), 0, 0
+
+
+@triton.jit
+def record(
+    table, owner, choices, cells, wanted, records, emitted, changes, sums, WORDS: tl.constexpr, CHUNK: tl.constexpr,
+    CLASSES: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, MANTISSA: tl.constexpr, EXPONENTS: tl.constexpr,
+):  # fmt: skip
+    """The wanted cells of a block: a record for every weight that changed, and for the others of dense classes (rank in
+    class and block, class, change), how many of each class changed, and what that adds to the fingerprint."""
+    CELLS: tl.constexpr = WORDS // 4
+    b = tl.program_id(0)
+    s = tl.load(owner + b)
+    old, new = tl.load(table + s * 8), tl.load(table + s * 8 + 1)
+    weights, first_word = tl.load(table + s * 8 + 2), tl.load(table + s * 8 + 3)
+    first = tl.load(table + s * 8 + 4)
+    begin = (b - first) * WORDS
+    limits, dense = tl.load(choices + s * 4), tl.load(choices + s * 4 + 1)
+    mine = cells + b.to(tl.int64) * (CELLS * 3)
+    number, start, out = tl.load(wanted + b), 0, 0
     changed_even, changed_odd, gained = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
     to_records = records + b.to(tl.int64) * (WORDS * LANES)
-    first_word = tl.load(table + s * 8 + 3)
     while start < number:
         i = start + tl.arange(0, CHUNK)
         at = begin + tl.load(mine + i, mask=i < number, other=0) * 4
@@ -228,6 +241,8 @@ def compare(
         out += tl.sum(many)
         start += CHUNK
     tl.store(emitted + b, out)
+    c = tl.arange(0, CLASSES)
+    to = first * CLASSES + c * tl.load(table + s * 8 + 5) + (b - first)
     tl.store(changes + to, field_of(changed_even, changed_odd, (c * 8).to(tl.int64)))
     tl.atomic_add(sums + s * 2 + 1, gained, sem="relaxed")
 

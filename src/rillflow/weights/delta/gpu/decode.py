@@ -37,7 +37,7 @@ from rillflow.weights.delta.gpu.fingerprint import fingerprint_gpu
 _CELLS = BLOCK // 4
 _CHUNK, _CHANGES = 1024, 128
 # A batch has so many of: bytes of deltas, and sixteenths of all weights.
-_BUDGET = 1 << 24
+_BUDGET = 1 << 25
 _MASK = (1 << 64) - 1
 
 
@@ -251,7 +251,7 @@ def _decode(job: _Job, part: slice) -> Work:
     )
     # As many different places as there are changes, or they are not what the table says.
     fault = torch.stack([found.fault, (cells_from[-1] != len(places)).int()])
-    first_cell = torch.from_numpy(np.append(rows.table[:, 4], rows.count) * _CELLS).to(device)
+    (first_cell,) = uploaded([np.append(rows.table[:, 4], rows.count) * _CELLS], device)
     faults, sums_here, ends = yield Landing(fault, sums, cells_from[first_cell])
     if faults.any():
         raise job.damaged()

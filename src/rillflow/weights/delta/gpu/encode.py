@@ -26,14 +26,14 @@ from rillflow.weights.delta.format import (
     segment_head,
 )
 from rillflow.weights.delta.gpu import compare, tables
-from rillflow.weights.delta.gpu.batch import BLOCK, Array, Landing, Rows, Shape, Span, Work, in_turns, spans, words_of
+from rillflow.weights.delta.gpu.batch import Array, Landing, Rows, Shape, Span, Work, in_turns, spans, words_of
 from rillflow.weights.delta.gpu.written import CLASSES, Batch, Landed
 
-# Of each segment, 64 runs of up to a block are looked at before its classes are chosen.
-_SHARES, _ROUNDS = 64, 8
+# Of each segment, 64 runs of up to so many words are looked at before its classes are chosen.
+_RUN, _SHARES, _ROUNDS = 256, 64, 8
 _BINS, _SYMBOLS = compare.BINS.value, compare.SYMBOLS.value
 # A batch has so many of: changed weights, and sixteenths of all weights.
-_BUDGET = 1 << 24
+_BUDGET = 1 << 25
 _MASK = (1 << 64) - 1
 
 
@@ -116,7 +116,7 @@ def _choose(job: _Job) -> torch.Tensor:
     histogram = torch.zeros(count * _BINS * _SYMBOLS, dtype=torch.int32, device=device)
     lowest = torch.empty(count, dtype=torch.int32, device=device)
     compare.sample[(count, _SHARES // _ROUNDS)](
-        rows.on_device, histogram, lowest, WORDS=BLOCK, SHARES=_SHARES, ROUNDS=_ROUNDS, **job.shape.all, num_warps=8
+        rows.on_device, histogram, lowest, WORDS=_RUN, SHARES=_SHARES, ROUNDS=_ROUNDS, **job.shape.all
     )
     scratch = torch.empty(count * CLASSES * _BINS, dtype=torch.int32, device=device)
     choices = torch.empty((count, 4), dtype=torch.int64, device=device)

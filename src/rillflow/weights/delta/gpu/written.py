@@ -11,7 +11,7 @@ from rillflow.weights.delta.gpu import compare, streams
 from rillflow.weights.delta.gpu.batch import BLOCK, Array, Landing, Rows, Shape, exclusive
 
 CLASSES = 8
-_CELLS, _SORTED, _CHUNK = 64, 128, 1024
+_CELLS, _SORTED, _CHUNK = 128, 128, 1024
 
 
 class Landed(NamedTuple):
@@ -44,11 +44,20 @@ class Batch:
     def compare(self, *, known: bool) -> Landing:
         """Records of what changed. Lands the number of changes, of coded positions, of chunks of changes."""
         rows, shape = self._rows, self._shape
-        self._emitted, sizes = self._ints(rows.count), self._ints((2, rows.count * CLASSES))
-        self._records = (self._ints if shape.WIDTH == 16 else self._longs)(rows.count * BLOCK * shape.LANES)
+        wanted, self._emitted, sizes = (
+            self._ints(rows.count),
+            self._ints(rows.count),
+            self._ints((2, rows.count * CLASSES)),
+        )
+        cells = self._longs(rows.count * (BLOCK // 4) * 3)
         compare.compare[(rows.count,)](
-            rows.on_device, self._owner, self._choices, self._longs(rows.count * (BLOCK // 4) * 3), self._records,
-            self._emitted, sizes[0], sizes[1], self.sums, WORDS=BLOCK, CHUNK=_CELLS, CLASSES=CLASSES, **shape.all,
+            rows.on_device, self._owner, self._choices, cells, wanted, sizes[0], WORDS=BLOCK, CLASSES=CLASSES,
+            **shape.all,
+        )  # fmt: skip
+        self._records = (self._ints if shape.WIDTH == 16 else self._longs)(rows.count * BLOCK * shape.LANES)
+        compare.record[(rows.count,)](
+            rows.on_device, self._owner, self._choices, cells, wanted, self._records, self._emitted, sizes[1],
+            self.sums, WORDS=BLOCK, CHUNK=_CELLS, CLASSES=CLASSES, **shape.all,
         )  # fmt: skip
         if not known:
             compare.total[(rows.count,)](rows.on_device, self._owner, self.sums, WORDS=BLOCK, LANES=shape.LANES)
