@@ -21,19 +21,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from bench.common import Report, parser
 
 ARMS = ("agentflow", "agentflow_pro")
 STEPS, COLLECT, QUICK = 24, 6, 4
+WINDOW = 4  # steps over which the samples' reward is averaged, at both ends
 LIMIT = 1800  # seconds of one command
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Held-out reward before and after training, and the training episodes that it took."""
+    """Held-out reward before and after training, the mean reward of the first and the last steps' samples (the process
+    reward model's, where there is one), and the training episodes that it took."""
 
     before: float
     after: float
+    first: float
+    last: float
     episodes: int
 
 
@@ -81,8 +87,12 @@ class Bench:
 def outcome(run: Path) -> Outcome:
     events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     held = [event for event in events if event.get("event") == "evaluation"]
-    steps = [event for event in events if "counters" in event]
-    return Outcome(held[0]["reward"], held[-1]["reward"], int(steps[-1]["counters"].get("tasks.done", 0)))
+    rewards = [event["reward_mean"] for event in events if "reward_mean" in event]
+    counts = json.loads((run / "summary.json").read_text())["counts"]
+    groups = counts.get("trained", 0) + counts.get("filtered", 0)
+    size = yaml.safe_load((run / "recipe.yaml").read_text())["dataflow"]["group_size"]
+    first, last = (statistics.fmean(some) for some in (rewards[:WINDOW], rewards[-WINDOW:]))
+    return Outcome(held[0]["reward"], held[-1]["reward"], first, last, groups * size)
 
 
 def _finished(run: Path) -> bool:
@@ -120,15 +130,18 @@ def main() -> None:
 def report(found: dict[str, list[Outcome]], steps: int) -> Report:
     made = Report("agentflow")
     for seed, (plain, pro) in enumerate(zip(found["agentflow"], found["agentflow_pro"], strict=True)):
-        made.add(f"held-out reward after {steps} steps, seed {seed}: PRM-DAPO against outcome only",
-                 pro.after, plain.after or None, unit="reward", reason="outcome only got no reward")  # fmt: skip
+        name = f"held-out reward after {steps} steps, seed {seed}: PRM-DAPO against outcome only"
+        made.add(name, pro.after, plain.after or None, unit="reward")
     means = {name: statistics.fmean(one.after for one in ones) for name, ones in found.items()}
     before = statistics.fmean(one.before for name in ARMS for one in found[name])
-    made.add("held-out reward, mean of seeds: PRM-DAPO against outcome only",
-             means["agentflow_pro"], means["agentflow"] or None, unit="reward", reason="no reward")  # fmt: skip
+    name = "held-out reward, mean of seeds: PRM-DAPO against outcome only"
+    made.add(name, means["agentflow_pro"], means["agentflow"] or None, unit="reward")
     for name in ARMS:
-        made.add(f"held-out reward, mean of seeds: {name} after against before", means[name], before or None,
-                 unit="reward", goal=1.0, reason="no reward before")  # fmt: skip
+        after = f"held-out reward, mean of seeds: {name} after against before"
+        made.add(after, means[name], before or None, unit="reward", goal=1.0)
+        first, last = (statistics.fmean(getattr(one, at) for one in found[name]) for at in ("first", "last"))
+        made.add(f"reward of the samples it trains on, mean of seeds: {name}, last steps against first", last, first,
+                 unit="reward")  # fmt: skip
     for name, ones in found.items():
         episodes = statistics.fmean(one.episodes for one in ones)
         made.add(f"training episodes of {name}, mean of seeds", episodes, None, unit="episodes", reason="none")

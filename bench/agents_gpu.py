@@ -73,6 +73,7 @@ def overrides(arguments: argparse.Namespace, model: str) -> list[str]:
     if arguments.engine == "vllm":
         server = f"{agent}.engine.server"
         changed += [f"{server}.python={arguments.python}", f"{server}.memory=0.3"]
+        changed += [f"{server}.arguments={json.dumps(arguments.server)}"] if arguments.server else []
         changed += ["trainer.dtype=bf16", "trainer.micro_tokens=32768", f"rollout.nodes={arguments.nodes}"]
         changed += ["rollout.engines=1", "rollout.episodes=128", "rollout.refresh_every=0.05"]
         return changed
@@ -155,6 +156,7 @@ def read_arguments() -> argparse.Namespace:
     made.add_argument("--lr", type=float, help="default: the recipe's")
     made.add_argument("--seed", type=int, default=7)
     made.add_argument("--nodes", type=int, default=4)
+    made.add_argument("--server", action="append", default=[], help="a further argument of the vLLM server")
     made.add_argument("--data", metavar="FOLDER", help="where the data sets are")
     made.add_argument("--prepare", metavar="FOLDER", help="write the prompts of the reasoning case there, and end")
     made.add_argument("--limit", type=float, default=540.0, help="seconds that a command may take")

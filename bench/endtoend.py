@@ -71,7 +71,7 @@ CASES = {
         ours={"episodes": 128, "context": 96, "staleness": 1},
     ),
     "tails": Case(
-        steps=8,
+        steps=24,
         tokens=task.LONGEST,
         lr=3e-3,
         eps=1e-8,

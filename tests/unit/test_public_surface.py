@@ -38,7 +38,7 @@ def _protocols() -> dict[str, list[str]]:
     return {
         name: sorted(member for member in vars(value) if not member.startswith("_"))
         for name, value in sorted(vars(rillflow.contracts).items())
-        if inspect.isclass(value) and value.__module__ == "rillflow.contracts"
+        if inspect.isclass(value) and value.__module__.startswith("rillflow.contracts.")
     }
 
 

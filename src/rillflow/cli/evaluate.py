@@ -38,10 +38,10 @@ def evaluate(
         str | None, typer.Option(help="module:function or file.py:function that answers", metavar="REF")
     ] = None,
     recipe: Annotated[
-        str | None, typer.Option(help="A recipe or run whose workflow, roles, tools and options play", metavar="RECIPE")
+        str | None, typer.Option(help="A recipe or run whose workflow, roles, tools and options play", metavar="NAME")
     ] = None,
     engine: Annotated[
-        str, typer.Option(help="embedded, vllm, sglang, or the URL of a vLLM server", metavar="ENGINE")
+        str, typer.Option(help="embedded, vllm, sglang, or the URL of a vLLM server", metavar="KIND")
     ] = "embedded",
     exact: Annotated[
         bool, typer.Option("--exact", help="Embedded engine: one sequence a pass, the same bits every time (slow)")

@@ -9,31 +9,25 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from secrets import token_urlsafe
 from typing import Any
 
-import openai
-
-from rillflow.agents.rewards.registry import prepare_reward
-from rillflow.agents.surroundings import open_surroundings
 from rillflow.config import Recipe
 from rillflow.contracts import SystemClock
 from rillflow.engine.build import build_engine
 from rillflow.engine.host import EngineHost
 from rillflow.errors import ConfigError
-from rillflow.gateway.calls import Policy
 from rillflow.gateway.feed import Feed
 from rillflow.gateway.sampling.node_engines import NodeEngines
-from rillflow.gateway.server import Gateway
 from rillflow.gateway.trees.record import SessionRecord
-from rillflow.gateway.trees.render import Renderer
+from rillflow.rollout.cast import build_gateway, open_cast
 from rillflow.rollout.episode import EpisodeFailed
 from rillflow.rollout.episodes import Episodes
 from rillflow.rollout.late import LateRewards
-from rillflow.rollout.players import Open, Played, Player, load_player, load_reward
+from rillflow.rollout.players import Open, Played, Player
 from rillflow.types import Ack, Task, TaskLease
 
 NAME = "evaluation"
@@ -96,48 +90,18 @@ async def open_stage(recipe: Recipe, engines: NodeEngines, folder: Path) -> Asyn
     """`folder` is where commands get theirs."""
     if recipe.outside:
         raise ConfigError("the recipe's agents come from outside: nobody here can play", "give --workflow")
-    clock, feed, reward = SystemClock(), Feed(), load_reward(recipe)
-    async with AsyncExitStack() as stack:
-        player = _Listening(load_player(recipe, feed, folder / "agents"))
-        stack.callback(player.close)
-        surroundings, toolbox = await open_surroundings(recipe)
-        stack.push_async_callback(toolbox.close)
-        client = openai.AsyncOpenAI(
-            base_url="http://unset",
-            api_key="unset",
-            http_client=openai.DefaultAioHttpClient(timeout=None),
-            max_retries=0,
-        )
-        stack.push_async_callback(client.close)
-        gateway = _gateway(recipe, engines)
-        stack.push_async_callback(gateway.stop)
-        await prepare_reward(reward)
-        ends = _Ends()
-        episodes = Episodes(
-            recipe.rollout,
-            list(recipe.policies),
-            player=player,
-            reward=reward,
-            gateway=gateway,
-            client=client,
-            pusher=ends,
-            late=LateRewards(clock),
-            clock=clock,
-            surroundings=surroundings,
-        )
-        episodes.gateway_url = await gateway.start()
-        yield Stage(episodes, player, ends)
-
-
-def _gateway(recipe: Recipe, engines: NodeEngines) -> Gateway:
-    """Its sessions live in memory: an evaluation that dies plays what is missing anew."""
-    policies = recipe.policies
-    return Gateway(
-        token_urlsafe(32),
-        {n: Policy(engines.pools[n], Renderer.load(p.model), p.tools, p.reasoning) for n, p in policies.items()},
-        {n: p.sampling for n, p in policies.items()},
-        limits=recipe.gateway,
-    )
+    clock, ends = SystemClock(), _Ends()
+    async with open_cast(recipe, Feed(), folder) as cast:
+        player = _Listening(cast.player)
+        # Sessions live in memory: an evaluation that dies plays what is missing anew.
+        gateway = build_gateway(recipe, token_urlsafe(32), engines)
+        try:
+            await cast.prepare()
+            episodes = cast._replace(player=player).episodes(gateway, ends, LateRewards(clock), clock)
+            episodes.gateway_url = await gateway.start()
+            yield Stage(episodes, player, ends)
+        finally:
+            await gateway.stop()
 
 
 class _Ends:
@@ -181,4 +145,4 @@ class _Listening:
         self._player.over(attempt, accepted=accepted, reason=reason)
 
     def close(self) -> None:
-        self._player.close()
+        """The player is its cast's to close."""

@@ -9,30 +9,23 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-import openai
-
-from rillflow.agents.rewards.registry import prepare_reward
-from rillflow.agents.surroundings import open_surroundings
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.clients.units import UnitWriter
 from rillflow.config import Recipe
-from rillflow.contracts import Clock, SystemClock
+from rillflow.contracts import SystemClock
 from rillflow.errors import RunError
-from rillflow.gateway.calls import Policy
 from rillflow.gateway.control import Control
 from rillflow.gateway.feed import Feed
 from rillflow.gateway.sampling.control import add_engine_routes
-from rillflow.gateway.sampling.node_engines import NodeEngines, node_engines
+from rillflow.gateway.sampling.node_engines import node_engines
 from rillflow.gateway.server import Gateway
 from rillflow.gateway.sessions.session import Session
 from rillflow.gateway.sessions.sessionlog import FileSessionLog
-from rillflow.gateway.trees.render import Renderer
-from rillflow.rollout.episodes import Episodes
+from rillflow.rollout.cast import build_gateway, open_cast
 from rillflow.rollout.handover import Handover
 from rillflow.rollout.late import LateRewards
 from rillflow.rollout.leaving import Departure
 from rillflow.rollout.node import Node
-from rillflow.rollout.players import load_player, load_reward
 from rillflow.rollout.push import Pusher
 from rillflow.storage import read_json, write_json
 from rillflow.wire import Client
@@ -64,47 +57,32 @@ async def run_node(
     # Time-outs stand still while training has paused a hosted node.
     clock, feed = SystemClock() if handover is None else handover.clock, Feed()
     late = LateRewards(clock)
-    reward = load_reward(recipe)
     async with AsyncExitStack() as stack:
-        player = load_player(recipe, feed, folder / "agents")
-        stack.callback(player.close)
-        surroundings, toolbox = await open_surroundings(recipe)
-        stack.push_async_callback(toolbox.close)
+        cast = await stack.enter_async_context(open_cast(recipe, feed, folder))
         dataflow = DataflowClient(Client(dataflow_url, token, peer="dataflow"))
         writer = UnitWriter(dataflow.units, token, segment_bytes=recipe.dataflow.units.segment_bytes)
-        client, sessions = _client(), FileSessionLog(folder / "sessions")
-        handed = {recipe.policy: handover.weights} if handover is not None else {}
+        sessions = FileSessionLog(folder / "sessions")
         engines = node_engines(
             recipe,
             name=name,
             token=token,
             weights=weights,
             roster=dataflow.engines,
-            stores=handed,
+            stores={recipe.policy: handover.weights} if handover is not None else {},
             turn=dataflow.turn,
             tell=dataflow.fetching,
             hosted=handover is not None,
             spans=None if handover is None else handover.spans,
         )
-        gateway = build_gateway(recipe, token, engines, sessions, clock)
+        gateway = build_gateway(recipe, token, engines, sessions=sessions, clock=clock)
+        add_engine_routes(gateway, engines.manager)
         Control(gateway, feed, late.given)
         # The gateway goes first: no agent is to see the engines go.
-        for close in (dataflow.close, writer.close, client.close, sessions.close, engines.close, gateway.stop):
+        for close in (dataflow.close, writer.close, sessions.close, engines.close, gateway.stop):
             stack.push_async_callback(close)
-        episodes = Episodes(
-            recipe.rollout,
-            list(recipe.policies),
-            player=player,
-            reward=reward,
-            gateway=gateway,
-            client=client,
-            pusher=Pusher(name, dataflow, writer, recipe.untrained),
-            late=late,
-            clock=clock,
-            surroundings=surroundings,
-        )
+        episodes = cast.episodes(gateway, Pusher(name, dataflow, writer, recipe.untrained), late, clock)
         going_on = episodes.going_on(gateway.sessions.restore())
-        await prepare_reward(reward)
+        await cast.prepare()
         await engines.start()
         if handover is not None:
             await handover.attach(engines, episodes)
@@ -128,28 +106,6 @@ async def run_node(
         on_ready(url)
         await node.run(going_on)
         feed.close()
-
-
-def build_gateway(
-    recipe: Recipe, token: str, engines: NodeEngines, sessions: FileSessionLog, clock: Clock | None = None
-) -> Gateway:
-    gateway = Gateway(
-        token,
-        {n: Policy(engines.pools[n], Renderer.load(p.model), p.tools, p.reasoning) for n, p in recipe.policies.items()},
-        {n: p.sampling for n, p in recipe.policies.items()},
-        limits=recipe.gateway,
-        clock=clock,
-        log=sessions,
-    )
-    add_engine_routes(gateway, engines.manager)
-    return gateway
-
-
-def _client() -> openai.AsyncOpenAI:
-    """All episodes share its connections."""
-    return openai.AsyncOpenAI(
-        base_url="http://unset", api_key="unset", http_client=openai.DefaultAioHttpClient(timeout=None), max_retries=0
-    )
 
 
 async def _listen(gateway: Gateway, host: str, port: int) -> str:

@@ -7,6 +7,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -51,3 +52,41 @@ async def in_thread(work: Callable[[], T], executor: Executor | None = None) -> 
     except asyncio.CancelledError:
         await asyncio.wait([future])
         raise
+
+
+async def in_daemon(
+    work: Callable[[], T],
+    name: str,
+    *,
+    exited: Callable[[BaseException], Exception],
+    ended: Callable[[], None] = lambda: None,
+) -> T:
+    """`work` in a daemon thread of its own, for code that may hang: one that never returns holds nothing up, not even
+    the exit of the process. `exited` words what is no Exception, such as sys.exit(), which must not end the thread
+    without a word; `ended` is called on the loop once the thread is done, also when nobody waits any more."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: list[T], error: Exception | None) -> None:
+        ended()
+        if future.done():
+            return
+        if error is None:
+            future.set_result(result[0])
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        result: list[T] = []
+        failure: Exception | None = None
+        try:
+            result.append(work())
+        except Exception as error:
+            failure = error
+        except BaseException as error:
+            failure = exited(error)
+        with suppress(RuntimeError):  # the loop has closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return await future

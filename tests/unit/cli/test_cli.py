@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import typer.main
 from typer.testing import CliRunner
 
 import rillflow
@@ -135,6 +136,14 @@ def test_a_trainer_needs_no_policy_where_there_is_one(tmp_path: Path, monkeypatc
     monkeypatch.setattr("rillflow.runtime.roles.trainer_role", lambda folder, policy, **_: trained.append(policy))
     assert runner.invoke(app, ["trainer", str(run_folder_of(tmp_path).root)]).exit_code == 0
     assert trained == ["agent"]
+
+
+def test_no_option_is_named_as_its_value() -> None:
+    """typer 0.27 takes `--engine ENGINE` for an argument."""
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    options = [(name, one) for name, command in commands.items() for one in command.params if one.opts[0][:1] == "-"]
+    assert len(options) > 50
+    assert not [(name, one.name) for name, one in options if (one.metavar or "").lower() == one.name]
 
 
 def test_names_that_are_none_are_refused(tmp_path: Path) -> None:

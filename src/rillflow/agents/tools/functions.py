@@ -12,9 +12,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
-import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from functools import partial
 from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model
@@ -22,6 +21,7 @@ from pydantic_core import to_json
 
 from rillflow.contracts import Episode
 from rillflow.errors import ConfigError, ToolError
+from rillflow.wire import in_daemon
 
 THREADS = 32  # of one tool, those that hang among them
 EPISODE = "episode"
@@ -56,32 +56,13 @@ class FunctionTool:
         return _text(await self._in_thread(given))
 
     async def _in_thread(self, given: Mapping[str, Any]) -> Any:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Any] = loop.create_future()
         await self._threads.acquire()
-
-        def settle(result: Any, error: Exception | None) -> None:
-            self._threads.release()
-            if future.done():
-                return
-            if error is None:
-                future.set_result(result)
-            else:
-                future.set_exception(error)
-
-        def work() -> None:
-            result, failure = None, None
-            try:
-                result = self._function(**given)
-            except Exception as error:
-                failure = error
-            except BaseException as error:  # sys.exit() in a tool must not end the thread without a word
-                failure = ToolError(f"{self.name} raised {type(error).__name__}")
-            with suppress(RuntimeError):  # the loop has closed: nobody waits any more
-                loop.call_soon_threadsafe(settle, result, failure)
-
-        threading.Thread(target=work, name=f"tool-{self.name}", daemon=True).start()
-        return await future
+        return await in_daemon(
+            partial(self._function, **given),
+            f"tool-{self.name}",
+            exited=lambda error: ToolError(f"{self.name} raised {type(error).__name__}"),
+            ended=self._threads.release,
+        )
 
 
 def tool_of(function: Callable[..., Any], *, name: str | None = None, timeout: float = 10.0) -> FunctionTool:

@@ -1,0 +1,63 @@
+"""The protocols between the parts. A part is exchangeable when it keeps the promises written here.
+
+Contracts name no implementation: `dataflow`, `rollout` and `trainer` meet only through these and `types`.
+"""
+
+from typing import TYPE_CHECKING
+
+from rillflow.contracts.agents import Environment, Episode, Role, Tool, Toolbox
+from rillflow.contracts.data import (
+    Curator,
+    Filter,
+    Group,
+    PromptGenerator,
+    PromptSource,
+    ReadyGroup,
+    Replayer,
+    Sampler,
+    Stateful,
+)
+from rillflow.contracts.parts import (
+    Change,
+    Clock,
+    Engine,
+    Executor,
+    Generator,
+    Patch,
+    StorageUnit,
+    SystemClock,
+    TokenSource,
+    WeightStore,
+)
+
+if TYPE_CHECKING:
+    from rillflow.contracts.parts import Buffer, Tensors
+
+__all__ = [
+    "Buffer",
+    "Change",
+    "Clock",
+    "Curator",
+    "Engine",
+    "Environment",
+    "Episode",
+    "Executor",
+    "Filter",
+    "Generator",
+    "Group",
+    "Patch",
+    "PromptGenerator",
+    "PromptSource",
+    "ReadyGroup",
+    "Replayer",
+    "Role",
+    "Sampler",
+    "Stateful",
+    "StorageUnit",
+    "SystemClock",
+    "Tensors",
+    "TokenSource",
+    "Tool",
+    "Toolbox",
+    "WeightStore",
+]

@@ -1,0 +1,90 @@
+"""Who plays a recipe's episodes: its player, reward, tools and environments, and the client that agents share.
+
+A rollout node has one, and so has an evaluation: what differs is who hears of an episode's end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import openai
+
+from rillflow.agents.rewards.registry import prepare_reward
+from rillflow.agents.surroundings import Surroundings, open_surroundings
+from rillflow.config import Recipe
+from rillflow.contracts import Clock
+from rillflow.gateway.calls import Policy
+from rillflow.gateway.feed import Feed
+from rillflow.gateway.sampling.node_engines import NodeEngines
+from rillflow.gateway.server import Gateway
+from rillflow.gateway.sessions.keeping import SessionLog
+from rillflow.gateway.trees.render import Renderer
+from rillflow.rollout.episode import Reward
+from rillflow.rollout.episodes import Episodes
+from rillflow.rollout.late import LateRewards
+from rillflow.rollout.players import Player, load_player, load_reward
+from rillflow.rollout.push import Ends
+
+
+class Cast(NamedTuple):
+    recipe: Recipe
+    player: Player
+    reward: Reward | None
+    surroundings: Surroundings
+    client: openai.AsyncOpenAI
+
+    async def prepare(self) -> None:
+        """What the reward needs before its first call, such as a model, is there afterwards."""
+        await prepare_reward(self.reward)
+
+    def episodes(self, gateway: Gateway, ends: Ends, late: LateRewards, clock: Clock) -> Episodes:
+        return Episodes(
+            self.recipe.rollout,
+            list(self.recipe.policies),
+            player=self.player,
+            reward=self.reward,
+            gateway=gateway,
+            client=self.client,
+            pusher=ends,
+            late=late,
+            clock=clock,
+            surroundings=self.surroundings,
+        )
+
+
+@asynccontextmanager
+async def open_cast(recipe: Recipe, feed: Feed, folder: Path) -> AsyncIterator[Cast]:
+    """`folder` is where agents that are commands get theirs. To be left after the gateway was stopped: then no agent
+    sees its tools go."""
+    reward = load_reward(recipe)
+    async with AsyncExitStack() as stack:
+        player = load_player(recipe, feed, folder / "agents")
+        stack.callback(player.close)
+        surroundings, toolbox = await open_surroundings(recipe)
+        stack.push_async_callback(toolbox.close)
+        client = openai.AsyncOpenAI(
+            base_url="http://unset",
+            api_key="unset",
+            http_client=openai.DefaultAioHttpClient(timeout=None),
+            max_retries=0,
+        )
+        stack.push_async_callback(client.close)
+        yield Cast(recipe, player, reward, surroundings, client)
+
+
+def build_gateway(
+    recipe: Recipe, token: str, engines: NodeEngines, *, sessions: SessionLog | None = None, clock: Clock | None = None
+) -> Gateway:
+    """Without `sessions` they live in memory."""
+    policies = recipe.policies
+    return Gateway(
+        token,
+        {n: Policy(engines.pools[n], Renderer.load(p.model), p.tools, p.reasoning) for n, p in policies.items()},
+        {n: p.sampling for n, p in policies.items()},
+        limits=recipe.gateway,
+        clock=clock,
+        log=sessions,
+    )
