@@ -13,12 +13,11 @@ from typing import Any
 
 import yaml
 from rich.console import Console
-from rich.live import Live
 from rich.table import Column, Table
-from rich.text import Text
 from xxhash import xxh3_64_hexdigest
 
 from rillflow.cli.checkpoints import Checkpoint, open_checkpoint
+from rillflow.cli.live import LiveLine
 from rillflow.config import Recipe, load_recipe, write_resolved
 from rillflow.errors import ConfigError
 from rillflow.evaluate.playing import Tally
@@ -29,7 +28,6 @@ from rillflow.runtime.folder import RunFolder
 
 console = Console(stderr=True)
 INTERRUPTED = 130
-_PLAIN_EVERY = 5.0
 _QUESTION = "rillflow.agents.workflows.question:play"
 _AGENT = "agent"
 _SLOTS = {"embedded": 16, "vllm": 256, "sglang": 256}
@@ -67,8 +65,8 @@ def run_evaluation(asked: Asked, *, as_json: bool) -> int:
     for line in (*checkpoint.why, f"records in {evaluation.folder}"):
         console.print(line, highlight=False, soft_wrap=True)
     try:
-        with View() as view:
-            results = asyncio.run(evaluate(evaluation, view.show))
+        with LiveLine(console) as live:
+            results = asyncio.run(evaluate(evaluation, View(live).show))
     except KeyboardInterrupt:
         console.print("stopped; the same command goes on where it was", highlight=False)
         return INTERRUPTED
@@ -198,31 +196,16 @@ def _overridden(raw: dict[str, Any], asked: Asked) -> Recipe:
 
 
 class View:
-    """One line that changes, on a terminal; elsewhere a line every few seconds and at the end of each benchmark."""
+    """What is shown of an evaluation while it is played."""
 
-    def __init__(self) -> None:
-        self._live = Live(console=console, refresh_per_second=4) if console.is_terminal else None
+    def __init__(self, live: LiveLine) -> None:
+        self._live = live
         self._begun: dict[str, float] = {}
-        self._printed = 0.0
-
-    def __enter__(self) -> View:
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._live is not None:
-            self._live.stop()
 
     def show(self, tally: Tally) -> None:
         now = time.monotonic()
         seconds = now - self._begun.setdefault(tally.name, now)
-        line = _line(tally, seconds)
-        if self._live is not None:
-            self._live.update(Text(line, style="bold"))
-        elif tally.done == tally.planned or now - self._printed >= _PLAIN_EVERY:
-            self._printed = now
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self._live.show(_line(tally, seconds), due=tally.done == tally.planned)
 
 
 def _line(tally: Tally, seconds: float) -> str:

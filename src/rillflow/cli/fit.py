@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
+from rillflow.cli.live import LiveLine
 from rillflow.cli.quiet import quieten
 from rillflow.config.supervised import FitRecipe, read_resolved_fit
 from rillflow.errors import RunError
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
 
 console = Console(stderr=True)
 INTERRUPTED = 130
-_PLAIN_EVERY = 5.0
 _FIRST = ("loss", "accuracy", "correlation", "auc", "perplexity", "grad_norm", "lr")
 
 
@@ -104,41 +101,25 @@ def _fit(folder: RunFolder, recipe: FitRecipe, place: Place | None) -> bool:
     train = open_source(recipe.data.train, seed=recipe.seed, shuffle=False)
     held = recipe.data.heldout
     heldout = None if held is None else open_source(held, seed=recipe.seed, shuffle=False)
-    with View(recipe.name, quiet=place is not None and place.rank > 0) as view:
-        return run_fit(recipe, folder.root, train, heldout, place=place, report=view.show)
+    with LiveLine(console, quiet=place is not None and place.rank > 0) as live:
+        report = View(recipe.name, live).show
+        return run_fit(recipe, folder.root, train, heldout, place=place, report=report)
 
 
 class View:
-    """One line that changes, on a terminal; elsewhere a line every few seconds, and for every evaluation."""
+    """What is shown of a fit."""
 
-    def __init__(self, title: str, *, quiet: bool = False) -> None:
+    def __init__(self, title: str, live: LiveLine) -> None:
         self._title = title
-        self._quiet = quiet
-        self._live = Live(console=console, refresh_per_second=4) if console.is_terminal and not quiet else None
+        self._live = live
         self._losses: list[float] = []
         self._heldout: Mapping[str, float] = {}
-        self._printed = 0.0
-
-    def __enter__(self) -> View:
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._live is not None:
-            self._live.stop()
 
     def show(self, progress: Progress) -> None:
         self._losses.append(progress.values.get("loss", 0.0))
         fresh, self._heldout = progress.heldout is not self._heldout, progress.heldout
-        if self._live is not None:
-            line = Text.assemble((_line(self._title, progress), "bold"), ("  " + sparkline(self._losses, 30), "green"))
-            self._live.update(line)
-        elif not self._quiet and (
-            fresh or progress.step == progress.steps or time.monotonic() - self._printed >= _PLAIN_EVERY
-        ):
-            self._printed = time.monotonic()
-            console.print(_line(self._title, progress), highlight=False, markup=False, soft_wrap=True)
+        due = fresh or progress.step == progress.steps
+        self._live.show(_line(self._title, progress), due=due, drawn=sparkline(self._losses, 30))
 
 
 def _line(title: str, progress: Progress) -> str:

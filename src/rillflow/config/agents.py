@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from rillflow.config.base import Name, Seconds, Section
+from rillflow.config.base import Name, Named, Seconds, Section
 
 
 class McpConfig(Section):
@@ -55,21 +55,9 @@ class ToolConfig(Section):
         return self
 
 
-class RewardConfig(Section):
+class RewardConfig(Named):
     """One part of a reward: a reward that is shipped, or module:function, with its options and its weight."""
 
-    name: str
-    options: dict[str, Any] = Field(default_factory=dict)
     weight: Annotated[float, Field(ge=-1000, le=1000)] = Field(
         1.0, description="the rewards are added, each times its own"
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _short(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            return {"name": value}
-        if isinstance(value, dict) and len(value) == 1 and "name" not in value:
-            ((name, options),) = value.items()
-            return {"name": name, "options": options or {}}
-        return value

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from rillflow.config.agents import RewardConfig, ToolConfig
-from rillflow.config.base import Name, NonNegative, Positive, Seconds, Section
+from rillflow.config.base import Name, Named, NonNegative, Positive, Seconds, Section
 from rillflow.config.engine import EngineConfig
 from rillflow.config.resources import ResourcesConfig
 from rillflow.config.trainer import TrainerConfig
@@ -112,21 +112,8 @@ class PolicyConfig(Section):
         return names
 
 
-class HookConfig(Section):
+class HookConfig(Named):
     """A data algorithm, written as its name (or module:Class), or as a mapping of that name to its options."""
-
-    name: str
-    options: dict[str, Any] = Field(default_factory=dict)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _short(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            return {"name": value}
-        if isinstance(value, dict) and len(value) == 1 and "name" not in value:
-            ((name, options),) = value.items()
-            return {"name": name, "options": options or {}}
-        return value
 
 
 class UnitsConfig(Section):

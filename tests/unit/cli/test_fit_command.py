@@ -12,6 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from rillflow.cli import fit
+from rillflow.cli.live import LiveLine
 from rillflow.cli.main import app
 from rillflow.trainer.supervised.fit import Progress
 
@@ -101,10 +102,10 @@ def test_a_bad_row_is_named_by_ranks_too(tmp_path: Path) -> None:
 
 def test_the_view_says_a_line_for_every_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = io.StringIO()
-    monkeypatch.setattr(fit, "console", Console(file=shown))
-    monkeypatch.setattr(fit, "_PLAIN_EVERY", 1e9)
+    monkeypatch.setattr("rillflow.cli.live._PLAIN_EVERY", 1e9)
     looks = [{"loss": 1.0}, {"loss": 0.5}]
-    with fit.View("mine") as view:
+    with LiveLine(Console(file=shown)) as live:
+        view = fit.View("mine", live)
         for step in (1, 2, 3):
             view.show(Progress(step, 3, {"loss": 2.0 / step, "lr": 1e-3}, looks[step // 3]))
     told = shown.getvalue().splitlines()

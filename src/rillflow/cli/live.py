@@ -1,0 +1,38 @@
+"""A line of progress: one that changes on a terminal, one every few seconds elsewhere."""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+_PLAIN_EVERY = 5.0
+
+
+class LiveLine:
+    """To be entered. Elsewhere than on a terminal a line that is `due` is shown at once; a `quiet` one never is."""
+
+    def __init__(self, console: Console, *, quiet: bool = False) -> None:
+        self._console = console
+        self._quiet = quiet
+        self._live = Live(console=console, refresh_per_second=4) if console.is_terminal and not quiet else None
+        self._printed = 0.0
+
+    def __enter__(self) -> LiveLine:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, line: str, *, due: bool, drawn: str = "") -> None:
+        """`drawn` stands behind the line on a terminal."""
+        if self._live is not None:
+            self._live.update(Text.assemble((line, "bold"), (f"  {drawn}" if drawn else "", "green")))
+        elif not self._quiet and (due or time.monotonic() - self._printed >= _PLAIN_EVERY):
+            self._printed = time.monotonic()
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
