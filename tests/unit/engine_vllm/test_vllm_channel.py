@@ -16,7 +16,7 @@ from aiohttp import web
 from counting_engine import until
 from rillflow.engine.vllm.channel import ChannelClient
 from rillflow.engine.vllm.inside import rillflow_channel
-from rillflow.engine.vllm.inside.rillflow_channel import PATH, TOKEN, Channel
+from rillflow.engine.vllm.inside.rillflow_channel import PATH, SHUT, TOKEN, Channel
 from rillflow.errors import EngineError, EngineLost
 
 SECRET = "s" * 43
@@ -321,6 +321,30 @@ async def test_it_opens_to_nobody_else(world: World, monkeypatch: pytest.MonkeyP
     await shut({"type": "http", "path": PATH}, receive, send)
     await shut({"type": "websocket", "path": "/other"}, receive, send)
     assert passed == [PATH, "/other"]
+
+
+async def test_a_server_that_is_shut_tells_nothing_but_its_health(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed, sent = [], []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        passed.append(scope["path"])
+
+    async def receive() -> Any:
+        return {"type": "websocket.connect"}
+
+    async def send(event: Any) -> None:
+        sent.append(event.get("status") or event["type"])
+
+    monkeypatch.setenv(TOKEN, SECRET)
+    monkeypatch.setenv(SHUT, "1")
+    shut = Channel(app)
+    for headers in ([], [(b"authorization", b"Bearer wrong")]):
+        for kind, path in (("http", "/v1/completions"), ("websocket", "/v1/realtime"), ("http", "/health")):
+            await shut({"type": kind, "path": path, "headers": headers}, receive, send)
+    assert sent == [401, "http.response.body", "websocket.close"] * 2
+    headers = [(b"authorization", f"Bearer {SECRET}".encode())]
+    await shut({"type": "http", "path": "/v1/models", "headers": headers}, receive, send)
+    assert passed == ["/health", "/health", "/v1/models"]
 
 
 async def test_nonsense_ends_the_channel(world: World) -> None:

@@ -16,7 +16,7 @@ from rillflow.engine.build import build_engine
 from rillflow.engine.servers.facts import model_facts
 from rillflow.engine.vllm import VllmEngine, launch
 from rillflow.engine.vllm.engine import _seed
-from rillflow.engine.vllm.inside.rillflow_channel import TOKEN
+from rillflow.engine.vllm.inside.rillflow_channel import SHUT, TOKEN
 from rillflow.errors import ConfigError, EngineLost
 from rillflow.types import GenerateRequest, Sampling
 
@@ -34,7 +34,10 @@ def test_it_listens_on_loopback_and_shuts_all_its_routes() -> None:
     assert command[-2:] == ["--swap-space", "0"], "the user's last, so that they win"
     assert "secret" not in " ".join(command)
     environment = launch.environment(settings(environment={"OMP_NUM_THREADS": "3"}), "secret")
-    assert environment[TOKEN] == environment["VLLM_API_KEY"] == "secret"
+    assert environment[TOKEN] == "secret"
+    assert environment[SHUT]
+    # What vLLM has compiled is kept under its own variables: none may be another at every start.
+    assert not [name for name, value in environment.items() if name.startswith("VLLM_") and "secret" in value]
     assert environment["OMP_NUM_THREADS"] == "3"
     assert "VLLM_SERVER_DEV_MODE" not in environment
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from rillflow.config.engine import EngineConfig
 from rillflow.engine.servers.facts import ModelFacts
 from rillflow.engine.servers.running import DTYPE_NAMES, WEIGHTS_INSIDE, has_tokenizer, on_loopback, visible_gpus
-from rillflow.engine.vllm.inside.rillflow_channel import TOKEN
+from rillflow.engine.vllm.inside.rillflow_channel import SHUT, TOKEN
 from rillflow.errors import ConfigError
 from rillflow.weights.models import pick_device
 
@@ -52,14 +52,14 @@ def python_path() -> str:
 
 
 def environment(settings: EngineConfig, token: str) -> dict[str, str]:
-    """Its other routes are shut by the same token, given as vLLM's own key."""
+    """Its other routes are shut, too."""
     device = pick_device(settings.device)
     chosen = {name: value for name, value in os.environ.items() if not name.startswith("RILLFLOW_")}
     chosen |= {
         "PYTHONPATH": python_path(),
         "RILLFLOW_INSIDE": "vllm",
         TOKEN: token,
-        "VLLM_API_KEY": token,
+        SHUT: "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),

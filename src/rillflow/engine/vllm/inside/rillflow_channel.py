@@ -22,6 +22,7 @@ import msgspec
 
 PATH = "/rillflow/channel"
 TOKEN = "RILLFLOW_CHANNEL_TOKEN"
+SHUT = "RILLFLOW_CHANNEL_SHUT"  # set: without the token nothing but the health is told
 LOST = "lost"  # the `finish` of an answer when vLLM's engine has died
 _GATHER_SECONDS = 0.005  # parts that arrive within so long travel in one frame; a reply takes them along at once
 _SHAPES = {"json": "json", "regex": "regex", "lark": "grammar"}  # what vLLM calls the kinds of grammars
@@ -86,23 +87,40 @@ Answered = list[Part | Reply]
 
 
 class Channel:
-    """The middleware. Everything but the channel passes through it."""
+    """The middleware. What is not for the channel passes through it, or is refused where the server is shut: vLLM's own
+    key would do that too, but is part of what its compiled code is kept under, and ours is another at every start."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
         self._token = os.environ.get(TOKEN, "")
+        self._shut = bool(os.environ.get(SHUT))
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "websocket" or scope["path"] != PATH:
+        kind = scope["type"]
+        if kind == "websocket" and scope["path"] == PATH:
+            await receive()
+            if not self._shown(scope):
+                await send({"type": "websocket.close", "code": 1008})
+                return
+            await send({"type": "websocket.accept"})
+            await _Connection(scope["app"].state.engine_client, send).run(receive)
+        elif self._shut and kind in ("http", "websocket") and scope["path"] != "/health" and not self._shown(scope):
+            await _refuse(kind, receive, send)
+        else:
             await self._app(scope, receive, send)
-            return
-        await receive()
+
+    def _shown(self, scope: Any) -> bool:
         shown = dict(scope["headers"]).get(b"authorization", b"")
-        if not self._token or not hmac.compare_digest(shown, f"Bearer {self._token}".encode()):
-            await send({"type": "websocket.close", "code": 1008})
-            return
-        await send({"type": "websocket.accept"})
-        await _Connection(scope["app"].state.engine_client, send).run(receive)
+        return bool(self._token) and hmac.compare_digest(shown, f"Bearer {self._token}".encode())
+
+
+async def _refuse(kind: str, receive: Any, send: Any) -> None:
+    if kind == "websocket":
+        await receive()
+        await send({"type": "websocket.close", "code": 1008})
+        return
+    await send({"type": "http.response.start", "status": 401, "headers": [(b"content-type", b"text/plain")]})
+    await send({"type": "http.response.body", "body": b"the token is missing\n"})
 
 
 class _Connection:
