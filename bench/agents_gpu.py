@@ -9,7 +9,8 @@ told: the reward of the first and the last steps, and the mean reward of held-ou
 
 `search` begins with a supervised warm start (`search_warm_gpu`). Where reasoning-gym is not installed, its prompts are
 read from FOLDER/reasoning, which `--prepare FOLDER` writes where it is. `--engine embedded --steps 2` tries a case on
-a CPU, with next to nothing of it.
+a CPU, with next to nothing of it. All commands of a case share `--limit`: when it is used up they are stopped as by
+Ctrl-C, and what there is by then is told.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import argparse
 import importlib.util
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -36,6 +38,8 @@ from rillflow.weights.gguf import model_from_gguf
 CASES = {"reasoning": "reasoning_gpu", "search": "search_agent_gpu", "game": "text_game_gpu"}
 WARM = {"search": "search_warm_gpu"}
 WINDOW = 10  # steps over which the reward is averaged, at both ends
+INTERRUPTED = 130  # the exit code of a run that was stopped
+STOPPING = 60.0  # seconds that a stopped run gets to end its processes
 REWARD = Path(__file__).with_name("agents_gpu_reward.py")
 
 
@@ -91,55 +95,75 @@ def _prepared(data: str | None) -> list[str]:
     return [f"data.prompts=[{{path: {files['train']}}}]", f"data.heldout=[{{path: {files['heldout']}}}]"]
 
 
-def rillflow(arguments: argparse.Namespace, *words: str) -> None:
-    """A command, with its words where ours go; its run's logs are shown if it fails."""
+def rillflow(arguments: argparse.Namespace, deadline: float, runs: Path, *words: str) -> Path:
+    """A command, with its words where ours go, to its end or the deadline; its run's logs are shown if it fails.
+
+    What it gives is the run's folder. `runs` may have those of earlier attempts in it (`--keep`).
+    """
     environment = os.environ | ({"RILLFLOW_DATA": str(Path(arguments.data).resolve())} if arguments.data else {})
-    command = [sys.executable, "-m", "rillflow", *words]
-    done = subprocess.run(command, check=False, timeout=arguments.limit, stdout=sys.stderr, env=environment)
-    if done.returncode:
-        for log in sorted(Path(words[-1]).glob("*/logs/*")):
+    command = [sys.executable, "-m", "rillflow", *words, "--runs", str(runs)]
+    before = set(runs.glob("*"))
+    with subprocess.Popen(command, stdout=sys.stderr, env=environment) as process:
+        code = ended(process, deadline)
+    made = sorted(set(runs.glob("*")) - before)
+    if code not in (0, INTERRUPTED) or not made:
+        for log in sorted(log for run in made for log in run.glob("logs/*")):
             sys.stderr.write(f"--- {log.name}\n{log.read_text()[-3000:]}\n")
-        raise SystemExit(f"rillflow {words[0]} {words[1]} ended with {done.returncode}")
+        raise SystemExit(f"rillflow {words[0]} {words[1]} ended with {code}")
+    return made[-1]
 
 
-def warm(arguments: argparse.Namespace, recipe: str, model: str, folder: Path) -> str:
+def ended(process: subprocess.Popen[Any], deadline: float) -> int:
+    """Its exit code. What still runs at the deadline is asked to stop, and killed where it does not."""
+    try:
+        return process.wait(max(deadline - time.monotonic(), 0.0))
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+    try:
+        return process.wait(STOPPING)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
+
+
+def warm(arguments: argparse.Namespace, deadline: float, recipe: str, model: str, folder: Path) -> str:
     """The model of the supervised start."""
     changed = [f"model={model}"]
     if arguments.engine == "vllm":
         changed.append("trainer.dtype=bf16")
     else:
         changed += ["trainer.steps=1", "trainer.batch_groups=1", "data.train.arguments.count=8"]
-    rillflow(arguments, "fit", recipe, *changed, "--runs", str(folder / "warm"))
-    (run,) = (folder / "warm").iterdir()
-    return str(run / "model")
+    made = rillflow(arguments, deadline, folder / "warm", "fit", recipe, *changed) / "model"
+    if not made.is_dir():
+        raise SystemExit(f"the supervised start did not end within --limit {arguments.limit:g}")
+    return str(made)
 
 
-def play(arguments: argparse.Namespace, model: str, folder: Path) -> Metrics:
+def play(arguments: argparse.Namespace, deadline: float, model: str, folder: Path) -> Metrics:
     if arguments.case in WARM:
-        model = warm(arguments, WARM[arguments.case], model, folder)
+        model = warm(arguments, deadline, WARM[arguments.case], model, folder)
     changed = overrides(arguments, model)
     if arguments.engine == "embedded":
         data = read_raw(CASES[arguments.case])["data"]
         for key, few in (("prompts", 64), ("heldout", 4)):
             changed.append(f"data.{key}{'.0' if isinstance(data[key], list) else ''}.limit={few}")
-    rillflow(arguments, "run", CASES[arguments.case], *changed, "--runs", str(folder / "runs"))
-    (run,) = (folder / "runs").iterdir()
+    run = rillflow(arguments, deadline, folder / "runs", "run", CASES[arguments.case], *changed)
     return read_metrics(run / "metrics.jsonl", "agent")
 
 
 def tell(report: Report, case: str, metrics: Metrics, seconds: float) -> None:
+    """What there is: a run that was stopped may have no step yet, or no evaluation after the first."""
     steps = metrics.of("agent")
     rewards = [step["reward_mean"] for step in steps]
-    first, *_, last = metrics.evaluations
-    at_end = rewards[-WINDOW:]
     rows: list[tuple[str, float, str]] = [
-        (f"reward, first {len(rewards[:WINDOW])} steps", statistics.mean(rewards[:WINDOW]), "reward"),
-        (f"reward, last {len(at_end)} steps", statistics.mean(at_end), "reward"),
-        ("held-out before", first["reward"], "reward"),
-        (f"held-out after {last['version']} versions", last["reward"], "reward"),
-        ("steps", float(len(steps)), ""),
-        ("seconds of everything", seconds, "s"),
+        (f"reward, {which} {len(some)} steps", statistics.mean(some), "reward")
+        for which, some in (("first", rewards[:WINDOW]), ("last", rewards[-WINDOW:]))
+        if some
     ]
+    rows += [("held-out before", done["reward"], "reward") for done in metrics.evaluations[:1]]
+    for done in metrics.evaluations[1:][-1:]:
+        rows.append((f"held-out after {done['version']} versions", done["reward"], "reward"))
+    rows += [("steps", float(len(steps)), ""), ("seconds of everything", seconds, "s")]
     for name, value, unit in rows:
         report.add(f"{case}: {name}", value, None, unit=unit, reason="ours alone")
     for step, reward in zip(steps, rewards, strict=True):
@@ -159,13 +183,14 @@ def read_arguments() -> argparse.Namespace:
     made.add_argument("--server", action="append", default=[], help="a further argument of the vLLM server")
     made.add_argument("--data", metavar="FOLDER", help="where the data sets are")
     made.add_argument("--prepare", metavar="FOLDER", help="write the prompts of the reasoning case there, and end")
-    made.add_argument("--limit", type=float, default=540.0, help="seconds that a command may take")
+    made.add_argument("--limit", type=float, default=540.0, help="seconds that all commands may take")
     made.add_argument("--keep", metavar="FOLDER", help="keep what is written in this folder")
     return made.parse_args()
 
 
 def main() -> None:
     arguments = read_arguments()
+    deadline = time.monotonic() + arguments.limit
     if arguments.prepare:
         prepare(Path(arguments.prepare))
         return
@@ -177,7 +202,7 @@ def main() -> None:
             path = Path(model).resolve()
             model = str(model_from_gguf(path, folder / "models") if path.suffix == ".gguf" else path)
         begun = time.monotonic()
-        metrics = play(arguments, model, folder)
+        metrics = play(arguments, deadline, model, folder)
         report = Report("agents_gpu")
         tell(report, arguments.case, metrics, time.monotonic() - begun)
         report.finish(arguments.json)

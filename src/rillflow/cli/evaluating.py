@@ -32,7 +32,7 @@ _QUESTION = "rillflow.agents.workflows.question:play"
 _AGENT = "agent"
 _SLOTS = {"embedded": 16, "vllm": 256, "sglang": 256}
 _TIMEOUT = 1800.0
-_SERVER_MEMORY = 0.85
+_SERVER_MEMORY = 0.85  # of the GPU, which all policies' servers share
 _KEPT = ("episode_timeout", "reward_timeout", "late_rewards")
 
 
@@ -110,6 +110,7 @@ def _settings(asked: Asked, checkpoint: Checkpoint, recipe: Recipe) -> dict[str,
         "exact": recipe.runtime.deterministic,
         "engines": engines,
         "sampling": sampling,
+        "dialects": {name: [policy.tools, policy.reasoning] for name, policy in recipe.policies.items()},
         "options": recipe.options,
         **said,
     }
@@ -122,7 +123,7 @@ def _recipe(asked: Asked, checkpoint: Checkpoint) -> Recipe:
     for name, policy in raw["policies"].items():
         policy["model"] = _model(checkpoint, name)
         policy.setdefault("sampling", {})["temperature"] = asked.temperature
-        _choose_engine(policy, asked.engine)
+        _choose_engine(policy, asked.engine, _SERVER_MEMORY / len(raw["policies"]))
     if asked.workflow is not None:
         raw |= {"command": None, "outside": False, "reward": raw.get("reward") or GRADING}
     raw["seed"] = asked.seed
@@ -156,8 +157,9 @@ def _model(checkpoint: Checkpoint, policy: str) -> str:
     return models.get(policy) or models[""]
 
 
-def _choose_engine(policy: dict[str, Any], wanted: str) -> None:
-    """The engine asked for, with what the policy's own settings say of its size."""
+def _choose_engine(policy: dict[str, Any], wanted: str, memory: float) -> None:
+    """The engine asked for, with what the policy's own settings say of its size; a server that they do not describe
+    gets this share of the GPU's memory."""
     url = wanted if wanted.startswith(("http://", "https://")) else None
     kind = "vllm" if url else wanted
     if kind not in _SLOTS:
@@ -168,7 +170,7 @@ def _choose_engine(policy: dict[str, Any], wanted: str) -> None:
     if kind == "embedded":
         policy["engine"] = {"slots": _SLOTS[kind], **engine, "kind": kind}
         return
-    server = {"memory": _SERVER_MEMORY, **(server or {}), "url": url} | ({"seeded": True} if kind == "vllm" else {})
+    server = {"memory": memory, **(server or {}), "url": url} | ({"seeded": True} if kind == "vllm" else {})
     policy["engine"] = {"slots": _SLOTS[kind], "queue": 4096, "dtype": "bf16", **engine, "kind": kind, "server": server}
 
 
@@ -182,14 +184,19 @@ def _overridden(raw: dict[str, Any], asked: Asked) -> Recipe:
     """Validated, with the changes of the command line: those of a policy's keys go to every policy."""
     changes: list[str] = []
     for change in asked.overrides:
-        own = change.split(".")[0] in ("engine", "sampling", "tools", "reasoning") and "." in change
-        changes += [f"policies.{name}.{change}" for name in raw["policies"]] if own else [change]
+        changes += [f"policies.{name}.{change}" for name in raw["policies"]] if _of_policy(change) else [change]
     if asked.workflow is not None:
         changes.append(f"workflow={asked.workflow}")  # relative to where the user is, as all that is written there
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "recipe.yaml"
         path.write_text(yaml.safe_dump(raw, sort_keys=False))
         return load_recipe(str(path), changes)
+
+
+def _of_policy(change: str) -> bool:
+    """`tools` are a policy's when they are a word, how it writes its calls; a list of tools is the recipe's."""
+    key, _, value = change.partition("=")
+    return key.split(".")[0] in ("engine", "sampling") or key == "reasoning" or (key == "tools" and value.isalnum())
 
 
 # ---------------------------------------------------------------- what is shown

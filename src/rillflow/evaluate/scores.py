@@ -46,8 +46,8 @@ class Score:
 class Scores:
     """Of one benchmark. `average` is avg@k, `passed` pass@j by j, `majority` majority@k where answers can be compared.
 
-    `no_reward` says by cause how many samples have none. `cut` is the share of samples whose last answer was cut by
-    its length.
+    `no_reward` says by cause how many samples have none: of those it is not known what they sampled. `mean_tokens` is
+    of the others, and `cut` their share with an answer that was cut by its length.
     """
 
     questions: int
@@ -71,18 +71,18 @@ def score(records: Sequence[Record], *, seed: int) -> Scores:
         questions[record.id].append(record)
     rated = {name: [one for one in found if one.reward is not None] for name, found in questions.items()}
     rated = {name: found for name, found in rated.items() if found}
-    count = sum(map(len, rated.values()))
+    played = [one for found in rated.values() for one in found]
     votes = [majority(found) for found in rated.values()]
     return Scores(
         questions=len(questions),
         samples=len(records),
-        rewarded=count,
+        rewarded=len(played),
         no_reward=dict(Counter(one.cause for one in records if one.reward is None)),
         average=_scored([_mean([one.reward or 0.0 for one in found]) for found in rated.values()], seed),
         passed=_passes(list(rated.values()), seed),
         majority=_scored(votes, seed) if any(one.vote for one in records) else None,
-        mean_tokens=_mean([one.tokens for one in records]),
-        cut=_mean([float(one.cut) for one in records]),
+        mean_tokens=_mean([one.tokens for one in played]),
+        cut=_mean([float(one.cut) for one in played]),
     )
 
 

@@ -33,11 +33,12 @@ class Suite:
 
 def open_suites(recipe: Recipe, names: Sequence[str], *, limit: int | None, max_tokens: int | None) -> list[Suite]:
     """`names` are benchmarks, or `heldout` for what the recipe holds out, each source for itself. The answers to a
-    benchmark are graded by its own reward, unless the workflow rewards itself: then that is the trajectory's."""
+    benchmark are graded by its own reward, unless the workflow rewards itself: then that is the trajectory's. Without
+    `max_tokens` an answer is as long as the benchmark says, or, of what is held out, as the recipe does."""
     suites: list[Suite] = []
     for name in names:
         if name == HELDOUT:
-            suites += _heldout(recipe, limit)
+            suites += _heldout(recipe, limit, max_tokens)
         else:
             suites.append(_benchmark(recipe, name, limit, max_tokens))
     if len({suite.name for suite in suites}) < len(suites):
@@ -45,27 +46,36 @@ def open_suites(recipe: Recipe, names: Sequence[str], *, limit: int | None, max_
     return suites
 
 
-def _heldout(recipe: Recipe, limit: int | None) -> list[Suite]:
+def _heldout(recipe: Recipe, limit: int | None, max_tokens: int | None) -> list[Suite]:
     configs = recipe.data.heldout
     if not configs:
         raise ConfigError("the run holds no prompts out", "name benchmarks: --on gsm8k,math500")
-    named = zip(source_names(configs), configs, strict=True)
-    cut = [(name, config.model_copy(update={"limit": _least(config.limit, limit)})) for name, config in named]
-    return [Suite(name, open_source(one, seed=recipe.seed, shuffle=False), recipe, "text") for name, one in cut]
+    recipe = recipe if max_tokens is None else _answering(recipe, max_tokens)
+    suites: list[Suite] = []
+    for name, config in zip(source_names(configs), configs, strict=True):
+        cut = config.model_copy(update={"limit": _least(config.limit, limit)})
+        kind: Kind = "text" if config.benchmark is None else benchmark(config.benchmark).kind
+        suites.append(Suite(name, open_source(cut, seed=recipe.seed, shuffle=False), recipe, kind))
+    return suites
 
 
 def _benchmark(recipe: Recipe, name: str, limit: int | None, max_tokens: int | None) -> Suite:
     found = benchmark(name)
     source = open_source(SourceConfig(benchmark=name, limit=limit), seed=recipe.seed, shuffle=False)
-    longest = max_tokens or found.max_tokens
-    policies = {
-        key: policy.model_copy(update={"sampling": policy.sampling.model_copy(update={"max_tokens": longest})})
-        for key, policy in recipe.policies.items()
-    }
-    changes: dict[str, object] = {"policies": policies}
+    recipe = _answering(recipe, max_tokens or found.max_tokens)
     if recipe.reward is not None:
-        changes["reward"] = [RewardConfig(name=found.reward, options=dict(found.options))]
-    return Suite(name, source, recipe.model_copy(update=changes), found.kind)
+        graded = [RewardConfig(name=found.reward, options=dict(found.options))]
+        recipe = recipe.model_copy(update={"reward": graded})
+    return Suite(name, source, recipe, found.kind)
+
+
+def _answering(recipe: Recipe, longest: int) -> Recipe:
+    """The recipe with answers of at most so many tokens."""
+    policies = {
+        name: policy.model_copy(update={"sampling": policy.sampling.model_copy(update={"max_tokens": longest})})
+        for name, policy in recipe.policies.items()
+    }
+    return recipe.model_copy(update={"policies": policies})
 
 
 def _least(*limits: int | None) -> int | None:

@@ -7,7 +7,7 @@ spellings of one formula are two keys; only the reward knows that they are equal
 from __future__ import annotations
 
 import re
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from typing import Any, Literal
 
 from rillflow.agents.rewards.answers import inside, text_of
@@ -16,6 +16,7 @@ from rillflow.agents.rewards.qa import normalised
 Kind = Literal["math", "code", "text"]
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 _BOXED = "\\boxed{"
+_LONGEST = 100  # places before or behind the point that are written out
 
 
 def vote(kind: Kind, answer: Any) -> str | None:
@@ -54,6 +55,9 @@ def _canonical(text: str) -> str | None:
     plain = re.sub(r"\s+|\\[,;! ]|\\left|\\right|\$", "", text).rstrip(".")
     try:
         number = Decimal(plain.replace(",", ""))
-    except InvalidOperation:
-        return plain or None
-    return f"{number.normalize():f}" if number.is_finite() else plain
+        # 1e999999 is short, its digits are not: it votes as it is written.
+        if number.is_finite() and abs(number.adjusted()) <= _LONGEST:
+            return f"{number.normalize():f}"
+    except ArithmeticError:
+        pass
+    return plain or None

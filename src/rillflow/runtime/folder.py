@@ -20,10 +20,12 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed
 from pathlib import Path
 from typing import Any, Literal
 
+from rillflow import __version__
 from rillflow.config import Recipe, write_resolved
 from rillflow.config.load import read_resolved
 from rillflow.config.supervised import FitRecipe
@@ -159,5 +161,13 @@ def _make_unused(path: Path) -> Path:
 
 
 def _versions() -> dict[str, Any]:
-    packages = {name: installed(name) for name in ("rillflow", "torch", "transformers")}
+    packages = {"rillflow": __version__, "torch": _installed("torch"), "transformers": _installed("transformers")}
     return {"versions": {"python": platform.python_version(), **packages}, "machine": platform.machine()}
+
+
+def _installed(package: str) -> str:
+    """What runs from a path has no record of its version."""
+    try:
+        return installed(package)
+    except PackageNotFoundError:
+        return "absent"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rillflow.agents.rewards.registry import REWARDS
+from rillflow.agents.tools import two_wiki
 from rillflow.config import SourceConfig, load_recipe
 from rillflow.dataflow.sources import open_heldout, open_source
 from rillflow.dataflow.sources.benchmarks import BENCHMARKS, benchmark, data_folder, filled
@@ -22,6 +23,7 @@ LENGTHS = {
     "humaneval": 164,
     "mbpp": 974,
     "hotpot": 100,
+    "2wiki": 174,
 }
 needs_data = pytest.mark.skipif(not (data_folder() / "math").is_dir(), reason="the public data sets are not at hand")
 
@@ -51,6 +53,19 @@ def test_a_recipe_may_have_its_own_words(own_data: Path) -> None:
     for arguments in ({"template": "no place"}, {"templates": "{problem}"}, {"template": 3}):
         with pytest.raises(ConfigError, match="as its only argument"):
             open_source(SourceConfig(benchmark="gsm8k", arguments=arguments), seed=0, shuffle=False)
+
+
+def test_2wiki_asks_what_its_search_agents_do_not_train_on(own_data: Path) -> None:
+    (own_data / "qa").mkdir()
+    rows = [{"question": f"Who is {n}?", "answer": str(n), "titles": [str(n)]} for n in range(23)]
+    (own_data / two_wiki.QUESTIONS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = open_source(SourceConfig(benchmark="2wiki"), seed=0, shuffle=False)
+    asked = {source.at(index).payload["problem"] for index in range(source.length)}
+    train, heldout = (
+        {row["payload"]["question"] for row in two_wiki.prompts(split, 100, 1)} for split in ("train", "heldout")
+    )
+    assert asked == heldout
+    assert not asked & train
 
 
 def test_braces_in_a_question_stay_as_they_are() -> None:

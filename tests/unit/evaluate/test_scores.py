@@ -53,8 +53,9 @@ def test_the_majority_is_what_most_answers_say() -> None:
     assert majority([record("a", 0, 0.0, None)]) == 0.0
 
 
-def test_lengths_and_cuts_are_of_all_samples() -> None:
-    found = score([record("a", 0, 1.0, tokens=10), record("a", 1, 0.0, tokens=30, cut=True)], seed=0)
+def test_lengths_and_cuts_are_of_all_samples_that_did_not_fail() -> None:
+    played = [record("a", 0, 1.0, tokens=10), record("a", 1, 0.0, tokens=30, cut=True)]
+    found = score([*played, record("a", 2, None), record("b", 0, None)], seed=0)
     assert (found.mean_tokens, found.cut) == (20, 0.5)
 
 

@@ -6,15 +6,19 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 
+import rillflow
 from rillflow.config import load_recipe
 from rillflow.errors import ConfigError, RunError
+from rillflow.runtime import folder as module
 from rillflow.runtime import roles
 from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.local import settle_port
+from rillflow.storage import read_json
 
 
 @pytest.fixture
@@ -30,6 +34,16 @@ def test_a_run_can_be_opened_again(folder: RunFolder) -> None:
 
 def test_only_the_owner_reads_the_token(folder: RunFolder) -> None:
     assert (folder.root / "run.json").stat().st_mode & 0o077 == 0
+
+
+def test_what_runs_from_a_path_leaves_a_run_folder_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing_installed(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(module, "installed", nothing_installed)
+    made = RunFolder.create(load_recipe("quickstart"), tmp_path)
+    versions = read_json(made.root / "run.json")["versions"]
+    assert (versions["rillflow"], versions["torch"]) == (rillflow.__version__, "absent")
 
 
 def test_two_runs_in_one_second_get_two_folders(folder: RunFolder, tmp_path: Path) -> None:

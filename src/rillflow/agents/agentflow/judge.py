@@ -16,7 +16,7 @@ import openai
 from rillflow.agents.agentflow.collect import Played
 from rillflow.agents.agentflow.options import Endpoint
 from rillflow.agents.agentflow.prm_text import prm_row
-from rillflow.agents.agentflow.verifier import client_of
+from rillflow.agents.agentflow.verifier import new_client
 
 AT_ONCE = 8
 _TRIES = 3
@@ -31,30 +31,34 @@ async def label_by_judge(episodes: Sequence[Played], endpoint: Endpoint) -> tupl
     """The rows, and how many steps have no label."""
     gate = asyncio.Semaphore(AT_ONCE)
 
-    async def row(episode: Played) -> tuple[dict[str, Any] | None, int]:
+    async def row(episode: Played, client: openai.AsyncOpenAI) -> tuple[dict[str, Any] | None, int]:
         texts = [step["text"] for step in prm_row(episode.question, episode.decisions)["steps"]]
-        scores = await asyncio.gather(
-            *(_score(endpoint, gate, episode.question, texts[: count + 1]) for count in range(len(texts)))
-        )
+
+        async def score(count: int) -> float | None:
+            async with gate:
+                return await _score(client, endpoint, episode.question, texts[:count])
+
+        scores = await asyncio.gather(*(score(count + 1) for count in range(len(texts))))
         known = next((place for place, score in enumerate(scores) if score is None), len(scores))
         made = prm_row(episode.question, episode.decisions[:known], scores[:known]) if known else None
         return made, len(scores) - known
 
-    rows = await asyncio.gather(*(row(episode) for episode in episodes))
+    # Its own, closed at its end: the next call may come from another event loop, which cannot use these connections.
+    async with new_client(endpoint) as client:
+        rows = await asyncio.gather(*(row(episode, client) for episode in episodes))
     return [made for made, _ in rows if made is not None], sum(missing for _, missing in rows)
 
 
-async def _score(endpoint: Endpoint, gate: asyncio.Semaphore, question: str, steps: Sequence[str]) -> float | None:
+async def _score(client: openai.AsyncOpenAI, endpoint: Endpoint, question: str, steps: Sequence[str]) -> float | None:
     prompt = f"{RUBRIC}Question: {question}\nDecisions:\n" + "\n".join(f"- {step}" for step in steps)
     for _ in range(_TRIES):
         try:
-            async with gate:
-                response = await client_of(endpoint).chat.completions.create(
-                    model=endpoint.model,
-                    messages=[{"role": "user", "content": prompt}],
-                    temperature=0,
-                    timeout=endpoint.seconds,
-                )
+            response = await client.chat.completions.create(
+                model=endpoint.model,
+                messages=[{"role": "user", "content": prompt}],
+                temperature=0,
+                timeout=endpoint.seconds,
+            )
         except openai.OpenAIError:
             continue
         score = read_score(response.choices[0].message.content or "")

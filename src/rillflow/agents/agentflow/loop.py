@@ -8,7 +8,9 @@ evaluation.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 from rillflow.agents.agentflow.actions import ANSWER, THINK
 from rillflow.agents.agentflow.executor import Executor, tools_of
@@ -21,6 +23,9 @@ from rillflow.agents.memory.task import Memory, TaskMemory
 from rillflow.agents.rewards.process import ProcessReward
 from rillflow.agents.workflows.sequences import Sequences
 from rillflow.contracts import Episode
+
+# One thread: however many episodes ask at once, the model is loaded once, and the node's other threads stay free.
+_LOADER = ThreadPoolExecutor(1, "process-reward-loader")
 
 
 async def play(episode: Episode) -> str | None:
@@ -68,7 +73,8 @@ async def _reward_steps(
     decisions = [step.decision for step in planner.steps if step.decision is not None]
     scores: Iterator[float] = iter(())
     if decisions:
-        model = ProcessReward.shared(options.process_reward)
+        loop = asyncio.get_running_loop()
+        model = await loop.run_in_executor(_LOADER, ProcessReward.shared, options.process_reward)
         (found,) = await model.score(
             [prm_row(question, decisions)], min(options.reward_seconds, episode.seconds_left())
         )

@@ -101,7 +101,12 @@ def says_sufficient(text: str) -> bool:
 
 @cache
 def client_of(endpoint: Endpoint) -> AsyncOpenAI:
-    """One for all episodes of a process: they share its connections."""
+    """One for all episodes of a process: they share its connections, which are those of one event loop."""
+    return new_client(endpoint)
+
+
+def new_client(endpoint: Endpoint) -> AsyncOpenAI:
+    """Whoever asks for it closes it."""
     import openai
 
     key = os.environ.get(endpoint.key_variable, "") if endpoint.key_variable else ""

@@ -110,7 +110,7 @@ class OpenEnv:
         else:
             called = self._session().post(url, json=data)
         async with called as response:
-            body = await response.content.read(LARGEST)
+            body = await _whole(response)
             if response.status != 200:
                 raise ValueError(f"status {response.status}: {body[:500].decode(errors='replace')}")
             return json.loads(body)
@@ -143,6 +143,16 @@ class OpenEnv:
             [str(action) for action in actions] if isinstance(actions, list) else None,
             dict(info) if isinstance(info, Mapping) else {},
         )
+
+
+async def _whole(response: aiohttp.ClientResponse) -> bytes:
+    """The body to its end, in however many pieces it comes; ValueError where it is larger than any answer may be."""
+    body = bytearray()
+    async for piece in response.content.iter_any():
+        body += piece
+        if len(body) > LARGEST:
+            raise ValueError(f"an answer of more than {LARGEST} bytes")
+    return bytes(body)
 
 
 def _object(text: str) -> dict[str, Any] | None:

@@ -1,11 +1,13 @@
 """One question of a reasoning-gym dataset, one answer, scored by the dataset's own scorer.
 
 A payload is the entry (`question`, `answer`, `metadata`) with its `source_dataset`, as `data.*.reasoning_gym` gives it
-and as `prompts` here makes it. Entry i is drawn from its seed + i; the splits' seeds are far apart.
+and as `prompts` here makes it. Entry i is drawn from its seed + i; the splits' seeds are far apart. That source
+makes all of them, in a process whose hash seed is fixed: the same seed gives the same question everywhere.
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import re
 from collections.abc import Iterator, Mapping
@@ -13,7 +15,10 @@ from functools import cache
 from typing import Any
 
 from rillflow.agents.environments.world import Turn, World, check_split, rows
+from rillflow.config import SourceConfig
+from rillflow.dataflow.sources import open_source
 from rillflow.errors import ConfigError
+from rillflow.types import Observation
 
 _FAR = 1 << 30  # between the seeds of the splits
 _MOST = 1 << 20  # prompts of one seed
@@ -23,7 +28,7 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 class ReasoningGym(World):
     """`partial` keeps the scorer's shares of a point; without it only a whole point counts.
 
-    `dataset` and `arguments` make an entry where the payload has no question.
+    `dataset` and `arguments` make an entry where the payload has no question; that takes a process for each episode.
     """
 
     def __init__(self, *, dataset: str | None = None, arguments: dict[str, Any] | None = None, partial: bool = True):
@@ -34,11 +39,17 @@ class ReasoningGym(World):
         self._entry: Mapping[str, Any] = {}
         _gym()
 
-    def begin(self, payload: Mapping[str, Any], seed: int) -> str:
+    async def reset(self, payload: Mapping[str, Any], seed: int) -> Observation:
         if "question" not in payload:
-            if self._dataset is None:
-                raise ConfigError("the payload has no question", "give data.prompts.reasoning_gym, or `dataset` here")
-            payload = next(_entries(self._dataset, 1, int(payload.get("world", seed)), self._arguments))
+            payload = await asyncio.to_thread(self._drawn, int(payload.get("world", seed)))
+        return await super().reset(payload, seed)
+
+    def _drawn(self, seed: int) -> dict[str, Any]:
+        if self._dataset is None:
+            raise ConfigError("the payload has no question", "give data.prompts.reasoning_gym, or `dataset` here")
+        return next(_entries(self._dataset, 1, seed, self._arguments))
+
+    def begin(self, payload: Mapping[str, Any], seed: int) -> str:
         self._entry = payload
         return str(payload["question"])
 
@@ -74,11 +85,11 @@ def prompts(
 
 
 def _entries(dataset: str, count: int, seed: int, arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    gym = _gym()
-    if dataset not in gym.factory.DATASETS:
-        raise ConfigError(f"reasoning-gym has no dataset {dataset!r}", "see reasoning_gym.factory.DATASETS")
-    for entry in gym.create_dataset(dataset, seed=seed, size=count, **arguments):
-        yield {**entry, "source_dataset": entry["metadata"].get("source_dataset", dataset)}
+    if given := {"seed", "size"} & set(arguments):
+        raise ConfigError(f"the arguments have {', '.join(sorted(given))}", "leave them out: they are given")
+    config = SourceConfig(reasoning_gym=dataset, arguments={**arguments, "seed": seed, "size": count})
+    source = open_source(config, seed=0, shuffle=False)
+    yield from (source.at(index).payload for index in range(source.length))
 
 
 @cache

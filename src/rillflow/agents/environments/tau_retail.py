@@ -167,7 +167,7 @@ def schemas() -> list[dict[str, Any]]:
 
 def call(data: Database, name: Any, arguments: Any) -> tuple[str, bool]:
     """What the tool says, and whether the call made sense."""
-    if name not in TOOLS:
+    if not isinstance(name, str) or name not in TOOLS:
         return f"error: no tool {name!r:.80}; there are {', '.join(TOOLS)}", False
     tool = TOOLS[name][0]
     wanted = arguments_of(tool)

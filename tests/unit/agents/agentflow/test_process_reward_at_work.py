@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+import time
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -75,6 +78,23 @@ async def test_each_answer_of_the_planner_gets_its_own_score_and_malformed_ones_
     assert rewards[0] == 0.0
     assert rewards[2] is None
     assert [rewards[1], rewards[3]] == pytest.approx(scores, abs=1e-5)
+
+
+async def test_however_many_episodes_end_at_once_the_model_is_loaded_once_and_beside_the_loop(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+
+    @cache
+    def slow(folder: str) -> ProcessReward:
+        threads.append(threading.current_thread().name)
+        time.sleep(0.3)
+        return ProcessReward(folder, device="cpu")
+
+    monkeypatch.setattr(ProcessReward, "shared", staticmethod(slow))
+    await asyncio.gather(*(played(says("answer", "12"), process_reward=folder) for _ in range(4)))
+    assert len(threads) == 1
+    assert threads[0] != threading.main_thread().name
 
 
 async def test_evaluations_need_no_process_reward(folder: str) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ from rillflow.agents.environments.lessons import demonstrations
 from rillflow.agents.environments.registry import ENVIRONMENTS, environment_factory, target_of
 from rillflow.agents.workflows.game import GameOptions, action_of
 from rillflow.config import resolve_object
-from rillflow.errors import ConfigError
+from rillflow.errors import ConfigError, DataError
 
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)
@@ -84,5 +87,28 @@ async def test_a_question_of_reasoning_gym() -> None:
         assert (await environment.step("many")).reward < 1.0
     drawn = environment_factory("reasoning_gym", {"dataset": "leg_counting"})
     assert await drawn().reset({}, 3) == await drawn().reset({}, 3)
-    with pytest.raises(ConfigError, match="no dataset"):
+    with pytest.raises(DataError, match="moon_counting"):
         await environment_factory("reasoning_gym", {"dataset": "moon_counting"})().reset({}, 3)
+    with pytest.raises(ConfigError, match="the arguments have seed"):
+        list(reasoning_gym.prompts("train", 3, 1, arguments={"seed": 4}))
+
+
+DRAWN = """
+import asyncio, json
+from rillflow.agents.environments.reasoning_gym import ReasoningGym, prompts
+drawn = [row["payload"] for row in prompts("train", 4, 1, dataset="isomorphic_strings")]
+seen = asyncio.run(ReasoningGym(dataset="isomorphic_strings").reset({}, 3))
+print(json.dumps([drawn, seen.text]))
+"""
+
+
+def test_questions_of_reasoning_gym_are_the_same_in_every_process() -> None:
+    """This dataset draws from sets, whose order depends on the hash seed of a process."""
+    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", DRAWN], env=os.environ | {"PYTHONHASHSEED": seed}, stdout=subprocess.PIPE, check=True
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert found[0] == found[1]

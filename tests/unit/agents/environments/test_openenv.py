@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
 
-from rillflow.agents.environments import openenv_server
+from rillflow.agents.environments import openenv, openenv_server
 from rillflow.agents.environments.household import Household, prompts
 from rillflow.agents.environments.openenv import OpenEnv
 from rillflow.agents.environments.openenv_server import OpenEnvServer
@@ -107,11 +108,9 @@ async def test_a_server_that_goes_away_is_lost_and_never_scored() -> None:
     await client.close()
 
 
-@pytest.mark.parametrize("reward", ['"much"', "NaN", "[1]"])
-async def test_a_reward_that_is_none_is_no_reward(reward: str) -> None:
-    async def reset(_: web.Request) -> web.Response:
-        return web.Response(text=f'{{"observation": {{"text": "hi"}}, "reward": {reward}, "done": false}}')
-
+@asynccontextmanager
+async def answering(reset: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> AsyncIterator[OpenEnv]:
+    """A client of a server that answers resets like this."""
     app = web.Application()
     app.router.add_post("/reset", reset)
     runner = web.AppRunner(app)
@@ -119,10 +118,35 @@ async def test_a_reward_that_is_none_is_no_reward(reward: str) -> None:
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     host, port = runner.addresses[0][:2]
     client = OpenEnv(url=f"http://{host}:{port}", transport="http")
-    with pytest.raises(EnvironmentLost, match="reward"):
-        await client.reset({}, 0)
+    yield client
     await client.close()
     await runner.cleanup()
+
+
+@pytest.mark.parametrize("reward", ['"much"', "NaN", "[1]"])
+async def test_a_reward_that_is_none_is_no_reward(reward: str) -> None:
+    async def reset(_: web.Request) -> web.Response:
+        return web.Response(text=f'{{"observation": {{"text": "hi"}}, "reward": {reward}, "done": false}}')
+
+    async with answering(reset) as client:
+        with pytest.raises(EnvironmentLost, match="reward"):
+            await client.reset({}, 0)
+
+
+async def test_an_answer_may_come_in_pieces_but_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def reset(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for piece in (b'{"observation": ', b'{"text": "hi"', b"}}"):
+            await response.write(piece)
+            await asyncio.sleep(0.05)
+        return response
+
+    async with answering(reset) as client:
+        assert (await client.reset({}, 0)).text == "hi"
+        monkeypatch.setattr(openenv, "LARGEST", 20)
+        with pytest.raises(EnvironmentLost, match="more than 20 bytes"):
+            await client.reset({}, 0)
 
 
 async def test_actions_that_must_be_objects(url: str) -> None:

@@ -61,6 +61,7 @@ async def test_a_list_of_guesses_tells_nothing() -> None:
     ("action", "said"),
     [
         ('{"name": "fly", "arguments": {}}', "no tool"),
+        ('{"name": ["get_order"], "arguments": {}}', "no tool"),
         ('{"name": "get_order", "arguments": {"number": "W1"}}', "takes order"),
         ('{"name": "get_order", "arguments": {"order": 1}}', "text"),
         ('{"name": "get_order", "arguments": {"order": "W1"}}', "no such order"),
