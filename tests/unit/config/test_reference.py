@@ -13,7 +13,7 @@ def test_the_page_of_recipe_keys_is_up_to_date() -> None:
 
 
 def test_no_section_of_a_recipe_is_left_out() -> None:
-    written_short = {base.Section, schema.HookConfig, algorithm.AlgorithmConfig}
+    written_short = {base.Section, base.Named, schema.HookConfig, algorithm.AlgorithmConfig}
     sections = {
         kind
         for module in (agents, algorithm, engine, resources, schema, supervised, trainer, weights)

@@ -14,13 +14,16 @@ from rillflow.errors import CorruptData, WeightsError
 from rillflow.weights import delta, previous
 from rillflow.weights.delta import pieces
 from rillflow.weights.delta.container import Part
-from rillflow.weights.delta.format import CODED, RAW, Header, opened, sealed, segment_head
+from rillflow.weights.delta.format import CODED, RAW, SAME, Header, opened, sealed, segment_head, segments
 from rillflow.weights.fingerprint import fingerprint
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed: torch for CUDA brings it", allow_module_level=True)
 
 from rillflow.weights.delta import gpu
+from rillflow.weights.delta.gpu import batch
+from rillflow.weights.delta.gpu import decode as reader
+from rillflow.weights.delta.gpu import encode as writer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # In the interpreter each of these takes many seconds.
@@ -83,6 +86,44 @@ def test_many_tensors_at_once() -> None:
     assert [bits(base) for base, _ in there] == [bits(new) for _, new in pairs]
 
 
+def test_segments_that_have_a_batch_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unchanged, coded and raw segments, several of one tensor; the deltas are opened by several threads."""
+    monkeypatch.setattr(writer, "MOST_LOG2", 12)
+    monkeypatch.setattr(writer, "_BUDGET", 1)
+    monkeypatch.setattr(reader, "_BUDGET", 1)
+    monkeypatch.setattr(reader, "_MANY", 0)
+    base, new = pair(9000, 0.05)
+    new[:4096] = base[:4096]
+    noise = torch.from_numpy(np.random.default_rng(0).integers(-(2**15), 2**15, 4200).astype(np.int16))
+    pairs = [(base, new), (base[:4200], noise.view(torch.bfloat16)), pair(40, 0.0), pair(4097, 0.02)]
+    pairs[3][1][4096] = pairs[3][0][4096]
+    there = [(old.clone().to(DEVICE), to.to(DEVICE)) for old, to in pairs]
+    known = [fingerprint(old) for old, _ in pairs]
+    made = gpu.encode_many(there, known)
+    assert [one[1:] for one in made] == [delta.encode(old, to)[1:] for old, to in pairs]
+    kinds = [[kind for kind, _ in segments(*opened(one.data))] for one in made]
+    assert kinds == [[SAME, CODED, CODED], [RAW, RAW], [SAME], [CODED, SAME]]
+    for (old, to), one in zip(pairs, made, strict=True):
+        assert bits(delta.apply(old, one.data)) == bits(to)
+    given = [(old, one.data) for (old, _), one in zip(there, made, strict=True)]
+    for (old, to), change in zip(pairs, gpu.decode_many(given, known), strict=True):
+        assert bits(applied(old.to(DEVICE), change)) == bits(to)
+    gpu.apply_many_(given)
+    assert [bits(old) for old, _ in there] == [bits(to) for _, to in pairs]
+
+
+def test_segments_and_batches_of_tensors() -> None:
+    weights = [9000, 0, 4096, 1, 4097]
+    spans = batch.spans(np.array(weights), np.array([12, 12, 12, 22, 13]))
+    assert spans.tensor.tolist() == [0, 0, 0, 2, 3, 4]
+    assert spans.start.tolist() == [0, 4096, 8192, 0, 0, 0]
+    assert spans.weights.tolist() == [4096, 4096, 808, 4096, 1, 4097]
+    assert spans.runs() == [(0, 3), (3, 4), (4, 5), (5, 6)]
+    assert spans.part(slice(1, 4)).runs() == [(0, 2), (2, 3)]
+    assert batch.batches(np.array([3, 9, 1, 1, 2]), 4) == [slice(0, 1), slice(1, 2), slice(2, 5)]
+    assert batch.batches(np.array([], np.int64), 4) == []
+
+
 def test_runs_at_once_are_those_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a trainer publishes from a GPU: small tensors joined, several runs in a call."""
     monkeypatch.setattr(previous, "_alike", lambda one, other: True)
@@ -140,6 +181,40 @@ def test_another_base_is_refused() -> None:
         with pytest.raises(WeightsError):
             gpu.apply_gpu_(other, data, known)
     assert bits(other) == before
+
+
+@pytest.mark.parametrize("least", [0, 1 << 30])
+def test_one_damaged_delta_of_many_changes_nothing(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "_MANY", least)
+    pairs = [pair(count, 0.1) for count in (300, 64, 999, 16, 77, 500)]
+    there = [base.clone().to(DEVICE) for base, _ in pairs]
+    made = [bytearray(delta.encode(base, new).data) for base, new in pairs]
+    made[4][-1] ^= 1
+    with pytest.raises(CorruptData):
+        gpu.apply_many_(list(zip(there, made, strict=True)))
+    assert [bits(base) for base in there] == [bits(base) for base, _ in pairs]
+
+
+def test_one_bits_are_those_that_the_table_says() -> None:
+    base = torch.ones(64, dtype=torch.bfloat16)
+    new = base.clone()
+    new.view(torch.int16)[3] += 1
+    there = base.clone().to(DEVICE)
+
+    def made(table: list[int], unary: bytes, to: torch.Tensor) -> bytes:
+        data = bytes(table) + len(unary).to_bytes(4, "little") + unary
+        return sealed(Header(1, 22, 64, fingerprint(base), fingerprint(to)), [segment_head(CODED, len(data)), data])
+
+    # One class, of which one weight changed, by one: after three zeros comes the only one-bit.
+    table = [0, 1, 0, 0, 0]
+    for unary in (b"", b"\x00", b"\x18", b"\x08\x00"):
+        with pytest.raises(CorruptData):
+            gpu.apply_gpu_(there, made(table, unary, new))
+    with pytest.raises(CorruptData):
+        gpu.apply_gpu_(there, made([0, 0], b"\x00", base))
+    assert bits(there) == bits(base)
+    assert bits(gpu.apply_gpu_(there, made([0, 0], b"", base))) == bits(base)
+    assert bits(gpu.apply_gpu_(there, made(table, b"\x08", new))) == bits(new)
 
 
 @pytest.mark.parametrize("seed", range(40 if DEVICE == "cuda" else 4))

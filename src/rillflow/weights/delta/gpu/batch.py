@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from rillflow.weights.delta.format import MOST_LOG2, Layout
+from rillflow.weights.delta.format import Layout
 
 Array = npt.NDArray[Any]
 WORD, _ALIGNED = 8, 16
@@ -23,12 +24,24 @@ BLOCK = 1024
 AT_ONCE = 2
 
 
-class Span(NamedTuple):
-    """Weights of one segment of tensor number `tensor`, from weight `start` on."""
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Segments in their order: of each the number of its tensor, its first weight there, how many it has."""
 
-    tensor: int
-    start: int
-    weights: int
+    tensor: Array
+    start: Array
+    weights: Array
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def part(self, part: slice) -> Spans:
+        return Spans(self.tensor[part], self.start[part], self.weights[part])
+
+    def runs(self) -> list[tuple[int, int]]:
+        """The first segment of each tensor, and the one beyond its last."""
+        firsts = np.flatnonzero(np.diff(self.tensor, prepend=-1)).tolist()
+        return list(zip(firsts, [*firsts[1:], len(self)], strict=True))
 
 
 class Shape(NamedTuple):
@@ -52,15 +65,31 @@ class Shape(NamedTuple):
         return self._asdict()
 
 
-def spans(number: int, weights: int, log2: int = MOST_LOG2) -> list[Span]:
-    size = 1 << log2
-    return [Span(number, start, min(size, weights - start)) for start in range(0, weights, size)]
+def spans(weights: Array, log2: Array | int) -> Spans:
+    """The segments, of 2**log2 weights, of tensors of so many."""
+    size = np.broadcast_to(np.left_shift(1, log2), weights.shape)
+    number = -(-weights // size)
+    tensor = np.repeat(np.arange(len(weights)), number)
+    start = (np.arange(len(tensor)) - (np.cumsum(number) - number)[tensor]) * size[tensor]
+    return Spans(tensor, start, np.minimum(size[tensor], weights[tensor] - start))
+
+
+def batches(costs: Array, budget: int) -> list[slice]:
+    """Runs of segments whose costs fit the budget; at least one each."""
+    found, start, total = [], 0, 0
+    for number, cost in enumerate(costs.tolist()):
+        if number > start and total + cost > budget:
+            found.append(slice(start, number))
+            start, total = number, 0
+        total += cost
+    return [*found, slice(start, len(costs))] if len(costs) else []
 
 
 def words_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory, or a copy if it is not one run that begins and ends at multiples of 16 bytes."""
+    """What holds the tensor's words: itself, or a flat copy if it is not one run that begins and ends at multiples of
+    16 bytes. (Itself, and no view of it: hundreds of views would take longer than all else that is done per tensor.)"""
     if tensor.is_contiguous() and tensor.data_ptr() % _ALIGNED == 0 and tensor.nbytes % _ALIGNED == 0:
-        return tensor.detach().view(-1)
+        return tensor
     flat = tensor.detach().reshape(-1)
     padded = flat.new_zeros(-(-flat.nbytes // _ALIGNED) * _ALIGNED // flat.element_size())
     padded[: len(flat)] = flat
@@ -68,29 +97,28 @@ def words_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Rows:
-    """The table of segments (see `compare`) of one batch, here and on the device."""
+    """The table of segments (see `compare`) of one batch, here and on the device. On the device alone: where each group
+    begins in what is counted per block and class, and the end of it all; and `more`, which travels along."""
 
-    def __init__(self, spans: list[Span], old: Array, new: Array, shape: Shape, device: torch.device) -> None:
+    def __init__(
+        self, spans: Spans, old: Array, new: Array, shape: Shape, classes: int, device: torch.device, *more: Array
+    ) -> None:
         lanes = shape.LANES
         self.spans = spans
-        span = np.array(spans, np.int64).reshape(-1, 3)
-        byte = span[:, 1] * (WORD // lanes)
-        self.table = np.zeros((len(spans), 8), np.int64)
-        self.blocks = -(-span[:, 2] // (BLOCK * lanes))
-        self.table[:, 0], self.table[:, 1] = old[span[:, 0]] + byte, new[span[:, 0]] + byte
-        self.table[:, 2], self.table[:, 3] = span[:, 2], span[:, 1] // lanes
-        self.table[:, 4], self.table[:, 5] = np.cumsum(self.blocks) - self.blocks, self.blocks
-        (self.on_device,) = uploaded([self.table], device)
-        self.count = int(self.blocks.sum())
+        byte = spans.start * (WORD // lanes)
+        blocks = -(-spans.weights // (BLOCK * lanes))
+        self.table = np.zeros((len(blocks), 8), np.int64)
+        self.table[:, 0], self.table[:, 1] = old[spans.tensor] + byte, new[spans.tensor] + byte
+        self.table[:, 2], self.table[:, 3] = spans.weights, spans.start // lanes
+        self.table[:, 4], self.table[:, 5] = np.cumsum(blocks) - blocks, blocks
+        self.count = int(blocks.sum())
+        starts = self.table[:, 4:5] * classes + np.arange(classes) * self.table[:, 5:6]
+        groups = np.append(starts.reshape(-1), self.count * classes)
+        self.on_device, self.group_starts, *self.more = uploaded([self.table, groups, *more], device)
 
     def owner(self) -> torch.Tensor:
         """The segment of each block."""
         return torch.repeat_interleave(self.on_device[:, 5].int(), output_size=self.count)
-
-    def group_starts(self, classes: int) -> torch.Tensor:
-        """Where each group begins in what is counted per block and class, and the end of it all."""
-        starts = self.table[:, 4:5] * classes + np.arange(classes) * self.table[:, 5:6]
-        return uploaded([np.append(starts.reshape(-1), self.count * classes)], self.on_device.device)[0]
 
 
 class Landing:

@@ -8,6 +8,7 @@ changed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
@@ -24,12 +25,12 @@ from rillflow.weights.delta.gpu.batch import (
     Landing,
     Rows,
     Shape,
-    Span,
+    Spans,
     Work,
+    batches,
     exclusive,
     in_turns,
     spans,
-    uploaded,
     words_of,
 )
 from rillflow.weights.delta.gpu.fingerprint import fingerprint_gpu
@@ -38,61 +39,73 @@ _CELLS = BLOCK // 4
 _CHUNK, _CHANGES = 1024, 128
 # A batch has so many of: bytes of deltas, and sixteenths of all weights.
 _BUDGET = 1 << 25
+# So many bytes and more have their checksums computed by several threads, which needs no lock of the interpreter.
+_MANY, _THREADS = 1 << 22, 4
 _MASK = (1 << 64) - 1
 
 
 Pieces = Sequence[tuple[torch.Tensor, Buffer]]
+Opened = tuple[Header, memoryview]
 
 
 class _Piece(NamedTuple):
-    """One tensor and its delta. `odd` are those that the kernels do not read: raw segments, very many classes."""
+    """One tensor and the header of its delta."""
 
     header: Header
     base: torch.Tensor
     words: torch.Tensor
-    segments: list[memoryview]
 
 
 class _Found(NamedTuple):
-    """What a batch found: places and new values in order, and how many come before each cell."""
+    """What a batch found: places and new values in order, and how many come before each cell; on the host, how many
+    come before each segment."""
 
     rows: Rows
     owner: torch.Tensor
     cells_from: torch.Tensor
     places: torch.Tensor
     values: torch.Tensor
+    ends: Array
+
+
+class _Slice(NamedTuple):
+    """Changes of one tensor: their places, to which `start` is to be added, and the new values."""
+
+    places: torch.Tensor
+    start: int
+    values: torch.Tensor
 
 
 class _Job:
-    """The tensors of one dtype, and the changes that are found."""
+    """The tensors of one dtype, and the changes that are found. `odd` are those that the kernels do not read: raw
+    segments, very many classes."""
 
-    def __init__(
-        self, pieces: Sequence[tuple[torch.Tensor, Buffer]], known: Sequence[int] | None, layout: Layout
-    ) -> None:
+    def __init__(self, pieces: Pieces, heads: Sequence[Opened], known: Sequence[int] | None, layout: Layout) -> None:
         self.layout, self.shape, self.device = layout, Shape.of(layout), pieces[0][0].device
         self.known = known
         self.data = [data for _, data in pieces]
         self.odd: set[int] = set()
         self.pieces: list[_Piece] = []
-        self.spans: list[Span] = []
         self.parts: list[memoryview] = []
-        for number, (base, data) in enumerate(pieces):
-            header, body = opened(data)
+        for number, ((base, _), (header, body)) in enumerate(zip(pieces, heads, strict=True)):
             header.check_base(layout, base.numel(), header.base if known is None else known[number])
             parts = list(segments(header, body))
             if any(kind == RAW for kind, _ in parts):
                 self.odd.add(number)
                 parts = [(kind, part[:0]) for kind, part in parts]
-            self.pieces.append(_Piece(header, base, words_of(base), [part for _, part in parts]))
-            self.spans += spans(number, base.numel(), header.segment_log2)
+            self.pieces.append(_Piece(header, base, words_of(base)))
             self.parts += [part for _, part in parts]
+        self.spans = spans(
+            np.array([header.weights for header, _ in heads], np.int64),
+            np.array([header.segment_log2 for header, _ in heads], np.int64),
+        )
+        self.sizes = np.array([len(part) for part in self.parts], np.int64)
         self.addresses = np.array([piece.words.data_ptr() for piece in self.pieces], np.int64)
         self.sums = np.zeros((len(pieces), 2), np.uint64)
-        self.slices: list[list[tuple[torch.Tensor, int, torch.Tensor]]] = [[] for _ in pieces]
         self.found: list[_Found] = []
 
-    def rows(self, some: list[Span]) -> Rows:
-        return Rows(some, self.addresses, self.addresses, self.shape, self.device)
+    def rows(self, some: Spans, classes: int, limits: Array) -> Rows:
+        return Rows(some, self.addresses, self.addresses, self.shape, classes, self.device, limits)
 
     def damaged(self, number: int | None = None) -> CorruptData:
         """What to raise: a wrong base looks like damage to those who believe it, so it is asked for first."""
@@ -101,9 +114,8 @@ class _Job:
         return CorruptData("a delta is damaged", DAMAGED)
 
     def verify(self) -> None:
-        for number, piece in enumerate(self.pieces):
+        for number, (piece, (full, gained)) in enumerate(zip(self.pieces, self.sums.tolist(), strict=True)):
             if number not in self.odd:
-                full, gained = (int(value) for value in self.sums[number])
                 base = full if self.known is None else self.known[number]
                 piece.header.check_base(self.layout, piece.base.numel(), base)
                 piece.header.check_result((base + gained) & _MASK)
@@ -116,8 +128,9 @@ def decode_many(pieces: Pieces, known: Sequence[int] | None = None) -> list[Chan
     """
     found: dict[int, Change] = {}
     for numbers, job in _jobs(pieces, known):
+        slices = _split(job)
         for place, number in enumerate(numbers):
-            found[number] = _change(job, place)
+            found[number] = _change(job, place, slices[place])
     return [found[number] for number in range(len(pieces))]
 
 
@@ -131,12 +144,12 @@ def apply_many_(pieces: Pieces, known: Sequence[int] | None = None) -> None:
     jobs = _jobs(pieces, known)
     odd = [(job, number, _on_host(job, number)) for _, job in jobs for number in sorted(job.odd)]
     for _, job in jobs:
-        for rows, owner, cells_from, places, values in job.found:
+        for rows, owner, cells_from, places, values, _ in job.found:
             expand.scatter[(rows.count,)](
                 rows.on_device, owner, cells_from, places, values, WORDS=BLOCK, CHUNK=_CHANGES, LANES=job.shape.LANES
             )
         for number, piece in enumerate(job.pieces):
-            if number not in job.odd and piece.words.data_ptr() != piece.base.data_ptr():
+            if number not in job.odd and piece.words is not piece.base:
                 _write(piece.base, Change(None, piece.words[: piece.base.numel()]))
     for job, number, change in odd:
         _write(job.pieces[number].base, change)
@@ -153,32 +166,31 @@ def _jobs(pieces: Pieces, known: Sequence[int] | None) -> list[tuple[list[int], 
     by_layout: dict[Layout, list[int]] = {}
     for number, (base, _) in enumerate(pieces):
         by_layout.setdefault(layout_of(base), []).append(number)
-    jobs = [
-        (numbers, _Job([pieces[number] for number in numbers], known and [known[number] for number in numbers], layout))
-        for layout, numbers in by_layout.items()
-    ]
+    heads = _opened([data for _, data in pieces])
+    jobs: list[tuple[list[int], _Job]] = []
+    for layout, numbers in by_layout.items():
+        mine, theirs = [pieces[number] for number in numbers], [heads[number] for number in numbers]
+        jobs.append((numbers, _Job(mine, theirs, known and [known[number] for number in numbers], layout)))
     for _, job in jobs:
-        in_turns([partial(_decode, job, part) for part in _batches(job)])
+        costs = job.sizes + job.spans.weights // 16
+        in_turns([partial(_decode, job, part) for part in batches(costs, _BUDGET)])
         job.verify()
     return jobs
 
 
-def _batches(job: _Job) -> list[slice]:
-    """Runs of segments that fit a batch; at least one each."""
-    found, start, cost = [], 0, 0
-    for number, (span, part) in enumerate(zip(job.spans, job.parts, strict=True)):
-        mine = len(part) + span.weights // 16
-        if number > start and cost + mine > _BUDGET:
-            found.append(slice(start, number))
-            start, cost = number, 0
-        cost += mine
-    return [*found, slice(start, len(job.spans))] if job.spans else []
+def _opened(deltas: Sequence[Buffer]) -> list[Opened]:
+    """`opened` of each."""
+    if sum(map(len, deltas)) < _MANY:
+        return [opened(data) for data in deltas]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        shares = list(pool.map(lambda k: [opened(data) for data in deltas[k::_THREADS]], range(_THREADS)))
+    return [shares[number % _THREADS][number // _THREADS] for number in range(len(deltas))]
 
 
-def _change(job: _Job, number: int) -> Change:
+def _change(job: _Job, number: int, slices: Sequence[_Slice]) -> Change:
     if number in job.odd:
         return _on_host(job, number)
-    piece, slices = job.pieces[number], job.slices[number]
+    piece = job.pieces[number]
     nothing = piece.base.new_empty(0)
     index_K = torch.cat([nothing.long(), *(places.long() + start for places, start, _ in slices)])
     value_K = torch.cat([nothing, *(values.view(nothing.dtype) for _, _, values in slices)])
@@ -211,8 +223,7 @@ def _write(base: torch.Tensor, change: Change) -> None:
 def _decode(job: _Job, part: slice) -> Work:
     """One batch. Yields where it waits for numbers."""
     shape, device = job.shape, job.device
-    rows, parts = job.rows(job.spans[part]), job.parts[part]
-    size = np.array([len(part) for part in parts], np.int64)
+    some, parts, size = job.spans.part(part), job.parts[part], job.sizes[part]
     begin = np.cumsum(size) - size
     # Whole words, and one more than there are.
     buffer = torch.empty(int(size.sum()) // 4 + 2, dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -224,10 +235,10 @@ def _decode(job: _Job, part: slice) -> Work:
     if not state.all():
         raise job.damaged()
     if (state == 2).any():
-        size = _without(job, rows, state, host_limits, size)
+        size = _without(job, some, state, host_limits, size)
     classes = 8 if host_limits[:, 2].max() < 8 else 16
-    data, (limits,) = buffer.to(device, non_blocking=True), uploaded([host_limits], device)
-    owner = rows.owner()
+    rows = job.rows(some, classes, host_limits)
+    data, (limits,), owner = buffer.to(device, non_blocking=True), rows.more, rows.owner()
     sizes = torch.empty(rows.count * classes, dtype=torch.int32, device=device)
     before = torch.empty(rows.count * _CELLS * (classes // 4), dtype=torch.int64, device=device)
     sums = torch.zeros((len(parts), 2), dtype=torch.int64, device=device)
@@ -236,7 +247,7 @@ def _decode(job: _Job, part: slice) -> Work:
         **shape.all,
     )  # fmt: skip
     sizes = exclusive(sizes)
-    (group_sizes,) = yield Landing(torch.diff(sizes[rows.group_starts(classes)]))
+    (group_sizes,) = yield Landing(torch.diff(sizes[rows.group_starts]))
     plans = tables.read(bytes_here, begin, size, group_sizes.reshape(-1, classes), host_limits[:, 2], shape.WIDTH)
     if plans is None:
         raise job.damaged()
@@ -249,16 +260,13 @@ def _decode(job: _Job, part: slice) -> Work:
     expand.gain[(rows.count,)](
         rows.on_device, owner, cells_from, places, values, sums, WORDS=BLOCK, CHUNK=_CHANGES, **shape.bits
     )
+    first_cell = rows.group_starts[::classes] * (_CELLS // classes)
+    fault, sums_here, ends, *unary = yield Landing(found.fault, sums, cells_from[first_cell], *found.unary_seen)
     # As many different places as there are changes, or they are not what the table says.
-    fault = torch.stack([found.fault, (cells_from[-1] != len(places)).int()])
-    (first_cell,) = uploaded([np.append(rows.table[:, 4], rows.count) * _CELLS], device)
-    faults, sums_here, ends = yield Landing(fault, sums, cells_from[first_cell])
-    if faults.any():
+    if fault or ends[-1] != found.number or not found.unary_fits(*unary):
         raise job.damaged()
-    job.found.append(_Found(rows, owner, cells_from, places, values))
-    for s, span in enumerate(rows.spans):
-        job.sums[span.tensor] += sums_here[s].view(np.uint64)
-    _split(job, rows, ends, places, values)
+    job.found.append(_Found(rows, owner, cells_from, places, values, ends))
+    np.add.at(job.sums, some.tensor, sums_here.view(np.uint64))
 
 
 def _popcounts(words: torch.Tensor) -> torch.Tensor:
@@ -267,20 +275,21 @@ def _popcounts(words: torch.Tensor) -> torch.Tensor:
     return counts
 
 
-def _without(job: _Job, rows: Rows, state: Array, starts: Array, size: Array) -> Array:
+def _without(job: _Job, some: Spans, state: Array, starts: Array, size: Array) -> Array:
     """Leave out the tensors of which a segment has too many classes: they are read on the host."""
-    job.odd |= {span.tensor for span, one in zip(rows.spans, state, strict=True) if one == 2}
-    out = np.array([span.tensor in job.odd for span in rows.spans])
+    job.odd |= set(some.tensor[state == 2].tolist())
+    out = np.isin(some.tensor, list(job.odd))
     starts[out] = -1, -1, 0
     return np.where(out, 0, size)
 
 
-def _split(job: _Job, rows: Rows, ends: Array, places: torch.Tensor, values: torch.Tensor) -> None:
-    """Which of a batch's changes belong to which tensor."""
-    tensor = np.array([span.tensor for span in rows.spans])
-    firsts = np.flatnonzero(np.diff(tensor, prepend=-1))
-    for first, beyond in zip(firsts, [*firsts[1:], len(tensor)], strict=True):
-        here = slice(int(ends[first]), int(ends[beyond]))
-        # All blocks before a tensor's last one are full, so its places are in a row.
-        start = rows.spans[first].start - int(rows.table[first, 4]) * BLOCK * job.shape.LANES
-        job.slices[tensor[first]].append((places[here], start, values[here]))
+def _split(job: _Job) -> list[list[_Slice]]:
+    """Which of all changes belong to which tensor."""
+    slices: list[list[_Slice]] = [[] for _ in job.pieces]
+    for rows, _, _, places, values, ends in job.found:
+        for first, beyond in rows.spans.runs():
+            here = slice(int(ends[first]), int(ends[beyond]))
+            # All blocks before a tensor's last one are full, so its places are in a row.
+            start = int(rows.spans.start[first]) - int(rows.table[first, 4]) * BLOCK * job.shape.LANES
+            slices[rows.spans.tensor[first]].append(_Slice(places[here], start, values[here]))
+    return slices

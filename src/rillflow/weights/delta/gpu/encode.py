@@ -6,7 +6,7 @@ decides how many segments it gets.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -26,7 +26,7 @@ from rillflow.weights.delta.format import (
     segment_head,
 )
 from rillflow.weights.delta.gpu import compare, tables
-from rillflow.weights.delta.gpu.batch import Array, Landing, Rows, Shape, Span, Work, in_turns, spans, words_of
+from rillflow.weights.delta.gpu.batch import Array, Landing, Rows, Shape, Work, batches, in_turns, spans, words_of
 from rillflow.weights.delta.gpu.written import CLASSES, Batch, Landed
 
 # Of each segment, 64 runs of up to so many words are looked at before its classes are chosen.
@@ -49,7 +49,7 @@ class _Job:
         self.weights = [base.numel() for base, _ in pairs]
         self.old = np.array([old.data_ptr() for old, _ in self.words], np.int64)
         self.new = np.array([new.data_ptr() for _, new in self.words], np.int64)
-        self.spans = [span for number, weights in enumerate(self.weights) for span in spans(number, weights)]
+        self.spans = spans(np.array(self.weights, np.int64), MOST_LOG2)
         self.segments: list[dict[int, list[Buffer]]] = [{} for _ in pairs]
         self.sums = np.zeros((len(pairs), 2), np.uint64)
         self.changed = np.zeros(len(pairs), np.int64)
@@ -58,23 +58,23 @@ class _Job:
             if not weights:
                 self._seal(number)
 
-    def rows(self, some: list[Span]) -> Rows:
-        return Rows(some, self.old, self.new, self.shape, self.device)
+    def rows(self, part: slice) -> Rows:
+        return Rows(self.spans.part(part), self.old, self.new, self.shape, CLASSES, self.device)
 
     def count(self, rows: Rows, sums: Array, changed: Array) -> None:
         """What a batch's segments add to the fingerprints, and how many of their weights changed."""
-        tensors = [span.tensor for span in rows.spans]
-        np.add.at(self.sums, tensors, sums.view(np.uint64))
-        np.add.at(self.changed, tensors, changed)
+        np.add.at(self.sums, rows.spans.tensor, sums.view(np.uint64))
+        np.add.at(self.changed, rows.spans.tensor, changed)
 
-    def add(self, span: Span, pieces: list[Buffer]) -> None:
-        """The bytes of one segment, which is counted; the tensor's last one makes its delta."""
-        self.segments[span.tensor][span.start] = pieces
-        if len(self.segments[span.tensor]) == -(-self.weights[span.tensor] // (1 << MOST_LOG2)):
-            self._seal(span.tensor)
+    def add(self, rows: Rows, segments: Iterable[list[Buffer]]) -> None:
+        """The bytes of a batch's segments, which are counted; a tensor's last one makes its delta."""
+        for number, start, pieces in zip(rows.spans.tensor.tolist(), rows.spans.start.tolist(), segments, strict=True):
+            self.segments[number][start] = pieces
+            if len(self.segments[number]) == -(-self.weights[number] >> MOST_LOG2):
+                self._seal(number)
 
     def _seal(self, number: int) -> None:
-        full, gained = (int(value) for value in self.sums[number])
+        full, gained = self.sums[number].tolist()
         base = full if self.known is None else self.known[number]
         result = (base + gained) & _MASK
         header = Header(self.layout.code, MOST_LOG2, self.weights[number], base, result)
@@ -97,10 +97,10 @@ def encode_many(
     found: dict[int, Encoded] = {}
     for layout, numbers in by_layout.items():
         job = _Job([pairs[number] for number in numbers], known and [known[number] for number in numbers], layout)
-        if job.spans:
+        if len(job.spans):
             choices = _choose(job)
-            estimates = choices[:, 3].cpu().numpy()
-            in_turns([partial(_encode, job, choices, part) for part in _batches(job.spans, estimates)])
+            costs = choices[:, 3].cpu().numpy() + job.spans.weights // 16
+            in_turns([partial(_encode, job, choices, part) for part in batches(costs, _BUDGET)])
         found |= {number: job.done[place] for place, number in enumerate(numbers)}
     return [found[number] for number in range(len(pairs))]
 
@@ -112,7 +112,7 @@ def encode_gpu(base: torch.Tensor, new: torch.Tensor, known: int | None = None) 
 
 def _choose(job: _Job) -> torch.Tensor:
     """A row of each segment: see `compare.choose`."""
-    rows, count, device = job.rows(job.spans), len(job.spans), job.device
+    rows, count, device = job.rows(slice(None)), len(job.spans), job.device
     histogram = torch.zeros(count * _BINS * _SYMBOLS, dtype=torch.int32, device=device)
     lowest = torch.empty(count, dtype=torch.int32, device=device)
     compare.sample[(count, _SHARES // _ROUNDS)](
@@ -124,52 +124,38 @@ def _choose(job: _Job) -> torch.Tensor:
     return choices
 
 
-def _batches(spans: list[Span], estimates: Array) -> list[slice]:
-    """Runs of segments that fit a batch; at least one each."""
-    found, start, cost = [], 0, 0
-    for number, span in enumerate(spans):
-        mine = int(estimates[number]) + span.weights // 16
-        if number > start and cost + mine > _BUDGET:
-            found.append(slice(start, number))
-            start, cost = number, 0
-        cost += mine
-    return [*found, slice(start, len(spans))]
-
-
 def _encode(job: _Job, choices: torch.Tensor, part: slice) -> Work:
     """One batch, to the bytes of its segments. Yields where it waits for numbers."""
-    rows = job.rows(job.spans[part])
+    rows = job.rows(part)
     batch = Batch(rows, choices[part], job.shape)
     (numbers,) = yield batch.compare(known=job.known is not None)
     if numbers[0]:
         (numbers,) = yield batch.plan(*map(int, numbers))
-        _collect(job, rows, Landed(*(yield batch.write(*map(int, numbers)))))
+        landed = Landed(*(yield batch.write(*map(int, numbers))))
+        job.count(rows, landed.sums, landed.changed)
+        job.add(rows, _segments(job, rows, landed))
         return
     (sums,) = yield Landing(batch.sums)
     job.count(rows, sums, np.zeros(len(sums), np.int64))
-    for span in rows.spans:
-        job.add(span, [segment_head(SAME, 0)])
+    job.add(rows, [[segment_head(SAME, 0)]] * len(sums))
 
 
-def _collect(job: _Job, rows: Rows, landed: Landed) -> None:
+def _segments(job: _Job, rows: Rows, landed: Landed) -> Iterator[list[Buffer]]:
     """The bytes of a batch's segments."""
-    shape = (len(rows.spans), CLASSES, 2 * job.shape.WIDTH)
-    total, members, kinds = (column.reshape(shape) for column in (landed.total, landed.members, landed.kinds))
+    total, members, kinds = landed.table.reshape(3, len(rows.spans), CLASSES, 2 * job.shape.WIDTH)
     table, sizes = tables.write(landed.choices[:, 0], landed.choices[:, 2], total, members, kinds, job.shape.WIDTH)
     unary, fields = landed.unary.view(np.uint8).data, landed.fields.view(np.uint8).data
     unary_at, fields_at = _bytes(landed.unary_end), _bytes(landed.fields_end)
-    job.count(rows, landed.sums, landed.changed)
-    for s, span in enumerate(rows.spans):
+    for s, weights in enumerate(rows.spans.weights.tolist()):
         stream, field = unary[unary_at[s]], fields[fields_at[s]]
         head = table[s, : sizes[s]].tobytes() + len(stream).to_bytes(4, "little")
         size = len(head) + len(stream) + len(field)
         if not landed.changed[s]:
-            pieces: list[Buffer] = [segment_head(SAME, 0)]
-        elif size < span.weights * job.layout.width // 8:
-            pieces = [segment_head(CODED, size) + head, stream, field]
+            yield [segment_head(SAME, 0)]
+        elif size < weights * job.layout.width // 8:
+            yield [segment_head(CODED, size) + head, stream, field]
         else:
-            pieces = _raw(job, span)
-        job.add(span, pieces)
+            yield _raw(job, rows, s)
 
 
 def _bytes(ends: Array) -> list[slice]:
@@ -181,7 +167,8 @@ def _bytes(ends: Array) -> list[slice]:
     return found
 
 
-def _raw(job: _Job, span: Span) -> list[Buffer]:
-    weights = job.words[span.tensor][1][span.start : span.start + span.weights]
-    data = weights.cpu().view(torch.uint8).numpy().tobytes()
+def _raw(job: _Job, rows: Rows, s: int) -> list[Buffer]:
+    tensor, start, weights = (int(column[s]) for column in (rows.spans.tensor, rows.spans.start, rows.spans.weights))
+    flat = job.words[tensor][1].detach().reshape(-1)
+    data = flat[start : start + weights].cpu().view(torch.uint8).numpy().tobytes()
     return [segment_head(RAW, len(data)), data]

@@ -53,9 +53,11 @@ class Found:
             plans.changes_from,
         ]
         maps = [array for chunks in self._chunks for array in (chunks.owner, chunks.chunks_from)]
-        there = uploaded([*whole, plans.unary, *maps], device)
+        # Of each segment: where its first word is among the counts of ones, and its last event among all.
+        seen = [self._chunks[0].chunks_from.astype(np.int64) * _WORDS, np.maximum(plans.unary[:, 3] - 1, 0)]
+        there = uploaded([*whole, plans.unary, *seen, *maps], device)
         self._total, self._kinds, self._events_from, self._fields_from, self._words_from, self._changes_from = there[:6]
-        self._unary, self._maps = there[6], _pairs(there[7:])
+        self._unary, self._seen, self._maps = there[6], there[7:9], _pairs(there[9:])
         self.fault = torch.zeros((), dtype=torch.int32, device=device)
         self._ranks = torch.zeros(self.number, dtype=torch.int32, device=device)
         self._mark(self._places())
@@ -65,23 +67,24 @@ class Found:
         return (len(self._chunks[which].owner),)
 
     def _places(self) -> torch.Tensor:
-        """Where the one-bit of each event is in its stream. As many as there should be, or a fault."""
+        """Where the one-bit of each event is in its stream, if it is there: see `unary_fits`."""
         grid, where = self._grid(0), self._maps[0]
-        places = torch.zeros(int(self._plans.events_from[-1]), dtype=torch.int32, device=self._device)
-        counts = torch.zeros(grid[0] * _WORDS, dtype=torch.int32, device=self._device)
+        places = torch.zeros(max(int(self._plans.events_from[-1]), 1), dtype=torch.int32, device=self._device)
+        counts = torch.empty(grid[0] * _WORDS, dtype=torch.int32, device=self._device)
         if grid[0]:
             expand.count_ones[grid](self._data, self._unary, *where, counts, CHUNK=_WORDS)
         counts = exclusive(counts)
         if grid[0]:
             expand.find_ones[grid](self._data, self._unary, *where, counts, places, CHUNK=_WORDS)
-        begin, end, first, beyond = self._unary.unbind(1)
-        found = torch.diff(counts[where[1].long() * _WORDS])
-        # The last one-bit is in the last byte: nothing may follow it.
-        last = places[(beyond - 1).clamp(min=0)] if len(places) else beyond
-        wrong = (found != beyond - first) | ((beyond > first) & (last // 8 + 1 != (end - begin) // 8))
-        wrong |= (beyond == first) & (end != begin)
-        self.fault += wrong.any()
+        self.unary_seen = counts[self._seen[0]], places[self._seen[1]]
         return places
+
+    def unary_fits(self, ones: Array, last: Array) -> bool:
+        """Whether the streams have the one-bits that the tables say, given `unary_seen`: how many come before each
+        stream, and where the last one of each is, which must be in its last byte: nothing may follow it."""
+        begin, end, first, beyond = self._plans.unary.T
+        size = np.where(beyond > first, last // 8 + 1, 0)
+        return bool(np.all(np.diff(ones) == beyond - first) and np.all(size == (end - begin) // 8))
 
     def _mark(self, places: torch.Tensor) -> None:
         """Ranks and bitmaps, from the events."""
@@ -108,7 +111,7 @@ class Found:
             )  # fmt: skip
 
     def _read_changes(self) -> torch.Tensor:
-        out = torch.zeros(self.number, dtype=torch.int32, device=self._device)
+        out = torch.empty(self.number, dtype=torch.int32, device=self._device)
         if self.number:
             expand.changes[self._grid(3)](
                 self._data, *self._maps[3], self._changes_from, self._kinds, self._total, self._words_from,
@@ -134,8 +137,8 @@ class Found:
     def in_order(
         self, flags: torch.Tensor, cells_from: torch.Tensor, places: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same, ascending."""
-        to_places, to_values = torch.zeros_like(places), torch.zeros_like(values)
+        """The same, ascending: as many as there are flags."""
+        to_places, to_values = torch.empty_like(places), torch.empty_like(values)
         if self.number:
             expand.deliver[(-(-self.number // _CHUNK),)](
                 places, values, flags, cells_from, to_places, to_values, self.number, CHUNK=_CHUNK,

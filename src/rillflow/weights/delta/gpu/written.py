@@ -16,14 +16,12 @@ _CELLS, _SORTED, _CHUNK = 128, 128, 1024
 
 class Landed(NamedTuple):
     """What the host needs: fingerprints' sums, choices and number of changes of each segment; the columns of the
-    tables; both streams, each segment's from a new word on, and the bit each ends at."""
+    tables (items, members, kinds); both streams, each segment's from a new word on, and the bit each ends at."""
 
     sums: Array
     choices: Array
     changed: Array
-    total: Array
-    members: Array
-    kinds: Array
+    table: Array
     unary_end: Array
     unary: Array
     fields_end: Array
@@ -62,10 +60,10 @@ class Batch:
         if not known:
             compare.total[(rows.count,)](rows.on_device, self._owner, self.sums, WORDS=BLOCK, LANES=shape.LANES)
         self._sizes, self._changes = exclusive(sizes[0]), exclusive(sizes[1])
-        at = rows.group_starts(CLASSES)
+        at = rows.group_starts
         self._changes_from = self._changes[at]
         self._group_sizes, changed = torch.diff(self._sizes[at]), torch.diff(self._changes_from)
-        others = (self._choices[:, 1:2] >> 8 * torch.arange(CLASSES, device=self._device) & 1).reshape(-1)
+        others = (self._choices.view(torch.uint8)[:, 8:16] & 1).reshape(-1)  # a byte for each of the eight classes
         self._modes = torch.where((changed > 0) & (changed < self._group_sizes), 1 + others, 0).int()
         coded = torch.where(self._modes == 2, self._group_sizes - changed, changed) * (self._modes > 0)
         self._positions_from = exclusive(coded, torch.int64)
@@ -84,27 +82,29 @@ class Batch:
         del self._records, self._emitted, self._sizes, self._changes
         owner = torch.repeat_interleave(torch.diff(self._chunks_from), output_size=chunks)
         self._chunks, self._chunk = chunks, (owner, self._chunks_from, self._changes_from, ordered)
-        counts = torch.zeros(self._columns * chunks, dtype=torch.int32, device=self._device)
+        counts = self._ints((shape.WIDTH + 1) * chunks)
         streams.count[(chunks,)](*self._chunk, counts, chunks, CHUNK=_CHUNK, WIDTH=shape.WIDTH)
         self._counts = exclusive(counts)
         table = self._ints((6, self._segments * CLASSES * self._columns))
-        self._total, self._members, self._kinds, self._coded, bits, most = table.unbind()
+        self._table, (_, _, self._kinds, self._coded, bits, most) = table[:3], table.unbind()
         streams.plan[(self._segments * CLASSES,)](
             self._group_sizes, self._changes_from, self._chunks_from, self._modes, self._counts, chunks,
             *table.unbind(), WIDTH=shape.WIDTH,
         )  # fmt: skip
-        self._events_from = self._first_events()
+        self._rest_from, self._events_from = self._first_events()
         self._fields_from, self._fields_end = _placed(bits, self._segments)
-        unary_most = _placed(most, self._segments)[1]
-        return Landing(torch.stack([self._events_from[-1], self._fields_end[-1] >> 5, unary_most[-1] >> 5]))
+        unary_most = ((most.view(self._segments, -1).sum(1) + 31) >> 5).sum()
+        return Landing(torch.stack([self._rest_from[-1], self._fields_end[-1] >> 5, unary_most]))
 
-    def _first_events(self) -> torch.Tensor:
-        """Where the events of each subset begin: those of positions are apart from all others."""
+    def _first_events(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the events of each subset begin, positions having none; and where they do with those of positions,
+        which are apart from all others."""
         rest = self._coded.view(-1, self._columns).clone()
         rest[:, 0] = 0
-        found = exclusive(rest, torch.int64)
+        rest_from = exclusive(rest, torch.int64)
+        found = rest_from.clone()
         found[:-1].view(-1, self._columns)[:, 0] = self._positions_from[:-1]
-        return found
+        return rest_from, found
 
     def write(self, events: int, fields_words: int, unary_words: int) -> Landing:
         """Both streams. Lands the fields of `Landed`."""
@@ -114,29 +114,26 @@ class Batch:
             *self._chunk, self._counts, self._chunks, self._kinds, self._coded, self._events_from, self._fields_from,
             rest, fields, CHUNK=_CHUNK, WIDTH=self._shape.WIDTH,
         )  # fmt: skip
-        parts = [part for part in (self._positions, rest) if len(part)]
+        parts = (self._positions, rest)
         ends = [self._gaps(part, fields) for part in parts]
-        is_position = torch.arange(len(self._kinds), device=self._device) % self._columns == 0
-        lengths = torch.zeros_like(self._kinds)
-        for part, part_ends in zip(parts, ends, strict=True):
-            mine = (is_position == (part is self._positions)) & (self._coded > 0)
-            begin = torch.where(mine, self._events_from[:-1], 0)
-            lengths += part_ends[begin + torch.where(mine, self._coded, 0)] - part_ends[begin]
+        # The events of a subset are in a row, and so are the subsets: positions among themselves, and all others.
+        lengths = torch.diff(ends[1][self._rest_from])
+        lengths.view(-1, self._columns)[:, 0] = torch.diff(ends[0][self._positions_from])
         unary_from, unary_end = _placed(lengths, self._segments)
         unary = torch.zeros(unary_words + 1, dtype=torch.int32, device=self._device)
         for part, part_ends in zip(parts, ends, strict=True):
-            grid = (-(-len(part) // _CHUNK),)
-            streams.ones[grid](part, len(part), self._events_from, unary_from, part_ends, unary, CHUNK=_CHUNK)
+            if grid := -(-len(part) // _CHUNK):
+                streams.ones[(grid,)](part, len(part), self._events_from, unary_from, part_ends, unary, CHUNK=_CHUNK)
         changed = torch.diff(self._changes_from[::CLASSES])
-        table = (self._total, self._members, self._kinds)
-        return Landing(self.sums, self._choices, changed, *table, unary_end, unary, self._fields_end, fields)
+        return Landing(self.sums, self._choices, changed, self._table, unary_end, unary, self._fields_end, fields)
 
     def _gaps(self, events: torch.Tensor, fields: torch.Tensor) -> torch.Tensor:
         """Prefix sums of the unary bits of events; the low bits of their gaps go to `fields`."""
         sizes = self._ints(len(events))
-        streams.gaps[(-(-len(events) // _CHUNK),)](
-            events, len(events), self._kinds, self._events_from, self._fields_from, sizes, fields, CHUNK=_CHUNK
-        )
+        if grid := -(-len(events) // _CHUNK):
+            streams.gaps[(grid,)](
+                events, len(events), self._kinds, self._events_from, self._fields_from, sizes, fields, CHUNK=_CHUNK
+            )
         return exclusive(sizes)
 
 
@@ -148,6 +145,7 @@ def _placed(bits: torch.Tensor, segments: int) -> tuple[torch.Tensor, torch.Tens
     sums = exclusive(bits, torch.int64)
     whole = sums[:: len(bits) // segments]
     words = exclusive((torch.diff(whole) + 31) >> 5)
-    begin = (words[:-1] << 5) - whole[:-1]
+    first = words << 5
+    begin = first[:-1] - whole[:-1]
     places = (sums[:-1].view(segments, -1) + begin[:, None]).reshape(-1)
-    return places, torch.cat([whole[1:] + begin, words[-1:] << 5])
+    return places, torch.cat([whole[1:] + begin, first[-1:]])
