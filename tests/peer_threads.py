@@ -17,16 +17,34 @@ from rillflow.trainer.parallel.distributed import Distributed
 T = TypeVar("T")
 
 
+# Gloo tells others the port before it listens there: another program of the machine may have it by then.
+_TRIES = 3
+
+
 def as_peers(ranks: int, work: Callable[[Distributed], T], *, seconds: float = 20.0) -> list[T]:
     """What `work` gives on each rank. The first error of a rank is raised once all have ended."""
+    groups = _groups(ranks, seconds)
+    with ThreadPoolExecutor(ranks) as pool:
+        running = [
+            pool.submit(lambda rank: work(Distributed(rank, ranks, groups[rank])), rank) for rank in range(ranks)
+        ]
+    return [future.result() for future in running]
+
+
+def _groups(ranks: int, seconds: float, tries: int = _TRIES) -> list[ProcessGroupGloo]:
     store = HashStore()
 
-    def run(rank: int) -> T:
+    def join(rank: int) -> ProcessGroupGloo:
         options = ProcessGroupGloo._Options()
         options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         options._timeout = timedelta(seconds=seconds)
-        return work(Distributed(rank, ranks, ProcessGroupGloo(store, rank, ranks, options)))
+        return ProcessGroupGloo(store, rank, ranks, options)
 
     with ThreadPoolExecutor(ranks) as pool:
-        running = [pool.submit(run, rank) for rank in range(ranks)]
-    return [future.result() for future in running]
+        joining = [pool.submit(join, rank) for rank in range(ranks)]
+    try:
+        return [future.result() for future in joining]
+    except RuntimeError as error:
+        if tries == 1 or "connectFullMesh" not in str(error):
+            raise
+    return _groups(ranks, seconds, tries - 1)

@@ -33,8 +33,8 @@ class Surroundings:
 
 
 async def open_surroundings(recipe: Recipe) -> tuple[Surroundings, OpenToolbox]:
-    """The toolbox is the caller's to close."""
-    toolbox = await open_toolbox(recipe.tools)
+    """The toolbox is the caller's to close; it is opened last, so an error leaves nothing open."""
     hook = recipe.environment
     made = None if hook is None else environment_factory(hook.name, hook.options)
+    toolbox = await open_toolbox(recipe.tools)
     return Surroundings(recipe.roles, recipe.options, toolbox, made), toolbox

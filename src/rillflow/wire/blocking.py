@@ -62,8 +62,9 @@ async def in_daemon(
     ended: Callable[[], None] = lambda: None,
 ) -> T:
     """`work` in a daemon thread of its own, for code that may hang: one that never returns holds nothing up, not even
-    the exit of the process. `exited` words what is no Exception, such as sys.exit(), which must not end the thread
-    without a word; `ended` is called on the loop once the thread is done, also when nobody waits any more."""
+    the exit of the process. A StopIteration is raised as RuntimeError, as in a coroutine. `exited` words what is no
+    Exception, such as sys.exit(), which must not end the thread without a word; `ended` is called on the loop once the
+    thread is done, also when nobody waits any more."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -81,6 +82,9 @@ async def in_daemon(
         failure: Exception | None = None
         try:
             result.append(work())
+        except StopIteration as error:  # which no future takes
+            failure = RuntimeError(f"StopIteration: {error}")
+            failure.__cause__ = error
         except Exception as error:
             failure = error
         except BaseException as error:

@@ -34,8 +34,15 @@ def text_of(answer: Any) -> str:
 
 def inside(text: str, tag: str) -> str | None:
     """What the last `<tag>…</tag>` of a text holds, without the space around it; None where there is none."""
-    found = re.findall(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", text, re.DOTALL)
-    return found[-1].strip() if found else None
+    opened, closed = f"<{tag}>", f"</{tag}>"
+    held, start = None, text.find(opened)
+    while start >= 0:
+        end = text.find(closed, start + len(opened))
+        if end < 0:
+            break
+        held = text[start + len(opened) : end]
+        start = text.find(opened, end + len(closed))
+    return held if held is None else held.strip()
 
 
 def last_number(text: str) -> str | None:

@@ -7,6 +7,7 @@ it does it, is 0; a sandbox that fails, or a prompt without tests, is no reward.
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -16,11 +17,12 @@ from pydantic import Field
 from rillflow.agents.rewards.answers import text_of
 from rillflow.agents.rewards.shipped import ShippedReward
 from rillflow.agents.sandbox import Asserts, Check, Pairs, SandboxConfig, Tests, code_of, shared
-from rillflow.config.base import Seconds
+from rillflow.config.base import Positive, Seconds
 from rillflow.errors import RewardError, SandboxError
 
 _LONGEST = 1 << 18  # characters of a program
 _ATTEMPTS = 2  # a sandbox that failed is started anew
+_RUNNING = max(4, os.cpu_count() or 4)
 
 
 class Code(ShippedReward):
@@ -32,6 +34,7 @@ class Code(ShippedReward):
         "bubblewrap", description="`process` is weaker, only for code that you would run by hand"
     )
     packages: tuple[str, ...] = Field((), description="packages that programs may import: numpy, …")
+    running: Positive = Field(_RUNNING, description="gradings at one time; others wait")
 
     async def prepare(self) -> None:
         """Have the pool warm before the first answer; where there can be none, that is said now."""
@@ -54,7 +57,7 @@ class Code(ShippedReward):
         return verdict.passed / verdict.total if self.partial else float(verdict.ok)
 
     def _sandbox(self) -> SandboxConfig:
-        return SandboxConfig(isolation=self.isolation, packages=self.packages)
+        return SandboxConfig(isolation=self.isolation, packages=self.packages, running=self.running)
 
 
 def tests_of(payload: Mapping[str, Any]) -> Tests:
@@ -63,7 +66,8 @@ def tests_of(payload: Mapping[str, Any]) -> Tests:
         setup = [*payload.get("test_imports", ()), payload.get("test_setup_code") or ""]
         return Asserts(tuple(map(str, payload["test_list"])), "\n".join(map(str, setup)).strip())
     if payload.get("test") and payload.get("entry_point"):
-        return Check(str(payload["test"]), str(payload["entry_point"]))
+        name = str(payload["entry_point"])
+        return Check(str(payload["test"]), name, _given(payload.get("prompt"), name))
     inputs, outputs = payload.get("inputs"), payload.get("outputs")
     if isinstance(inputs, list) and isinstance(outputs, list) and inputs and len(inputs) == len(outputs):
         return Pairs(tuple((str(given), str(wanted)) for given, wanted in zip(inputs, outputs, strict=True)))
@@ -73,16 +77,23 @@ def tests_of(payload: Mapping[str, Any]) -> Tests:
     )
 
 
+def _given(prompt: Any, name: str) -> str:
+    """What the prompt defines before the function that is asked for, which is left as a stub: the prompt may end
+    anywhere within it. Tests use these helpers, so they are not taken from the candidate."""
+    begun = _definition(prompt, name) if isinstance(prompt, str) else None
+    return f"{prompt[: begun.end()]}(): pass\n" if begun else ""
+
+
 def candidate_of(payload: Mapping[str, Any], answer: str) -> str:
     """The program of an answer, behind the prompt's own code where it has some (imports, functions that are given);
     an answer that only goes on where the prompt's function begins is its end."""
     code = code_of(answer)
     prompt, name = payload.get("prompt"), payload.get("entry_point")
-    if not isinstance(prompt, str) or not isinstance(name, str) or not _defines(prompt, name):
+    if not isinstance(prompt, str) or not isinstance(name, str) or not _definition(prompt, name):
         return code
-    return f"{prompt}\n    pass\n\n{code}" if _defines(code, name) else prompt + code
+    return f"{prompt}\n    pass\n\n{code}" if _definition(code, name) else prompt + code
 
 
-def _defines(code: str, name: str) -> bool:
+def _definition(code: str, name: str) -> re.Match[str] | None:
     """Looked for in the text: what a model wrote is not parsed in this process."""
-    return re.search(rf"^(async +def|def|class) +{re.escape(name)}\b", code, re.MULTILINE) is not None
+    return re.search(rf"^(async +def|def|class) +{re.escape(name)}\b", code, re.MULTILINE)

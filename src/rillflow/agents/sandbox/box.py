@@ -38,6 +38,12 @@ class Box:
         readers, writers = zip(os.pipe(), os.pipe(), strict=True)
         try:
             cell.ask([theirs.fileno(), *writers, keeper.fileno()])
+        except BaseException:
+            for reader in readers:
+                os.close(reader)
+            self._channel.close()
+            self._life.close()
+            raise
         finally:
             for end in (theirs, keeper):
                 end.close()

@@ -42,13 +42,16 @@ async def grade(pool: Pool, code: str, tests: Tests, seconds: float) -> Verdict:
 def _task(tests: Asserts | Check | Cases) -> dict[str, Any]:
     """The judge's task, less the nonce."""
     if isinstance(tests, Cases):
-        return {
-            "kind": "cases",
-            "cases": [[one.function, one.arguments, one.keywords, one.expected] for one in tests.cases],
-        }
+        return {"kind": "cases", "cases": [case.plain() for case in tests.cases]}
     if isinstance(tests, Check):
-        return {"kind": "check", "setup": "", "tests": [tests.test], "entry_point": tests.entry_point}
-    return {"kind": "asserts", "setup": tests.setup, "tests": list(tests.tests), "entry_point": ""}
+        return {
+            "kind": "check",
+            "given": tests.setup,
+            "setup": "",
+            "tests": [tests.test],
+            "entry_point": tests.entry_point,
+        }
+    return {"kind": "asserts", "given": "", "setup": tests.setup, "tests": list(tests.tests), "entry_point": ""}
 
 
 class _Grading:
@@ -86,7 +89,7 @@ class _Grading:
                 end.close()
         try:
             said = await self._candidate.hear()
-            self._cause = "" if said == {"defined": True} else str(said)[:500]
+            self._cause = "" if said == {"defined": True} else _cause_of(said)
         except Left:
             self._cause = await self._why_gone()
         return not self._cause
@@ -122,15 +125,20 @@ class _Grading:
         return f"the candidate left before its time (exit code {code})"
 
 
+def _cause_of(said: Any) -> str:
+    """Why the candidate's code did not run, in its own words where it has some; never empty."""
+    return said[:500] if isinstance(said, str) and said else "the candidate said something that is no answer"
+
+
 async def _grade_pairs(pool: Pool, code: str, tests: Pairs, seconds: float) -> tuple[list[bool], str]:
-    """Each input in a sandbox of its own; the outputs are compared here, as text. One deadline for all."""
-    deadline = time.monotonic() + seconds
-    cases, cause = [], ""
+    """Each input in a sandbox of its own; the outputs are compared here, as text. The seconds are those that the
+    program itself takes for all of them: waiting for turns that others have is not its doing."""
+    left, cases, cause = seconds, [], ""
     for index, (given, wanted) in enumerate(tests.pairs):
-        left = deadline - time.monotonic()
         fault = f"timeout: not done within {seconds:g} seconds"
         if left > 0:
             result = await run_program(pool, code, given, left, {})
+            left -= result.seconds
             finished = result.status == "ok" or (result.status == "exit" and result.code == 0)
             same = _lines(result.stdout) == _lines(wanted)
             fault = "" if finished and same else "another output" if finished else result.status

@@ -57,8 +57,9 @@ async def _end(box: Box, within: float) -> int | None:
 def _status(box: Box, said: object, code: int) -> Status:
     if box.overflowed:
         return "output"
-    if isinstance(said, dict) and said.get("status") in _SAID and code >= 0:
-        return _SAID[said["status"]]
+    word = said.get("status") if isinstance(said, dict) else None  # whatever the code inside made of it
+    if isinstance(word, str) and word in _SAID and code >= 0:
+        return _SAID[word]
     if code == _SIGXCPU:
         return "timeout"
     return "killed" if code < 0 else "exit"

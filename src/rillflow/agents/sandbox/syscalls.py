@@ -67,6 +67,8 @@ _REFUSED = {
     "memfd_secret": (447, 447),
     "process_mrelease": (448, 448),
     "shmget": (29, 194),
+    "semget": (64, 190),
+    "msgget": (68, 186),
     "mq_open": (240, 180),
     "vhangup": (153, 58),
 }

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
+from rillflow.agents.sandbox.inside.values import NotPlain, pack
+
 _LINES, _LINE = 1000, 4000  # what a model wrote is read here, so it is bounded
-_FENCE = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_FENCE = "```"
+_LANGUAGE = re.compile(r"[ \t]*(\w*)")
 
 
 class Asserts(msgspec.Struct, frozen=True):
@@ -20,10 +24,16 @@ class Asserts(msgspec.Struct, frozen=True):
 
 
 class Check(msgspec.Struct, frozen=True):
-    """A function `check(candidate)`, as in HumanEval: one test. It is code: its author is trusted."""
+    """A function `check(candidate)`, as in HumanEval: one test. It is code: its author is trusted.
+
+    `setup` is code of the same author that the test finds defined (helpers that the prompt gives): it runs with the
+    test, so a candidate that defines the same names changes nothing. Only its classes and the entry point are the
+    candidate's: instances have to be where they are handed over.
+    """
 
     test: str
     entry_point: str
+    setup: str = ""
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -33,6 +43,10 @@ class Case(msgspec.Struct, frozen=True):
     arguments: tuple[Any, ...]
     expected: Any
     keywords: dict[str, Any] = {}
+
+    def plain(self) -> list[Any]:
+        """As the judge gets it."""
+        return [self.function, self.arguments, self.keywords, self.expected]
 
 
 class Cases(msgspec.Struct, frozen=True):
@@ -49,7 +63,8 @@ Tests = Asserts | Check | Cases | Pairs
 
 
 def literal_cases(text: str) -> Cases:
-    """The lines `assert f(literals) == literal` of a text as values; everything else in it is left out."""
+    """The lines `assert f(literals) == literal` of a text as values; everything else in it is left out, and so are
+    literals that cannot be sent (`...`, what is nested too deep)."""
     lines = [line.strip() for line in text.splitlines()[:_LINES]]
     found = (_case(line) for line in lines if len(line) <= _LINE)
     return Cases(tuple(case for case in found if case is not None))
@@ -70,16 +85,33 @@ def _case(line: str) -> Case | None:
                 if len(named) < len(keywords):
                     return None
                 values = tuple(ast.literal_eval(one) for one in arguments)
-                return Case(name, values, ast.literal_eval(expected), named)
-    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+                case = Case(name, values, ast.literal_eval(expected), named)
+                pack({"cases": [case.plain()]})
+                return case
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError, NotPlain):
         pass
     return None
 
 
 def code_of(answer: str) -> str:
     """The program in an answer: the last fenced block that says Python, else the last one, else the whole text."""
-    blocks = _FENCE.findall(answer)
+    blocks = list(_blocks(answer))
     python = [body for language, body in blocks if language.lower() in ("python", "py", "python3")]
     if python:
-        return str(python[-1])
-    return str(blocks[-1][1]) if blocks else answer
+        return python[-1]
+    return blocks[-1][1] if blocks else answer
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Language and content of each fenced block; the last may go on to the end. Each character is looked at a fixed
+    number of times: what a model wrote must not hold up the loop."""
+    start = text.find(_FENCE)
+    while start >= 0:
+        line = text.find("\n", start)
+        if line < 0:
+            return
+        end = text.find(_FENCE, line)
+        named = _LANGUAGE.match(text, start + len(_FENCE))
+        assert named is not None  # it matches nothing, too
+        yield named[1], text[line + 1 : end if end >= 0 else None]
+        start = text.find(_FENCE, end + len(_FENCE)) if end >= 0 else -1

@@ -20,6 +20,15 @@ from rillflow.errors import ToolError
 
 MAX_LENGTH = 1000
 MAX_BITS = 4096  # of a whole number
+MAX_DIGITS = 400  # that `round` may be asked for
+
+
+def _round(number: Any, digits: Any = None) -> Any:
+    """Python's, with bounded digits: for a whole number it computes 10 to their power."""
+    if isinstance(digits, int) and abs(digits) > MAX_DIGITS:
+        raise OverflowError("round: too many digits")
+    return round(number, digits)
+
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -34,7 +43,7 @@ _UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.UAdd: operator.pos,
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{name: getattr(math, name) for name in ("sqrt", "exp", "log", "sin", "cos", "tan", "floor", "ceil")},
     "abs": abs,
-    "round": round,
+    "round": _round,
     "min": min,
     "max": max,
 }

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
 from rillflow.agents.sandbox import Sandbox, SandboxConfig
 from rillflow.agents.tools.functions import tool_of
+from rillflow.errors import SandboxError
 
 if TYPE_CHECKING:
     from rillflow.agents.sandbox import Result
@@ -26,15 +28,23 @@ class Python(SandboxConfig):
     """The options are the sandbox's."""
 
     async def open(self, timeout: float, stack: AsyncExitStack) -> Tool:
-        """The program's own limit is a little shorter than the call's, so that its output is seen, too."""
-        sandbox = Sandbox(SandboxConfig(**self.model_dump()))
+        """The program's own limit and the wait for its turn are together a little shorter than the call's: its output
+        is seen, and a sandbox that is busy is an error of ours, not told to the model as its own."""
+        seconds, wait = min(self.seconds, timeout * 0.8), min(self.wait, timeout * 0.15)
+        sandbox = Sandbox(SandboxConfig(**self.model_dump() | {"wait": wait}))
         await asyncio.to_thread(sandbox.open)
         stack.callback(sandbox.close)
-        seconds = min(self.seconds, timeout * 0.8)
 
         async def python(code: str) -> str:
             """Run a Python program and read what it prints and the value of its last expression."""
-            return shown(await sandbox.run(code, seconds=seconds))
+            latest = time.monotonic() + timeout - wait - seconds
+            try:
+                result = await sandbox.run(code, seconds=seconds)
+            except SandboxError:
+                if time.monotonic() > latest:  # it could not have all its time again
+                    raise
+                result = await sandbox.run(code, seconds=seconds)
+            return shown(result)
 
         return tool_of(python, timeout=timeout)
 

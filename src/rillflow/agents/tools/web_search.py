@@ -26,6 +26,10 @@ from rillflow.errors import ConfigError, EnvironmentLost, ToolError
 _ATTEMPTS = 4
 _BACKOFF = 0.25  # seconds before the second attempt, doubled for each one after
 _MOST = 4 << 20  # bytes of an answer
+_SHARE = 0.8  # of the call's time, for the service: that it hangs is noticed here, not by the toolbox
+_REFUSED = (400, 422)  # statuses that speak of the query
+_UP = "look whether the service is up"
+_SERVICE = "is this the service?"
 
 
 class _Request(NamedTuple):
@@ -58,7 +62,13 @@ class WebSearch(Section):
             if not query.strip():
                 raise ToolError("the query is empty")
             request = _request(self.service, query, key, self.results)
-            found = await _asked(session, base, request)
+            try:
+                async with asyncio.timeout(timeout * _SHARE):
+                    found = await _asked(session, base, request)
+            except TimeoutError:
+                raise EnvironmentLost(
+                    f"web_search: {base} does not answer within {timeout * _SHARE:.3g} s", _UP
+                ) from None
             return listed(_results(self.service, found)[: self.results], self.characters)
 
         return tool_of(web_search, timeout=timeout)
@@ -102,12 +112,14 @@ async def _asked(session: aiohttp.ClientSession, base: str, request: _Request) -
                 if response.status == 429 or response.status >= 500:
                     wrong = f"status {response.status}"
                     continue
-                if response.status != 200:
+                if response.status in _REFUSED:
                     raise ToolError(f"the search refuses this query (status {response.status})")
+                if response.status != 200:
+                    raise EnvironmentLost(f"web_search: {base} answers with status {response.status}", _SERVICE)
                 return await _json(response, base)
         except aiohttp.ClientError as error:
             wrong = f"{type(error).__name__}: {error}"
-    raise EnvironmentLost(f"web_search: {base} does not answer: {wrong:.300}", "look whether the service is up")
+    raise EnvironmentLost(f"web_search: {base} does not answer: {wrong:.300}", _UP)
 
 
 async def _json(response: aiohttp.ClientResponse, base: str) -> Mapping[str, Any]:
@@ -115,11 +127,11 @@ async def _json(response: aiohttp.ClientResponse, base: str) -> Mapping[str, Any
     async for block in response.content.iter_any():
         body += block
         if len(body) > _MOST:
-            raise EnvironmentLost(f"web_search: {base} answers with more than {_MOST} bytes", "is this the service?")
+            raise EnvironmentLost(f"web_search: {base} answers with more than {_MOST} bytes", _SERVICE)
     try:
         found = json.loads(body)
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise EnvironmentLost(f"web_search: {base} answers with something else than JSON", "is this the service?")
+        raise EnvironmentLost(f"web_search: {base} answers with something else than JSON", _SERVICE)
     return found

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import time
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rillflow.agents.rewards.answers import golds, inside, last_number, text_of
 from rillflow.errors import RewardError
@@ -32,6 +36,21 @@ def test_what_is_no_text_is_no_reward() -> None:
 def test_what_a_tag_holds() -> None:
     assert inside("<answer>3</answer> no: <answer>\n4 </answer>.", "answer") == "4"
     assert inside("<answer>4", "answer") is None
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(st.sampled_from(["<a>", "</a>", "<a", ">", "/", " ", "\n", "x", "<b>", "</b>"]), max_size=12))
+def test_what_a_tag_holds_is_what_the_pattern_found(parts: list[str]) -> None:
+    text = "".join(parts)
+    found = re.findall(r"<a>(.*?)</a>", text, re.DOTALL)
+    assert inside(text, "a") == (found[-1].strip() if found else None)
+
+
+@pytest.mark.parametrize("text", ["<answer>" * 50_000, "<answer></answer>" * 50_000, "</answer>" * 50_000])
+def test_finding_a_tag_takes_no_longer_than_reading(text: str) -> None:
+    started = time.process_time()
+    inside(text, "answer")
+    assert time.process_time() - started < 2
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -11,7 +12,8 @@ import threading
 import psutil
 import pytest
 
-from rillflow.agents.rewards.grading.pool import GraderPool
+from rillflow.agents.rewards.grading import pool as grading_pool
+from rillflow.agents.rewards.grading.pool import Grader, GraderPool
 from rillflow.agents.rewards.grading.worker import Order
 from rillflow.errors import RewardError
 
@@ -69,6 +71,25 @@ def test_there_are_no_more_graders_than_the_pool_may_have() -> None:
     finally:
         pool.close()
     assert len(graders()) == before
+
+
+async def test_a_grading_that_was_given_up_asks_no_grader(pool: GraderPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grading_pool, "shared_pool", lambda: pool)
+    asked: list[Order] = []
+    monkeypatch.setattr(Grader, "grade", lambda self, order: asked.append(order))
+    pool._free.acquire()
+    before = set(threading.enumerate())
+    grading = asyncio.create_task(grading_pool.grade("pattern", 30.0, pattern="a", text="a"))
+    await asyncio.sleep(0)
+    (waiting,) = set(threading.enumerate()) - before
+    grading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await grading
+    pool._free.release()
+    await asyncio.to_thread(waiting.join, 60)
+    assert asked == []
+    assert pool._free.acquire(timeout=60)  # and its slot is free again
+    pool._free.release()
 
 
 def test_graders_end_with_the_process_that_asked_them() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rillflow.agents.rewards.qa import f1, normalised
+from rillflow.agents.rewards.qa import exact, f1, normalised
 from rillflow.agents.rewards.registry import make_reward
 from rillflow.errors import RewardError
 
@@ -20,11 +20,31 @@ def test_normalising_takes_away_what_does_not_count() -> None:
         ("cat cat", "cat", 2 / 3),  # a word counts as often as it is there
         ("dog", "cat", 0.0),
         ("", "cat", 0.0),
-        ("a", "the", 1.0),  # nothing is left of either
+        ("a", "the", 0.0),  # nothing is left of either, and they are not the same
+        ("The", "the", 1.0),
+        ("", "", 1.0),
     ],
 )
 def test_f1_of_words(answer: str, gold: str, score: float) -> None:
     assert f1(answer, [gold]) == pytest.approx(score)
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "score"),
+    [
+        ("the", "A", 0),
+        ("?", "A", 0),
+        ("a.", "A", 1),
+        ("(A)", "A", 1),
+        ("an", "?!", 0),
+        ("!?", "?!", 0),
+        (" ?! ", "?!", 1),
+    ],
+)
+def test_a_right_answer_of_which_nothing_is_left_is_compared_as_it_is(answer: str, gold: str, score: float) -> None:
+    assert exact(answer, [gold]) == score
+    assert exact(answer, ["Paris", gold]) == score
+    assert f1(answer, [gold]) == score
 
 
 async def test_the_best_of_several_right_answers_counts() -> None:

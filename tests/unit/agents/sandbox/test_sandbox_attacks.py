@@ -184,6 +184,26 @@ def double(x):
     "output": "def double(x):\n    while True:\n        print('x' * 10000)",
     "errors": "import sys\nwhile True:\n    sys.stderr.write('x' * 10000)",
 }
+# What a test may hand back to the candidate or show: a fault of the sandbox would be no reward, and not 0.
+HANDED_BACK = {
+    "an iterator": "def double(x):\n    return iter([x])",
+    "an iterator without end": "import itertools\ndef double(x):\n    return itertools.count()",
+    "a value as deep as can be": "def double(x):\n    for _ in range(99):\n        x = [x]\n    return x",
+    "a number that is too long to be written": "def double(x):\n    return 10 ** 5000",
+    "a value that cannot be told": "class Odd:\n    pass\ndef double(x):\n    return [Odd()]",
+}
+ON_THE_CHANNEL = """
+import os, struct
+def say(value):
+    body = pack(value)
+    for number in range(3, 20):
+        try:
+            os.write(number, struct.pack("<I", len(body)) + body)
+        except OSError:
+            pass
+from inside.values import pack
+"""
+FRAMES = ["{'status': []}", "{'status': {}, 'value': 1}", "16 ** 8000", "''", "[]", "iter([1])", "{'defined': 2}"]
 PAST_THE_LIMIT = {
     "sleep": "import time\ndef double(x):\n    time.sleep(1000)",
     "sleep at import": "import time\ntime.sleep(1000)",
@@ -239,6 +259,50 @@ def test_an_attack_scores_nothing(sandbox: Sandbox, attack: str) -> None:
     assert verdict.passed == 0
     assert verdict.total == 3
     assert verdict.cause
+
+
+@pytest.mark.parametrize("value", HANDED_BACK)
+def test_what_a_candidate_returns_is_never_the_sandboxs_fault(sandbox: Sandbox, value: str) -> None:
+    tests = Asserts(("assert double(double(3)) == 12", "assert double(3) == 6, double(3)", "assert {6: 1}[double(3)]"))
+    verdict = sandbox.grade_sync(HANDED_BACK[value], tests)
+    assert (verdict.passed, verdict.total) == (0, 3)
+    assert verdict.cause
+
+
+@pytest.mark.parametrize("frame", FRAMES)
+def test_what_a_candidate_says_on_its_channel_is_never_the_sandboxs_fault(sandbox: Sandbox, frame: str) -> None:
+    code = f"{ON_THE_CHANNEL}say({frame})\n"
+    verdict = sandbox.grade_sync(code + WRONG, TESTS)
+    assert verdict.passed == 0
+    assert verdict.cause
+    assert sandbox.run_sync(code).status in ("ok", "exit")
+    assert not sandbox.grade_sync(code, Pairs((("3", "6"),))).ok
+
+
+def test_an_end_of_iteration_is_no_way_out_of_a_loop_of_the_tests(sandbox: Sandbox) -> None:
+    tests = Asserts(("assert all(map(lambda case: double(case[0]) == case[1], [(3, 6), (4, 8)]))",))
+    assert sandbox.grade_sync(HONEST, tests).ok
+    for name in ("StopIteration", "StopAsyncIteration"):
+        assert not sandbox.grade_sync(f"def double(x):\n    raise {name}", tests).ok
+
+
+def test_a_helper_that_the_prompt_gives_is_not_the_candidates(sandbox: Sandbox) -> None:
+    given = "def encode(text):\n    return text[::-1] + '!'\n\n\ndef decode(): pass\n"
+    test = "def check(candidate):\n    assert candidate(encode('abc')) == decode('cba!') == 'abc'\n"
+    honest, lies = "def decode(text):\n    return text[-2::-1]\n", "def encode(text):\n    return text\n"
+    assert sandbox.grade_sync(honest, Check(test, "decode", given)).ok
+    assert sandbox.grade_sync(honest + lies, Check(test, "decode", given)).ok
+    for code in (lies + "def decode(text):\n    return 'abc' if text == 'abc' else text\n", lies, ""):
+        assert not sandbox.grade_sync(code, Check(test, "decode", given)).ok, code
+
+
+def test_a_class_that_the_prompt_gives_is_the_candidates_since_it_gets_the_instances(sandbox: Sandbox) -> None:
+    given = "class Node:\n    def __init__(self, value):\n        self.value = value\n\n\n"
+    given += "def node(value):\n    return Node(value)\n\n\n"
+    test = "def check(candidate):\n    assert candidate(node(3)) == 3\n    assert candidate(Node(4)) == 4\n"
+    setup = given + "def value_of(): pass\n"
+    assert sandbox.grade_sync(given + "def value_of(x):\n    return x.value\n", Check(test, "value_of", setup)).ok
+    assert not sandbox.grade_sync(given + "def value_of(x):\n    return 3\n", Check(test, "value_of", setup)).ok
 
 
 def test_what_does_not_end_scores_nothing_and_holds_nobody_up(sandbox: Sandbox) -> None:

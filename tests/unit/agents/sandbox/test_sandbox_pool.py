@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Literal
+from unittest.mock import Mock
 
 import pytest
 
-from rillflow.agents.sandbox import Asserts, Case, Cases, Sandbox, SandboxConfig, close_shared, shared
+from rillflow.agents.sandbox import Asserts, Case, Cases, Pairs, Result, Sandbox, SandboxConfig, close_shared, shared
+from rillflow.agents.sandbox import grade as grading
+from rillflow.agents.sandbox.box import Box
+from rillflow.agents.sandbox.cell import Cell
+from rillflow.agents.sandbox.pool import Pool
 from rillflow.errors import SandboxError
 from tests.sandboxed import need_sandbox
 
@@ -180,6 +186,51 @@ def test_cases_are_compared_as_plain_values(sandbox: Sandbox) -> None:
     cases = Cases((Case("f", (1,), [2, (3,)], {"y": 2}), Case("f", (2,), [0]), Case("g", (), 1)))
     verdict = sandbox.grade_sync("def f(x, y=0):\n    return [x + 1, (y + 1,)]\n", cases)
     assert verdict.cases == (True, False, False)
+
+
+def test_tests_see_the_attributes_and_the_exceptions_that_the_candidate_made(sandbox: Sandbox) -> None:
+    code = "class Thing:\n    number, _ask = 7, 8\n    def __init__(self): self.keep = 9\n"
+    code += "def read(data): return data.decode()\ndef group(): raise ExceptionGroup('two', [ValueError()])\n"
+    code += "def parse(text): return compile(text, 'x', 'exec')\ndef items(): return (n for n in [1, 2])\n"
+    raises = "try:\n    {}\nexcept {} as error:\n    assert {} in str(error.args)\nelse:\n    assert False"
+    tests = (
+        "thing = Thing()\nassert (thing.number, thing._ask, thing.keep) == (7, 8, 9)",
+        "thing.number = 3\nassert thing.number == 3",
+        raises.format("read(b'\\xff')", "UnicodeDecodeError", "'invalid start byte'"),
+        raises.format("parse('(')", "SyntaxError", "'never closed'"),
+        raises.format("group()", "Exception", "'two'"),
+        "assert list(items()) == [1, 2]",
+    )
+    verdict = sandbox.grade_sync(code, Asserts(tests))
+    assert verdict.ok, verdict
+
+
+async def test_waiting_for_a_turn_is_not_the_programs_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    async def run(pool: object, code: str, stdin: str, seconds: float, files: object) -> Result:
+        given.append(seconds)
+        await asyncio.sleep(0.05)  # others have their turn
+        return Result(stdin, "", None, "ok", 0, taken)
+
+    monkeypatch.setattr(grading, "run_program", run)
+    pairs, pool = Pairs((("a", "a"),) * 4), Mock(spec=Pool)
+    taken = 0.01
+    assert (await grading.grade(pool, "", pairs, 0.1)).ok
+    assert given == pytest.approx([0.1, 0.09, 0.08, 0.07])
+    taken = 0.06
+    late = await grading.grade(pool, "", pairs, 0.1)
+    assert late.cases == (True, True, False, False)
+    assert late.cause.startswith("test 3: timeout")
+
+
+async def test_a_sandbox_that_cannot_be_made_leaves_no_descriptor() -> None:
+    cell = Mock(spec=Cell)
+    cell.ask.side_effect = SandboxError("gone")
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(SandboxError):
+        Box(cell, 100)
+    assert set(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_sandbox_dies_with_its_owner() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, OrderedDict, namedtuple
 from contextlib import suppress
 from enum import IntEnum
@@ -78,6 +79,7 @@ def test_other_plain_things_are_sent() -> None:
     assert unpack(pack(range(1, 10, 3))) == range(1, 10, 3)
     assert unpack(pack([int, dict])) == [int, dict]
     assert list(unpack(pack(map(str, [1, 2]), keep=lambda _: 0))) == ["1", "2"]
+    assert list(unpack(pack(iter([1, 2])))) == [1, 2]
     assert unpack(pack(10**5000)) == 10**5000
 
 
@@ -91,7 +93,7 @@ def test_other_objects_stay_and_are_sent_as_numbers() -> None:
     thing = object()
     (number,) = unpack(pack([thing], keep))
     assert isinstance(number, Ref)
-    assert number.number == 0
+    assert number._rillflow_number == 0
     assert kept == [thing]
     with pytest.raises(NotPlain, match="cannot be sent"):
         pack([thing])
@@ -105,3 +107,11 @@ def test_depth_is_bounded_on_both_sides() -> None:
         pack(value)
     with pytest.raises(NotPlain, match="nested"):
         unpack(b"l\x01\0\0\0" * 100_000 + b"N")
+    assert unpack(pack([[1]]), depth=DEPTH - 2) == [[1]]
+    with pytest.raises(NotPlain, match="nested"):
+        unpack(pack([[1]]), depth=DEPTH - 1)
+
+
+def test_iterators_are_bounded() -> None:
+    with pytest.raises(NotPlain, match="more than"):
+        pack(itertools.count())

@@ -142,6 +142,7 @@ print(json.dumps({
     "setgid": refused("setgid", 0), "reading others": refused("process_vm_readv", 1, None, 0, None, 0, 0),
     "memory that is not counted": refused("memfd_create", b"x", 0),
     "shared memory": refused("shmget", 0, 1 << 30, 0o1600),
+    "semaphores": refused("semget", 0, 1, 0o1600), "messages": refused("msgget", 0, 0o1600),
     "personality": refused("personality", 0x40000), "clock": refused("settimeofday", b"\\0" * 16, None),
     "hostname": refused("sethostname", b"x", 1), "keys": refused("syscall", ctypes.c_long(KEYCTL), 0, 0, 0, 0, 0),
     "new namespace by clone": refused("syscall", ctypes.c_long(CLONE), ctypes.c_long(0x10000011), 0, 0, 0, 0),
@@ -223,6 +224,21 @@ print(json.dumps({
     assert 0 < seen["memory"][0] <= sandbox.config.memory
     assert seen["memory"][1] == "MemoryError"
     assert seen["open"][0] <= 64
+
+
+def test_the_number_of_files_is_bounded(sandbox: Sandbox) -> None:
+    most = sandbox.config.disk * 256  # one for each page
+    code = f"""
+import json, os
+def made(folder):
+    for count in range({most} + 1):
+        try:
+            os.close(os.open(f"{{folder}}/{{count}}", os.O_CREAT | os.O_WRONLY))
+        except OSError:
+            return count
+print(json.dumps([made("/tmp"), made("/dev/shm")]))
+"""
+    assert all(most // 2 < count < most for count in told(sandbox, code))
 
 
 def test_where_bubblewrap_is_missing_nothing_runs_and_the_error_says_what_to_install(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 import pytest
 
+from rillflow.agents.sandbox import Result, Sandbox
 from rillflow.agents.tools.toolbox import open_toolbox
 from rillflow.config import ToolConfig
-from rillflow.errors import ConfigError
+from rillflow.errors import ConfigError, SandboxError
 from sandboxed import need_sandbox
 
 
@@ -38,6 +42,41 @@ async def test_a_program_ends_before_the_calls_deadline() -> None:
     try:
         said = await box.call("python", {"code": "print('here', flush=True)\nwhile True: pass"})
         assert said in {"here\nerror: the program took too long", "error: python took longer than 2 s"}
+    finally:
+        await box.close()
+
+
+@pytest.mark.usefixtures("sandbox")
+async def test_a_sandbox_that_failed_is_asked_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    failures, run = [SandboxError("gone")], Sandbox.run
+
+    async def failing(self: Sandbox, code: str, **options: Any) -> Result:
+        if failures:
+            raise failures.pop()
+        return await run(self, code, **options)
+
+    monkeypatch.setattr(Sandbox, "run", failing)
+    box = await open_toolbox([ToolConfig(name="python", options={"pool": 1}, timeout=60)])
+    try:
+        assert await box.call("python", {"code": "6 * 7"}) == "42"
+        failures += [SandboxError("gone"), SandboxError("gone")]
+        with pytest.raises(SandboxError, match="gone"):
+            await box.call("python", {"code": "6 * 7"})
+    finally:
+        await box.close()
+
+
+@pytest.mark.usefixtures("sandbox")
+async def test_a_busy_sandbox_is_not_told_to_the_model() -> None:
+    box = await open_toolbox([ToolConfig(name="python", options={"pool": 1, "running": 1}, timeout=4.0)])
+    try:
+        both = (box.call("python", {"code": "import time\ntime.sleep(100)"}) for _ in range(2))
+        said, raised = sorted(
+            await asyncio.gather(*both, return_exceptions=True), key=lambda one: not isinstance(one, str)
+        )
+        assert said == "error: the program took too long"
+        assert isinstance(raised, SandboxError)
+        assert "no turn" in raised.message
     finally:
         await box.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -18,7 +19,9 @@ Answer = Callable[[web.Request, int], Any]
 
 
 @asynccontextmanager
-async def service(answer: Answer, **options: Any) -> AsyncIterator[tuple[OpenToolbox, list[web.Request]]]:
+async def service(
+    answer: Answer, timeout: float = 30.0, **options: Any
+) -> AsyncIterator[tuple[OpenToolbox, list[web.Request]]]:
     """A toolbox whose web search asks a server that answers like this; `answer` also gets how many came before."""
     seen: list[web.Request] = []
 
@@ -34,7 +37,7 @@ async def service(answer: Answer, **options: Any) -> AsyncIterator[tuple[OpenToo
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     port = runner.addresses[0][1]
-    config = ToolConfig(name="web_search", options={"url": f"http://127.0.0.1:{port}/", **options}, timeout=30)
+    config = ToolConfig(name="web_search", options={"url": f"http://127.0.0.1:{port}/", **options}, timeout=timeout)
     box = await open_toolbox([config])
     try:
         yield box, seen
@@ -88,6 +91,8 @@ async def test_a_busy_service_is_asked_again() -> None:
     [
         (lambda: web.Response(status=500), 4, "does not answer: status 500"),
         (lambda: web.Response(status=401), 1, "refuses the key"),
+        (lambda: web.Response(status=404), 1, "status 404"),
+        (lambda: web.Response(status=204), 1, "status 204"),
         (lambda: web.Response(text="<html>"), 1, "something else than JSON"),
         (lambda: web.Response(body=b" " * (5 << 20)), 1, "more than"),
     ],
@@ -99,9 +104,18 @@ async def test_what_is_not_the_models_fault_fails_the_episode(response: Any, ask
     assert len(seen) == asked
 
 
-async def test_a_refused_query_is_told_to_the_model() -> None:
-    async with service(lambda *_: web.Response(status=422)) as (box, _):
-        assert await box.call("web_search", {"query": "x"}) == "error: the search refuses this query (status 422)"
+async def test_a_service_that_hangs_fails_the_episode() -> None:
+    goes_on = asyncio.Event()
+    async with service(lambda *_: goes_on.wait(), timeout=0.5) as (box, _):
+        with pytest.raises(EnvironmentLost, match=r"does not answer within 0\.4 s"):
+            await box.call("web_search", {"query": "x"})
+        goes_on.set()
+
+
+@pytest.mark.parametrize("status", [400, 422])
+async def test_a_refused_query_is_told_to_the_model(status: int) -> None:
+    async with service(lambda *_: web.Response(status=status)) as (box, _):
+        assert await box.call("web_search", {"query": "x"}) == f"error: the search refuses this query (status {status})"
         assert await box.call("web_search", {"query": " "}) == "error: the query is empty"
 
 

@@ -114,11 +114,12 @@ class GraderPool:
         self._free = threading.BoundedSemaphore(size)
         self._idle: list[Grader] = []
 
-    def grade(self, order: Order) -> float:
-        """The grade, or RewardError. A grader that died is replaced and asked again, once."""
+    def grade(self, order: Order, given_up: threading.Event | None = None) -> float:
+        """The grade, or RewardError. A grader that died is replaced and asked again, once. Where `given_up` is set
+        before one is free, none is asked."""
         for _ in range(2):
             try:
-                with self._grader() as grader:
+                with self._grader(given_up) as grader:
                     reply = grader.grade(order)
             except GraderDied:
                 continue
@@ -134,10 +135,12 @@ class GraderPool:
             self._idle.pop().close()
 
     @contextmanager
-    def _grader(self) -> Iterator[Grader]:
+    def _grader(self, given_up: threading.Event | None) -> Iterator[Grader]:
         if not self._free.acquire(timeout=_WAIT):
             raise RewardError(f"no grader was free within {_WAIT:.0f} s", "lower `rollout.episodes`")
         try:
+            if given_up is not None and given_up.is_set():
+                raise RewardError("nobody waits for the grade any more")
             grader = self._any()
             try:
                 yield grader
@@ -170,5 +173,9 @@ async def prepare(name: str) -> None:
 
 async def grade(name: str, seconds: float, **arguments: Any) -> float:
     """The grade by the grader of this name (`worker.GRADERS`), or RewardError."""
-    value: float = await in_thread(shared_pool().grade, Order(name, seconds, arguments))
-    return value
+    given_up = threading.Event()
+    try:
+        value: float = await in_thread(shared_pool().grade, Order(name, seconds, arguments), given_up)
+        return value
+    finally:
+        given_up.set()  # a thread that still waits for a grader does not keep others from it

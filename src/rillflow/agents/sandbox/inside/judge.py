@@ -21,6 +21,7 @@ from .values import NotPlain, Ref, pack, unpack
 GONE = "the candidate has gone"
 UNSENDABLE = "unsendable: "
 _LONGEST = 1 << 20  # bytes of an answer
+_ROOM = 20  # levels that tests may put around an answer: it could not make what they hand back too deep to be sent
 
 
 class CandidateFailed(Exception):
@@ -38,22 +39,22 @@ class Unsendable(BaseException):
 class Remote(Ref):
     """An object in the candidate's process: a function to call, or an instance whose attributes can be used."""
 
-    __slots__ = ("_ask",)
+    __slots__ = ("_rillflow_ask",)
 
     def __init__(self, number: int, ask: Callable[[list[Any]], Any]) -> None:
-        object.__setattr__(self, "number", number)
-        object.__setattr__(self, "_ask", ask)
+        object.__setattr__(self, "_rillflow_number", number)
+        object.__setattr__(self, "_rillflow_ask", ask)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._ask(["call", self, arguments, keywords])
+        return self._rillflow_ask(["call", self, arguments, keywords])
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return self._ask(["get", self, name])
+        return self._rillflow_ask(["get", self, name])
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._ask(["set", self, name, value])
+        self._rillflow_ask(["set", self, name, value])
 
     def __bool__(self) -> bool:
         raise TypeError("an object of the candidate is neither true nor false; compare a plain value")
@@ -87,15 +88,31 @@ class Line:
         if self.gone:
             raise CandidateGone
         try:
-            kind, *rest = unpack(answer, ref=lambda number: Remote(number, self.ask))
+            kind, *rest = unpack(answer, ref=lambda number: Remote(number, self.ask), depth=_ROOM)
             if kind == "value":
                 return rest[0]
             name, text = (rest[0], rest[1]) if kind == "raised" else ("NameError", "the candidate has no such name")
         except (NotPlain, RecursionError, TypeError, ValueError, IndexError) as error:
             raise CandidateFailed(f"no answer: {error}") from None
-        known = getattr(builtins, name, None) if isinstance(name, str) else None
-        is_error = isinstance(known, type) and issubclass(known, Exception)
-        raise (known if is_error and known is not None else CandidateFailed)(f"{name}: {text}")
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise CandidateFailed("no answer: an exception without a name")
+        raise _error(name, f"{name}: {text}")
+
+
+def _error(name: str, text: str) -> Exception:
+    """The candidate's exception as one of the builtin type of that name. Not those that would end a loop of the tests
+    as if it were done (`all(map(…))`), nor groups, which hold what did not come along."""
+    known = vars(builtins).get(name)
+    if not isinstance(known, type) or not issubclass(known, Exception):
+        return CandidateFailed(text)
+    if issubclass(known, StopIteration | StopAsyncIteration | BaseExceptionGroup):
+        return CandidateFailed(text)
+    try:
+        return known(text)
+    except TypeError:  # it wants more than a text, as UnicodeDecodeError does
+        error: Exception = known.__new__(known, text)
+        error.args = (text,)
+        return error
 
 
 def _fault(test: Callable[[], Any], line: Line) -> str:
@@ -105,8 +122,17 @@ def _fault(test: Callable[[], Any], line: Line) -> str:
     except Unsendable as error:
         return f"{UNSENDABLE}{error}"
     except BaseException as error:
-        return GONE if line.gone else f"{type(error).__name__}: {error}"[:300].rstrip(": ")
+        return GONE if line.gone else _words(error)
     return GONE if line.gone else ""
+
+
+def _words(error: BaseException) -> str:
+    """Never a failure of its own: what a test raised may hold a value that cannot be written, as a number of too many
+    digits."""
+    try:
+        return f"{type(error).__name__}: {error}"[:300].rstrip(": ")
+    except Exception:
+        return type(error).__name__
 
 
 def _results(task: dict[str, Any], ask: Callable[[list[Any]], Any]) -> list[Callable[[], Any]]:
@@ -118,9 +144,10 @@ def _results(task: dict[str, Any], ask: Callable[[list[Any]], Any]) -> list[Call
     prepared: list[str] = []
 
     def prepare() -> None:
-        """Bind the candidate's names and run the setup, once; a fault in it is a fault of each test."""
+        """Run what is given, bind the candidate's names, run the setup, once; a fault in it is a fault of each test."""
         if not prepared:
-            scope.update(_names(sources, task["entry_point"], ask))
+            exec(compile(task["given"], "given.py", "exec"), scope)
+            scope.update(_names(sources, task["entry_point"], _given(scope), ask))
             exec(compile(task["setup"], "setup.py", "exec"), scope)
             prepared.append("yes")
 
@@ -148,15 +175,24 @@ def _case(
     return test
 
 
-def _names(sources: list[str], entry_point: str, ask: Callable[[list[Any]], Any]) -> dict[str, Any]:
-    """What the tests mean by names they do not define: the candidate's, or a module of the standard library.
+def _given(scope: dict[str, Any]) -> set[str]:
+    """The names that a candidate cannot replace: all that is there before it is asked, but for classes that were
+    defined there. Their instances are handed to the candidate, so they are its own."""
+    return {
+        name for name, value in scope.items() if not (isinstance(value, type) and value.__module__ == scope["__name__"])
+    }
+
+
+def _names(sources: list[str], entry_point: str, given: set[str], ask: Callable[[list[Any]], Any]) -> dict[str, Any]:
+    """What the tests mean by names that neither they define nor what is given: the candidate's, or a module of the
+    standard library.
 
     A builtin is the candidate's only where it is the entry point, so a candidate cannot replace `set` or `len` in
     the tests. Which names those are depends on the tests alone.
     """
     trees = [ast.parse(source) for source in sources]
     nodes = [node for tree in trees for node in ast.walk(tree)]
-    free = _free(nodes)
+    free = _free(nodes) - given
     entry_point = entry_point or _called_first(nodes, free)
     bound: dict[str, Any] = {}
     for name in sorted(free | {entry_point}):

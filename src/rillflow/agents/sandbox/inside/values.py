@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import builtins
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 DEPTH = 100
+ITEMS = 1 << 20  # of an iterator: an answer of more items would be too long in any case
 _LENGTH = struct.Struct("<I")
 _FLOAT = struct.Struct("<d")
 _COMPLEX = struct.Struct("<dd")
@@ -25,14 +27,10 @@ class NotPlain(Exception):
 class Ref:
     """The number of an object that cannot be sent and stays in the candidate's process."""
 
-    __slots__ = ("number",)
+    __slots__ = ("_rillflow_number",)  # a name that hides no attribute of the object
 
     def __init__(self, number: int) -> None:
-        self.number = number
-
-
-class Iterated(list[Any]):
-    """What an iterator still had to give; becomes an iterator again on the other side."""
+        self._rillflow_number = number
 
 
 def pack(value: Any, keep: Callable[[Any], int] | None = None) -> bytes:
@@ -42,9 +40,10 @@ def pack(value: Any, keep: Callable[[Any], int] | None = None) -> bytes:
     return b"".join(parts)
 
 
-def unpack(data: bytes, ref: Callable[[int], Any] = Ref) -> Any:
+def unpack(data: bytes, ref: Callable[[int], Any] = Ref, depth: int = 0) -> Any:
+    """The value of the bytes, taken as if it stood `depth` deep in another."""
     try:
-        value, end = _read(data, 0, ref, 0)
+        value, end = _read(data, 0, ref, depth)
     except (struct.error, ValueError, UnicodeError, TypeError, OverflowError) as error:
         raise NotPlain(f"malformed bytes: {error}") from None
     if end != len(data):
@@ -70,11 +69,11 @@ def _write(parts: list[bytes], value: Any, keep: Callable[[Any], int] | None, de
     elif isinstance(value, list | tuple | set | frozenset):
         _write_items(parts, _tag(value), value, keep, depth)
     elif isinstance(value, Ref):
-        parts += (b"o", _LENGTH.pack(value.number))
+        parts += (b"o", _LENGTH.pack(value._rillflow_number))
+    elif hasattr(value, "__next__"):
+        _write_items(parts, b"g", _left_of(value), keep, depth)
     elif keep is None:
         raise NotPlain(f"a {type(value).__name__} cannot be sent")
-    elif hasattr(value, "__next__"):
-        _write_items(parts, b"g", list(value), keep, depth)
     else:
         parts += (b"o", _LENGTH.pack(keep(value)))
 
@@ -95,10 +94,18 @@ def _write_type(kind: type) -> bytes | None:
 
 
 def _tag(value: Any) -> bytes:
-    for tag, kind in ((b"g", Iterated), (b"l", list), (b"t", tuple), (b"S", set), (b"z", frozenset)):
+    for tag, kind in ((b"l", list), (b"t", tuple), (b"S", set), (b"z", frozenset)):
         if isinstance(value, kind):
             return tag
     raise NotPlain("not a container")
+
+
+def _left_of(iterator: Iterator[Any]) -> list[Any]:
+    """What an iterator still has to give; it becomes an iterator again on the other side."""
+    items = list(islice(iterator, ITEMS + 1))
+    if len(items) > ITEMS:
+        raise NotPlain(f"an iterator gives more than {ITEMS} items")
+    return items
 
 
 def _write_items(parts: list[bytes], tag: bytes, items: Any, keep: Callable[[Any], int] | None, depth: int) -> None:

@@ -35,11 +35,13 @@ def new_namespaces() -> None:
 
 
 def new_mounts(disk: int) -> None:
-    """An empty /tmp and /dev/shm of bounded size, and a /proc that shows the new process namespace only."""
+    """An empty /tmp and /dev/shm of bounded size, and a /proc that shows the new process namespace only. The number of
+    files is bounded, too: an empty one takes memory of the kernel that no size counts."""
     _call("mount", None, b"/", None, _MS_REC | _MS_PRIVATE, None)
     _call("mount", b"proc", b"/proc", b"proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, None)
+    bounds = b"mode=0700,size=%d,nr_inodes=%d" % (disk, max(disk // 4096, 64))
     for place in (b"/tmp", b"/dev/shm"):
-        _call("mount", b"tmpfs", place, b"tmpfs", _MS_NOSUID | _MS_NODEV, b"mode=0700,size=%d" % disk)
+        _call("mount", b"tmpfs", place, b"tmpfs", _MS_NOSUID | _MS_NODEV, bounds)
     _call("sethostname", b"sandbox", 7)
     _write("/proc/sys/user/max_user_namespaces", "0")
 
