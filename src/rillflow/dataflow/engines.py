@@ -17,6 +17,10 @@ class EngineRoster:
         self._clock = clock or SystemClock()
         self._heard: dict[str, tuple[float, EngineInfo]] = {}
 
+    def forget(self, name: str) -> None:
+        """An engine that has been told that the run has ended: nobody waits for it any more."""
+        self._heard.pop(name, None)
+
     def hear(self, info: EngineInfo) -> Engines:
         """Note a beat; the answer is everybody."""
         if not 0 < len(info.name) <= 200 or not info.url.startswith("http://") or len(info.url) > 300:

@@ -301,7 +301,11 @@ class DataflowService(Service):
     # ------------------------------------------------------------ engine processes
 
     async def _engine_beat(self, info: EngineInfo) -> Engines:
-        return msgspec.structs.replace(self._engines.hear(info), ended=self._ledger.phase == "ended")
+        known = self._engines.hear(info)
+        if self._ledger.phase != "ended":
+            return known
+        self._engines.forget(info.name)
+        return msgspec.structs.replace(known, ended=True)
 
     async def _all_engines(self) -> Engines:
         return self._engines.engines()

@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 POLL = 0.25
 # For the last checkpoint of a trainer and the last words of nodes.
 _END_GRACE = 60.0
+_GOODBYE = 5.0  # several beats of an engine
 # For a predecessor that was killed a moment ago to let go of its port.
 _PORT_PATIENCE = 5.0
 # For the dataflow service to hear that a node is to go, and, beyond its time to drain, for its process to end.
@@ -129,7 +130,15 @@ class LocalRun:
         await self._workers.close()
         # Trainers and nodes see the end themselves and finish what they write; the others stay for them.
         await self.supervisor.finish(_END_GRACE, keep={"dataflow", *(process.name for process in around)})
+        await self._say_goodbye(self._client)
         return status
+
+    async def _say_goodbye(self, client: DataflowClient) -> None:
+        """Engines that have joined hear of the end at their next beat: until then the service stays."""
+        with suppress(RillflowError, TimeoutError):
+            async with asyncio.timeout(_GOODBYE):
+                while (await client.engines()).engines:  # noqa: ASYNC110 - it is another process that knows
+                    await asyncio.sleep(0.1)
 
     def _prepare_workers(self) -> None:
         """The workers as the recipe has them, or as the run has left them; measured where it matters who trains."""

@@ -18,7 +18,7 @@ from rillflow.config import load_recipe
 from rillflow.dataflow.audit import audit
 from rillflow.dataflow.main import serve
 from rillflow.errors import BadRequest, DiskFull, LeaseLost, Unauthorized
-from rillflow.types import CommitStage, FailTask, Heartbeat, LeaseStage, LoseRows, RenewBatch
+from rillflow.types import CommitStage, EngineInfo, FailTask, Heartbeat, LeaseStage, LoseRows, RenewBatch
 from rillflow.wire import Client
 
 ROUTES = [
@@ -78,6 +78,8 @@ async def test_a_whole_run(tmp_path):
         assert status.counts["trained"] == 4
         assert [evaluation.version for evaluation in status.evaluations] == [0, 2]
         assert (await run.lease()).phase == "ended"
+        told = await run.client.engine_beat(EngineInfo("far", "http://127.0.0.1:1", {}, 64, 1))
+        assert (told.ended, (await run.client.engines()).engines) == (True, []), "nobody waits for who has been told"
         assert (status.policies[POLICY].steps, status.policies[POLICY].total_steps, status.units) == (2, 2, 1)
         current = (await run.client.balance())["current"]
         assert (current["production"]["consumed"], [node["id"] for node in current["nodes"]]) == (8, ["n0"])

@@ -93,6 +93,7 @@ async def test_a_run_starts_its_engines_before_its_nodes_and_keeps_them_to_the_e
 
     monkeypatch.setattr(run, "_start_dataflow", nothing)
     monkeypatch.setattr(run, "_follow", nothing)
+    monkeypatch.setattr(run, "_say_goodbye", nothing)
     monkeypatch.setattr(run, "_launch", lambda process: started.append(process.name))
     monkeypatch.setattr(run.supervisor, "finish", finish)
     await run._run()
