@@ -3,7 +3,7 @@
 naive, micro-batch, off-policy filling and asynchronous have one worker that rolls out and one that trains; multiplexed
 has one that rolls out and one that does both. Each worker computes in one thread, so that on two cores they do not
 take each other's time; the dataflow service and the storage unit need some of it too. Nothing is emulated. Answers have
-long-tailed lengths, the same for all; an engine decodes as many at once as a batch has.
+long-tailed lengths, the same for all; what is decoded at once is bounded by the engine's slots, as it is by memory.
 
     python -m bench.pipeline [--quick] [--only multiplexed,naive] [--runs FOLDER] [--json FILE]
 
@@ -70,7 +70,7 @@ def recipe(pipeline: str, model: Path, steps: int, **more: Any) -> dict[str, Any
             "agent": {
                 "model": str(model),
                 "sampling": {"temperature": 1.0, "max_tokens": 900},
-                "engine": {"slots": GROUPS * GROUP, "context": CONTEXT},
+                "engine": {"slots": 8, "context": CONTEXT},
             }
         },
         "workflow": f"{work}:play",
