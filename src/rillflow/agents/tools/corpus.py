@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -188,8 +189,18 @@ def _words(texts: list[str], *, ids: bool = True) -> Any:
 
 
 def _bm25s() -> Any:
-    try:
-        import bm25s  # type: ignore[import-untyped]
-    except ImportError:
-        raise ConfigError("the package `bm25s` is not installed", "pip install 'rillflow[search]'") from None
-    return bm25s
+    """The package, loaded as if JAX were not there.
+
+    It would try JAX's selection at once, for which JAX takes three quarters of a GPU's memory; ours is numpy's.
+    """
+    if "bm25s" not in sys.modules:
+        jax: dict[str, Any] = {name: sys.modules.pop(name) for name in ("jax", "jax.lax") if name in sys.modules}
+        sys.modules["jax"] = None  # type: ignore[assignment]  # what makes an import fail
+        try:
+            import bm25s  # type: ignore[import-untyped]  # noqa: F401
+        except ImportError:
+            raise ConfigError("the package `bm25s` is not installed", "pip install 'rillflow[search]'") from None
+        finally:
+            del sys.modules["jax"]
+            sys.modules.update(jax)
+    return sys.modules["bm25s"]

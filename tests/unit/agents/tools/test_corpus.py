@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -123,3 +126,18 @@ async def test_the_tool(file: Path, tmp_path: Path) -> None:
 def test_passages_are_numbered(file: Path, tmp_path: Path) -> None:
     shown = listed(Corpus.open(file, cache=tmp_path / "cache").search("smith metal sea", 3), 500)
     assert [line[:4] for line in shown.splitlines()] == ["[1] ", "[2] "]
+
+
+def test_jax_is_left_alone(tmp_path: Path) -> None:
+    """bm25s tries JAX where it is imported, and JAX takes most of a GPU's memory at its first use."""
+    (tmp_path / "jax").mkdir()
+    (tmp_path / "jax/__init__.py").write_text("")
+    (tmp_path / "jax/lax.py").write_text("raise SystemExit('JAX was used')")
+    script = (
+        "from rillflow.agents.tools.corpus import _bm25s; print(_bm25s().__name__); import jax; print(jax.__name__)"
+    )
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=False, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout.split()) == (0, ["bm25s", "jax"]), done.stderr
