@@ -91,6 +91,9 @@ def test_seeded_servers_draw_alike_whoever_else_asks(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(launch, "pick_device", lambda device: torch.device("cuda", 0))
     assert launch.environment(settings(seeded=True), "t")["VLLM_BATCH_INVARIANT"] == "1"
     assert "VLLM_BATCH_INVARIANT" not in launch.environment(settings(), "t")
+    facts, extra = model_facts("tiny", "fp32"), {"TRITON_ATTN", "--no-enable-prefix-caching", "--enforce-eager"}
+    assert extra <= set(launch.command(facts, settings(seeded=True), 1))
+    assert not extra & set(launch.command(facts, settings(), 1))
     with pytest.raises(ValidationError, match=r"seeded is for engine\.kind vllm"):
         EngineConfig(kind="sglang", server=ServerConfig(seeded=True))
 

@@ -16,6 +16,10 @@ from rillflow.weights.models import pick_device
 _INSIDE = Path(__file__).resolve().parent / "inside"
 # Tokens of an answer between two of its parts: fewer parts cost vLLM's API server less.
 _STREAM_INTERVAL = 16
+# What vLLM's batch invariance needs besides: its attention that reads keys from the first to the last, whatever the rest
+# of a batch is, no prefix cache (a cached prompt is not read as a new one is), and no kernels that a compiler has chosen
+# by timing them, which differ from one start to the next.
+_SEEDED = ("--attention-backend", "TRITON_ATTN", "--no-enable-prefix-caching", "--enforce-eager")
 
 
 def command(model: ModelFacts, settings: EngineConfig, port: int) -> list[str]:
@@ -41,7 +45,7 @@ def command(model: ModelFacts, settings: EngineConfig, port: int) -> list[str]:
         *([] if has_tokenizer(model) else ["--skip-tokenizer-init"]),  # it is for grammars alone
         "--disable-uvicorn-access-log",
         "--disable-log-stats",  # its metrics cost as much as our part of a request
-        *(["--enforce-eager"] if cpu else []),
+        *(["--enforce-eager"] if cpu else _SEEDED if server.seeded else []),
         *server.arguments,
     ]
 
