@@ -16,9 +16,9 @@ from rillflow.weights.models import pick_device
 _INSIDE = Path(__file__).resolve().parent / "inside"
 # Tokens of an answer between two of its parts: fewer parts cost vLLM's API server less.
 _STREAM_INTERVAL = 16
-# What vLLM's batch invariance needs besides: its attention that reads keys from the first to the last, whatever the rest
-# of a batch is, no prefix cache (a cached prompt is not read as a new one is), and no kernels that a compiler has chosen
-# by timing them, which differ from one start to the next.
+# What vLLM's batch invariance needs besides: attention that reads keys from the first to the last whatever else is in a
+# batch, no prefix cache (a cached prompt is not read as a new one is), and no kernels that a compiler has chosen by
+# timing them, which differ from one start to the next.
 _SEEDED = ("--attention-backend", "TRITON_ATTN", "--no-enable-prefix-caching", "--enforce-eager")
 
 
