@@ -47,7 +47,7 @@ class Leasing(Part):
         room = min(want, max(0, (held + want + 1) // 2 - held_eval)) if half else want
         leases = self._lease_rows(self._pending_eval(node, versions, room), node)
         if len(leases) < want and self._too_old(versions) is None:
-            leases += self._lease_rows(self._pending_train(node, want - len(leases)), node)
+            leases += self._lease_rows(self._pending_train(node, versions, want - len(leases)), node)
         if half and len(leases) < want:
             leases += self._lease_rows(self._pending_eval(node, versions, want - len(leases)), node)
         return leases
@@ -120,8 +120,8 @@ class Leasing(Part):
             (*self._left_to_others(node), *rounds, want),
         )
 
-    def _pending_train(self, node: str, want: int) -> list[sqlite3.Row]:
-        end = self._streams.window_end()
+    def _pending_train(self, node: str, versions: Versions, want: int) -> list[sqlite3.Row]:
+        end = self._streams.window_end(versions)
         if self._rules.on_policy or self._nodes.taking < 2:
             return self._train_rows(node, "t.round = 0", (), end, want)
         rows = self._train_rows(node, "t.home = ?", (node,), end, want)

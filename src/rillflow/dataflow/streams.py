@@ -7,7 +7,7 @@ too much for the slow one expires, the earliest deadline first. Nothing beyond a
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rillflow.dataflow.groups import POLICY_DONE, Groups
@@ -57,21 +57,27 @@ class Streams(Part):
         policies, unfinished = self._rules.policies, self._lineage.unfinished()
         return max((policies[name].window - self.outstanding(name) for name in unfinished), default=0)
 
-    def window_end(self) -> int:
-        """The last position whose group may be played now.
+    def window_end(self, versions: Mapping[str, int]) -> int:
+        """The last position whose group may be played now with these versions.
 
         After a rollback more groups are open than the window has room for: those beyond wait as if not yet admitted.
         """
-        return max((self._window_end(name) for name in self._lineage.unfinished()), default=NEWEST)
+        return max((self._window_end(name, versions) for name in self._lineage.unfinished()), default=NEWEST)
 
-    def _window_end(self, stream: str) -> int:
-        if self.outstanding(stream) <= self._rules.policies[stream].window:
+    def _window_end(self, stream: str, versions: Mapping[str, int]) -> int:
+        """What is played with weights that are some versions behind has to be trained so many steps sooner."""
+        rules, heads = self._rules.policies[stream], self._lineage.heads
+        behind = max((heads[name] - versions.get(name, heads[name]) for name in rules.producers), default=0)
+        window = rules.window - max(0, behind) * rules.batch_groups
+        if window < 1:
+            return -1
+        if self.outstanding(stream) <= window:
             return NEWEST  # without looking at each of them: all that are open are within it
         last = self._db.value(
             "SELECT ord FROM (SELECT ord FROM groups WHERE lane = 'train' AND state = 'playing' UNION ALL "
             "SELECT ord FROM shares WHERE stream = ? AND state = 'ready' UNION ALL "
             "SELECT ord FROM shares WHERE stream = ? AND state = 'leased') ORDER BY ord LIMIT 1 OFFSET ?",
-            (stream, stream, self._rules.policies[stream].window - 1),
+            (stream, stream, window - 1),
         )
         return NEWEST if last is None else int(last)
 
@@ -94,7 +100,7 @@ class Streams(Part):
     def ready(self, stream: str, *, in_order: bool) -> list[Ready]:
         """What may be served, in order of admission; `in_order` without leaving a group out that may come yet."""
         rules = self._rules.policies[stream]
-        end = self._window_end(stream) if rules.on_policy else NEWEST
+        end = self._window_end(stream, {}) if rules.on_policy else NEWEST
         if in_order:
             end = min(end, self._first_unready(stream))
         heads = self._lineage.heads

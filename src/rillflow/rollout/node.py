@@ -26,7 +26,7 @@ from rillflow.types import Heartbeat, HeartbeatReply, LeaseTasks, LeaveRun
 log = logging.getLogger(__name__)
 
 LEASE_WAIT = 2.0
-PULL_WAIT = 0.2  # between two questions while weights are being pulled
+PULL_WAIT = 0.2  # between two questions while the engines have older weights than the trainer
 ROSTER_WAIT = 0.25  # of a question of a node whose engines pull by themselves: it tells what they served when it began
 HEARTBEAT_EVERY = 2.0
 GOODBYE = 10.0  # seconds that the last word of a node that leaves may take
@@ -60,6 +60,7 @@ class Node:
         self._episodes = episodes
         self._playing: dict[str, asyncio.Task[None]] = {}
         self._pulls: dict[str, asyncio.Task[None]] = {}
+        self._heads: Mapping[str, int] = {}  # what the last answer said
         self._freed = asyncio.Event()
         self._beat_now = asyncio.Event()
         episodes.on_room = self.wake
@@ -149,8 +150,8 @@ class Node:
             incarnation=self._incarnation,
             want=room,
             versions=versions,
-            # The answer may be another as soon as a pull has ended: no long question meanwhile.
-            wait=0.0 if self._pulls else LEASE_WAIT if self._engines.own else ROSTER_WAIT,
+            # The answer may be another as soon as newer weights are there: no long question meanwhile.
+            wait=0.0 if self._behind(versions) else LEASE_WAIT if self._engines.own else ROSTER_WAIT,
         )
         try:
             reply = await self._dataflow.lease_tasks(wanted)
@@ -167,19 +168,23 @@ class Node:
         for lease in reply.leases:
             self._start(lease.attempt, self._episodes.play(lease))
         await asyncio.sleep(0)  # each has begun before the next question: its agent's hand is no longer free
-        await self._catch_up(reply.heads, wait=not reply.leases)
+        self._heads = reply.heads
+        self._catch_up()
+        if not reply.leases and self._behind(versions):
+            await self._engines.newer(versions, PULL_WAIT)
         return True
 
-    async def _catch_up(self, heads: Mapping[str, int], *, wait: bool) -> None:
-        """Pull what is behind, each policy in a task of its own, so that a slow one delays nobody.
+    def _behind(self, versions: Mapping[str, int]) -> bool:
+        """Also while anything is pulled: after a rollback it is older than what is served."""
+        return bool(self._pulls) or any(
+            self._heads.get(policy, version) > version for policy, version in versions.items()
+        )
 
-        `wait` a moment, or until the first of them is there, before the next question.
-        """
-        for policy in self._engines.behind(heads):
+    def _catch_up(self) -> None:
+        """Pull what is behind, each policy in a task of its own, so that a slow one delays nobody."""
+        for policy in self._engines.behind(self._heads):
             if policy not in self._pulls:
                 self._pulls[policy] = asyncio.create_task(self._pull(policy), name=f"pull-{policy}")
-        if wait and self._pulls:
-            await asyncio.wait(self._pulls.values(), timeout=PULL_WAIT, return_when=asyncio.FIRST_COMPLETED)
 
     async def _pull(self, policy: str) -> None:
         try:

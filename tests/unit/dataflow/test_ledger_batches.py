@@ -162,7 +162,17 @@ def test_a_node_too_far_behind_gets_no_train_tasks(make_world):
     world.step()
     assert world.lease(version=0) == []
     assert "the bound is 1" in world.ledger.why_no_tasks("n0", {POLICY: 0})
-    assert world.lease(version=1) != []
+
+
+def test_weights_that_are_behind_play_what_is_trained_that_much_sooner(make_world):
+    """Else what they sample is too old when its turn comes, and was played for nothing."""
+    world = make_world(staleness=2)
+    world.step()  # four groups are ready, the next two are pending: trained two steps from now
+    assert world.lease(version=0) == []
+    assert "need a newer version" in world.ledger.why_no_tasks("n0", {POLICY: 0})
+    world.commit(world.batch())
+    assert {lease.task.group for lease in world.lease(version=1)} == {"t000006", "t000007"}
+    assert {lease.task.group for lease in world.lease(version=2)} == {"t000008", "t000009"}
 
 
 def test_stale_groups_expire_and_are_never_served(make_world):

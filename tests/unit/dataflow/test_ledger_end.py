@@ -58,7 +58,9 @@ def test_evaluations_take_all_when_no_training_task_is_pending(make_world):
 
 def test_evaluations_are_played_by_weights_that_are_new_enough(make_world):
     world = make_world(heldout=prompts(1, "h"), evaluate_every=1, staleness=2)
-    world.step()
+    for lease in world.lease(5):
+        world.done(lease)
+    world.commit(world.batch())
     assert {lease.task.lane for lease in world.lease(version=0)} == {"train"}
     assert world.lease(version=1)[0].task.lane == "eval"
 

@@ -137,6 +137,8 @@ class NoEngines:
 
     async def refresh(self, policy: str) -> None: ...
 
+    async def newer(self, than: Mapping[str, int], seconds: float) -> None: ...
+
     def stats(self) -> dict[str, float]:
         return {}
 

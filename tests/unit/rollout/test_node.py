@@ -91,6 +91,7 @@ class Behind(NoEngines):
     def __init__(self) -> None:
         super().__init__({"solver": 0, "checker": 0})
         self.pulls: list[str] = []
+        self.pulled = asyncio.Event()
 
     def behind(self, heads: Mapping[str, int]) -> list[str]:
         assert self.serving is not None
@@ -101,6 +102,10 @@ class Behind(NoEngines):
         self.pulls.append(policy)
         await asyncio.sleep(600 if policy == "solver" else 0)
         self.serving = {**self.serving, policy: 1}
+        self.pulled.set()
+
+    async def newer(self, than: Mapping[str, int], seconds: float) -> None:
+        await self.pulled.wait()
 
 
 async def test_a_slow_policy_delays_no_other() -> None:
@@ -117,6 +122,26 @@ async def test_a_slow_policy_delays_no_other() -> None:
     await asyncio.wait_for(make(Ahead([]), engines).run(), 30)
     assert asked == [{"solver": 0, "checker": 0}, {"solver": 0, "checker": 1}]
     assert sorted(engines.pulls) == ["checker", "solver"]
+
+
+async def test_weights_that_an_engine_took_by_itself_are_told_at_once() -> None:
+    """A long question would go on with the versions that it was asked with."""
+
+    class ByItself(NoEngines):
+        def behind(self, heads: Mapping[str, int]) -> list[str]:
+            return []
+
+        async def newer(self, than: Mapping[str, int], seconds: float) -> None:
+            self.serving = {"solver": 1}
+
+    class Ahead(Dataflow):
+        async def lease_tasks(self, ask: LeaseTasks) -> TaskLeases:
+            asked.append((ask.versions["solver"], ask.wait > 0))
+            return TaskLeases(leases=[], heads={"solver": 1}, phase="ended" if len(asked) == 3 else "training")
+
+    asked: list[tuple[int, bool]] = []
+    await asyncio.wait_for(make(Ahead([]), ByItself({"solver": 0})).run(), 30)
+    assert asked == [(0, True), (1, True), (1, True)]
 
 
 # ---------------------------------------------------------------- episodes of a real gateway

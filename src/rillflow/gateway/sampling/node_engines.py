@@ -10,6 +10,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from rillflow.clients.fetching import Tell
@@ -65,6 +66,8 @@ class NodeEngines:
         self._refreshers = dict(refreshers or {})
         self._roster = roster
         self._closing = closing
+        for refresher in self._refreshers.values():
+            refresher.on_load = self.fleet.tell
         if host is not None and spans is not None:
             tell_busy(host, spans)
             for refresher in self._refreshers.values():
@@ -120,6 +123,13 @@ class NodeEngines:
     def versions(self) -> dict[str, int] | None:
         """Of every policy the lowest that its engines serve; None while one has no engine: no task can be played."""
         return self.fleet.versions(self.pools)
+
+    async def newer(self, than: Mapping[str, int], seconds: float) -> None:
+        """Until the engines serve other versions, for so many seconds at most."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self.versions() == than:
+                    await self.fleet.news(seconds)
 
     @property
     def own(self) -> bool:
