@@ -62,9 +62,9 @@ class Case(msgspec.Struct, frozen=True):
 
 CASES = {
     "equal": Case(
-        steps=16,
+        steps=40,
         tokens=task.EQUAL,
-        lr=3e-3,
+        lr=1e-3,
         eps=1e-8,
         goal=2.0,
         trl={"rows": 128, "threads": 2},

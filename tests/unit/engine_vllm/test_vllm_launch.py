@@ -92,7 +92,9 @@ def test_seeded_servers_draw_alike_whoever_else_asks(monkeypatch: pytest.MonkeyP
     assert launch.environment(settings(seeded=True), "t")["VLLM_BATCH_INVARIANT"] == "1"
     assert "VLLM_BATCH_INVARIANT" not in launch.environment(settings(), "t")
     facts, extra = model_facts("tiny", "fp32"), {"TRITON_ATTN", "--no-enable-prefix-caching", "--enforce-eager"}
-    assert extra <= set(launch.command(facts, settings(seeded=True), 1))
+    seeded = launch.command(facts, settings(seeded=True).model_copy(update={"slots": 256}), 1)
+    assert extra <= set(seeded)
+    assert [seeded[seeded.index(word) + 1] for word in ("--max-num-seqs", "--max-num-batched-tokens")] == ["255"] * 2
     assert not extra & set(launch.command(facts, settings(), 1))
     with pytest.raises(ValidationError, match=r"seeded is for engine\.kind vllm"):
         EngineConfig(kind="sglang", server=ServerConfig(seeded=True))

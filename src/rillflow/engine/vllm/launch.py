@@ -16,15 +16,20 @@ from rillflow.weights.models import pick_device
 _INSIDE = Path(__file__).resolve().parent / "inside"
 # Tokens of an answer between two of its parts: fewer parts cost vLLM's API server less.
 _STREAM_INTERVAL = 16
-# What vLLM's batch invariance needs besides: attention that reads keys from the first to the last whatever else is in a
-# batch, no prefix cache (a cached prompt is not read as a new one is), and no kernels that a compiler has chosen by
-# timing them, which differ from one start to the next.
+# A step of a seeded server has fewer tokens than this: from here on vLLM's RMS norm adds up in another order, also with
+# its batch invariance (vllm-project/vllm#48271; mended after 0.25).
+_INVARIANT_BELOW = 256
+# What batch invariance needs besides: attention that reads keys from the first to the last however a prompt is cut, no
+# prefix cache (a cached prompt is not read as a new one is), and no kernels that a compiler has chosen by timing them,
+# which differ from one start to the next.
 _SEEDED = ("--attention-backend", "TRITON_ATTN", "--no-enable-prefix-caching", "--enforce-eager")
 
 
 def command(model: ModelFacts, settings: EngineConfig, port: int) -> list[str]:
     server = settings.server
     cpu = pick_device(settings.device).type == "cpu"
+    invariant = server.seeded and not cpu
+    slots = min(settings.slots, _INVARIANT_BELOW - 1) if invariant else settings.slots
     return [
         server.python,
         *("-m", "vllm.entrypoints.openai.api_server"),
@@ -32,7 +37,7 @@ def command(model: ModelFacts, settings: EngineConfig, port: int) -> list[str]:
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--dtype", DTYPE_NAMES[model.dtype]),
         *("--max-model-len", str(settings.context)),
-        *("--max-num-seqs", str(settings.slots)),
+        *("--max-num-seqs", str(slots)),
         *("--tensor-parallel-size", str(server.tensor_parallel)),
         *("--gpu-memory-utilization", str(server.memory)),
         *("--seed", str(secrets.randbits(31))),  # two servers must not draw alike
@@ -45,7 +50,8 @@ def command(model: ModelFacts, settings: EngineConfig, port: int) -> list[str]:
         *([] if has_tokenizer(model) else ["--skip-tokenizer-init"]),  # it is for grammars alone
         "--disable-uvicorn-access-log",
         "--disable-log-stats",  # its metrics cost as much as our part of a request
-        *(["--enforce-eager"] if cpu else _SEEDED if server.seeded else []),
+        *(["--enforce-eager"] if cpu else []),
+        *([*_SEEDED, "--max-num-batched-tokens", str(_INVARIANT_BELOW - 1)] if invariant else []),
         *server.arguments,
     ]
 
