@@ -18,9 +18,8 @@ import torch
 from rillflow.contracts import Change
 from rillflow.errors import CorruptData
 from rillflow.weights.delta.format import DAMAGED, DENSE, RAW, Buffer, Header, Layout, layout_of, opened, segments
-from rillflow.weights.delta.gpu import expand, subsets, tables
+from rillflow.weights.delta.gpu import tables
 from rillflow.weights.delta.gpu.batch import (
-    BLOCK,
     Array,
     Landing,
     Rows,
@@ -28,15 +27,13 @@ from rillflow.weights.delta.gpu.batch import (
     Spans,
     Work,
     batches,
-    exclusive,
     in_turns,
     spans,
     words_of,
 )
 from rillflow.weights.delta.gpu.fingerprint import fingerprint_gpu
+from rillflow.weights.delta.gpu.found import Found, Records, counted, scatter, unpacked
 
-_CELLS = BLOCK // 4
-_CHUNK, _CHANGES = 1024, 128
 # A batch has so many of: bytes of deltas, and sixteenths of all weights.
 _BUDGET = 1 << 25
 # So many bytes and more have their checksums computed by several threads, which needs no lock of the interpreter.
@@ -56,23 +53,10 @@ class _Piece(NamedTuple):
     words: torch.Tensor
 
 
-class _Found(NamedTuple):
-    """What a batch found: places and new values in order, and how many come before each cell; on the host, how many
-    come before each segment."""
-
-    rows: Rows
-    owner: torch.Tensor
-    cells_from: torch.Tensor
-    places: torch.Tensor
-    values: torch.Tensor
-    ends: Array
-
-
 class _Slice(NamedTuple):
-    """Changes of one tensor: their places, to which `start` is to be added, and the new values."""
+    """Changes of one tensor: their places and the new values."""
 
     places: torch.Tensor
-    start: int
     values: torch.Tensor
 
 
@@ -102,7 +86,7 @@ class _Job:
         self.sizes = np.array([len(part) for part in self.parts], np.int64)
         self.addresses = np.array([piece.words.data_ptr() for piece in self.pieces], np.int64)
         self.sums = np.zeros((len(pieces), 2), np.uint64)
-        self.found: list[_Found] = []
+        self.found: list[Records] = []
 
     def rows(self, some: Spans, classes: int, limits: Array) -> Rows:
         return Rows(some, self.addresses, self.addresses, self.shape, classes, self.device, limits)
@@ -144,10 +128,8 @@ def apply_many_(pieces: Pieces, known: Sequence[int] | None = None) -> None:
     jobs = _jobs(pieces, known)
     odd = [(job, number, _on_host(job, number)) for _, job in jobs for number in sorted(job.odd)]
     for _, job in jobs:
-        for rows, owner, cells_from, places, values, _ in job.found:
-            expand.scatter[(rows.count,)](
-                rows.on_device, owner, cells_from, places, values, WORDS=BLOCK, CHUNK=_CHANGES, LANES=job.shape.LANES
-            )
+        for records in job.found:
+            scatter(records, job.shape)
         for number, piece in enumerate(job.pieces):
             if number not in job.odd and piece.words is not piece.base:
                 _write(piece.base, Change(None, piece.words[: piece.base.numel()]))
@@ -192,8 +174,8 @@ def _change(job: _Job, number: int, slices: Sequence[_Slice]) -> Change:
         return _on_host(job, number)
     piece = job.pieces[number]
     nothing = piece.base.new_empty(0)
-    index_K = torch.cat([nothing.long(), *(places.long() + start for places, start, _ in slices)])
-    value_K = torch.cat([nothing, *(values.view(nothing.dtype) for _, _, values in slices)])
+    index_K = torch.cat([nothing.long(), *(places for places, _ in slices)])
+    value_K = torch.cat([nothing, *(values.view(nothing.dtype) for _, values in slices)])
     if len(index_K) <= DENSE * piece.base.numel():
         return Change(index_K, value_K)
     whole = piece.base.detach().reshape(-1).clone()
@@ -238,41 +220,22 @@ def _decode(job: _Job, part: slice) -> Work:
         size = _without(job, some, state, host_limits, size)
     classes = 8 if host_limits[:, 2].max() < 8 else 16
     rows = job.rows(some, classes, host_limits)
-    data, (limits,), owner = buffer.to(device, non_blocking=True), rows.more, rows.owner()
-    sizes = torch.empty(rows.count * classes, dtype=torch.int32, device=device)
-    before = torch.empty(rows.count * _CELLS * (classes // 4), dtype=torch.int64, device=device)
-    sums = torch.zeros((len(parts), 2), dtype=torch.int64, device=device)
-    expand.sizes[(rows.count,)](
-        rows.on_device, owner, limits, before, sizes, sums, WORDS=BLOCK, CLASSES=classes, SUM=job.known is None,
-        **shape.all,
-    )  # fmt: skip
-    sizes = exclusive(sizes)
-    (group_sizes,) = yield Landing(torch.diff(sizes[rows.group_starts]))
+    data = buffer.to(device, non_blocking=True)
+    counts = counted(rows, classes, job.known is None, shape, device)
+    (group_sizes,) = yield Landing(torch.diff(counts.sizes[rows.group_starts]))
     plans = tables.read(bytes_here, begin, size, group_sizes.reshape(-1, classes), host_limits[:, 2], shape.WIDTH)
     if plans is None:
         raise job.damaged()
-    found = subsets.Found(plans, data, classes, shape, device)
-    flags = torch.zeros(rows.count * _CELLS, dtype=torch.int32, device=device)
-    places, values = found.located(rows, limits, sizes, before, flags)
-    del before
-    cells_from = exclusive(_popcounts(flags))
-    places, values = found.in_order(flags, cells_from, places, values)
-    expand.gain[(rows.count,)](
-        rows.on_device, owner, cells_from, places, values, sums, WORDS=BLOCK, CHUNK=_CHANGES, **shape.bits
-    )
-    first_cell = rows.group_starts[::classes] * (_CELLS // classes)
-    fault, sums_here, ends, *unary = yield Landing(found.fault, sums, cells_from[first_cell], *found.unary_seen)
+    found = Found(plans, data, counts, shape, device)
+    records = found.records()
+    landing = Landing(found.fault, counts.sums, records.runs[-1:], *found.unary_seen)
+    del counts, found, data  # none of which is needed while others take their turns
+    fault, sums_here, number, *unary = yield landing
     # As many different places as there are changes, or they are not what the table says.
-    if fault or ends[-1] != found.number or not found.unary_fits(*unary):
+    if fault or number[0] != plans.changes_from[-1] or not plans.unary_fits(*unary):
         raise job.damaged()
-    job.found.append(_Found(rows, owner, cells_from, places, values, ends))
+    job.found.append(records)
     np.add.at(job.sums, some.tensor, sums_here.view(np.uint64))
-
-
-def _popcounts(words: torch.Tensor) -> torch.Tensor:
-    counts = torch.empty_like(words)
-    expand.count_bits[(-(-len(words) // _CHUNK),)](words, counts, len(words), CHUNK=_CHUNK)
-    return counts
 
 
 def _without(job: _Job, some: Spans, state: Array, starts: Array, size: Array) -> Array:
@@ -286,10 +249,11 @@ def _without(job: _Job, some: Spans, state: Array, starts: Array, size: Array) -
 def _split(job: _Job) -> list[list[_Slice]]:
     """Which of all changes belong to which tensor."""
     slices: list[list[_Slice]] = [[] for _ in job.pieces]
-    for rows, _, _, places, values, ends in job.found:
-        for first, beyond in rows.spans.runs():
-            here = slice(int(ends[first]), int(ends[beyond]))
-            # All blocks before a tensor's last one are full, so its places are in a row.
-            start = int(rows.spans.start[first]) - int(rows.table[first, 4]) * BLOCK * job.shape.LANES
-            slices[rows.spans.tensor[first]].append(_Slice(places[here], start, values[here]))
+    for records in job.found:
+        places, values = unpacked(records, job.shape)
+        starts = [*records.runs[records.rows.on_device[:, 4]].tolist(), len(places)]
+        some = records.rows.spans
+        for first, beyond in some.runs():
+            here = slice(starts[first], starts[beyond])
+            slices[some.tensor[first]].append(_Slice(places[here], values[here]))
     return slices

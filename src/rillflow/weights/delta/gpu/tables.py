@@ -67,6 +67,13 @@ class Plans:
         # First bit, one beyond the last, events before, events after.
         self.unary = np.zeros((segments, 4), np.int64)
 
+    def unary_fits(self, ones: Array, last: Array) -> bool:
+        """Whether the unary streams have the one-bits that the tables say, given how many come before each stream, and
+        where the last one of each is, which must be in its last byte: nothing may follow it."""
+        begin, end, first, beyond = self.unary.T
+        size = np.where(beyond > first, last // 8 + 1, 0)
+        return bool(np.all(np.diff(ones) == beyond - first) and np.all(size == (end - begin) // 8))
+
 
 def read(data: Array, begin: Array, size: Array, sizes: Array, last: Array, width: int) -> Plans | None:
     """None when the bytes are not those of tables and streams that belong to classes of these sizes.

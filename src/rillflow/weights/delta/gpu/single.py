@@ -1,0 +1,37 @@
+"""Single instructions that the compiler does not find by itself: it takes the patterns apart before it looks for them.
+
+The interpreter knows no instructions, so there, and only there, the patterns are what runs.
+"""
+
+from __future__ import annotations
+
+import os
+
+import triton
+import triton.language as tl
+
+from rillflow.weights.delta.gpu.words import popcount
+
+_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@triton.jit
+def majority(a, b, c):
+    """Of numbers of type uint32, bit by bit."""
+    if _INTERPRETED:
+        found = (a & b) | ((a | b) & c)
+    else:
+        found = tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, $3, 0xE8;", "=r,r,r,r", [a, b, c], dtype=tl.uint32, is_pure=True, pack=1
+        )
+    return found
+
+
+@triton.jit
+def ones_of(words):
+    """How many bits of each 32-bit number are ones."""
+    if _INTERPRETED:
+        found = popcount(words)
+    else:
+        found = tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1)
+    return found
