@@ -21,7 +21,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed: torch for CUDA brings it", allow_module_level=True)
 
 from rillflow.weights.delta import gpu
-from rillflow.weights.delta.gpu import batch
+from rillflow.weights.delta.gpu import batch, heads
 from rillflow.weights.delta.gpu import decode as reader
 from rillflow.weights.delta.gpu import encode as writer
 
@@ -91,7 +91,7 @@ def test_segments_that_have_a_batch_each(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(writer, "MOST_LOG2", 12)
     monkeypatch.setattr(writer, "_BUDGET", 1)
     monkeypatch.setattr(reader, "_BUDGET", 1)
-    monkeypatch.setattr(reader, "_MANY", 0)
+    monkeypatch.setattr(heads, "MANY", 0)
     base, new = pair(9000, 0.05)
     new[:4096] = base[:4096]
     noise = torch.from_numpy(np.random.default_rng(0).integers(-(2**15), 2**15, 4200).astype(np.int16))
@@ -185,7 +185,7 @@ def test_another_base_is_refused() -> None:
 
 @pytest.mark.parametrize("least", [0, 1 << 30])
 def test_one_damaged_delta_of_many_changes_nothing(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "_MANY", least)
+    monkeypatch.setattr(heads, "MANY", least)
     pairs = [pair(count, 0.1) for count in (300, 64, 999, 16, 77, 500)]
     there = [base.clone().to(DEVICE) for base, _ in pairs]
     made = [bytearray(delta.encode(base, new).data) for base, new in pairs]
@@ -193,6 +193,27 @@ def test_one_damaged_delta_of_many_changes_nothing(least: int, monkeypatch: pyte
     with pytest.raises(CorruptData):
         gpu.apply_many_(list(zip(there, made, strict=True)))
     assert [bits(base) for base in there] == [bits(base) for base, _ in pairs]
+
+
+@pytest.mark.parametrize("at", [4, 6, 14, 22, 38, 39])
+def test_a_damaged_head_is_not_believed(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it says (other weights, another base, another size), its checksum comes first."""
+    monkeypatch.setattr(heads, "MANY", 0)
+    base, new = pair(300, 0.1)
+    data = bytearray(delta.encode(base, new).data)
+    data[at] ^= 1
+    there = base.clone().to(DEVICE)
+    for known in (None, [fingerprint(base)]):
+        with pytest.raises(CorruptData):
+            gpu.apply_many_([(there, data)], known)
+    assert bits(there) == bits(base)
+
+
+def test_no_tensors_and_no_delta() -> None:
+    gpu.apply_many_([])
+    assert gpu.decode_many([]) == []
+    with pytest.raises(CorruptData):
+        gpu.apply_gpu_(torch.zeros(16, device=DEVICE), b"RFD2")
 
 
 def test_one_bits_are_those_that_the_table_says() -> None:

@@ -2,13 +2,15 @@
 
 Invariants: no tensor is written before every delta of the call has been verified: checksum, table, every index, the
 fingerprints of base and result. The base's is believed where the caller knows it; the result's follows from what
-changed.
+changed. A delta whose checksum is wrong raises CorruptData, whatever else is wrong.
+
+The device begins with what needs the heads of the deltas alone. Meanwhile their bytes are copied, and while it decodes
+them their checksums are computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
@@ -17,40 +19,20 @@ import torch
 
 from rillflow.contracts import Change
 from rillflow.errors import CorruptData
-from rillflow.weights.delta.format import DAMAGED, DENSE, RAW, Buffer, Header, Layout, layout_of, opened, segments
-from rillflow.weights.delta.gpu import tables
-from rillflow.weights.delta.gpu.batch import (
-    Array,
-    Landing,
-    Rows,
-    Shape,
-    Spans,
-    Work,
-    batches,
-    in_turns,
-    spans,
-    words_of,
-)
+from rillflow.weights.delta.format import DAMAGED, DENSE, RAW, Buffer, Layout, layout_of
+from rillflow.weights.delta.gpu import heads, tables
+from rillflow.weights.delta.gpu.batch import Array, Landing, Rows, Shape, Work, batches, in_turns, spans, words_of
 from rillflow.weights.delta.gpu.fingerprint import fingerprint_gpu
 from rillflow.weights.delta.gpu.found import Found, Records, counted, scatter, unpacked
+from rillflow.weights.delta.gpu.incoming import Incoming
 
-# A batch has so many of: bytes of deltas, and sixteenths of all weights.
-_BUDGET = 1 << 25
-# So many bytes and more have their checksums computed by several threads, which needs no lock of the interpreter.
-_MANY, _THREADS = 1 << 22, 4
-_MASK = (1 << 64) - 1
+# The memory of a batch, about: in the table of what each weight, and each byte of a delta, takes while it is decoded. A
+# changed weight has some 18 bytes, and most have about 0.8 bytes of a delta.
+_BUDGET = 1 << 30
+_EIGHTHS_OF_WEIGHT, _OF_BYTE = 5, 22
 
 
 Pieces = Sequence[tuple[torch.Tensor, Buffer]]
-Opened = tuple[Header, memoryview]
-
-
-class _Piece(NamedTuple):
-    """One tensor and the header of its delta."""
-
-    header: Header
-    base: torch.Tensor
-    words: torch.Tensor
 
 
 class _Slice(NamedTuple):
@@ -61,48 +43,65 @@ class _Slice(NamedTuple):
 
 
 class _Job:
-    """The tensors of one dtype, and the changes that are found. `odd` are those that the kernels do not read: raw
-    segments, very many classes."""
+    """The tensors of one dtype, and the changes that are found. Those that are `odd` are not read by the kernels: they
+    have raw segments, or very many classes."""
 
-    def __init__(self, pieces: Pieces, heads: Sequence[Opened], known: Sequence[int] | None, layout: Layout) -> None:
-        self.layout, self.shape, self.device = layout, Shape.of(layout), pieces[0][0].device
-        self.known = known
-        self.data = [data for _, data in pieces]
-        self.odd: set[int] = set()
-        self.pieces: list[_Piece] = []
-        self.parts: list[memoryview] = []
-        for number, ((base, _), (header, body)) in enumerate(zip(pieces, heads, strict=True)):
-            header.check_base(layout, base.numel(), header.base if known is None else known[number])
-            parts = list(segments(header, body))
-            if any(kind == RAW for kind, _ in parts):
-                self.odd.add(number)
-                parts = [(kind, part[:0]) for kind, part in parts]
-            self.pieces.append(_Piece(header, base, words_of(base)))
-            self.parts += [part for _, part in parts]
-        self.spans = spans(
-            np.array([header.weights for header, _ in heads], np.int64),
-            np.array([header.segment_log2 for header, _ in heads], np.int64),
-        )
-        self.sizes = np.array([len(part) for part in self.parts], np.int64)
-        self.addresses = np.array([piece.words.data_ptr() for piece in self.pieces], np.int64)
-        self.sums = np.zeros((len(pieces), 2), np.uint64)
+    def __init__(
+        self, bases: list[torch.Tensor], views: list[memoryview], head: Array, known: Sequence[int] | None,
+        layout: Layout,
+    ) -> None:  # fmt: skip
+        self.layout, self.shape, self.device = layout, Shape.of(layout), bases[0].device
+        self.bases, self.views, self.head = bases, views, head
+        self.known = None if known is None else np.array(known, np.uint64)
+        weights = np.array([base.numel() for base in bases], np.int64)
+        self._check_bases(weights, head["base"] if self.known is None else self.known)
+        self.words = [words_of(base) for base in bases]
+        self.addresses = np.array([words.data_ptr() for words in self.words], np.int64)
+        self.spans = spans(weights, head["log2"].astype(np.int64))
+        tensor = self.spans.tensor
+        segments = heads.segments(views, np.bincount(tensor, minlength=len(bases)).tolist())
+        self.odd = np.zeros(len(bases), np.bool)
+        self.odd[tensor[segments.kind == RAW]] = True
+        begin = np.arange(len(tensor)) * heads.FIRST_BYTES
+        size = np.where(self.odd[tensor], 0, segments.size)
+        self.limits, state = tables.read_limits(segments.first, begin, size, layout.exponents)
+        if not state.all():
+            raise self.damaged()
+        self.odd[tensor[state == tables.TOO_MANY]] = True
+        self.limits[self.odd[tensor]] = 0
+        self.begin, self.sizes = segments.begin, np.where(self.odd[tensor], 0, segments.size)
+        self.sums = np.zeros((len(bases), 2), np.uint64)
         self.found: list[Records] = []
 
-    def rows(self, some: Spans, classes: int, limits: Array) -> Rows:
-        return Rows(some, self.addresses, self.addresses, self.shape, classes, self.device, limits)
+    def _check_bases(self, weights: Array, prints: Array) -> None:
+        """WeightsError unless all deltas are of such weights with such fingerprints."""
+        head = self.head
+        wrong = (head["dtype"] != self.layout.code) | (head["weights"] != weights.astype(np.uint64))
+        wrong |= head["base"] != prints
+        for number in np.flatnonzero(wrong).tolist():
+            heads.header_of(head[number]).check_base(self.layout, int(weights[number]), int(prints[number]))
 
-    def damaged(self, number: int | None = None) -> CorruptData:
+    def damaged(self) -> CorruptData:
         """What to raise: a wrong base looks like damage to those who believe it, so it is asked for first."""
-        for piece in self.pieces if number is None else [self.pieces[number]]:
-            piece.header.check_base(self.layout, piece.base.numel(), fingerprint_gpu(piece.base))
+        for base, head in zip(self.bases, self.head, strict=True):
+            heads.header_of(head).check_base(self.layout, base.numel(), fingerprint_gpu(base))
         return CorruptData("a delta is damaged", DAMAGED)
 
     def verify(self) -> None:
-        for number, (piece, (full, gained)) in enumerate(zip(self.pieces, self.sums.tolist(), strict=True)):
-            if number not in self.odd:
-                base = full if self.known is None else self.known[number]
-                piece.header.check_base(self.layout, piece.base.numel(), base)
-                piece.header.check_result((base + gained) & _MASK)
+        """The fingerprints of bases and results."""
+        even = ~self.odd
+        base = self.sums[:, 0] if self.known is None else self.known
+        base = np.where(even, base, self.head["base"])
+        self._check_bases(self.head["weights"].astype(np.int64), base)
+        result = base + self.sums[:, 1]
+        for number in np.flatnonzero(even & (result != self.head["result"])).tolist():
+            heads.header_of(self.head[number]).check_result(int(result[number]))
+
+    def batches(self) -> list[slice]:
+        """Runs of segments that are decoded together."""
+        classes = 1 + (self.limits[:, 2] > 7)
+        costs = self.spans.weights * classes * _EIGHTHS_OF_WEIGHT // 8 + self.sizes * _OF_BYTE
+        return batches(costs, _BUDGET)
 
 
 def decode_many(pieces: Pieces, known: Sequence[int] | None = None) -> list[Change]:
@@ -126,15 +125,15 @@ def decode_gpu(base: torch.Tensor, data: Buffer, known: int | None = None) -> Ch
 def apply_many_(pieces: Pieces, known: Sequence[int] | None = None) -> None:
     """All deltas in place, or none of them: then it raises."""
     jobs = _jobs(pieces, known)
-    odd = [(job, number, _on_host(job, number)) for _, job in jobs for number in sorted(job.odd)]
+    odd = [(job, number, _on_host(job, number)) for _, job in jobs for number in np.flatnonzero(job.odd).tolist()]
     for _, job in jobs:
         for records in job.found:
             scatter(records, job.shape)
-        for number, piece in enumerate(job.pieces):
-            if number not in job.odd and piece.words is not piece.base:
-                _write(piece.base, Change(None, piece.words[: piece.base.numel()]))
+        for number, (base, words) in enumerate(zip(job.bases, job.words, strict=True)):
+            if words is not base and not job.odd[number]:
+                _write(base, Change(None, words[: base.numel()]))
     for job, number, change in odd:
-        _write(job.pieces[number].base, change)
+        _write(job.bases[number], change)
 
 
 def apply_gpu_(base: torch.Tensor, data: Buffer, known: int | None = None) -> torch.Tensor:
@@ -148,37 +147,37 @@ def _jobs(pieces: Pieces, known: Sequence[int] | None) -> list[tuple[list[int], 
     by_layout: dict[Layout, list[int]] = {}
     for number, (base, _) in enumerate(pieces):
         by_layout.setdefault(layout_of(base), []).append(number)
-    heads = _opened([data for _, data in pieces])
-    jobs: list[tuple[list[int], _Job]] = []
-    for layout, numbers in by_layout.items():
-        mine, theirs = [pieces[number] for number in numbers], [heads[number] for number in numbers]
-        jobs.append((numbers, _Job(mine, theirs, known and [known[number] for number in numbers], layout)))
-    for _, job in jobs:
-        costs = job.sizes + job.spans.weights // 16
-        in_turns([partial(_decode, job, part) for part in batches(costs, _BUDGET)])
-        job.verify()
+    views = heads.views_of([data for _, data in pieces])
+    head = heads.headers(views)
+    checksums = heads.Checksums(views, head)
+    try:
+        jobs: list[tuple[list[int], _Job]] = []
+        for layout, numbers in by_layout.items():
+            bases, mine = [pieces[number][0] for number in numbers], [views[number] for number in numbers]
+            theirs = None if known is None else [known[number] for number in numbers]
+            jobs.append((numbers, _Job(bases, mine, head[numbers], theirs, layout)))
+        works = [(job, part) for _, job in jobs for part in job.batches()]
+        in_turns([partial(_decode, *work, checksums if work is works[-1] else None) for work in works])
+        for _, job in jobs:
+            job.verify()
+    except Exception:
+        # What was believed may be damaged.
+        checksums.wait()
+        raise
+    checksums.wait()
     return jobs
 
 
-def _opened(deltas: Sequence[Buffer]) -> list[Opened]:
-    """`opened` of each."""
-    if sum(map(len, deltas)) < _MANY:
-        return [opened(data) for data in deltas]
-    with ThreadPoolExecutor(_THREADS) as pool:
-        shares = list(pool.map(lambda k: [opened(data) for data in deltas[k::_THREADS]], range(_THREADS)))
-    return [shares[number % _THREADS][number // _THREADS] for number in range(len(deltas))]
-
-
 def _change(job: _Job, number: int, slices: Sequence[_Slice]) -> Change:
-    if number in job.odd:
+    if job.odd[number]:
         return _on_host(job, number)
-    piece = job.pieces[number]
-    nothing = piece.base.new_empty(0)
+    base = job.bases[number]
+    nothing = base.new_empty(0)
     index_K = torch.cat([nothing.long(), *(places for places, _ in slices)])
     value_K = torch.cat([nothing, *(values.view(nothing.dtype) for _, values in slices)])
-    if len(index_K) <= DENSE * piece.base.numel():
+    if len(index_K) <= DENSE * base.numel():
         return Change(index_K, value_K)
-    whole = piece.base.detach().reshape(-1).clone()
+    whole = base.detach().reshape(-1).clone()
     whole[index_K] = value_K
     return Change(None, whole)
 
@@ -187,7 +186,7 @@ def _on_host(job: _Job, number: int) -> Change:
     """The same for what the kernels do not read."""
     from rillflow.weights.delta import decode
 
-    index_K, value_K = decode(job.pieces[number].base.detach().cpu(), job.data[number])
+    index_K, value_K = decode(job.bases[number].detach().cpu(), job.views[number])
     return Change(None if index_K is None else index_K.to(job.device), value_K.to(job.device))
 
 
@@ -202,34 +201,30 @@ def _write(base: torch.Tensor, change: Change) -> None:
                 base.copy_(flat.view(base.shape))
 
 
-def _decode(job: _Job, part: slice) -> Work:
-    """One batch. Yields where it waits for numbers."""
+def _decode(job: _Job, part: slice, checksums: heads.Checksums | None) -> Work:
+    """One batch. Yields where it waits for numbers. The last one gets the checksums: they are computed while the device
+    has work and this thread has none."""
     shape, device = job.shape, job.device
-    some, parts, size = job.spans.part(part), job.parts[part], job.sizes[part]
-    begin = np.cumsum(size) - size
-    # Whole words, and one more than there are.
-    buffer = torch.empty(int(size.sum()) // 4 + 2, dtype=torch.int32, pin_memory=device.type == "cuda")
-    buffer[-2:] = 0
-    bytes_here = buffer.numpy().view(np.uint8)
-    for start, piece in zip(begin, parts, strict=True):
-        bytes_here[start : start + len(piece)] = np.frombuffer(piece, np.uint8)
-    host_limits, state = tables.read_limits(bytes_here, begin, size, job.layout.exponents)
-    if not state.all():
-        raise job.damaged()
-    if (state == 2).any():
-        size = _without(job, some, state, host_limits, size)
-    classes = 8 if host_limits[:, 2].max() < 8 else 16
-    rows = job.rows(some, classes, host_limits)
-    data = buffer.to(device, non_blocking=True)
+    some, limits, size = job.spans.part(part), job.limits[part], job.sizes[part]
+    classes = 8 if limits[:, 2].max() < 8 else 16
+    incoming = Incoming(job.views, some, job.begin[part], size, device)
+    rows = Rows(some, job.addresses, job.addresses, shape, classes, device, limits)
     counts = counted(rows, classes, job.known is None, shape, device)
-    (group_sizes,) = yield Landing(torch.diff(counts.sizes[rows.group_starts]))
-    plans = tables.read(bytes_here, begin, size, group_sizes.reshape(-1, classes), host_limits[:, 2], shape.WIDTH)
+    landing = Landing(torch.diff(counts.sizes[rows.group_starts]))
+    incoming.start()
+    (group_sizes,) = yield landing
+    data = incoming.arrived()
+    plans = tables.read(
+        incoming.data, incoming.begin, size, group_sizes.reshape(-1, classes), limits[:, 2], shape.WIDTH
+    )
     if plans is None:
         raise job.damaged()
     found = Found(plans, data, counts, shape, device)
     records = found.records()
     landing = Landing(found.fault, counts.sums, records.runs[-1:], *found.unary_seen)
-    del counts, found, data  # none of which is needed while others take their turns
+    del counts, found, data, incoming  # none of which is needed while others take their turns
+    if checksums is not None:
+        checksums.start()
     fault, sums_here, number, *unary = yield landing
     # As many different places as there are changes, or they are not what the table says.
     if fault or number[0] != plans.changes_from[-1] or not plans.unary_fits(*unary):
@@ -238,17 +233,9 @@ def _decode(job: _Job, part: slice) -> Work:
     np.add.at(job.sums, some.tensor, sums_here.view(np.uint64))
 
 
-def _without(job: _Job, some: Spans, state: Array, starts: Array, size: Array) -> Array:
-    """Leave out the tensors of which a segment has too many classes: they are read on the host."""
-    job.odd |= set(some.tensor[state == 2].tolist())
-    out = np.isin(some.tensor, list(job.odd))
-    starts[out] = -1, -1, 0
-    return np.where(out, 0, size)
-
-
 def _split(job: _Job) -> list[list[_Slice]]:
     """Which of all changes belong to which tensor."""
-    slices: list[list[_Slice]] = [[] for _ in job.pieces]
+    slices: list[list[_Slice]] = [[] for _ in job.bases]
     for records in job.found:
         places, values = unpacked(records, job.shape)
         starts = [*records.runs[records.rows.on_device[:, 4]].tolist(), len(places)]

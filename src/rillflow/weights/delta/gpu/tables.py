@@ -10,6 +10,7 @@ from rillflow.weights.delta.jit import compiled
 
 # A varint of a number up to 2**22 and the kind.
 _MOST_OF_SUBSET = 5
+TOO_MANY = 2
 
 
 def write(limits: Array, last: Array, total: Array, members: Array, kinds: Array, width: int) -> tuple[Array, Array]:
@@ -192,7 +193,7 @@ def _read(
 
 def read_limits(data: Array, begin: Array, size: Array, exponents: int) -> tuple[Array, Array]:
     """Of each segment: limits (see `words.reached`) in two numbers, and the last class; and what it is: 0 damaged, 1
-    good, 2 of more classes than the kernels have room for."""
+    good, TOO_MANY classes for the kernels."""
     limits, state = np.zeros((len(begin), 3), np.int64), np.zeros(len(begin), np.int8)
     _read_limits(data, begin, size, exponents, limits, state)
     return limits, state
@@ -219,4 +220,4 @@ def _read_limits(data: Array, begin: Array, size: Array, exponents: int, limits:
                 limits[s, c // 8] |= (256 - start) << (8 * (c % 8))
         limits[s, 2] = last
         if state[s] and last > 15:
-            state[s] = 2
+            state[s] = TOO_MANY
