@@ -26,8 +26,9 @@ from rillflow.weights.delta.gpu.fingerprint import fingerprint_gpu
 from rillflow.weights.delta.gpu.found import Found, Records, counted, scatter, unpacked
 from rillflow.weights.delta.gpu.incoming import Incoming
 
-# The memory of a batch, about: in the table of what each weight, and each byte of a delta, takes while it is decoded. A
-# changed weight has some 18 bytes, and most have about 0.8 bytes of a delta.
+# The memory of a batch, by an estimate: eighths of a byte for each weight, if there are up to eight classes, and bytes
+# for each byte of a delta. A changed weight takes some 18 bytes, and has most often some 0.8 bytes of a delta. No batch
+# has more weights than this either: what is counted in one has 32 bits.
 _BUDGET = 1 << 30
 _EIGHTHS_OF_WEIGHT, _OF_BYTE = 5, 22
 
@@ -101,7 +102,7 @@ class _Job:
         """Runs of segments that are decoded together."""
         classes = 1 + (self.limits[:, 2] > 7)
         costs = self.spans.weights * classes * _EIGHTHS_OF_WEIGHT // 8 + self.sizes * _OF_BYTE
-        return batches(costs, _BUDGET)
+        return batches(np.maximum(costs, self.spans.weights), _BUDGET)
 
 
 def decode_many(pieces: Pieces, known: Sequence[int] | None = None) -> list[Change]:
