@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from rillflow.weights.delta.format import Layout
+from rillflow.weights.delta.gpu import places
 
 Array = npt.NDArray[Any]
 WORD, _ALIGNED = 8, 16
@@ -110,7 +111,8 @@ class Rows:
         self.table = np.zeros((len(blocks), 8), np.int64)
         self.table[:, 0], self.table[:, 1] = old[spans.tensor] + byte, new[spans.tensor] + byte
         self.table[:, 2], self.table[:, 3] = spans.weights, spans.start // lanes
-        self.table[:, 4], self.table[:, 5] = np.cumsum(blocks) - blocks, blocks
+        self.table[:, 5], self.table[:, 6] = blocks, np.cumsum(blocks)
+        self.table[:, 4] = self.table[:, 6] - blocks
         self.count = int(blocks.sum())
         starts = self.table[:, 4:5] * classes + np.arange(classes) * self.table[:, 5:6]
         groups = np.append(starts.reshape(-1), self.count * classes)
@@ -118,7 +120,7 @@ class Rows:
 
     def owner(self) -> torch.Tensor:
         """The segment of each block."""
-        return torch.repeat_interleave(self.on_device[:, 5].int(), output_size=self.count)
+        return owners(self.on_device, len(self.spans), self.count, FIRST=4, LAST=6, STRIDE=8)
 
 
 class Landing:
@@ -180,6 +182,14 @@ def _turn(under_way: deque[tuple[Work, Landing]], work: Work, arrived: list[Arra
     except StopIteration:
         return
     under_way.append((work, landing))
+
+
+def owners(starts: torch.Tensor, rows: int, count: int, **columns: int) -> torch.Tensor:
+    """Whose each of so many is: `starts` says of each row where its own begin and end (see `places.own`)."""
+    found = torch.empty(count, dtype=torch.int32, device=starts.device)
+    if rows:
+        places.own[(rows,)](starts, found, MANY=128, **columns)
+    return found
 
 
 def exclusive(counts: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

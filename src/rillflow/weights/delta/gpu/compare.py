@@ -1,9 +1,10 @@
 """Kernels that read old and new weights: what classes to make, which weights changed, and in what order they are coded.
 
 The table of segments has a row of eight 64-bit numbers for each: address of the old words, of the new ones, weights,
-index of its first word in its tensor, first block, blocks. A block is WORDS words; it belongs to one segment. What is
-counted per block and class lies at `first block * CLASSES + class * blocks + block`, so that one prefix sum over all
-orders everything by segment, class and position. A group is a class of a segment.
+index of its first word in its tensor, first block, blocks, the block after its last. A block is WORDS words; it belongs
+to one segment. What is counted per block and class lies at `first block * CLASSES + class * blocks + block`, so that
+one prefix sum over all orders everything by segment, class and position. A group is a class of a segment. Sizes come
+first, then changes, after a 0: prefix sums that are made in place then begin with it. Totals are those of `places`.
 """
 
 from __future__ import annotations
@@ -154,19 +155,20 @@ def fingerprint(words, number, first_word, out, WORDS: tl.constexpr, ROUNDS: tl.
 
 
 @triton.jit
-def total(table, owner, sums, WORDS: tl.constexpr, LANES: tl.constexpr):
+def total(table, owner, totals, WORDS: tl.constexpr, LANES: tl.constexpr):
     """Add a block's part to the fingerprint of the old weights."""
     b = tl.program_id(0)
     s = tl.load(owner + b)
     weights = tl.load(table + s * 8 + 2)
     at = (b - tl.load(table + s * 8 + 4)) * WORDS + tl.arange(0, WORDS)
     x = words_at(tl.load(table + s * 8), at, weights, LANES)
-    tl.atomic_add(sums + s * 2, tl.sum(mixed(x, tl.load(table + s * 8 + 3) + at, at * LANES < weights)), sem="relaxed")
+    gained = tl.sum(mixed(x, tl.load(table + s * 8 + 3) + at, at * LANES < weights))
+    tl.atomic_add(totals + s * 8, gained, sem="relaxed")
 
 
 @triton.jit
 def compare(
-    table, owner, choices, cells, wanted, sizes, WORDS: tl.constexpr, CLASSES: tl.constexpr, WIDTH: tl.constexpr,
+    table, owner, choices, cells, wanted, counts, WORDS: tl.constexpr, CLASSES: tl.constexpr, WIDTH: tl.constexpr,
     LANES: tl.constexpr, MANTISSA: tl.constexpr, EXPONENTS: tl.constexpr,
 ):  # fmt: skip
     """One block: how many weights of each class it has, and which of its cells have anything to record: those with a
@@ -199,14 +201,17 @@ def compare(
     found = field_of(tl.sum(even), tl.sum(odd), (c * 8).to(tl.int64))
     # What is loaded behind the end is 0, of class 0 and behind all others: only its number is to be taken off.
     beyond = tl.maximum((begin + WORDS) * LANES - weights, 0).to(tl.int32)
-    to = first * CLASSES + c * tl.load(table + s * 8 + 5) + (b - first)
-    tl.store(sizes + to, found - tl.where(c == 0, beyond, 0))
+    to = 1 + first * CLASSES + c * tl.load(table + s * 8 + 5) + (b - first)
+    if b == 0:
+        tl.store(counts, 0)
+    tl.store(counts + to, found - tl.where(c == 0, beyond, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["all_sizes"])
 def record(
-    table, owner, choices, cells, wanted, records, emitted, changes, sums, WORDS: tl.constexpr, CHUNK: tl.constexpr,
-    CLASSES: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, MANTISSA: tl.constexpr, EXPONENTS: tl.constexpr,
+    table, owner, choices, cells, wanted, records, emitted, counts, all_sizes, totals, WORDS: tl.constexpr,
+    CHUNK: tl.constexpr, CLASSES: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, MANTISSA: tl.constexpr,
+    EXPONENTS: tl.constexpr,
 ):  # fmt: skip
     """The wanted cells of a block: a record for every weight that changed, and for the others of dense classes (rank in
     class and block, class, change), how many of each class changed, and what that adds to the fingerprint."""
@@ -242,9 +247,9 @@ def record(
         start += CHUNK
     tl.store(emitted + b, out)
     c = tl.arange(0, CLASSES)
-    to = first * CLASSES + c * tl.load(table + s * 8 + 5) + (b - first)
-    tl.store(changes + to, field_of(changed_even, changed_odd, (c * 8).to(tl.int64)))
-    tl.atomic_add(sums + s * 2 + 1, gained, sem="relaxed")
+    to = 1 + all_sizes + first * CLASSES + c * tl.load(table + s * 8 + 5) + (b - first)
+    tl.store(counts + to, field_of(changed_even, changed_odd, (c * 8).to(tl.int64)))
+    tl.atomic_add(totals + s * 8 + 1, gained, sem="relaxed")
 
 
 @triton.jit
@@ -292,14 +297,14 @@ def _record(
                 to += emit.to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["all_sizes"])
 def sort(
-    table, owner, records, emitted, sizes, changes, modes, events_from, out_changes, events, WORDS: tl.constexpr,
+    table, owner, records, emitted, sums, all_sizes, modes, events_from, out_changes, events, WORDS: tl.constexpr,
     CLASSES: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Changes in the order of groups, and an event for each coded item of the subsets of changed weights.
 
-    `sizes` and `changes` are exclusive prefix sums now. The mode of a group is 0 when nothing is coded, 1 when the
+    `sums` are prefix sums of sizes and then of changes. The mode of a group is 0 when nothing is coded, 1 when the
     changed weights are, 2 when the others are. An event is a subset's number, 2 * WIDTH for each group, and an index.
     """
     b = tl.program_id(0)
@@ -309,6 +314,8 @@ def sort(
     mine = records + b.to(tl.int64) * (WORDS * LANES)
     done_0, done_1 = tl.zeros([CHUNK], tl.int64), tl.zeros([CHUNK], tl.int64)
     start = count * 0
+    changes = sums + all_sizes
+    zero = tl.load(changes)
     while start < count:
         at = start + tl.arange(0, CHUNK)
         valid = at < count
@@ -325,9 +332,9 @@ def sort(
         group = first * CLASSES + c * blocks
         in_all = tl.load(changes + group + (b - first), mask=valid, other=0) + order
         order = in_all - tl.load(changes + group, mask=valid, other=0)
-        rank = tl.load(sizes + group + (b - first), mask=valid, other=0) - tl.load(sizes + group, mask=valid, other=0)
+        rank = tl.load(sums + group + (b - first), mask=valid, other=0) - tl.load(sums + group, mask=valid, other=0)
         rank += (record & 0xFFF).to(tl.int32)
-        tl.store(out_changes + in_all, change, mask=member)
+        tl.store(out_changes + in_all - zero, change, mask=member)
         number = s * CLASSES + c
         mode = tl.load(modes + number, mask=valid, other=0)
         coded = valid & tl.where(member, mode == 1, mode == 2)

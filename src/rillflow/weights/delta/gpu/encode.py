@@ -61,9 +61,9 @@ class _Job:
     def rows(self, part: slice) -> Rows:
         return Rows(self.spans.part(part), self.old, self.new, self.shape, CLASSES, self.device)
 
-    def count(self, rows: Rows, sums: Array, changed: Array) -> None:
+    def count(self, rows: Rows, totals: Array, changed: Array) -> None:
         """What a batch's segments add to the fingerprints, and how many of their weights changed."""
-        np.add.at(self.sums, rows.spans.tensor, sums.view(np.uint64))
+        np.add.at(self.sums, rows.spans.tensor, totals[:, :2].view(np.uint64))
         np.add.at(self.changed, rows.spans.tensor, changed)
 
     def add(self, rows: Rows, segments: Iterable[list[Buffer]]) -> None:
@@ -132,25 +132,27 @@ def _encode(job: _Job, choices: torch.Tensor, part: slice) -> Work:
     if numbers[0]:
         (numbers,) = yield batch.plan(*map(int, numbers))
         landed = Landed(*(yield batch.write(*map(int, numbers))))
-        job.count(rows, landed.sums, landed.changed)
-        job.add(rows, _segments(job, rows, landed))
+        changed = np.diff(landed.changes_from[::CLASSES])
+        job.count(rows, landed.totals, changed)
+        job.add(rows, _segments(job, rows, changed, landed))
         return
-    (sums,) = yield Landing(batch.sums)
-    job.count(rows, sums, np.zeros(len(sums), np.int64))
-    job.add(rows, [[segment_head(SAME, 0)]] * len(sums))
+    (totals,) = yield Landing(batch.totals)
+    job.count(rows, totals, np.zeros(len(totals), np.int64))
+    job.add(rows, [[segment_head(SAME, 0)]] * len(totals))
 
 
-def _segments(job: _Job, rows: Rows, landed: Landed) -> Iterator[list[Buffer]]:
+def _segments(job: _Job, rows: Rows, changed: Array, landed: Landed) -> Iterator[list[Buffer]]:
     """The bytes of a batch's segments."""
     total, members, kinds = landed.table.reshape(3, len(rows.spans), CLASSES, 2 * job.shape.WIDTH)
     table, sizes = tables.write(landed.choices[:, 0], landed.choices[:, 2], total, members, kinds, job.shape.WIDTH)
-    unary, fields = landed.unary.view(np.uint8).data, landed.fields.view(np.uint8).data
-    unary_at, fields_at = _bytes(landed.unary_end), _bytes(landed.fields_end)
+    streams = landed.streams.view(np.uint8).data
+    fields_at, end = _bytes(landed.totals[:, 2], 0)
+    unary_at, _ = _bytes(landed.totals[:, 3], end)
     for s, weights in enumerate(rows.spans.weights.tolist()):
-        stream, field = unary[unary_at[s]], fields[fields_at[s]]
+        stream, field = streams[unary_at[s]], streams[fields_at[s]]
         head = table[s, : sizes[s]].tobytes() + len(stream).to_bytes(4, "little")
         size = len(head) + len(stream) + len(field)
-        if not landed.changed[s]:
+        if not changed[s]:
             yield [segment_head(SAME, 0)]
         elif size < weights * job.layout.width // 8:
             yield [segment_head(CODED, size) + head, stream, field]
@@ -158,13 +160,13 @@ def _segments(job: _Job, rows: Rows, landed: Landed) -> Iterator[list[Buffer]]:
             yield _raw(job, rows, s)
 
 
-def _bytes(ends: Array) -> list[slice]:
-    """Where each stream is: it begins at the word after the last one of the stream before."""
-    found, begin = [], 0
-    for end in ends[:-1].tolist():
-        found.append(slice(begin, (end + 7) // 8))
-        begin = (end + 31) // 32 * 4
-    return found
+def _bytes(bits: Array, begin: int) -> tuple[list[slice], int]:
+    """Where each stream is, which begins at the word after the last one of the stream before; and where they end."""
+    found = []
+    for size in bits.tolist():
+        found.append(slice(begin, begin + (size + 7) // 8))
+        begin += (size + 31) // 32 * 4
+    return found, begin
 
 
 def _raw(job: _Job, rows: Rows, s: int) -> list[Buffer]:

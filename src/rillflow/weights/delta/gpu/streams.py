@@ -1,7 +1,8 @@
 """Kernels that write subsets: the table's numbers, the events in their order, and the two bit streams.
 
 A group has 2 * WIDTH columns: 0 changed, 1 negative, 2 + l longer than l, up to WIDTH; from WIDTH + 1 on, WIDTH + l,
-the low bits of changes of length l. A chunk is a run of CHUNK changes of one group.
+the low bits of changes of length l. A chunk is a run of CHUNK changes of one group. Events are in two arrays, those of
+positions and the rest, which are counted as if they were one.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rillflow.weights.delta.gpu.places import FIELDS, REST, UNARY
 from rillflow.weights.delta.gpu.words import length_of, put_bits
 
 MAX_RICE = tl.constexpr(22)
@@ -30,20 +32,22 @@ def _chunk(owner, chunks_from, changes_from, changes, CHUNK: tl.constexpr, WIDTH
 
 @triton.jit(do_not_specialize=["stride"])
 def count(owner, chunks_from, changes_from, changes, counts, stride, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
-    """How many changes of a chunk have each length, and in row WIDTH how many are negative."""
+    """How many changes of a chunk have each length, and in row WIDTH how many are negative; all after a 0."""
     _, _, _, valid, change, _, length = _chunk(owner, chunks_from, changes_from, changes, CHUNK, WIDTH)
     found = tl.histogram(tl.where(valid, length, 2 * WIDTH - 1), 2 * WIDTH)
     row = tl.arange(0, 2 * WIDTH)
     found = tl.where(row == WIDTH, tl.sum((change < 0).to(tl.int32)), found)
-    tl.store(counts + row * stride + tl.program_id(0), found, mask=row <= WIDTH)
+    if tl.program_id(0) == 0:
+        tl.store(counts, 0)
+    tl.store(counts + 1 + row * stride + tl.program_id(0), found, mask=row <= WIDTH)
 
 
 @triton.jit(do_not_specialize=["stride"])
 def plan(
     group_sizes, changes_from, chunks_from, modes, counts, stride, total_out, members_out, kind_out, coded_out,
-    bits_out, most_out, WIDTH: tl.constexpr,
+    bits_out, totals, CLASSES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The columns of a group: items, members, Rice parameter and inversion, coded items, field bits, most unary bits.
+    """The columns of a group: items, members, Rice parameter and inversion, coded items, field bits; and the totals.
 
     The parameter is the best one for gaps of evenly spread items. `counts` are exclusive prefix sums now.
     """
@@ -72,7 +76,10 @@ def plan(
     tl.store(kind_out + to, rice | tl.where(inverted, 128, 0))
     tl.store(coded_out + to, coded)
     tl.store(bits_out + to, bits)
-    tl.store(most_out + to, coded + ((total - coded) >> rice))
+    row = totals + g // CLASSES * 8
+    tl.atomic_add(row + FIELDS, tl.sum(bits.to(tl.int64)), sem="relaxed")
+    tl.atomic_add(row + UNARY, tl.sum((coded + ((total - coded) >> rice)).to(tl.int64)), sem="relaxed")
+    tl.atomic_add(row + REST, tl.sum(tl.where(column > 0, coded, 0).to(tl.int64)), sem="relaxed")
 
 
 @triton.jit
@@ -89,15 +96,17 @@ def _best_rice(coded, total):
     return rice
 
 
-@triton.jit(do_not_specialize=["stride"])
+@triton.jit(do_not_specialize=["stride", "positions"])
 def emit(
     owner, chunks_from, changes_from, changes, counts, stride, kinds, coded, events_from, fields_from, events, fields,
-    CHUNK: tl.constexpr, WIDTH: tl.constexpr,
+    positions, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The events of the signs and lengths of a chunk, and the low bits of its changes."""
+    """The events of the signs and lengths of a chunk, and the low bits of its changes. Of all events, `positions` come
+    before the first one of `events`."""
     g, begin, index, valid, change, size, length = _chunk(owner, chunks_from, changes_from, changes, CHUNK, WIDTH)
     p, first = tl.program_id(0), tl.load(chunks_from + g)
     columns = g * (2 * WIDTH)
+    events -= positions
     negative = change < 0
     before = tl.load(counts + WIDTH * stride + p) - tl.load(counts + WIDTH * stride + first)
     in_front = before + tl.cumsum(negative.to(tl.int32), 0) - negative.to(tl.int32)
@@ -130,29 +139,38 @@ def _event(kinds, coded, events_from, events, subset, item, in_front, member, va
     tl.store(events + to, event, mask=valid & (member != inverted) & (tl.load(coded + subset) > 0))
 
 
-@triton.jit(do_not_specialize=["number"])
-def gaps(events, number, kinds, events_from, fields_from, unary_sizes, fields, CHUNK: tl.constexpr):
-    """The unary bits of each event, and the low bits of its gap."""
+@triton.jit
+def _event_at(positions, rest, split, i, valid):
+    """Event i of both arrays, the first of which has `split`; -1 where it is not valid."""
+    first = tl.load(positions + i, mask=valid & (i < split), other=-1)
+    return tl.where(i < split, first, tl.load(rest + (i - split), mask=valid & (i >= split), other=-1))
+
+
+@triton.jit(do_not_specialize=["split", "number"])
+def gaps(positions, rest, split, number, kinds, events_from, fields_from, sizes, fields, CHUNK: tl.constexpr):
+    """The unary bits of each event, all after a 0, and the low bits of its gap."""
     i = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
     valid = i < number
-    event = tl.load(events + i, mask=valid, other=0)
-    before = tl.load(events + i - 1, mask=valid & (i > 0), other=-1)
+    event = _event_at(positions, rest, split, i, valid)
+    before = _event_at(positions, rest, split, i - 1, valid & (i > 0))
     subset = event >> 32
     # The index is the low half: within a subset the difference of two events is that of their indices.
     gap = tl.where(before >> 32 == subset, event - before - 1, event & 0xFFFFFFFF).to(tl.int32)
     rice = tl.load(kinds + subset, mask=valid, other=0) & 127
-    tl.store(unary_sizes + i, (gap >> rice) + 1, mask=valid)
+    if tl.program_id(0) == 0:
+        tl.store(sizes, 0)
+    tl.store(sizes + 1 + i, (gap >> rice) + 1, mask=valid)
     order = i - tl.load(events_from + subset, mask=valid, other=0)
     to = tl.load(fields_from + subset, mask=valid, other=0) + order * rice
     put_bits(fields, to, gap & ((1 << rice) - 1), valid & (rice > 0))
 
 
-@triton.jit(do_not_specialize=["number"])
-def ones(events, number, events_from, unary_from, unary_ends, unary, CHUNK: tl.constexpr):
-    """The one-bit of each event; `unary_ends` are prefix sums of `unary_sizes`, the first one 0."""
+@triton.jit(do_not_specialize=["split", "number"])
+def ones(positions, rest, split, number, events_from, unary_from, unary_ends, unary, CHUNK: tl.constexpr):
+    """The one-bit of each event; `unary_ends` are prefix sums of the bits of each, the first one 0."""
     i = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
     valid = i < number
-    subset = tl.load(events + i, mask=valid, other=0) >> 32
+    subset = _event_at(positions, rest, split, i, valid) >> 32
     first = tl.load(events_from + subset, mask=valid, other=0)
     bits = tl.load(unary_ends + i + 1, mask=valid, other=1) - tl.load(unary_ends + first, mask=valid, other=0)
     to = tl.load(unary_from + subset, mask=valid, other=0) + bits - 1
