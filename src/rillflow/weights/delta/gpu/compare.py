@@ -13,8 +13,10 @@ import triton
 import triton.language as tl
 
 from rillflow.weights.delta.gpu.words import (
+    cell_bytes,
     change_of,
     classes_of,
+    count_classes,
     evens,
     exponents_of,
     field_of,
@@ -181,14 +183,14 @@ def compare(
     begin = (b - first) * WORDS
     limits, dense = tl.load(choices + s * 4), tl.load(choices + s * 4 + 1)
     cell = tl.arange(0, CELLS)
-    count, differs = tl.zeros([CELLS], tl.int64), tl.zeros([CELLS], tl.int64)
-    for q in tl.static_range(4):
-        x = words_at(old, begin + cell * 4 + q, weights, LANES)
-        differs |= x ^ words_at(new, begin + cell * 4 + q, weights, LANES)
-        for j in tl.static_range(2):
-            classes = classes_of(exponents_of(half(x, j), WIDTH, MANTISSA, EXPONENTS), limits, limits, WIDTH, CLASSES)
-            for k in tl.static_range(LANES // 2):
-                count += one_of(shift_of(classes, k), 0, CLASSES)
+    at = begin + cell * 4
+    x_0, x_1 = words_at(old, at, weights, LANES), words_at(old, at + 1, weights, LANES)
+    x_2, x_3 = words_at(old, at + 2, weights, LANES), words_at(old, at + 3, weights, LANES)
+    differs = (x_0 ^ words_at(new, at, weights, LANES)) | (x_1 ^ words_at(new, at + 1, weights, LANES))
+    differs |= (x_2 ^ words_at(new, at + 2, weights, LANES)) | (x_3 ^ words_at(new, at + 3, weights, LANES))
+    e_0, e_1, e_2, e_3 = cell_bytes(x_0, x_1, x_2, x_3, WIDTH, MANTISSA, EXPONENTS)
+    last = tl.load(choices + s * 4 + 2).to(tl.int32)
+    count = count_classes(e_0, e_1, e_2, e_3, limits, last, LANES)
     want = ((differs | (count & dense)) != 0).to(tl.int32)
     even, odd = evens(count), evens(count >> 8)
     place = tl.cumsum(want, 0) - want
