@@ -27,6 +27,7 @@ from rillflow.weights.delta.gpu.words import (
     one_of,
     popcount,
     shift_of,
+    weights_at,
     words_at,
 )
 
@@ -42,10 +43,13 @@ FAR = tl.constexpr(1e30)
 
 @triton.jit
 def sample(
-    table, histogram, lowest, WORDS: tl.constexpr, SHARES: tl.constexpr, ROUNDS: tl.constexpr, WIDTH: tl.constexpr,
-    LANES: tl.constexpr, MANTISSA: tl.constexpr, EXPONENTS: tl.constexpr,
+    table, histogram, lowest, WORDS: tl.constexpr, RUNS: tl.constexpr, SHARES: tl.constexpr, ROUNDS: tl.constexpr,
+    WIDTH: tl.constexpr, LANES: tl.constexpr, MANTISSA: tl.constexpr, EXPONENTS: tl.constexpr,
 ):  # fmt: skip
-    """Histograms of exponent and change over evenly spread runs of words: all of a small segment, a part of a large."""
+    """Histograms of exponent and change over evenly spread runs of words: all of a small segment, a part of a large.
+
+    Clearing and reading its bins is what a histogram takes most of its time for, so RUNS runs go into one.
+    """
     s = tl.program_id(0)
     old, new = tl.load(table + s * 8), tl.load(table + s * 8 + 1)
     weights = tl.load(table + s * 8 + 2)
@@ -61,22 +65,20 @@ def sample(
     low = tl.maximum(top - (BINS - 1), 0)
     tl.store(lowest + s, low)
     found = tl.zeros([BINS * SYMBOLS], tl.int32)
+    item = tl.arange(0, RUNS * WORDS * LANES)
+    words, run = count.to(tl.int32), item // (WORDS * LANES)
     for step in range(ROUNDS):
-        share = tl.program_id(1) * ROUNDS + step
-        start, end = count * share // SHARES, count * (share + 1) // SHARES
-        at = start + offsets
-        valid = at < tl.minimum(end, start + WORDS)
-        x, y = words_at(old, at, weights, LANES), words_at(new, at, weights, LANES)
-        for j in tl.static_range(2):
-            both = exponents_of(half(x, j), WIDTH, MANTISSA, EXPONENTS)
-            for k in tl.static_range(LANES // 2):
-                u, v = lane(half(x, j), k, WIDTH), lane(half(y, j), k, WIDTH)
-                bin = tl.minimum(tl.maximum(((both >> (16 * k)) & 0xFF) - low, 0), BINS - 1)
-                size = tl.abs(change_of(u, v, WIDTH))
-                symbol = tl.where(u == v, 0, tl.minimum(length_of(size, WIDTH) + 1, SYMBOLS - 2))
-                inside = valid & (at * LANES + j * (LANES // 2) + k < weights)
-                # The last symbol is of no weight: `choose` leaves it out.
-                found += tl.histogram(tl.where(inside, bin * SYMBOLS + symbol, SYMBOLS - 1), BINS * SYMBOLS)
+        share = (tl.program_id(1) * ROUNDS + step) * RUNS + run
+        start, end = words * share // SHARES, words * (share + 1) // SHARES
+        at = start + (item // LANES) % WORDS
+        place = at * LANES + item % LANES
+        inside = (at < end) & (place < weights)
+        u, v = weights_at(old, place, inside, WIDTH), weights_at(new, place, inside, WIDTH)
+        bin = tl.minimum(tl.maximum(((u >> MANTISSA) & (EXPONENTS - 1)).to(tl.int32) - low, 0), BINS - 1)
+        size = tl.abs(change_of(u, v, WIDTH))
+        symbol = tl.where(u == v, 0, tl.minimum(length_of(size, WIDTH) + 1, SYMBOLS - 2))
+        # The last symbol is of no weight: `choose` leaves it out.
+        found += tl.histogram(tl.where(inside, bin * SYMBOLS + symbol, SYMBOLS - 1), BINS * SYMBOLS)
     at = tl.arange(0, BINS * SYMBOLS)
     tl.atomic_add(histogram + s * (BINS * SYMBOLS) + at, found, mask=found != 0, sem="relaxed")
 

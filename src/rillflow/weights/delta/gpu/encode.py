@@ -30,7 +30,7 @@ from rillflow.weights.delta.gpu.batch import Array, Landing, Rows, Shape, Work, 
 from rillflow.weights.delta.gpu.written import CLASSES, Batch, Landed
 
 # Of each segment, 64 runs of up to so many words are looked at before its classes are chosen.
-_RUN, _SHARES, _ROUNDS = 256, 64, 8
+_RUN, _SHARES, _RUNS, _ROUNDS = 256, 64, 4, 2
 _BINS, _SYMBOLS = compare.BINS.value, compare.SYMBOLS.value
 # A batch has so many of: changed weights, and sixteenths of all weights.
 _BUDGET = 1 << 25
@@ -115,8 +115,8 @@ def _choose(job: _Job) -> torch.Tensor:
     rows, count, device = job.rows(slice(None)), len(job.spans), job.device
     histogram = torch.zeros(count * _BINS * _SYMBOLS, dtype=torch.int32, device=device)
     lowest = torch.empty(count, dtype=torch.int32, device=device)
-    compare.sample[(count, _SHARES // _ROUNDS)](
-        rows.on_device, histogram, lowest, WORDS=_RUN, SHARES=_SHARES, ROUNDS=_ROUNDS, **job.shape.all
+    compare.sample[(count, _SHARES // (_RUNS * _ROUNDS))](
+        rows.on_device, histogram, lowest, WORDS=_RUN, RUNS=_RUNS, SHARES=_SHARES, ROUNDS=_ROUNDS, **job.shape.all
     )
     scratch = torch.empty(count * CLASSES * _BINS, dtype=torch.int32, device=device)
     choices = torch.empty((count, 4), dtype=torch.int64, device=device)

@@ -34,6 +34,16 @@ def words_at(address, at, weights, LANES: tl.constexpr):
 
 
 @triton.jit
+def weights_at(address, at, valid, WIDTH: tl.constexpr):
+    """The bits of single weights, as `lane` has them; 0 where they are not valid."""
+    if WIDTH == 16:
+        bits = tl.load(address.to(tl.pointer_type(tl.int16)) + at, mask=valid, other=0).to(tl.int32) & 0xFFFF
+    else:
+        bits = tl.load(address.to(tl.pointer_type(tl.int32)) + at, mask=valid, other=0).to(tl.int64) & 0xFFFFFFFF
+    return bits
+
+
+@triton.jit
 def half(words, j: tl.constexpr):
     """The low (0) or high (1) 32 bits of words: two weights of 16 bits, or one."""
     return (words >> (32 * j)).to(tl.int32)
