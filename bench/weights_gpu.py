@@ -6,7 +6,7 @@ host and back, all verification included; the fingerprints of the old weights ar
 a reader. Small deltas of all kinds are exchanged with the codec of the host in both directions, and the large ones are
 applied and compared, bit for bit.
 
-`--profile FILE` writes what each kernel takes, and prints when the host does what while it applies deltas.
+`--profile FILE` writes what each kernel takes, and, from a run without the profiler, when the host did what.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from bench import weights_gpu_marks
 from bench.common import Report, parser
 from rillflow.weights import delta
 from rillflow.weights.delta import gpu
@@ -192,15 +193,19 @@ class Case:
             report.add(name, old.nbytes / taken / 1e9, None, unit="GB/s", reason="one tensor in a call")
 
 
-def profile(name: str, step: Callable[[], object], to: Path) -> None:
+def profile(name: str, step: Callable[[], object], to: Path, before: Callable[[], object] = lambda: None) -> None:
     """Append what each kernel and each call on the host takes."""
     from torch.profiler import ProfilerActivity
 
+    before()
+    torch.cuda.synchronize()
     with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as taken:
         step()
         torch.cuda.synchronize()
     averages = taken.key_averages()
+    marks = "\n".join(weights_gpu_marks.timeline(step, before))
     with to.open("a") as file:
+        file.write(f"{name}: the host\n{marks}\n\n")
         for key in ("self_cuda_time_total", "self_cpu_time_total"):
             file.write(f"{name}\n{averages.table(sort_by=key, row_limit=40, max_name_column_width=60)}\n")
 
@@ -256,8 +261,7 @@ def examine(report: Report, share: float, profile_to: str | None) -> None:
         attempt(profile, f"share {share}: encode", case.encode, Path(profile_to))
     attempt(case.apply_speed, report)
     if profile_to:
-        case.reset()
-        attempt(profile, f"share {share}: apply", case.apply, Path(profile_to))
+        attempt(profile, f"share {share}: apply", case.apply, Path(profile_to), case.reset)
         attempt(apply_marks, case)
 
 

@@ -87,9 +87,10 @@ def test_many_tensors_at_once() -> None:
 
 
 def test_segments_that_have_a_batch_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unchanged, coded and raw segments, several of one tensor; the deltas are opened by several threads."""
+    """Unchanged, coded and raw segments, several of one tensor; the deltas are sealed and opened by several threads."""
     monkeypatch.setattr(writer, "MOST_LOG2", 12)
     monkeypatch.setattr(writer, "_BUDGET", 1)
+    monkeypatch.setattr(writer, "_MANY", 0)
     monkeypatch.setattr(reader, "_BUDGET", 1)
     monkeypatch.setattr(heads, "MANY", 0)
     base, new = pair(9000, 0.05)

@@ -1,21 +1,22 @@
 """Deltas made on the device. All tensors of a call go through the same few launches, batch by batch.
 
 What a batch costs in memory is about 6 bytes a weight and some tens for each changed one: an estimate from a sample
-decides how many segments it gets.
+decides how many segments it gets. The device puts a tensor's bytes in a row; the host fills in heads and tables, hashes
+the row and copies it once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 
 import numpy as np
 import torch
 
 from rillflow.weights.delta.format import (
-    CODED,
     MOST_LOG2,
-    RAW,
     SAME,
     Buffer,
     Encoded,
@@ -26,7 +27,18 @@ from rillflow.weights.delta.format import (
     segment_head,
 )
 from rillflow.weights.delta.gpu import compare, tables
-from rillflow.weights.delta.gpu.batch import Array, Landing, Rows, Shape, Work, batches, in_turns, spans, words_of
+from rillflow.weights.delta.gpu.batch import (
+    Array,
+    Landing,
+    Rows,
+    Shape,
+    Spans,
+    Work,
+    batches,
+    in_turns,
+    spans,
+    words_of,
+)
 from rillflow.weights.delta.gpu.written import CLASSES, Batch, Landed
 
 # Of each segment, 64 runs of up to so many words are looked at before its classes are chosen.
@@ -34,6 +46,8 @@ _RUN, _SHARES, _RUNS, _ROUNDS = 256, 64, 4, 2
 _BINS, _SYMBOLS = compare.BINS.value, compare.SYMBOLS.value
 # A batch has so many of: changed weights, and sixteenths of all weights.
 _BUDGET = 1 << 25
+# So many bytes and more are hashed and copied by several threads.
+_MANY, _THREADS = 1 << 20, 4
 _MASK = (1 << 64) - 1
 
 
@@ -50,38 +64,60 @@ class _Job:
         self.old = np.array([old.data_ptr() for old, _ in self.words], np.int64)
         self.new = np.array([new.data_ptr() for _, new in self.words], np.int64)
         self.spans = spans(np.array(self.weights, np.int64), MOST_LOG2)
-        self.segments: list[dict[int, list[Buffer]]] = [{} for _ in pairs]
+        self.runs: list[dict[int, Buffer]] = [{} for _ in pairs]
+        self.left = np.bincount(self.spans.tensor, minlength=len(pairs)).tolist()
         self.sums = np.zeros((len(pairs), 2), np.uint64)
         self.changed = np.zeros(len(pairs), np.int64)
         self.done: dict[int, Encoded] = {}
-        for number, weights in enumerate(self.weights):
-            if not weights:
-                self._seal(number)
+        self._seal([number for number, left in enumerate(self.left) if not left])
 
     def rows(self, part: slice) -> Rows:
         return Rows(self.spans.part(part), self.old, self.new, self.shape, CLASSES, self.device)
 
-    def count(self, rows: Rows, totals: Array, changed: Array) -> None:
-        """What a batch's segments add to the fingerprints, and how many of their weights changed."""
-        np.add.at(self.sums, rows.spans.tensor, totals[:, :2].view(np.uint64))
-        np.add.at(self.changed, rows.spans.tensor, changed)
+    def add(self, some: Spans, sums: Array, changed: Array, begins: Sequence[int], data: memoryview) -> None:
+        """What a batch's segments add to the fingerprints, how many of their weights changed, and their bytes, which
+        are in a row; the last ones of a tensor make its delta."""
+        np.add.at(self.sums, some.tensor, sums.view(np.uint64))
+        np.add.at(self.changed, some.tensor, changed)
+        whole = []
+        for first, end in some.runs():
+            number = int(some.tensor[first])
+            self.runs[number][int(some.start[first])] = data[begins[first] : begins[end]]
+            self.left[number] -= end - first
+            if not self.left[number]:
+                whole.append(number)
+        self._seal(whole)
 
-    def add(self, rows: Rows, segments: Iterable[list[Buffer]]) -> None:
-        """The bytes of a batch's segments, which are counted; a tensor's last one makes its delta."""
-        for number, start, pieces in zip(rows.spans.tensor.tolist(), rows.spans.start.tolist(), segments, strict=True):
-            self.segments[number][start] = pieces
-            if len(self.segments[number]) == -(-self.weights[number] >> MOST_LOG2):
-                self._seal(number)
+    def _seal(self, numbers: Sequence[int]) -> None:
+        """Make the deltas of tensors whose bytes are all here; by several threads where they are many, each of which
+        takes the next one, the largest first."""
+        sizes = {number: sum(map(len, self.runs[number].values())) for number in numbers}
+        todo = iter(sorted(numbers, key=sizes.__getitem__, reverse=True))
+        many = sum(sizes.values()) >= _MANY
 
-    def _seal(self, number: int) -> None:
+        def work(_: int) -> list[tuple[int, Encoded]]:
+            return [(number, self._sealed(number)) for number in todo]
+
+        for made in _pool().map(work, range(_THREADS)) if many else [work(0)]:
+            self.done.update(made)
+
+    def _sealed(self, number: int) -> Encoded:
         full, gained = self.sums[number].tolist()
         base = full if self.known is None else self.known[number]
         result = (base + gained) & _MASK
         header = Header(self.layout.code, MOST_LOG2, self.weights[number], base, result)
-        parts = self.segments[number]
-        data = sealed(header, [piece for start in sorted(parts) for piece in parts[start]])
-        self.done[number] = Encoded(data, base, result, int(self.changed[number]))
-        self.segments[number] = {}
+        runs, self.runs[number] = self.runs[number], {}
+        data = sealed(header, [runs[start] for start in sorted(runs)])
+        return Encoded(data, base, result, int(self.changed[number]))
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_THREADS, "seal-deltas")
+
+
+# The threads of a process are not there in its children.
+os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 def encode_many(
@@ -99,7 +135,7 @@ def encode_many(
         job = _Job([pairs[number] for number in numbers], known and [known[number] for number in numbers], layout)
         if len(job.spans):
             choices = _choose(job)
-            costs = choices[:, 3].cpu().numpy() + job.spans.weights // 16
+            costs = _estimates(choices) + job.spans.weights // 16
             in_turns([partial(_encode, job, choices, part) for part in batches(costs, _BUDGET)])
         found |= {number: job.done[place] for place, number in enumerate(numbers)}
     return [found[number] for number in range(len(pairs))]
@@ -124,6 +160,12 @@ def _choose(job: _Job) -> torch.Tensor:
     return choices
 
 
+def _estimates(choices: torch.Tensor) -> Array:
+    """How many weights of each segment changed, more or less."""
+    found: Array = choices[:, 3].cpu().numpy()
+    return found
+
+
 def _encode(job: _Job, choices: torch.Tensor, part: slice) -> Work:
     """One batch, to the bytes of its segments. Yields where it waits for numbers."""
     rows = job.rows(part)
@@ -132,45 +174,10 @@ def _encode(job: _Job, choices: torch.Tensor, part: slice) -> Work:
     if numbers[0]:
         (numbers,) = yield batch.plan(*map(int, numbers))
         landed = Landed(*(yield batch.write(*map(int, numbers))))
-        changed = np.diff(landed.changes_from[::CLASSES])
-        job.count(rows, landed.totals, changed)
-        job.add(rows, _segments(job, rows, changed, landed))
-        return
-    (totals,) = yield Landing(batch.totals)
-    job.count(rows, totals, np.zeros(len(totals), np.int64))
-    job.add(rows, [[segment_head(SAME, 0)]] * len(totals))
-
-
-def _segments(job: _Job, rows: Rows, changed: Array, landed: Landed) -> Iterator[list[Buffer]]:
-    """The bytes of a batch's segments."""
-    total, members, kinds = landed.table.reshape(3, len(rows.spans), CLASSES, 2 * job.shape.WIDTH)
-    table, sizes = tables.write(landed.choices[:, 0], landed.choices[:, 2], total, members, kinds, job.shape.WIDTH)
-    streams = landed.streams.view(np.uint8).data
-    fields_at, end = _bytes(landed.totals[:, 2], 0)
-    unary_at, _ = _bytes(landed.totals[:, 3], end)
-    for s, weights in enumerate(rows.spans.weights.tolist()):
-        stream, field = streams[unary_at[s]], streams[fields_at[s]]
-        head = table[s, : sizes[s]].tobytes() + len(stream).to_bytes(4, "little")
-        size = len(head) + len(stream) + len(field)
-        if not changed[s]:
-            yield [segment_head(SAME, 0)]
-        elif size < weights * job.layout.width // 8:
-            yield [segment_head(CODED, size) + head, stream, field]
-        else:
-            yield _raw(job, rows, s)
-
-
-def _bytes(bits: Array, begin: int) -> tuple[list[slice], int]:
-    """Where each stream is, which begins at the word after the last one of the stream before; and where they end."""
-    found = []
-    for size in bits.tolist():
-        found.append(slice(begin, begin + (size + 7) // 8))
-        begin += (size + 31) // 32 * 4
-    return found, begin
-
-
-def _raw(job: _Job, rows: Rows, s: int) -> list[Buffer]:
-    tensor, start, weights = (int(column[s]) for column in (rows.spans.tensor, rows.spans.start, rows.spans.weights))
-    flat = job.words[tensor][1].detach().reshape(-1)
-    data = flat[start : start + weights].cpu().view(torch.uint8).numpy().tobytes()
-    return [segment_head(RAW, len(data)), data]
+        tables.write(landed.data, landed.totals, landed.choices, rows.spans.weights, landed.table, job.shape.WIDTH)
+        totals, begins, data = landed.totals[:-1], landed.totals[:, 6].tolist(), landed.data.data
+    else:
+        totals = (yield Landing(batch.totals))[0][:-1]
+        head = segment_head(SAME, 0)
+        begins, data = [len(head) * s for s in range(len(totals) + 1)], memoryview(head * len(totals))
+    job.add(rows.spans, totals[:, :2], totals[:, 7], begins, data)

@@ -2,8 +2,9 @@
 
 Of each segment there is a row of eight 64-bit numbers, its totals, all 0 at first: what the old weights and what the
 changes add to the fingerprint; bits of its field stream; bits of its unary stream, at most and then in fact; events
-beside those of positions. Where segments follow one another in an array, a program adds up the totals of all before
-its own: there are hundreds, so that costs less than another launch.
+beside those of positions; bytes of its table; where its bytes begin, also of a row more than there are segments; how
+many weights changed. Where segments follow one another in an array, a program adds up the totals of all before its own:
+there are hundreds, so that costs less than another launch.
 """
 
 from __future__ import annotations
@@ -14,6 +15,12 @@ import triton.language as tl
 FIELDS = tl.constexpr(2)
 UNARY = tl.constexpr(3)
 REST = tl.constexpr(4)
+TABLE = tl.constexpr(5)
+BEGIN = tl.constexpr(6)
+CHANGED = tl.constexpr(7)
+# Bytes of a segment's head, and of the length of its unary stream.
+HEAD = tl.constexpr(5)
+LENGTH = tl.constexpr(4)
 
 
 @triton.jit
@@ -78,22 +85,28 @@ def place_events(
     """Where each subset's events begin, and where each column's bits do when each segment's fields begin at a word.
 
     The events of positions come first, then all others. A program more than there are segments gives `ends`: the number
-    of these others, the words of all fields, and those of the unary streams at most.
+    of these others, the words of all fields, those of the unary streams and the bytes of all segments at most.
     """
     N: tl.constexpr = CLASSES * COLUMNS
     p = tl.program_id(0)
-    rest, words, most = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
+    rest, words = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
+    most, size = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
     start = p * 0
     while start < p:
         s = start + tl.arange(0, MANY)
         rest += tl.sum(tl.load(totals + s * 8 + REST, mask=s < p, other=0))
-        words += tl.sum((tl.load(totals + s * 8 + FIELDS, mask=s < p, other=0) + 31) >> 5)
-        most += tl.sum((tl.load(totals + s * 8 + UNARY, mask=s < p, other=0) + 31) >> 5)
+        fields = tl.load(totals + s * 8 + FIELDS, mask=s < p, other=0)
+        unary = tl.load(totals + s * 8 + UNARY, mask=s < p, other=0)
+        words += tl.sum((fields + 31) >> 5)
+        most += tl.sum((unary + 31) >> 5)
+        table = tl.load(totals + s * 8 + TABLE, mask=s < p, other=0)
+        size += tl.sum(tl.where(s < p, HEAD + table + LENGTH + ((unary + 7) >> 3) + ((fields + 7) >> 3), 0))
         start += MANY
     if p == segments:
         tl.store(ends, rest)
         tl.store(ends + 1, words)
         tl.store(ends + 2, most)
+        tl.store(ends + 3, size)
     else:
         i = tl.arange(0, N)
         of_positions = (i % COLUMNS) == 0
@@ -117,25 +130,76 @@ def _unary_bits(totals, positions_from, events_from, sums, s, valid, CLASSES: tl
     return found + tl.load(sums + end, mask=valid, other=0) - tl.load(sums + begin, mask=valid, other=0)
 
 
-@triton.jit(do_not_specialize=["first_word"])
-def place_unary(
-    totals, positions_from, events_from, coded, sums, first_word, unary_from, CLASSES: tl.constexpr,
-    COLUMNS: tl.constexpr, MANY: tl.constexpr,
+@triton.jit
+def _size(table, totals, changes_from, unary, s, valid, CLASSES: tl.constexpr, BYTES: tl.constexpr):
+    """How many weights of segments changed, and the bytes of these: a coded one is smaller than its weights are."""
+    changed = tl.load(changes_from + (s + 1) * CLASSES, mask=valid, other=0)
+    changed -= tl.load(changes_from + s * CLASSES, mask=valid, other=0)
+    fields = tl.load(totals + s * 8 + FIELDS, mask=valid, other=0)
+    coded = tl.load(totals + s * 8 + TABLE, mask=valid, other=0) + LENGTH + ((unary + 7) >> 3) + ((fields + 7) >> 3)
+    coded = tl.minimum(coded, tl.load(table + s * 8 + 2, mask=valid, other=0) * BYTES)
+    return changed, tl.where(valid, HEAD + tl.where(changed > 0, coded, 0), 0)
+
+
+@triton.jit(do_not_specialize=["segments", "first_word"])
+def place_streams(
+    table, totals, segments, changes_from, positions_from, events_from, coded, sums, first_word, unary_from,
+    CLASSES: tl.constexpr, COLUMNS: tl.constexpr, BYTES: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
     """Where each subset's unary bits begin when each segment's begin at a word, the first one's at `first_word`; and
-    how many each segment has. `sums` are prefix sums of the bits of events."""
+    where each segment's bytes begin when they are in a row. A program more than there are segments gives the end.
+
+    `sums` are prefix sums of the bits of events. BYTES are those of a weight.
+    """
     N: tl.constexpr = CLASSES * COLUMNS
     p = tl.program_id(0)
-    words = tl.full([], 0, tl.int64) + first_word
+    words, begin = tl.full([], 0, tl.int64) + first_word, tl.full([], 0, tl.int64)
     start = p * 0
     while start < p:
         s = start + tl.arange(0, MANY)
-        found = _unary_bits(totals, positions_from, events_from, sums, s, s < p, CLASSES, COLUMNS)
-        words += tl.sum(((found + 31) >> 5).to(tl.int64))
+        unary = _unary_bits(totals, positions_from, events_from, sums, s, s < p, CLASSES, COLUMNS).to(tl.int64)
+        _, size = _size(table, totals, changes_from, unary, s, s < p, CLASSES, BYTES)
+        words += tl.sum((unary + 31) >> 5)
+        begin += tl.sum(size)
         start += MANY
-    i = tl.arange(0, N)
-    first = tl.load(events_from + p * N + i)
-    end = first + tl.load(coded + p * N + i)
-    some = (tl.load(sums + end) - tl.load(sums + first)).to(tl.int64)
-    tl.store(unary_from + p * N + i, words * 32 + tl.cumsum(some, 0) - some)
-    tl.store(totals + p * 8 + UNARY, tl.sum(some))
+    tl.store(totals + p * 8 + BEGIN, begin)
+    if p < segments:
+        i = tl.arange(0, N)
+        first = tl.load(events_from + p * N + i)
+        end = first + tl.load(coded + p * N + i)
+        some = (tl.load(sums + end) - tl.load(sums + first)).to(tl.int64)
+        tl.store(unary_from + p * N + i, words * 32 + tl.cumsum(some, 0) - some)
+        tl.store(totals + p * 8 + UNARY, tl.sum(some))
+        changed = tl.load(changes_from + (p + 1) * CLASSES) - tl.load(changes_from + p * CLASSES)
+        tl.store(totals + p * 8 + CHANGED, changed.to(tl.int64))
+
+
+@triton.jit
+def pack(
+    table, totals, fields_from, unary_from, streams, out, CLASSES: tl.constexpr, COLUMNS: tl.constexpr,
+    BYTES: tl.constexpr, PARTS: tl.constexpr, MANY: tl.constexpr,
+):  # fmt: skip
+    """Copy a part of the bytes of a segment to its place behind those before: both its streams, or its new weights
+    where these are no more. The host writes head and table into the room that is left before them."""
+    N: tl.constexpr = CLASSES * COLUMNS
+    s, start = tl.program_id(0), tl.program_id(1) * MANY
+    begin = tl.load(totals + s * 8 + BEGIN) + HEAD
+    size = tl.load(totals + s * 8 + 8 + BEGIN) - begin
+    if size == tl.load(table + s * 8 + 2) * BYTES:
+        weights = tl.load(table + s * 8 + 1).to(tl.pointer_type(tl.uint8))
+        while start < size:
+            i = start + tl.arange(0, MANY)
+            tl.store(out + begin + i, tl.load(weights + i, mask=i < size, other=0), mask=i < size)
+            start += PARTS * MANY
+    else:
+        room = tl.load(totals + s * 8 + TABLE) + LENGTH
+        size, begin = size - room, begin + room
+        unary = (tl.load(totals + s * 8 + UNARY) + 7) >> 3
+        first = tl.load(unary_from + s * N) >> 3
+        # The bytes of the fields, as if they began with those of the unary stream.
+        second = (tl.load(fields_from + s * N) >> 3) - unary
+        while start < size:
+            i = start + tl.arange(0, MANY)
+            at = i + tl.where(i < unary, first, second)
+            tl.store(out + begin + i, tl.load(streams + at, mask=i < size, other=0), mask=i < size)
+            start += PARTS * MANY

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rillflow.weights.delta.gpu.places import FIELDS, REST, UNARY
+from rillflow.weights.delta.gpu.places import FIELDS, REST, TABLE, UNARY
 from rillflow.weights.delta.gpu.words import length_of, put_bits
 
 MAX_RICE = tl.constexpr(22)
@@ -44,7 +44,7 @@ def count(owner, chunks_from, changes_from, changes, counts, stride, CHUNK: tl.c
 
 @triton.jit(do_not_specialize=["stride"])
 def plan(
-    group_sizes, changes_from, chunks_from, modes, counts, stride, total_out, members_out, kind_out, coded_out,
+    choices, group_sizes, changes_from, chunks_from, modes, counts, stride, total_out, members_out, kind_out, coded_out,
     bits_out, totals, CLASSES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The columns of a group: items, members, Rice parameter and inversion, coded items, field bits; and the totals.
@@ -76,10 +76,23 @@ def plan(
     tl.store(kind_out + to, rice | tl.where(inverted, 128, 0))
     tl.store(coded_out + to, coded)
     tl.store(bits_out + to, bits)
-    row = totals + g // CLASSES * 8
+    s, c = g // CLASSES, g % CLASSES
+    row = totals + s * 8
+    size, last = _table_bytes(total, members, written, subset), tl.load(choices + s * 4 + 2).to(tl.int32)
+    size = tl.where(c <= last, size, 0) + tl.where(c == 0, 1 + last, 0)
+    tl.atomic_add(row + TABLE, size.to(tl.int64), sem="relaxed")
     tl.atomic_add(row + FIELDS, tl.sum(bits.to(tl.int64)), sem="relaxed")
     tl.atomic_add(row + UNARY, tl.sum((coded + ((total - coded) >> rice)).to(tl.int64)), sem="relaxed")
     tl.atomic_add(row + REST, tl.sum(tl.where(column > 0, coded, 0).to(tl.int64)), sem="relaxed")
+
+
+@triton.jit
+def _table_bytes(total, members, written, subset):
+    """Of a group's subsets, which are in the table up to the first that is empty: see `tables.write`."""
+    varint = 1 + (members > 0x7F).to(tl.int32) + (members > 0x3FFF).to(tl.int32) + (members > 0x1FFFFF).to(tl.int32)
+    # An empty subset is the last one: the next one has no items. The first one is always there.
+    there = subset & ((total > 0) | (tl.arange(0, total.shape[0]) == 0))
+    return tl.sum(tl.where(there, varint + written.to(tl.int32), 0))
 
 
 @triton.jit

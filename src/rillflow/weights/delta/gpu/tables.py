@@ -6,49 +6,69 @@ import numpy as np
 
 from rillflow.weights.delta.format import MAX_RICE
 from rillflow.weights.delta.gpu.batch import Array
-from rillflow.weights.delta.jit import compiled
+from rillflow.weights.delta.jit import compiled, inlined
 
-# A varint of a number up to 2**22 and the kind.
-_MOST_OF_SUBSET = 5
 TOO_MANY = 2
 
 
-def write(limits: Array, last: Array, total: Array, members: Array, kinds: Array, width: int) -> tuple[Array, Array]:
-    """The bytes of each segment's table, in a row of its own, and how many there are."""
-    segments, classes = total.shape[:2]
-    out = np.zeros((segments, 1 + classes + classes * (width + 1) * _MOST_OF_SUBSET), np.uint8)
-    sizes = np.zeros(segments, np.int64)
-    _write(limits, last, total, members, kinds, width, out, sizes)
-    return out, sizes
+def write(data: Array, totals: Array, choices: Array, weights: Array, table: Array, width: int) -> None:
+    """The heads of a batch's segments and the tables of the coded ones, in the room that `places.pack` left them."""
+    total, members, kinds = table.reshape(3, len(weights), -1, 2 * width)
+    if not _write(data, totals, choices, weights * (width // 8), total, members, kinds, width):
+        raise RuntimeError("a table has another size than the device computed")
 
 
 @compiled
 def _write(
-    limits: Array, last: Array, total: Array, members: Array, kinds: Array, width: int, out: Array, sizes: Array
-) -> None:
-    for s in range(len(last)):
-        row, at = out[s], 0
-        row[at] = last[s]
+    data: Array, totals: Array, choices: Array, raw: Array, total: Array, members: Array, kinds: Array, width: int
+) -> bool:
+    for s in range(len(raw)):
+        begin = totals[s, 6]
+        size = totals[s + 1, 6] - begin - 5
+        kind = 0 if totals[s, 7] == 0 else (2 if size == raw[s] else 1)
+        data[begin] = kind
+        _put_32(data, begin + 1, size)
+        if kind != 1:
+            continue
+        end = _write_table(data, begin + 5, choices[s, 0], choices[s, 2], total[s], members[s], kinds[s], width)
+        if end != begin + 5 + totals[s, 5]:
+            return False
+        _put_32(data, end, (totals[s, 3] + 7) // 8)
+    return True
+
+
+@inlined
+def _put_32(data: Array, at: int, number: int) -> None:
+    for k in range(4):
+        data[at + k] = number >> (8 * k) & 0xFF
+
+
+@inlined
+def _write_table(
+    data: Array, at: int, limits: int, last: int, total: Array, members: Array, kinds: Array, width: int
+) -> int:
+    """Write a segment's table from `at` on; where it ends."""
+    data[at] = last
+    at += 1
+    for c in range(1, last + 1):
+        data[at] = 256 - (limits >> (8 * c) & 0xFF)
         at += 1
-        for c in range(1, last[s] + 1):
-            row[at] = 256 - (limits[s] >> (8 * c) & 0xFF)
-            at += 1
-        for c in range(last[s] + 1):
-            for column in range(width + 1):
-                left = members[s, c, column]
-                some = 0 < left < total[s, c, column]
-                while left > 0x7F:
-                    row[at] = left & 0x7F | 0x80
-                    left >>= 7
-                    at += 1
-                row[at] = left
+    for c in range(last + 1):
+        for column in range(width + 1):
+            left = members[c, column]
+            some = 0 < left < total[c, column]
+            while left > 0x7F:
+                data[at] = left & 0x7F | 0x80
+                left >>= 7
                 at += 1
-                if some:
-                    row[at] = kinds[s, c, column]
-                    at += 1
-                if column != 1 and members[s, c, column] == 0:
-                    break
-        sizes[s] = at
+            data[at] = left
+            at += 1
+            if some:
+                data[at] = kinds[c, column]
+                at += 1
+            if column != 1 and members[c, column] == 0:
+                break
+    return at
 
 
 class Plans:

@@ -12,18 +12,17 @@ from rillflow.weights.delta.gpu.batch import BLOCK, Array, Landing, Rows, Shape,
 
 CLASSES = 8
 _CELLS, _SORTED, _CHUNK, _MANY = 128, 128, 1024, 1024
+_PARTS, _BYTES = 16, 2048
 
 
 class Landed(NamedTuple):
-    """What the host needs: totals (see `places`) and choices of each segment, where the changes of each group begin;
-    the columns of the tables (items, members, kinds); the words of all fields and then of all unary streams, each
-    segment's from a new word on."""
+    """What the host needs: totals (see `places`) and choices of each segment; the columns of the tables (items,
+    members, kinds); the bytes of all segments in a row, with room for their heads and tables."""
 
     totals: Array
     choices: Array
-    changes_from: Array
     table: Array
-    streams: Array
+    data: Array
 
 
 class Batch:
@@ -36,7 +35,7 @@ class Batch:
         self._ints = partial(torch.empty, dtype=torch.int32, device=self._device)
         self._longs = partial(torch.empty, dtype=torch.int64, device=self._device)
         self._owner = rows.owner()
-        self.totals = torch.zeros((self._segments, 8), dtype=torch.int64, device=self._device)
+        self.totals = torch.zeros((self._segments + 1, 8), dtype=torch.int64, device=self._device)
 
     def compare(self, *, known: bool) -> Landing:
         """Records of what changed. Lands the number of changes, of coded positions, of chunks of changes."""
@@ -67,7 +66,8 @@ class Batch:
         return Landing(ends)
 
     def plan(self, changes: int, positions: int, chunks: int) -> Landing:
-        """The numbers of the tables. Lands the number of further events, and the words of both streams at most."""
+        """The numbers of the tables. Lands the number of further events, and at most the words of both streams and the
+        bytes of all segments."""
         rows, shape = self._rows, self._shape
         ordered, self._positions = self._ints(changes), self._longs(positions)
         compare.sort[(rows.count,)](
@@ -83,18 +83,18 @@ class Batch:
         table = self._ints((5, self._groups * self._columns))
         self._table, (_, _, self._kinds, self._coded, bits) = table[:3], table.unbind()
         streams.plan[(self._groups,)](
-            self._group_sizes, self._changes_from, self._chunks_from, self._modes, self._counts, chunks,
+            self._choices, self._group_sizes, self._changes_from, self._chunks_from, self._modes, self._counts, chunks,
             *table.unbind(), self.totals, CLASSES=CLASSES, WIDTH=shape.WIDTH,
         )  # fmt: skip
         self._fields_from, self._events_from = self._longs((2, self._groups * self._columns)).unbind()
-        ends = self._longs(3)
+        ends = self._longs(4)
         places.place_events[(self._segments + 1,)](
             self.totals, self._segments, bits, self._coded, self._positions_from, self._fields_from,
             self._events_from, ends, CLASSES=CLASSES, COLUMNS=self._columns, MANY=_MANY,
         )  # fmt: skip
         return Landing(ends)
 
-    def write(self, rest_events: int, fields_words: int, unary_words: int) -> Landing:
+    def write(self, rest_events: int, fields_words: int, unary_words: int, size: int) -> Landing:
         """Both streams. Lands the fields of `Landed`."""
         words = torch.zeros(fields_words + unary_words + 1, dtype=torch.int32, device=self._device)
         rest, split = self._longs(rest_events), len(self._positions)
@@ -108,9 +108,16 @@ class Batch:
         streams.gaps[grid](*events, self._kinds, self._events_from, self._fields_from, sizes, words, CHUNK=_CHUNK)
         sums = sizes.cumsum_(0)
         unary_from = torch.empty_like(self._events_from)
-        places.place_unary[(self._segments,)](
-            self.totals, self._positions_from, self._events_from, self._coded, sums, fields_words, unary_from,
-            CLASSES=CLASSES, COLUMNS=self._columns, MANY=_MANY,
+        kinds = {"CLASSES": CLASSES, "COLUMNS": self._columns, "BYTES": self._shape.WIDTH // 8}
+        table = self._rows.on_device
+        places.place_streams[(self._segments + 1,)](
+            table, self.totals, self._segments, self._changes_from, self._positions_from, self._events_from,
+            self._coded, sums, fields_words, unary_from, MANY=_MANY, **kinds,
         )  # fmt: skip
         streams.ones[grid](*events, self._events_from, unary_from, sums, words, CHUNK=_CHUNK)
-        return Landing(self.totals, self._choices, self._changes_from, self._table, words)
+        data = torch.empty(size, dtype=torch.uint8, device=self._device)
+        places.pack[(self._segments, _PARTS)](
+            table, self.totals, self._fields_from, unary_from, words.view(torch.uint8), data, PARTS=_PARTS,
+            MANY=_BYTES, **kinds,
+        )  # fmt: skip
+        return Landing(self.totals, self._choices, self._table, data)

@@ -1,0 +1,97 @@
+"""When the host does what while deltas are made or applied on a GPU: functions are wrapped for the time of a call."""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+from rillflow.weights.delta.gpu import batch, decode, encode, subsets, tables, written
+
+REPEATS = 9
+# What is looked at, and what it is called. What another version of the code does not have is left out.
+PLACES: tuple[tuple[object, str, str], ...] = (
+    (encode._Job, "__init__", "job"),
+    (encode, "_choose", "launch sample, choose"),
+    (encode, "_estimates", "wait for estimates"),
+    (batch.Rows, "__init__", "rows"),
+    (written.Batch, "__init__", "batch"),
+    (written.Batch, "compare", "launch compare"),
+    (written.Batch, "plan", "launch plan"),
+    (written.Batch, "write", "launch write"),
+    (batch.Landing, "wait", "wait"),
+    (tables, "write", "tables"),
+    (encode._Job, "add", "bytes"),
+    (decode, "_opened", "open"),
+    (decode._Job, "__init__", "job"),
+    (decode._Job, "verify", "verify"),
+    (tables, "read", "tables"),
+    (tables, "read_limits", "limits"),
+    (subsets.Found, "__init__", "launch subsets"),
+    (subsets.Found, "located", "launch locate"),
+)
+
+
+class Mark(NamedTuple):
+    name: str
+    start: float
+    taken: float
+    inner: float
+
+
+@contextmanager
+def marked(found: list[Mark]) -> Iterator[None]:
+    """Note each call of the functions above: its time, and that of others of them within it."""
+    within = [0.0]
+
+    def wrapped(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **named: Any) -> Any:
+            start = time.perf_counter()
+            within.append(0.0)
+            try:
+                return call(*arguments, **named)
+            finally:
+                taken = time.perf_counter() - start
+                found.append(Mark(name, start, taken, within.pop()))
+                within[-1] += taken
+
+        return timed
+
+    with ExitStack() as stack:
+        for owner, attribute, name in PLACES:
+            if (call := getattr(owner, attribute, None)) is not None:
+                stack.enter_context(mock.patch.object(owner, attribute, wrapped(name, call)))
+        yield
+
+
+def timeline(step: Callable[[], object], before: Callable[[], object]) -> list[str]:
+    """Lines of text: each function's own milliseconds, the median of some calls, and what one call did when."""
+    sums: dict[str, list[float]] = defaultdict(list)
+    for _ in range(REPEATS):
+        found: list[Mark] = []
+        before()
+        torch.cuda.synchronize()
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        with marked(found):
+            begin = time.perf_counter()
+            step()
+            end = time.perf_counter()
+            torch.cuda.synchronize()
+        own: dict[str, float] = defaultdict(float)
+        for mark in found:
+            own[mark.name] += 1000 * (mark.taken - mark.inner)
+        own["all"] = 1000 * (end - begin)
+        own["not marked"] = own["all"] - sum(own[name] for name in own if name != "all")
+        own["page faults, in 1000"] = (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults) / 1000
+        for name, value in own.items():
+            sums[name].append(value)
+    lines = [f"{name:24} {statistics.median(values):9.3f}" for name, values in sums.items()]
+    last = sorted(found, key=lambda mark: mark.start)
+    return lines + [f"{1000 * (mark.start - begin):9.3f} + {1000 * mark.taken:7.3f}  {mark.name}" for mark in last]
