@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from rillflow.weights.delta.gpu.places import FIELDS, REST, TABLE, UNARY
-from rillflow.weights.delta.gpu.words import length_of, put_bits
+from rillflow.weights.delta.gpu.words import add_runs, length_of, put_bits
 
 MAX_RICE = tl.constexpr(22)
 
@@ -159,10 +159,19 @@ def _event_at(positions, rest, split, i, valid):
     return tl.where(i < split, first, tl.load(rest + (i - split), mask=valid & (i >= split), other=-1))
 
 
+@triton.jit
+def _neighbours(positions, rest, split, number, subset, i, lane, CHUNK: tl.constexpr):
+    """Whether event i is the first, and whether it is the last, that this chunk has of its subset."""
+    before = _event_at(positions, rest, split, i - 1, (lane > 0) & (i < number)) >> 32
+    after = _event_at(positions, rest, split, i + 1, (lane < CHUNK - 1) & (i + 1 < number)) >> 32
+    return before != subset, after != subset
+
+
 @triton.jit(do_not_specialize=["split", "number"])
 def gaps(positions, rest, split, number, kinds, events_from, fields_from, sizes, fields, CHUNK: tl.constexpr):
     """The unary bits of each event, all after a 0, and the low bits of its gap."""
-    i = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    lane = tl.arange(0, CHUNK)
+    i = tl.program_id(0).to(tl.int64) * CHUNK + lane
     valid = i < number
     event = _event_at(positions, rest, split, i, valid)
     before = _event_at(positions, rest, split, i - 1, valid & (i > 0))
@@ -175,16 +184,31 @@ def gaps(positions, rest, split, number, kinds, events_from, fields_from, sizes,
     tl.store(sizes + 1 + i, (gap >> rice) + 1, mask=valid)
     order = i - tl.load(events_from + subset, mask=valid, other=0)
     to = tl.load(fields_from + subset, mask=valid, other=0) + order * rice
-    put_bits(fields, to, gap & ((1 << rice) - 1), valid & (rice > 0))
+    first, last = _neighbours(positions, rest, split, number, subset, i, lane, CHUNK)
+    word = to >> 5
+    first |= word != (to - rice) >> 5
+    last |= word != (to + rice) >> 5
+    shifted = (gap & ((1 << rice) - 1)).to(tl.int64) << (to & 31)
+    written = valid & (rice > 0)
+    add_runs(fields, word, tl.where(written, shifted, 0).to(tl.int32), first & written, last & written)
+    # Only the last one that begins in a word reaches into the next.
+    high = (shifted >> 32).to(tl.int32)
+    tl.atomic_add(fields + word + 1, high, mask=written & (high != 0), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["split", "number"])
 def ones(positions, rest, split, number, events_from, unary_from, unary_ends, unary, CHUNK: tl.constexpr):
     """The one-bit of each event; `unary_ends` are prefix sums of the bits of each, the first one 0."""
-    i = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    lane = tl.arange(0, CHUNK)
+    i = tl.program_id(0).to(tl.int64) * CHUNK + lane
     valid = i < number
     subset = _event_at(positions, rest, split, i, valid) >> 32
-    first = tl.load(events_from + subset, mask=valid, other=0)
-    bits = tl.load(unary_ends + i + 1, mask=valid, other=1) - tl.load(unary_ends + first, mask=valid, other=0)
-    to = tl.load(unary_from + subset, mask=valid, other=0) + bits - 1
-    put_bits(unary, to, to * 0 + 1, valid)
+    begin = tl.load(events_from + subset, mask=valid, other=0)
+    end = tl.load(unary_ends + i + 1, mask=valid, other=0)
+    to = tl.load(unary_from + subset, mask=valid, other=0) + end - tl.load(unary_ends + begin, mask=valid, other=0) - 1
+    first, last = _neighbours(positions, rest, split, number, subset, i, lane, CHUNK)
+    word = to >> 5
+    first |= word != (to - (end - tl.load(unary_ends + i, mask=valid, other=0))) >> 5
+    last |= word != (to + (tl.load(unary_ends + i + 2, mask=valid & (i + 1 < number), other=0) - end)) >> 5
+    one = tl.where(valid, tl.full([1], 1, tl.int32) << (to & 31).to(tl.int32), 0)
+    add_runs(unary, word, one, first & valid, last & valid)

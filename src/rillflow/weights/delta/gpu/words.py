@@ -217,3 +217,15 @@ def put_bits(stream, at, values, valid):
     high = (shifted >> 32).to(tl.int32)
     tl.atomic_or(stream + (at >> 5), low, mask=valid & (low != 0), sem="relaxed")
     tl.atomic_or(stream + (at >> 5) + 1, high, mask=valid & (high != 0), sem="relaxed")
+
+
+@triton.jit
+def add_runs(stream, word, bits, first, last):
+    """Add numbers to the 32-bit words of a stream, where those of a word are a run of lanes from a first to a last one,
+    and no two have a bit in common: all that is ever added to a word is so, be it by others and at any time.
+
+    A run's sum is a difference of prefix sums, modulo 2**32: two atomics a run instead of one for each lane.
+    """
+    sums = tl.cumsum(bits, 0)
+    some = tl.where(last, sums, 0) - tl.where(first, sums - bits, 0)
+    tl.atomic_add(stream + word, some, mask=first | last, sem="relaxed")

@@ -72,7 +72,8 @@ class Batch:
         ordered, self._positions = self._ints(changes), self._longs(positions)
         compare.sort[(rows.count,)](
             rows.on_device, self._owner, self._records, self._emitted, self._sums, self._sizes, self._modes,
-            self._positions_from, ordered, self._positions, WORDS=BLOCK, CLASSES=CLASSES, CHUNK=_SORTED, **shape.bits,
+            self._positions_from, ordered, self._positions, WORDS=BLOCK, CLASSES=CLASSES, CHUNK=_SORTED, num_warps=1,
+            **shape.bits,
         )  # fmt: skip
         del self._records, self._emitted, self._sums
         owner = owners(self._chunks_from, self._groups, chunks, FIRST=0, LAST=1, STRIDE=1)
