@@ -210,49 +210,6 @@ def profile(name: str, step: Callable[[], object], to: Path, before: Callable[[]
             file.write(f"{name}\n{averages.table(sort_by=key, row_limit=40, max_name_column_width=60)}\n")
 
 
-def apply_marks(case: Case) -> None:
-    """Print when each part of one `apply` on the host begins and how long it takes, in ms."""
-    from rillflow.weights.delta.gpu import batch, decode, found, heads, incoming, tables
-
-    parts: list[tuple[object, str]] = [
-        (heads, "headers"), (heads, "segments"), (heads, "Checksums"), (decode, "_Job"), (decode, "Rows"),
-        (decode, "Incoming"), (decode, "counted"), (incoming.Incoming, "start"), (batch.Landing, "wait"),
-        (incoming.Incoming, "arrived"), (tables, "read"), (decode, "Found"), (found.Found, "records"),
-        (heads.Checksums, "start"), (decode._Job, "verify"), (heads.Checksums, "wait"), (decode, "scatter"),
-    ]  # fmt: skip
-    held = [(owner, name, getattr(owner, name)) for owner, name in parts]
-    seen: list[tuple[str, float, float]] = []
-
-    def marked(name: str, step: Callable[..., object]) -> Callable[..., object]:
-        def taken(*arguments: object, **more: object) -> object:
-            start = time.perf_counter()
-            try:
-                return step(*arguments, **more)
-            finally:
-                seen.append((name, start, time.perf_counter()))
-
-        return taken
-
-    for owner, name, step in held:
-        setattr(owner, name, marked(name, step))
-    try:
-        for _ in range(4):
-            case.reset()
-            torch.cuda.synchronize()
-            seen.clear()
-            begin = time.perf_counter()
-            case.apply()
-            launched = time.perf_counter()
-            torch.cuda.synchronize()
-            seen.append(("all", begin, launched))
-            seen.append(("the device after it", launched, time.perf_counter()))
-    finally:
-        for owner, name, step in held:
-            setattr(owner, name, step)
-    for name, start, end in sorted(seen, key=lambda one: one[1]):
-        print(f"apply {1e3 * (start - begin):7.3f} + {1e3 * (end - start):6.3f} ms {name}", file=sys.stderr)
-
-
 def examine(report: Report, share: float, profile_to: str | None) -> None:
     case = Case(share, LAYERS)
     for part in (case.copy_speed, case.encode_speed, case.sizes, case.alone):
@@ -262,7 +219,6 @@ def examine(report: Report, share: float, profile_to: str | None) -> None:
     attempt(case.apply_speed, report)
     if profile_to:
         attempt(profile, f"share {share}: apply", case.apply, Path(profile_to), case.reset)
-        attempt(apply_marks, case)
 
 
 def attempt(step: Callable[..., object], *arguments: object) -> None:

@@ -13,10 +13,10 @@ from unittest import mock
 
 import torch
 
-from rillflow.weights.delta.gpu import batch, decode, encode, subsets, tables, written
+from rillflow.weights.delta.gpu import batch, decode, encode, found, heads, incoming, tables, written
 
 REPEATS = 9
-# What is looked at, and what it is called. What another version of the code does not have is left out.
+# What is looked at, and what it is called.
 PLACES: tuple[tuple[object, str, str], ...] = (
     (encode._Job, "__init__", "job"),
     (encode, "_choose", "launch sample, choose"),
@@ -29,13 +29,19 @@ PLACES: tuple[tuple[object, str, str], ...] = (
     (batch.Landing, "wait", "wait"),
     (tables, "write", "tables"),
     (encode._Job, "add", "bytes"),
-    (decode, "_opened", "open"),
+    (heads, "headers", "headers"),
+    (heads, "segments", "segments"),
     (decode._Job, "__init__", "job"),
-    (decode._Job, "verify", "verify"),
+    (decode, "counted", "launch sizes"),
+    (incoming.Incoming, "start", "copies begin"),
+    (incoming.Incoming, "arrived", "wait for copies"),
     (tables, "read", "tables"),
-    (tables, "read_limits", "limits"),
-    (subsets.Found, "__init__", "launch subsets"),
-    (subsets.Found, "located", "launch locate"),
+    (found.Found, "__init__", "launch ranks"),
+    (found.Found, "records", "launch records"),
+    (heads.Checksums, "start", "checksums begin"),
+    (heads.Checksums, "wait", "wait for checksums"),
+    (decode._Job, "verify", "verify"),
+    (decode, "scatter", "launch scatter"),
 )
 
 
@@ -47,7 +53,7 @@ class Mark(NamedTuple):
 
 
 @contextmanager
-def marked(found: list[Mark]) -> Iterator[None]:
+def marked(seen: list[Mark]) -> Iterator[None]:
     """Note each call of the functions above: its time, and that of others of them within it."""
     within = [0.0]
 
@@ -59,15 +65,14 @@ def marked(found: list[Mark]) -> Iterator[None]:
                 return call(*arguments, **named)
             finally:
                 taken = time.perf_counter() - start
-                found.append(Mark(name, start, taken, within.pop()))
+                seen.append(Mark(name, start, taken, within.pop()))
                 within[-1] += taken
 
         return timed
 
     with ExitStack() as stack:
         for owner, attribute, name in PLACES:
-            if (call := getattr(owner, attribute, None)) is not None:
-                stack.enter_context(mock.patch.object(owner, attribute, wrapped(name, call)))
+            stack.enter_context(mock.patch.object(owner, attribute, wrapped(name, getattr(owner, attribute))))
         yield
 
 
@@ -75,17 +80,17 @@ def timeline(step: Callable[[], object], before: Callable[[], object]) -> list[s
     """Lines of text: each function's own milliseconds, the median of some calls, and what one call did when."""
     sums: dict[str, list[float]] = defaultdict(list)
     for _ in range(REPEATS):
-        found: list[Mark] = []
+        seen: list[Mark] = []
         before()
         torch.cuda.synchronize()
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        with marked(found):
+        with marked(seen):
             begin = time.perf_counter()
             step()
             end = time.perf_counter()
             torch.cuda.synchronize()
         own: dict[str, float] = defaultdict(float)
-        for mark in found:
+        for mark in seen:
             own[mark.name] += 1000 * (mark.taken - mark.inner)
         own["all"] = 1000 * (end - begin)
         own["not marked"] = own["all"] - sum(own[name] for name in own if name != "all")
@@ -93,5 +98,5 @@ def timeline(step: Callable[[], object], before: Callable[[], object]) -> list[s
         for name, value in own.items():
             sums[name].append(value)
     lines = [f"{name:24} {statistics.median(values):9.3f}" for name, values in sums.items()]
-    last = sorted(found, key=lambda mark: mark.start)
+    last = sorted(seen, key=lambda mark: mark.start)
     return lines + [f"{1000 * (mark.start - begin):9.3f} + {1000 * mark.taken:7.3f}  {mark.name}" for mark in last]
