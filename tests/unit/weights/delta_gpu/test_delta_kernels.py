@@ -113,6 +113,20 @@ def test_segments_that_have_a_batch_each(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [bits(old) for old, _ in there] == [bits(to) for _, to in pairs]
 
 
+@pytest.mark.parametrize("budget", [1 << 25, 40])
+def test_more_records_than_there_was_room_for(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch is made again, as a whole or in halves, and nothing of the first attempt is left in the deltas."""
+    monkeypatch.setattr(writer, "MOST_LOG2", 9)
+    pairs = [pair(1200, 0.1), pair(300, 0.9), pair(40, 0.0)]
+    there = [(base.to(DEVICE), new.to(DEVICE)) for base, new in pairs]
+    made = gpu.encode_many(there)
+    monkeypatch.setattr(writer, "_BUDGET", budget)
+    monkeypatch.setattr(writer, "batches", lambda costs, budget: [slice(0, len(costs))])
+    monkeypatch.setattr(writer, "_room", lambda estimates: 7)
+    assert gpu.encode_many(there) == made
+    assert [one[1:] for one in made] == [delta.encode(base, new)[1:] for base, new in pairs]
+
+
 def test_segments_and_batches_of_tensors() -> None:
     weights = [9000, 0, 4096, 1, 4097]
     spans = batch.spans(np.array(weights), np.array([12, 12, 12, 22, 13]))

@@ -1,4 +1,4 @@
-"""Kernels that read old and new weights: what classes to make, which weights changed, and in what order they are coded.
+"""Kernels around the comparison of weights (see `records`): what classes to make, and in what order changes are coded.
 
 The table of segments has a row of eight 64-bit numbers for each: address of the old words, of the new ones, weights,
 index of its first word in its tensor, first block, blocks, the block after its last. A block is WORDS words; it belongs
@@ -13,20 +13,13 @@ import triton
 import triton.language as tl
 
 from rillflow.weights.delta.gpu.words import (
-    cell_bytes,
     change_of,
-    classes_of,
-    count_classes,
     evens,
     exponents_of,
     field_of,
     half,
-    lane,
     length_of,
     mixed,
-    one_of,
-    popcount,
-    shift_of,
     weights_at,
     words_at,
 )
@@ -93,7 +86,7 @@ def choose(table, histogram, lowest, before, choices, CLASSES: tl.constexpr):
     """The cheapest partition of the exponents into at most CLASSES ranges, by the estimated size of the code.
 
     `choices` gets of each segment: the limits (see `reached`), a byte of ones for each class of which more than half
-    changed, the last class, the estimated number of changes. `before` is scratch.
+    changed, the last class, the estimated number of records (see `records`). `before` is scratch.
     """
     s = tl.program_id(0)
     i, j = tl.arange(0, BINS), tl.arange(0, BINS)
@@ -130,20 +123,21 @@ def choose(table, histogram, lowest, before, choices, CLASSES: tl.constexpr):
     tl.debug_barrier()
     end, low = BINS - 1, tl.load(lowest + s)
     limits, dense = low.to(tl.int64) * 0, low.to(tl.int64) * 0
-    c = used - 1
+    c, recorded = used - 1, 0.0
     while c >= 0:
         start = tl.load(scratch + c * BINS + end)
         mine = (i[:, None] == start) & (j[None, :] == end)
-        is_dense = 2 * tl.sum(tl.where(mine, changed, 0.0)) > tl.sum(tl.where(mine, size, 0.0))
+        some, all = tl.sum(tl.where(mine, changed, 0.0)), tl.sum(tl.where(mine, size, 0.0))
+        is_dense = 2 * some > all
+        recorded += tl.where(is_dense, all, some)
         dense |= (is_dense.to(tl.int64) * 0xFF) << (8 * c).to(tl.int64)
         limits |= tl.where(c == 0, 0, 256 - low - start).to(tl.int64) << (8 * c).to(tl.int64)
         end = start - 1
         c -= 1
-    share = tl.sum(tl.where((i[:, None] == 0) & (j[None, :] == BINS - 1), changed, 0.0)) / tl.maximum(seen, 1.0)
     tl.store(choices + s * 4, limits)
     tl.store(choices + s * 4 + 1, dense)
     tl.store(choices + s * 4 + 2, (used - 1).to(tl.int64))
-    tl.store(choices + s * 4 + 3, (share * weights).to(tl.int64))
+    tl.store(choices + s * 4 + 3, (recorded / tl.maximum(seen, 1.0) * weights).to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["words", "number", "first_word"])
@@ -170,141 +164,10 @@ def total(table, owner, totals, WORDS: tl.constexpr, LANES: tl.constexpr):
     tl.atomic_add(totals + s * 8, gained, sem="relaxed")
 
 
-@triton.jit
-def compare(
-    table, owner, choices, cells, wanted, counts, WORDS: tl.constexpr, CLASSES: tl.constexpr, WIDTH: tl.constexpr,
-    LANES: tl.constexpr, MANTISSA: tl.constexpr, EXPONENTS: tl.constexpr,
-):  # fmt: skip
-    """One block: how many weights of each class it has, and which of its cells have anything to record: those with a
-    change or a weight of a dense class. Of these, which are few, `cells` gets the number and the weights before it."""
-    CELLS: tl.constexpr = WORDS // 4
-    b = tl.program_id(0)
-    s = tl.load(owner + b)
-    old, new = tl.load(table + s * 8), tl.load(table + s * 8 + 1)
-    weights, first = tl.load(table + s * 8 + 2), tl.load(table + s * 8 + 4)
-    begin = (b - first) * WORDS
-    limits, dense = tl.load(choices + s * 4), tl.load(choices + s * 4 + 1)
-    cell = tl.arange(0, CELLS)
-    at = begin + cell * 4
-    x_0, x_1 = words_at(old, at, weights, LANES), words_at(old, at + 1, weights, LANES)
-    x_2, x_3 = words_at(old, at + 2, weights, LANES), words_at(old, at + 3, weights, LANES)
-    differs = (x_0 ^ words_at(new, at, weights, LANES)) | (x_1 ^ words_at(new, at + 1, weights, LANES))
-    differs |= (x_2 ^ words_at(new, at + 2, weights, LANES)) | (x_3 ^ words_at(new, at + 3, weights, LANES))
-    e_0, e_1, e_2, e_3 = cell_bytes(x_0, x_1, x_2, x_3, WIDTH, MANTISSA, EXPONENTS)
-    last = tl.load(choices + s * 4 + 2).to(tl.int32)
-    count = count_classes(e_0, e_1, e_2, e_3, limits, last, LANES)
-    want = ((differs | (count & dense)) != 0).to(tl.int32)
-    even, odd = evens(count), evens(count >> 8)
-    place = tl.cumsum(want, 0) - want
-    mine = cells + b.to(tl.int64) * (CELLS * 3)
-    tl.store(mine + place, cell.to(tl.int64), mask=want != 0)
-    tl.store(mine + CELLS + place, tl.cumsum(even, 0) - even, mask=want != 0)
-    tl.store(mine + 2 * CELLS + place, tl.cumsum(odd, 0) - odd, mask=want != 0)
-    tl.store(wanted + b, tl.sum(want))
-    c = tl.arange(0, CLASSES)
-    found = field_of(tl.sum(even), tl.sum(odd), (c * 8).to(tl.int64))
-    # What is loaded behind the end is 0, of class 0 and behind all others: only its number is to be taken off.
-    beyond = tl.maximum((begin + WORDS) * LANES - weights, 0).to(tl.int32)
-    to = 1 + first * CLASSES + c * tl.load(table + s * 8 + 5) + (b - first)
-    if b == 0:
-        tl.store(counts, 0)
-    tl.store(counts + to, found - tl.where(c == 0, beyond, 0))
-
-
-@triton.jit(do_not_specialize=["all_sizes"])
-def record(
-    table, owner, choices, cells, wanted, records, emitted, counts, all_sizes, totals, WORDS: tl.constexpr,
-    CHUNK: tl.constexpr, CLASSES: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, MANTISSA: tl.constexpr,
-    EXPONENTS: tl.constexpr,
-):  # fmt: skip
-    """The wanted cells of a block: a record for every weight that changed, and for the others of dense classes (rank in
-    class and block, class, change), how many of each class changed, and what that adds to the fingerprint."""
-    CELLS: tl.constexpr = WORDS // 4
-    b = tl.program_id(0)
-    s = tl.load(owner + b)
-    old, new = tl.load(table + s * 8), tl.load(table + s * 8 + 1)
-    weights, first_word = tl.load(table + s * 8 + 2), tl.load(table + s * 8 + 3)
-    first = tl.load(table + s * 8 + 4)
-    begin = (b - first) * WORDS
-    limits, dense = tl.load(choices + s * 4), tl.load(choices + s * 4 + 1)
-    mine = cells + b.to(tl.int64) * (CELLS * 3)
-    number, start, out = tl.load(wanted + b), 0, 0
-    changed_even, changed_odd, gained = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
-    to_records = records + b.to(tl.int64) * (WORDS * LANES)
-    while start < number:
-        i = start + tl.arange(0, CHUNK)
-        at = begin + tl.load(mine + i, mask=i < number, other=0) * 4
-        inside = tl.where(i < number, tl.maximum(weights - at * LANES, 0), 0).to(tl.int32)
-        flags, changed, more = _flags(
-            old, new, at, first_word, weights, inside, limits, dense, CHUNK, CLASSES, WIDTH, LANES, MANTISSA, EXPONENTS
-        )
-        changed_even += tl.sum(evens(changed))
-        changed_odd += tl.sum(evens(changed >> 8))
-        gained += tl.sum(more)
-        many = popcount(flags)
-        _record(
-            old, new, at, weights, flags, limits, tl.load(mine + CELLS + i, mask=i < number, other=0),
-            tl.load(mine + 2 * CELLS + i, mask=i < number, other=0), to_records + out + tl.cumsum(many, 0) - many,
-            CHUNK, CLASSES, WIDTH, LANES, MANTISSA, EXPONENTS,
-        )  # fmt: skip
-        out += tl.sum(many)
-        start += CHUNK
-    tl.store(emitted + b, out)
-    c = tl.arange(0, CLASSES)
-    to = 1 + all_sizes + first * CLASSES + c * tl.load(table + s * 8 + 5) + (b - first)
-    tl.store(counts + to, field_of(changed_even, changed_odd, (c * 8).to(tl.int64)))
-    tl.atomic_add(totals + s * 8 + 1, gained, sem="relaxed")
-
-
-@triton.jit
-def _flags(
-    old, new, at, first_word, weights, inside, limits, dense, CHUNK: tl.constexpr, CLASSES: tl.constexpr,
-    WIDTH: tl.constexpr, LANES: tl.constexpr, MANTISSA: tl.constexpr, EXPONENTS: tl.constexpr,
-):  # fmt: skip
-    """Which weights of cells get a record, a bit of each, how many of each class changed, and what that adds to the
-    fingerprint."""
-    flags, changed, gained = tl.zeros([CHUNK], tl.int32), tl.zeros([CHUNK], tl.int64), tl.zeros([CHUNK], tl.int64)
-    for q in tl.static_range(4):
-        x, y = words_at(old, at + q, weights, LANES), words_at(new, at + q, weights, LANES)
-        differ, place = (x != y) & (inside > 0), first_word + at + q
-        gained += mixed(y, place, differ) - mixed(x, place, differ)
-        for j in tl.static_range(2):
-            classes = classes_of(exponents_of(half(x, j), WIDTH, MANTISSA, EXPONENTS), limits, limits, WIDTH, CLASSES)
-            for k in tl.static_range(LANES // 2):
-                here = q * LANES + j * (LANES // 2) + k
-                shift = shift_of(classes, k)
-                differs = (here < inside) & (lane(half(x, j), k, WIDTH) != lane(half(y, j), k, WIDTH))
-                of_dense = (here < inside) & (((dense >> shift) & 1) != 0)
-                flags |= (differs | of_dense).to(tl.int32) << here
-                changed += tl.where(differs, one_of(shift, 0, CLASSES), 0)
-    return flags, changed, gained
-
-
-@triton.jit
-def _record(
-    old, new, at, weights, flags, limits, even_before, odd_before, to, CHUNK: tl.constexpr, CLASSES: tl.constexpr,
-    WIDTH: tl.constexpr, LANES: tl.constexpr, MANTISSA: tl.constexpr, EXPONENTS: tl.constexpr,
-):  # fmt: skip
-    """Write the records of cells, each cell's from `to` on."""
-    count = tl.zeros([CHUNK], tl.int64)
-    for q in tl.static_range(4):
-        x, y = words_at(old, at + q, weights, LANES), words_at(new, at + q, weights, LANES)
-        for j in tl.static_range(2):
-            classes = classes_of(exponents_of(half(x, j), WIDTH, MANTISSA, EXPONENTS), limits, limits, WIDTH, CLASSES)
-            for k in tl.static_range(LANES // 2):
-                shift = shift_of(classes, k)
-                rank = field_of(even_before, odd_before, shift) + ((count >> shift) & 0xFF).to(tl.int32)
-                count += one_of(shift, 0, CLASSES)
-                emit = ((flags >> (q * LANES + j * (LANES // 2) + k)) & 1) != 0
-                change = change_of(lane(half(x, j), k, WIDTH), lane(half(y, j), k, WIDTH), WIDTH)
-                tl.store(to, rank | (shift << 9).to(tl.int32) | (change << WIDTH), mask=emit)
-                to += emit.to(tl.int32)
-
-
 @triton.jit(do_not_specialize=["all_sizes"])
 def sort(
-    table, owner, records, emitted, sums, all_sizes, modes, events_from, out_changes, events, WORDS: tl.constexpr,
-    CLASSES: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
+    table, owner, records, begins, emitted, sums, all_sizes, modes, events_from, out_changes, events,
+    CLASSES: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Changes in the order of groups, and an event for each coded item of the subsets of changed weights.
 
@@ -315,7 +178,7 @@ def sort(
     s = tl.load(owner + b)
     first, blocks = tl.load(table + s * 8 + 4), tl.load(table + s * 8 + 5)
     count = tl.load(emitted + b)
-    mine = records + b.to(tl.int64) * (WORDS * LANES)
+    mine = records + tl.load(begins + b)
     done_0, done_1 = tl.zeros([CHUNK], tl.int64), tl.zeros([CHUNK], tl.int64)
     start = count * 0
     changes = sums + all_sizes

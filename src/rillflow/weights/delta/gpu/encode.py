@@ -1,8 +1,8 @@
 """Deltas made on the device. All tensors of a call go through the same few launches, batch by batch.
 
-What a batch costs in memory is about 6 bytes a weight and some tens for each changed one: an estimate from a sample
-decides how many segments it gets. The device puts a tensor's bytes in a row; the host fills in heads and tables, hashes
-the row and copies it once.
+What a batch costs in memory is some tens of bytes for each changed weight: an estimate from a sample decides how many
+segments it gets and how much room their records have; where that was too little it is made again with more. The device
+puts a tensor's bytes in a row; the host fills in heads and tables, hashes the row and copies it once.
 """
 
 from __future__ import annotations
@@ -44,8 +44,10 @@ from rillflow.weights.delta.gpu.written import CLASSES, Batch, Landed
 # Of each segment, 64 runs of up to so many words are looked at before its classes are chosen.
 _RUN, _SHARES, _RUNS, _ROUNDS = 256, 64, 4, 2
 _BINS, _SYMBOLS = compare.BINS.value, compare.SYMBOLS.value
-# A batch has so many of: changed weights, and sixteenths of all weights.
+# A batch has about so many records, and at most 32 times so many weights: 32-bit sums hold both together.
 _BUDGET = 1 << 25
+# The room for records is a multiple of this: calls that are alike ask for the same memory, and small ones have enough.
+_ROOM = 1 << 20
 # So many bytes and more are hashed and copied by several threads.
 _MANY, _THREADS = 1 << 20, 4
 _MASK = (1 << 64) - 1
@@ -135,8 +137,9 @@ def encode_many(
         job = _Job([pairs[number] for number in numbers], known and [known[number] for number in numbers], layout)
         if len(job.spans):
             choices = _choose(job)
-            costs = _estimates(choices) + job.spans.weights // 16
-            in_turns([partial(_encode, job, choices, part) for part in batches(costs, _BUDGET)])
+            estimates = _estimates(choices)
+            parts = batches(np.maximum(estimates, job.spans.weights // 32), _BUDGET)
+            in_turns([partial(_encode, job, choices, part, _room(estimates[part])) for part in parts])
         found |= {number: job.done[place] for place, number in enumerate(numbers)}
     return [found[number] for number in range(len(pairs))]
 
@@ -161,18 +164,27 @@ def _choose(job: _Job) -> torch.Tensor:
 
 
 def _estimates(choices: torch.Tensor) -> Array:
-    """How many weights of each segment changed, more or less."""
+    """How many records each segment has, more or less."""
     found: Array = choices[:, 3].cpu().numpy()
     return found
 
 
-def _encode(job: _Job, choices: torch.Tensor, part: slice) -> Work:
+def _room(estimates: Array) -> int:
+    """For the records of a batch: a quarter more than are expected, and some."""
+    return (int(estimates.sum()) * 5 // 4 // _ROOM + 1) * _ROOM
+
+
+def _encode(job: _Job, choices: torch.Tensor, part: slice, room: int) -> Work:
     """One batch, to the bytes of its segments. Yields where it waits for numbers."""
     rows = job.rows(part)
     batch = Batch(rows, choices[part], job.shape)
-    (numbers,) = yield batch.compare(known=job.known is not None)
-    if numbers[0]:
-        (numbers,) = yield batch.plan(*map(int, numbers))
+    (numbers,) = yield batch.compare(room, known=job.known is not None)
+    if numbers[0] > room:
+        del batch
+        yield from _again(job, choices, part, int(numbers[0]))
+        return
+    if numbers[1]:
+        (numbers,) = yield batch.plan(*map(int, numbers[1:]))
         landed = Landed(*(yield batch.write(*map(int, numbers))))
         tables.write(landed.data, landed.totals, landed.choices, rows.spans.weights, landed.table, job.shape.WIDTH)
         totals, begins, data = landed.totals[:-1], landed.totals[:, 6].tolist(), landed.data.data
@@ -181,3 +193,13 @@ def _encode(job: _Job, choices: torch.Tensor, part: slice) -> Work:
         head = segment_head(SAME, 0)
         begins, data = [len(head) * s for s in range(len(totals) + 1)], memoryview(head * len(totals))
     job.add(rows.spans, totals[:, :2], totals[:, 7], begins, data)
+
+
+def _again(job: _Job, choices: torch.Tensor, part: slice, room: int) -> Work:
+    """A batch whose records, so many, had not enough room: as it is, or in halves if it has become too large."""
+    middle = (part.start + part.stop) // 2
+    if room <= 2 * _BUDGET or middle == part.start:
+        yield from _encode(job, choices, part, room)
+    else:
+        yield from _encode(job, choices, slice(part.start, middle), room // 2)
+        yield from _encode(job, choices, slice(middle, part.stop), room // 2)

@@ -7,11 +7,14 @@ from typing import NamedTuple
 
 import torch
 
-from rillflow.weights.delta.gpu import compare, places, streams
+from rillflow.weights.delta.gpu import compare, places, records, streams
 from rillflow.weights.delta.gpu.batch import BLOCK, Array, Landing, Rows, Shape, owners
 
 CLASSES = 8
-_CELLS, _SORTED, _CHUNK, _MANY = 128, 128, 1024, 1024
+# `_LISTED` must not be less than the threads of a program: a second thread with the same item would read it too late.
+_LISTED, _SORTED, _CHUNK, _MANY = 128, 128, 1024, 1024
+# Of the kernel that reads all weights: so few that eight programs share a multiprocessor, without spills.
+_REGISTERS = 64
 _PARTS, _BYTES = 16, 2048
 
 
@@ -37,19 +40,17 @@ class Batch:
         self._owner = rows.owner()
         self.totals = torch.zeros((self._segments + 1, 8), dtype=torch.int64, device=self._device)
 
-    def compare(self, *, known: bool) -> Landing:
-        """Records of what changed. Lands the number of changes, of coded positions, of chunks of changes."""
+    def compare(self, room: int, *, known: bool) -> Landing:
+        """Records of what changed. Lands how many there are and, good only if that is not more than `room`, the number
+        of changes, of coded positions, of chunks of changes."""
         rows, shape, segments = self._rows, self._shape, (self._rows.on_device, self._owner)
-        wanted, self._emitted = self._ints((2, rows.count)).unbind()
-        sums = self._ints(2 * self._sizes + 1)
-        cells = self._longs(rows.count * (BLOCK // 4) * 3)
-        compare.compare[(rows.count,)](
-            *segments, self._choices, cells, wanted, sums, WORDS=BLOCK, CLASSES=CLASSES, **shape.all
-        )
-        self._records = (self._ints if shape.WIDTH == 16 else self._longs)(rows.count * BLOCK * shape.LANES)
-        compare.record[(rows.count,)](
-            *segments, self._choices, cells, wanted, self._records, self._emitted, sums, self._sizes, self.totals,
-            WORDS=BLOCK, CHUNK=_CELLS, CLASSES=CLASSES, **shape.all,
+        sums, self._emitted = self._ints(2 * self._sizes + 1), self._ints(rows.count)
+        self._begins = self._longs(rows.count)
+        self._records, before = (self._ints if shape.WIDTH == 16 else self._longs)(room), self._longs(2 * room)
+        ends = torch.zeros(4, dtype=torch.int64, device=self._device)
+        records.compare[(rows.count,)](
+            *segments, self._choices, ends, room, self._records, before, self._begins, self._emitted, sums,
+            self._sizes, self.totals, WORDS=BLOCK, CHUNK=_LISTED, CLASSES=CLASSES, maxnreg=_REGISTERS, **shape.all,
         )  # fmt: skip
         if not known:
             compare.total[(rows.count,)](*segments, self.totals, WORDS=BLOCK, LANES=shape.LANES)
@@ -57,10 +58,10 @@ class Batch:
         self._group_sizes, self._modes, self._changes_from, self._chunks_from = self._ints(
             (4, self._groups + 1)
         ).unbind()
-        self._positions_from, ends = self._longs(self._groups + 1), self._longs(3)
+        self._positions_from = self._longs(self._groups + 1)
         places.group[(1,)](
             rows.on_device, self._choices, self._sums, self._groups, self._sizes, self._group_sizes,
-            self._changes_from, self._modes, self._positions_from, self._chunks_from, ends, CLASSES=CLASSES,
+            self._changes_from, self._modes, self._positions_from, self._chunks_from, ends[1:], CLASSES=CLASSES,
             CHUNK=_CHUNK, MANY=_MANY, num_warps=8,
         )  # fmt: skip
         return Landing(ends)
@@ -71,11 +72,11 @@ class Batch:
         rows, shape = self._rows, self._shape
         ordered, self._positions = self._ints(changes), self._longs(positions)
         compare.sort[(rows.count,)](
-            rows.on_device, self._owner, self._records, self._emitted, self._sums, self._sizes, self._modes,
-            self._positions_from, ordered, self._positions, WORDS=BLOCK, CLASSES=CLASSES, CHUNK=_SORTED, num_warps=1,
-            **shape.bits,
+            rows.on_device, self._owner, self._records, self._begins, self._emitted, self._sums, self._sizes,
+            self._modes, self._positions_from, ordered, self._positions, CLASSES=CLASSES, CHUNK=_SORTED,
+            WIDTH=shape.WIDTH, num_warps=1,
         )  # fmt: skip
-        del self._records, self._emitted, self._sums
+        del self._records, self._begins, self._emitted, self._sums
         owner = owners(self._chunks_from, self._groups, chunks, FIRST=0, LAST=1, STRIDE=1)
         self._chunks, self._chunk = chunks, (owner, self._chunks_from, self._changes_from, ordered)
         counts = self._ints((shape.WIDTH + 1) * chunks + 1)
