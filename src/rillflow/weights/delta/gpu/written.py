@@ -15,6 +15,8 @@ CLASSES = 8
 _LISTED, _SORTED, _CHUNK, _MANY = 128, 128, 1024, 1024
 # Of the kernel that reads all weights: so few that eight programs share a multiprocessor, without spills.
 _REGISTERS = 64
+# Of kernels that have many numbers for each event or change: four of these a thread, so that registers are not short.
+_WARPS = 8
 _PARTS, _BYTES = 16, 2048
 
 
@@ -102,12 +104,14 @@ class Batch:
         rest, split = self._longs(rest_events), len(self._positions)
         streams.emit[(self._chunks,)](
             *self._chunk, self._counts, self._chunks, self._kinds, self._coded, self._events_from, self._fields_from,
-            rest, words, split, CHUNK=_CHUNK, WIDTH=self._shape.WIDTH,
+            rest, words, split, CHUNK=_CHUNK, WIDTH=self._shape.WIDTH, num_warps=_WARPS,
         )  # fmt: skip
         number = split + rest_events
         events, grid = (self._positions, rest, split, number), (max(-(-number // _CHUNK), 1),)
         sizes = self._ints(number + 1)
-        streams.gaps[grid](*events, self._kinds, self._events_from, self._fields_from, sizes, words, CHUNK=_CHUNK)
+        streams.gaps[grid](
+            *events, self._kinds, self._events_from, self._fields_from, sizes, words, CHUNK=_CHUNK, num_warps=_WARPS
+        )
         sums = sizes.cumsum_(0)
         unary_from = torch.empty_like(self._events_from)
         kinds = {"CLASSES": CLASSES, "COLUMNS": self._columns, "BYTES": self._shape.WIDTH // 8}
@@ -116,7 +120,7 @@ class Batch:
             table, self.totals, self._segments, self._changes_from, self._positions_from, self._events_from,
             self._coded, sums, fields_words, unary_from, MANY=_MANY, **kinds,
         )  # fmt: skip
-        streams.ones[grid](*events, self._events_from, unary_from, sums, words, CHUNK=_CHUNK)
+        streams.ones[grid](*events, self._events_from, unary_from, sums, words, CHUNK=_CHUNK, num_warps=_WARPS)
         data = torch.empty(size, dtype=torch.uint8, device=self._device)
         places.pack[(self._segments, _PARTS)](
             table, self.totals, self._fields_from, unary_from, words.view(torch.uint8), data, PARTS=_PARTS,
