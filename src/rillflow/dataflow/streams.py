@@ -65,10 +65,15 @@ class Streams(Part):
         return max((self._window_end(name, versions) for name in self._lineage.unfinished()), default=NEWEST)
 
     def _window_end(self, stream: str, versions: Mapping[str, int]) -> int:
-        """What is played with weights that are some versions behind has to be trained so many steps sooner."""
+        """What is played with weights that are some versions behind has to be trained so many steps sooner.
+
+        So it waits for newer weights where what is ready fills the steps until then. What is still played ahead of it
+        may take longer, and is no reason to wait.
+        """
         rules, heads = self._rules.policies[stream], self._lineage.heads
         behind = max((heads[name] - versions.get(name, heads[name]) for name in rules.producers), default=0)
-        window = rules.window - max(0, behind) * rules.batch_groups
+        sooner = rules.window - max(0, behind) * rules.batch_groups
+        window = sooner if self._shares.count(stream, "ready", "leased") >= sooner else rules.window
         if window < 1:
             return -1
         if self.outstanding(stream) <= window:

@@ -26,7 +26,9 @@ from rillflow.types import Heartbeat, HeartbeatReply, LeaseTasks, LeaveRun
 log = logging.getLogger(__name__)
 
 LEASE_WAIT = 2.0
-PULL_WAIT = 0.2  # between two questions while the engines have older weights than the trainer
+# Between two questions while the engines have older weights than the trainer: soon at first, as most often they are
+# about to be published; then less and less often.
+SOON, PULL_WAIT = 0.02, 0.32
 ROSTER_WAIT = 0.25  # of a question of a node whose engines pull by themselves: it tells what they served when it began
 HEARTBEAT_EVERY = 2.0
 GOODBYE = 10.0  # seconds that the last word of a node that leaves may take
@@ -61,6 +63,7 @@ class Node:
         self._playing: dict[str, asyncio.Task[None]] = {}
         self._pulls: dict[str, asyncio.Task[None]] = {}
         self._heads: Mapping[str, int] = {}  # what the last answer said
+        self._soon = SOON
         self._freed = asyncio.Event()
         self._beat_now = asyncio.Event()
         episodes.on_room = self.wake
@@ -171,7 +174,10 @@ class Node:
         self._heads = reply.heads
         self._catch_up()
         if not reply.leases and self._behind(versions):
-            await self._engines.newer(versions, PULL_WAIT)
+            await self._engines.newer(versions, self._soon)
+            self._soon = min(2 * self._soon, PULL_WAIT)
+        else:
+            self._soon = SOON
         return True
 
     def _behind(self, versions: Mapping[str, int]) -> bool:
