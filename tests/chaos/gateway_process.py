@@ -2,7 +2,7 @@
 
 Everything is loaded once; each line of input kills the gateway's process and forks another one, which prints the keys
 of its sessions when it serves. Answers depend on prompt and seed alone, take a while and come bit by bit; no model is
-loaded. With the end of the input all ends.
+loaded. An answer of at most `HELD` tokens stops after its first bit, for good. With the end of the input all ends.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from rillflow.gateway.sessions.sessionlog import FileSessionLog
 from rillflow.types import Chunk, GenerateRequest
 
 SESSIONS = 16
+HELD = 77
 TOKEN = "the run's token"
 
 
@@ -47,6 +48,8 @@ class Slow:
             logprobs = [-token / 128 for token in part]
             finish = "stop" if at + 5 >= len(ids) else None
             yield Chunk(tokens=part, logprobs=logprobs, raw_logprobs=logprobs, version=1, finish=finish)
+            if request.sampling.max_tokens == HELD:
+                await asyncio.Event().wait()
 
 
 async def serve(folder: Path, port: int, policy: Policy) -> None:

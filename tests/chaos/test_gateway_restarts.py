@@ -11,6 +11,7 @@ from pathlib import Path
 
 import openai
 import pytest
+from gateway_process import HELD
 
 from rillflow.gateway import Sessions, session_url
 from rillflow.gateway.sessions.session import Session
@@ -60,6 +61,7 @@ class Agent:
     client: openai.AsyncOpenAI
     given: dict[str, Tokens] = field(default_factory=dict)
     told: asyncio.Event = field(default_factory=asyncio.Event)
+    seeing: asyncio.Event = field(default_factory=asyncio.Event)
     cut: bool = False
     seen: Tokens = field(default_factory=list)  # of the answer that was cut
 
@@ -80,20 +82,30 @@ class Agent:
             self.told.set()
             self._go_on(turn, answer.choices[-1].message.content or "")
 
-    async def stream(self, stop: asyncio.Event) -> None:
-        """A stream that is cut cannot be tried again by the client: this agent gives up then."""
+    async def stream(self, stop: asyncio.Event, *, held_after: int = 0) -> None:
+        """A stream that is cut cannot be tried again by the client: this agent gives up then.
+
+        After `held_after` answers, where given, it asks for one that never ends.
+        """
         turn = 0
         while not stop.is_set() and not self.cut:
             turn += 1
             tokens = self.seen = []
+            held = held_after and turn > held_after
             stream = await self.client.chat.completions.create(
-                model="policy", messages=self._history, logprobs=True, stream=True
+                model="policy",
+                messages=self._history,
+                logprobs=True,
+                stream=True,
+                max_tokens=HELD if held else openai.omit,
             )
             try:
                 async for event in stream:
                     for choice in event.choices:
                         shown = choice.logprobs.content if choice.logprobs else None
                         tokens += [(entry.token, entry.logprob) for entry in shown or ()]
+                    if held and tokens:
+                        self.seeing.set()
             except (openai.APIError, OSError):
                 self.cut = True
                 return
@@ -118,11 +130,15 @@ async def test_sessions_outlive_a_gateway_that_is_killed_again_and_again(tmp_pat
     keys = await lives.next()
     agents = {name: Agent(client(port, name, key)) for name, key in keys.items()}
     stop = asyncio.Event()
+    held, *others = agents.values()
     playing = [
-        asyncio.create_task(agent.stream(stop) if number < STREAMING else agent.play(stop))
-        for number, agent in enumerate(agents.values())
+        asyncio.create_task(held.stream(stop, held_after=1)),
+        *(asyncio.create_task(agent.stream(stop)) for agent in others[: STREAMING - 1]),
+        *(asyncio.create_task(agent.play(stop)) for agent in others[STREAMING - 1 :]),
     ]
     try:
+        async with asyncio.timeout(60):
+            await held.seeing.wait()
         for _ in range(KILLS):
             await all_told(list(agents.values())[STREAMING:])
             assert await lives.next() == keys
@@ -162,7 +178,7 @@ async def check(folder: Path, keys: dict[str, str], agents: dict[str, Agent]) ->
     for name, agent in agents.items():
         session = restored[name]
         answers = {node.call: node for node in session.trees["policy"].nodes() if node.kind == "sampled"}
-        assert agent.given
+        assert agent.given or agent.cut
         if agent.cut:
             said = "".join(token for token, _ in agent.seen)
             whole = [node for node in answers.values() if node.messages[0].body["content"].startswith(said)]
@@ -176,7 +192,9 @@ async def check(folder: Path, keys: dict[str, str], agents: dict[str, Agent]) ->
             assert len(tokens) == len(node.tokens) - 1, "all but the end of the turn"
             assert "".join(token for token, _ in tokens) == node.messages[0].body["content"]
         assert trained(session) == sum(len(node.tokens) for node in answers.values())
-    assert any(session.incomplete for session in restored.values())
+    held = next(iter(agents))
+    assert agents[held].cut
+    assert "may have seen more" in restored[held].incomplete
     await log.close()
 
 
