@@ -3,7 +3,9 @@
 naive, micro-batch, off-policy filling and asynchronous have one worker that rolls out and one that trains; multiplexed
 has one that rolls out and one that does both. Each worker computes in one thread, so that on two cores they do not
 take each other's time; the dataflow service and the storage unit need some of it too. Nothing is emulated. Answers have
-long-tailed lengths, the same for all; what is decoded at once is bounded by the engine's slots, as it is by memory.
+long-tailed lengths, the same for all; a node decodes as many at once as a batch has. What is in flight when weights
+change keeps its cache, and where answers may be older than a version the bound is high: the longest take as long as
+ten steps, on the worker that also trains longer still, and a bound below that would drop what is long.
 
     python -m bench.pipeline [--quick] [--only multiplexed,naive] [--runs FOLDER] [--json FILE]
 
@@ -40,6 +42,7 @@ PIPELINES = ("naive", "microbatch", "filling", "asynchronous", "multiplexed")
 IDLE_GOAL = 0.05
 SPEED_GOAL = 2.0
 GROUPS, GROUP = 8, 4
+STALENESS = {"asynchronous": 16, "multiplexed": 16}  # of the others it is part of what they are
 _REPO = Path(__file__).resolve().parents[1]
 _PATIENCE = 900.0
 
@@ -70,7 +73,7 @@ def recipe(pipeline: str, model: Path, steps: int, **more: Any) -> dict[str, Any
             "agent": {
                 "model": str(model),
                 "sampling": {"temperature": 1.0, "max_tokens": 900},
-                "engine": {"slots": 8, "context": CONTEXT},
+                "engine": {"slots": GROUPS * GROUP, "context": CONTEXT, "on_update": "keep"},
             }
         },
         "workflow": f"{work}:play",
@@ -79,7 +82,7 @@ def recipe(pipeline: str, model: Path, steps: int, **more: Any) -> dict[str, Any
             "prompts": {"generator": f"{work}:prompts", "arguments": {"count": 4096, "seed": 1}},
             "heldout": None,
         },
-        "dataflow": {"group_size": GROUP, "filters": []},
+        "dataflow": {"group_size": GROUP, "filters": []} | _staleness(pipeline),
         "trainer": {
             "steps": steps,
             "batch_groups": GROUPS,
@@ -88,10 +91,14 @@ def recipe(pipeline: str, model: Path, steps: int, **more: Any) -> dict[str, Any
             "checkpoint_every": 1000,
             "attention": "sdpa",
         },
-        "rollout": {"episodes": 64, "episode_timeout": 300.0},
+        "rollout": {"episodes": GROUPS * GROUP, "episode_timeout": 300.0},
         "observe": {"tensorboard": False, "plot": False},
     }
     return made | more
+
+
+def _staleness(pipeline: str) -> dict[str, int]:
+    return {"staleness": STALENESS[pipeline]} if pipeline in STALENESS else {}
 
 
 def run(pipeline: str, model: Path, steps: int, runs: Path) -> Outcome:
@@ -177,7 +184,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     given = arguments()
-    steps = given.steps or (8 if given.quick else 24)
+    steps = given.steps or (8 if given.quick else 48)
     names = [name for name in PIPELINES if name in given.only.split(",")]
     runs = given.runs or Path(tempfile.mkdtemp(prefix="rillflow-pipeline-"))
     runs.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ row, E columns read (the extent).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 
 from rillflow.engine.embedded.sampling import Array
+from rillflow.engine.embedded.stretches import Stretch, stretches
 from rillflow.errors import EngineError
 
 if TYPE_CHECKING:
@@ -28,7 +30,8 @@ class Batch:
 
     `rows` are the slots read, as a slice (a view, no copy) or as indices (a gather). `mask_RTE` is additive, None
     when nothing is cached yet: then the new tokens attend causally to one another alone. `last_R` is the index, in
-    the flattened tokens, of each row's last real token; None when every row has exactly one.
+    the flattened tokens, of each row's last real token; None when every row has exactly one. `stretches` are the rows
+    that a decode step reads together, with their mask.
     """
 
     ids_RT: torch.Tensor
@@ -38,11 +41,14 @@ class Batch:
     extent: int
     mask_RTE: torch.Tensor | None
     last_R: torch.Tensor | None
+    stretches: Sequence[tuple[Stretch, torch.Tensor]] = ()
 
 
 # On a GPU, kernels are chosen and planned per shape, which costs more than the kernel itself when the shape is new in
 # every step. Rounded shapes repeat. On a CPU a row more is a row more to compute.
 _GRAIN = {"cpu": 1, "cuda": 16}
+# On a CPU, how many numbers of keys attention reads in the time that one more call takes (measured: 20 microseconds).
+_CALL = 15_000
 
 
 class KVCache:
@@ -64,6 +70,7 @@ class KVCache:
         self.heads = heads
         self.device = device
         self._grain = _GRAIN[device.type]
+        self._call = _CALL // (heads * head_size)
         self._shape = (layers, 2, slots, heads, context + 1, head_size)
         self._take(torch.zeros(self._shape, dtype=dtype, device=device))
         # Offsets of (key or value, head) for a slot, in units of head_size.
@@ -79,7 +86,10 @@ class KVCache:
 
     def read(self, layer: int, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [R, K, E, D] of the batch's rows, its own tokens included."""
-        kv_2RKED = self._kv_L2SKCD[layer, :, batch.rows, :, : batch.extent]
+        return self.read_rows(layer, batch.rows, batch.extent)
+
+    def read_rows(self, layer: int, rows: slice | torch.Tensor, extent: int) -> tuple[torch.Tensor, torch.Tensor]:
+        kv_2RKED = self._kv_L2SKCD[layer, :, rows, :, :extent]
         return kv_2RKED[0], kv_2RKED[1]
 
     def copy(self, source: int, target: int, count: int) -> None:
@@ -114,21 +124,31 @@ class KVCache:
         self._kv_L2SKCD = memory
         self._flat_LND = memory.view(layers, memory.numel() // (layers * head_size), head_size)
 
-    def decode_batch(self, rows: slice, ids_R: Array, positions_R: Array, ready_R: Array) -> Batch:
-        """One new token for each row of a run of slots. Rows that are not ready write into the spare column."""
-        slots_R = np.arange(rows.start, rows.stop)
+    def decode_batch(self, ids_R: Array, positions_R: Array, ready_R: Array) -> Batch:
+        """One new token for each of the first slots. Rows that are not ready write into the spare column."""
+        slots_R = np.arange(len(ids_R))
         columns_R = np.where(ready_R, positions_R, self.context)
         extent = min(self._rounded(int(positions_R.max()) + 1), self.context)
         positions_R1 = self._tensor(positions_R.astype(np.int64)[:, None])
+        mask_RTE = self.mask(positions_R1, extent)
         return Batch(
             ids_RT=self._tensor(ids_R.astype(np.int64)[:, None]),
             positions_RT=positions_R1,
-            rows=rows,
+            rows=slice(0, len(ids_R)),
             write_N2K=self._write_index(slots_R, columns_R),
             extent=extent,
-            mask_RTE=self.mask(positions_R1, extent),
+            mask_RTE=mask_RTE,
             last_R=None,
+            # Masks are cut once a step, not once a layer.
+            stretches=[
+                (one, mask_RTE[one.rows, None, :, : one.extent]) for one in self._stretches(positions_R, extent)
+            ],
         )
+
+    def _stretches(self, positions_R: Array, extent: int) -> list[Stretch]:
+        if self.device.type != "cpu":  # a call costs more there than what it reads
+            return [Stretch(slice(0, len(positions_R)), extent)]
+        return stretches((positions_R + 1).tolist(), self._call)
 
     def prefill_batch(self, slots_R: Array, ids_RT: Array, starts_R: Array, counts_R: Array) -> Batch:
         """`counts_R` new tokens for each slot, from column `starts_R` on."""

@@ -399,16 +399,16 @@ class Core:
         rows = np.flatnonzero(ready)
         if not rows.size:
             return
-        run = slice(0, self._cache.rows(int(rows[-1]) + 1))
-        logits = self._forward(self._decode_batch(run, ready[run]))
+        count = self._cache.rows(int(rows[-1]) + 1)
+        logits = self._forward(self._decode_batch(ready[:count]))
         slots.cached[rows] += 1
-        self._draw(rows, logits if len(rows) == run.stop else logits[torch.from_numpy(rows)])
+        self._draw(rows, logits if len(rows) == count else logits[torch.from_numpy(rows)])
 
-    def _decode_batch(self, run: slice, ready: Array) -> Batch:
+    def _decode_batch(self, ready: Array) -> Batch:
         slots = self._slots
-        positions = np.where(ready, slots.cached[run], 0)
-        ids = np.maximum(slots.tokens[np.arange(run.start, run.stop), positions], 0)
-        return self._cache.decode_batch(run, ids, positions, ready)
+        positions = np.where(ready, slots.cached[: len(ready)], 0)
+        ids = np.maximum(slots.tokens[np.arange(len(ready)), positions], 0)
+        return self._cache.decode_batch(ids, positions, ready)
 
     def _step_exact(self) -> None:
         """One sequence at a time, read as the trainer reads it: no result depends on who else is running, and both get

@@ -182,12 +182,9 @@ class LeanForward:
 
     def _attend(self, index: int, layer: _Layer, batch: Batch, qkv_NAD: torch.Tensor) -> torch.Tensor:
         rows, width = batch.ids_RT.shape
-        if width == 1:  # decode: the G query heads of a kv head stand where several tokens would, nothing is repeated
+        if batch.stretches:  # decode: the G query heads of a kv head stand where several tokens would; no copies
             q_RKGD = qkv_NAD[:, : layer.heads].view(rows, layer.kv_heads, -1, layer.head_size)
-            key, value = self._cache.read(index, batch)
-            mask = None if batch.mask_RTE is None else batch.mask_RTE[:, None]
-            out = F.scaled_dot_product_attention(q_RKGD, key, value, attn_mask=mask, scale=layer.scaling)
-            return out.reshape(rows, -1)
+            return self._attend_one(index, layer, batch, q_RKGD).reshape(rows, -1)
         qkv_RATD = qkv_NAD.view(rows, width, -1, layer.head_size).transpose(1, 2)
         query = qkv_RATD[:, : layer.heads]
         if batch.mask_RTE is None:  # nothing cached: the new keys and values are all there is
@@ -203,3 +200,13 @@ class LeanForward:
                 query, key, value, attn_mask=mask, scale=layer.scaling, enable_gqa=True
             )
         return out.transpose(1, 2).reshape(rows * width, -1)
+
+    def _attend_one(self, index: int, layer: _Layer, batch: Batch, q_RKGD: torch.Tensor) -> torch.Tensor:
+        """What the one new token of each row finds: rows that are alike in length at once, each as far as it goes."""
+        parts = [
+            F.scaled_dot_product_attention(
+                q_RKGD[rows], *self._cache.read_rows(index, rows, extent), attn_mask=mask, scale=layer.scaling
+            )
+            for (rows, extent), mask in batch.stretches
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
