@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,7 +52,11 @@ async def serve(
             invitation=Invitation(recipe, folder),
         )
         try:
-            on_ready(await service.start(host, port))
+            url = await service.start(host, port)
+            # Modules and routes stay: every full collection would hold up all calls to look at them again.
+            gc.collect()
+            gc.freeze()
+            on_ready(url)
             await service.serve()
         finally:
             await service.stop()

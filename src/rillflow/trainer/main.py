@@ -5,6 +5,7 @@ The loop computes in the process's main thread; everything that speaks HTTP live
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import logging
 import threading
@@ -76,7 +77,7 @@ def run_trainer(
     ):
         if peers.rank == 0:
             wire.listen(on_ready)
-        finished = build_loop(
+        loop = build_loop(
             recipe,
             policy,
             folder,
@@ -91,7 +92,11 @@ def run_trainer(
             wanted=wire.versions_wanted,
             published=published,
             spans=spans,
-        ).run()
+        )
+        # Modules and the model stay: every full collection would hold up a step to look at them again.
+        gc.collect()
+        gc.freeze()
+        finished = loop.run()
     return finished and not stop.is_set()
 
 

@@ -10,5 +10,9 @@ Lane = Literal["train", "eval"]
 Phase = Literal["training", "finishing", "ended"]
 
 
-class Wire(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Base of everything that travels: keyword-only, immutable, unknown fields refused."""
+class Wire(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, gc=False):
+    """Base of everything that travels: keyword-only, immutable, unknown fields refused.
+
+    None can be part of a cycle, since each is made after all that it holds; so the collector need not look at them:
+    a batch has thousands.
+    """
