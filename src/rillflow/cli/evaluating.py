@@ -27,7 +27,7 @@ from rillflow.evaluate.suites import GRADING, HELDOUT, open_suites, with_context
 from rillflow.runtime.folder import RunFolder
 
 console = Console(stderr=True)
-INTERRUPTED = 130
+UNSCORED, INTERRUPTED = 1, 130
 _QUESTION = "rillflow.agents.workflows.question:play"
 _AGENT = "agent"
 _SLOTS = {"embedded": 16, "vllm": 256, "sglang": 256}
@@ -57,7 +57,7 @@ class Asked:
 
 
 def run_evaluation(asked: Asked, *, as_json: bool) -> int:
-    """Play and report; the exit code: 0, or 130 when interrupted."""
+    """Play and report; the exit code: 0, 1 where a benchmark has no score, or 130 when interrupted."""
     checkpoint = open_checkpoint(asked.checkpoint, asked.version)
     evaluation = plan(asked, checkpoint)
     evaluation.claim()
@@ -75,7 +75,11 @@ def run_evaluation(asked: Asked, *, as_json: bool) -> int:
     else:
         Console().print(table(results, evaluation.samples))
         console.print(f"report: {evaluation.folder / REPORT}", highlight=False, soft_wrap=True)
-    return 0
+    unscored = [name for name, result in results.items() if result.scores.average is None]
+    for name in unscored:
+        told = f"{name} has no score: every sample failed; see `error` in {evaluation.folder / 'records'}"
+        console.print(told, style="red", highlight=False, soft_wrap=True)
+    return UNSCORED if unscored else 0
 
 
 # ---------------------------------------------------------------- what is played

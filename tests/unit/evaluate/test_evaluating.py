@@ -96,7 +96,9 @@ def test_answers_are_graded_by_the_benchmark_and_vote() -> None:
 
 
 def test_a_workflow_that_fails_is_no_zero() -> None:
-    call("tiny", "--on", "gsm8k", *QUICK, "--workflow", f"{HERE / 'arithmetic.py'}:fails", "--out", "a")
+    failing = ("--workflow", f"{HERE / 'arithmetic.py'}:fails", "--out", "a")
+    said = call("tiny", "--on", "gsm8k", *QUICK, *failing, code=1)
+    assert "gsm8k has no score: every sample failed" in said
     found = report("a")["benchmarks"]["gsm8k"]
     assert (found["rewarded"], found["no_reward"], found["average"]) == (0, {"workflow_error": 6}, None)
     assert "no such luck" in (Path("a") / "records" / "gsm8k.jsonl").read_text()
