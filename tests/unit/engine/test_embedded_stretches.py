@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rillflow.engine.embedded.cache import KVCache
+from rillflow.engine.embedded import cache as cache_module
+from rillflow.engine.embedded.forward import make_forward
 from rillflow.engine.embedded.stretches import Stretch, stretches
 
 Extents = st.lists(st.integers(1, 1000), min_size=1, max_size=40)
@@ -67,13 +72,24 @@ def test_rows_that_are_alike_are_read_at_once() -> None:
     assert stretches(range(100, 110), 240) == [Stretch(slice(0, 10), 109)]
 
 
-def test_what_is_read_does_not_depend_on_the_stretches() -> None:
-    torch.manual_seed(0)
-    cache = KVCache(
-        layers=1, slots=4, heads=2, context=600, head_size=8, dtype=torch.float32, device=torch.device("cpu")
-    )
-    key, value = cache.read_rows(0, slice(0, 4), 600)
-    key.copy_(torch.randn_like(key))
-    value.copy_(torch.randn_like(value))
-    part, _ = cache.read_rows(0, slice(2, 3), 10)
-    assert torch.equal(part, key[2:3, :, :10])
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize(("call", "several"), [(0, True), (1 << 40, False)])
+def test_a_step_in_stretches_gives_what_the_model_gives(
+    make_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, family: str, call: int, several: bool
+) -> None:
+    monkeypatch.setattr(cache_module, "_CALL", call)
+    lengths = [5, 90, 7, 40]
+    rows = [torch.randint(0, 97, (length + 1,), generator=torch.Generator().manual_seed(length)) for length in lengths]
+    plain = make_model(family)
+    with torch.inference_mode():
+        expected = torch.stack([plain(row[None]).logits[0, -1] for row in rows])
+        model = make_model(family)
+        cache = cache_module.make_cache(model, 4, 200)
+        forward = make_forward(model, cache)
+        for slot, row in enumerate(rows):
+            ids, zero = row[None, :-1].numpy(), np.zeros(1, np.int64)
+            forward(cache.prefill_batch(np.array([slot]), ids, zero, np.array([len(row) - 1])))
+        last = np.array([int(row[-1]) for row in rows])
+        batch = cache.decode_batch(last, np.array(lengths), np.ones(4, np.bool_))
+        assert (len(batch.stretches) > 1) is several
+        torch.testing.assert_close(forward(batch), expected, rtol=1e-4, atol=1e-4)
