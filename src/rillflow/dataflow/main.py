@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from rillflow.dataflow.rules import Rules
 from rillflow.dataflow.service import DataflowService
 from rillflow.dataflow.sources import open_heldout, open_sources
 from rillflow.storage import disk_errors
+from rillflow.wire.collecting import keep_what_is_there
 
 LEDGER, METRICS = "ledger.sqlite", "metrics.jsonl"
 
@@ -53,9 +53,7 @@ async def serve(
         )
         try:
             url = await service.start(host, port)
-            # Modules and routes stay: every full collection would hold up all calls to look at them again.
-            gc.collect()
-            gc.freeze()
+            keep_what_is_there()
             on_ready(url)
             await service.serve()
         finally:

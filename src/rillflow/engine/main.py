@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import math
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from rillflow.engine.service import EngineService
 from rillflow.errors import RillflowError, RunError
 from rillflow.storage.spans import open_spans
 from rillflow.wire import Client
+from rillflow.wire.collecting import keep_what_is_there
 
 log = logging.getLogger(__name__)
 
@@ -67,9 +67,7 @@ async def run_engine(
     try:
         await served.start()
         await asyncio.gather(*(refresher.refresh() for refresher in refreshers))
-        # Modules and models stay: every full collection would stop all answers to look at them again.
-        gc.collect()
-        gc.freeze()
+        keep_what_is_there()
         on_ready(await service.start(host))
         async with asyncio.TaskGroup() as group:
             following = [

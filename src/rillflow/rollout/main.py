@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import uuid
 from collections.abc import Callable, Sequence
@@ -29,6 +28,7 @@ from rillflow.rollout.node import Node
 from rillflow.rollout.push import Pusher
 from rillflow.storage import read_json, write_json
 from rillflow.wire import Client
+from rillflow.wire.collecting import keep_what_is_there
 
 log = logging.getLogger(__name__)
 
@@ -100,9 +100,7 @@ async def run_node(
             patience=patience,
         )
         feed.on_ask = node.wake
-        # Modules, models, templates: what is here now stays, and every full collection would stop all calls for it.
-        gc.collect()
-        gc.freeze()
+        keep_what_is_there()
         on_ready(url)
         await node.run(going_on)
         feed.close()

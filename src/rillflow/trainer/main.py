@@ -5,7 +5,6 @@ The loop computes in the process's main thread; everything that speaks HTTP live
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import logging
 import threading
@@ -40,6 +39,7 @@ from rillflow.weights.models import DTYPES
 from rillflow.weights.signing import key_of
 from rillflow.weights.transport.upload import uploader
 from rillflow.wire import Client, LoopThread, Service
+from rillflow.wire.collecting import keep_what_is_there
 
 log = logging.getLogger(__name__)
 
@@ -93,9 +93,7 @@ def run_trainer(
             published=published,
             spans=spans,
         )
-        # Modules and the model stay: every full collection would hold up a step to look at them again.
-        gc.collect()
-        gc.freeze()
+        keep_what_is_there()
         finished = loop.run()
     return finished and not stop.is_set()
 
