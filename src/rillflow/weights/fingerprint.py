@@ -104,8 +104,9 @@ def bits_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
     same_size = _SAME_SIZE.get(tensor.dtype.itemsize)
     if same_size is None:
         raise WeightsError(f"a tensor of {tensor.dtype} has no fingerprint", "its items have more than 8 bytes")
-    flat = tensor.detach().contiguous().reshape(-1).view(same_size).numpy()
-    return flat.view(f"u{tensor.dtype.itemsize}")
+    if tensor.dim() != 1 or tensor.requires_grad or not tensor.is_contiguous():
+        tensor = tensor.detach().contiguous().reshape(-1)
+    return tensor.view(same_size).numpy().view(f"u{tensor.dtype.itemsize}")
 
 
 def _words(tensor: torch.Tensor) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:

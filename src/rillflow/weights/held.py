@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 
 from rillflow.contracts import Change, Patch
 from rillflow.errors import CorruptData, WeightsError
-from rillflow.weights.codec import tensor_facts
+from rillflow.weights.codec import TensorFacts, tensor_facts
 from rillflow.weights.manifest import VersionManifest
 
 if TYPE_CHECKING:
@@ -56,11 +56,12 @@ class Held:
         self.version: int | None = None
         self.tensors: dict[str, torch.Tensor] = {}
         self.fingerprints: dict[str, int] = {}  # none where no manifest told them and no delta came yet
-        self._own: dict[str, torch.Tensor] = {}  # without aliases
+        self._facts: Mapping[str, TensorFacts] = {}
+        self._flat: dict[str, torch.Tensor] = {}  # without aliases; the memory of `tensors`
 
     def forget(self) -> None:
         """Hold nothing: the next version comes whole."""
-        self.version, self.tensors, self.fingerprints, self._own = None, {}, {}, {}
+        self.version, self.tensors, self.fingerprints, self._facts, self._flat = None, {}, {}, {}, {}
 
     def replace(self, tensors: Tensors, manifest: VersionManifest, *, verified: bool = False) -> None:
         """Hold these tensors, which nobody else may change. CorruptData when they are not what the manifest says.
@@ -78,7 +79,8 @@ class Held:
                 raise CorruptData(
                     f"{name} of version {manifest.version} does not have its fingerprint", "it was changed"
                 )
-        self._own = unique
+        self._facts = manifest.tensors
+        self._flat = {name: tensor.detach().view(-1) for name, tensor in unique.items()}
         self.tensors = unique | {alias: unique[name] for alias, name in manifest.aliases.items()}
         self.fingerprints = found
         self.version = manifest.version
@@ -105,7 +107,7 @@ class Held:
         manifest = step.manifest
         self._check(manifest)
         if not self.fingerprints:
-            self.fingerprints = _fingerprints(self._own)
+            self.fingerprints = _fingerprints(self._flat)
         changes: dict[str, list[Change]] = defaultdict(list)
         now = dict(self.fingerprints)
         for found in _at_once(self._moved, container.read(step.paths)):
@@ -127,7 +129,7 @@ class Held:
                 f"the delta of version {manifest.version} is from {manifest.delta_of}, version {self.version} is held",
                 "take another way to it",
             )
-        if {name: tensor_facts(tensor) for name, tensor in self._own.items()} != manifest.tensors:
+        if self._facts != manifest.tensors:
             raise CorruptData(
                 f"version {manifest.version} has other tensors than version {self.version}", "its manifest was changed"
             )
@@ -137,23 +139,22 @@ class Held:
         from rillflow.weights.delta.pieces import changes_of
         from rillflow.weights.fingerprint import moved
 
-        changes = changes_of(piece, self._own, self.fingerprints)
-        return {name: _Moved(change, moved(0, self._own[name], change)) for name, change in changes.items()}
+        changes = changes_of(piece, self._flat, self.fingerprints)
+        return {name: _Moved(change, moved(0, self._flat[name], change)) for name, change in changes.items()}
 
     def _write(self, changes: Mapping[str, Sequence[Change]], version: int, now: dict[str, int]) -> None:
+        from rillflow.weights.fingerprint import bits_of
+
         self.version = None  # should writing fail, nothing whole is held
         for name, of_tensor in changes.items():
-            flat = self.tensors[name].view(-1)
+            held_N = bits_of(self._flat[name])
             for index_K, value_K in of_tensor:
-                if index_K is None:
-                    flat.copy_(value_K)
-                else:
-                    flat[index_K] = value_K
+                held_N[slice(None) if index_K is None else index_K.numpy()] = bits_of(value_K)
         self.version, self.fingerprints = version, now
 
     def _joined(self, name: str, changes: Sequence[Change]) -> Change:
         """One change that is as good as all of them: the places that any has changed, with what they have now."""
-        flat = self.tensors[name].view(-1)
+        flat = self._flat[name]
         if len(changes) == 1 and changes[0].index_K is not None:
             return changes[0]
         places = [change.index_K for change in changes if change.index_K is not None]
@@ -165,7 +166,9 @@ class Held:
 
 def _merged(places: Sequence[torch.Tensor]) -> torch.Tensor:
     """All places that are in any of these, in order: it takes time for them, not for all weights."""
-    return torch.from_numpy(np.unique(torch.cat(list(places)).numpy()))
+    from rillflow.weights.delta.cpu.union import union
+
+    return torch.from_numpy(reduce(union, (index_K.numpy() for index_K in places)))
 
 
 def _fingerprints(tensors: Tensors) -> dict[str, int]:

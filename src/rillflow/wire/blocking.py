@@ -4,6 +4,7 @@ during its step), and threads for what would hold up a loop."""
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
@@ -11,6 +12,15 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+_TURN_SECONDS = 0.0005
+
+
+def take_short_turns() -> None:
+    """For a process whose event loop is busy while threads work: each of their operations lets go of the interpreter,
+    and waits for as long as a turn of the loop may last to have it back (Python's 5 ms, some thousand times for one
+    version of a model's weights)."""
+    sys.setswitchinterval(min(sys.getswitchinterval(), _TURN_SECONDS))
 
 
 class LoopThread:

@@ -27,6 +27,7 @@ from rillflow.engine.servers.updates import Update
 from rillflow.engine.stream import Stream
 from rillflow.errors import EngineError, EngineLost, QueueFull, RillflowError, WeightsError
 from rillflow.types import Chunk, EngineStats, FinishReason, GenerateRequest
+from rillflow.wire import take_short_turns
 
 if TYPE_CHECKING:
     from rillflow.contracts import Patch, Tensors
@@ -137,6 +138,7 @@ class ServerEngine(ABC):
 
     async def start(self) -> None:
         if self._supervisor is None:
+            take_short_turns()  # this process streams answers, and decodes weights meanwhile
             try:
                 await self.bring_up()
             except BaseException:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -54,10 +55,16 @@ def runs(weights: Mapping[Part, torch.Tensor]) -> list[tuple[Part, ...]]:
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """All weights of a run, flat: of one tensor itself, of several a copy; on the host it is good until this thread's
     next one."""
-    flat = [tensor.detach().reshape(-1) for tensor in tensors]
+    flat = [_flat(tensor) for tensor in tensors]
     if len(flat) == 1:
         return flat[0]
     return torch.cat(flat, out=None if flat[0].is_cuda else _room(flat[0], sum(map(len, flat))))
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Without an operation where there is nothing to do: each of torch's lets go of the interpreter, and a thread
+    beside a busy event loop waits every time to have it back."""
+    return tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().reshape(-1)
 
 
 def _room(like: torch.Tensor, weights: int) -> torch.Tensor:
@@ -96,13 +103,13 @@ def _made(parts: tuple[Part, ...], encoded: Encoded) -> Made:
 def changes_of(
     piece: Piece, tensors: Mapping[str, torch.Tensor], known: Mapping[str, int] | None = None
 ) -> dict[str, Change]:
-    """What the piece changes of each of these tensors, which are whole. Who gives their fingerprints as `known` must
-    compare what they become: then a run of several tensors is not looked through for being the right ones.
+    """What the piece changes of each of these tensors, which are whole and on the host. Who gives their fingerprints as
+    `known` must compare what they become: then a run of several tensors is not looked through for being the right ones.
 
     CorruptData for a damaged piece or one that does not fit, WeightsError for one of other weights than these.
     """
     parts = [_part(tensors, part, piece.kind) for part in piece.parts]
-    if len({(part.dtype, part.device) for part in parts}) > 1:
+    if len({part.dtype for part in parts}) > 1:
         raise CorruptData("a piece of a delta is of several dtypes", "it is damaged")
     base = joined(parts)
     if piece.kind == "raw":
@@ -125,27 +132,24 @@ def _part(tensors: Mapping[str, torch.Tensor], part: Part, kind: Kind) -> torch.
     end = part.first + part.weights
     if end > tensor.numel() or not can_begin(part.first, tensor.element_size()) or kind != _kind(tensor):
         raise CorruptData(f"a delta of {part.tensor} does not fit its {tensor.numel()} weights", "it is damaged")
-    return tensor.detach().reshape(-1)[part.first : end]
+    flat = _flat(tensor)
+    return flat if part.weights == tensor.numel() else flat[part.first : end]
 
 
 def _split(piece: Piece, change: Change, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Change]]:
     """The change of joined weights, as changes of the tensors that have any."""
     index_K, value_K = change
-    ends = torch.tensor([part.weights for part in piece.parts]).cumsum(0)
-    if index_K is None:
-        borders = [0, *ends.tolist()]
-    else:
-        borders = [0, *torch.searchsorted(index_K, ends.to(index_K.device)).tolist()]
-    for number, part in enumerate(piece.parts):
-        low, high = borders[number], borders[number + 1]
-        begin = int(ends[number]) - part.weights
-        if index_K is not None and low < high:
-            yield part.tensor, Change(index_K[low:high] - (begin - part.first), value_K[low:high])
-        elif index_K is None and part.weights == tensors[part.tensor].numel():
+    ends = list(accumulate(part.weights for part in piece.parts))
+    borders = [0, *(ends if index_K is None else torch.searchsorted(index_K, torch.tensor(ends)).tolist())]
+    place_K = None if index_K is None else index_K.numpy()
+    for part, end, low, high in zip(piece.parts, ends, borders, borders[1:], strict=False):
+        if place_K is not None and low < high:
+            places = place_K[low:high] - (end - part.weights - part.first)
+            yield part.tensor, Change(torch.from_numpy(places), value_K[low:high])
+        elif place_K is None and part.weights == tensors[part.tensor].numel():
             yield part.tensor, Change(None, value_K[low:high])
-        elif index_K is None:
-            places = torch.arange(part.first, part.first + part.weights, device=value_K.device)
-            yield part.tensor, Change(places, value_K[low:high])
+        elif place_K is None:
+            yield part.tensor, Change(torch.arange(part.first, part.first + part.weights), value_K[low:high])
 
 
 def _kind(tensor: torch.Tensor) -> Kind:
@@ -164,4 +168,4 @@ def _raw_piece(parts: tuple[Part, ...], base: torch.Tensor, new: torch.Tensor) -
 def _raw_change(piece: Piece, base: torch.Tensor) -> Change:
     if len(piece.data) != base.nbytes:
         raise CorruptData(f"a raw piece has {len(piece.data)} bytes for {base.nbytes}", "it is damaged")
-    return Change(None, torch.frombuffer(bytearray(piece.data), dtype=base.dtype).to(base.device))
+    return Change(None, torch.frombuffer(bytearray(piece.data), dtype=base.dtype))
