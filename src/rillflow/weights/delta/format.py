@@ -59,6 +59,8 @@ DAMAGED = "the delta is damaged: fetch it again, or pull the whole version"
 _HEADER = struct.Struct("<4sBBQQQ")
 _CHECKSUM = struct.Struct("<Q")
 _SEGMENT = struct.Struct("<BI")
+# Of the header and the checksum after it.
+HEADER_SIZE = _HEADER.size + _CHECKSUM.size
 
 
 class Layout(NamedTuple):
@@ -83,9 +85,10 @@ DTYPES = frozenset(LAYOUTS)
 
 
 class Encoded(NamedTuple):
-    """A delta, the fingerprints of both tensors, and how many weights differ."""
+    """A delta, the fingerprints of both tensors, and how many weights differ. Nobody writes to the delta: it may share
+    its memory with others, which lives as long as any of them."""
 
-    data: bytes
+    data: bytes | memoryview
     base: int
     result: int
     changed: int = 0
@@ -147,10 +150,9 @@ def sealed(header: Header, body: Iterable[Buffer]) -> bytes:
 def opened(data: Buffer) -> tuple[Header, memoryview]:
     """Header and segments of a delta that nobody changed."""
     view = memoryview(data).cast("B")
-    start = _HEADER.size + _CHECKSUM.size
-    if len(view) < start or view[: len(MAGIC)] != MAGIC:
+    if len(view) < HEADER_SIZE or view[: len(MAGIC)] != MAGIC:
         raise CorruptData("these bytes are no delta", DAMAGED)
-    header, body = Header(*_HEADER.unpack_from(view)[1:]), view[start:]
+    header, body = Header(*_HEADER.unpack_from(view)[1:]), view[HEADER_SIZE:]
     checksum = xxhash.xxh3_64(view[: _HEADER.size])
     checksum.update(body)
     if _CHECKSUM.unpack_from(view, _HEADER.size) != (checksum.intdigest(),):

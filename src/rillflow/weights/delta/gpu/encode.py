@@ -2,29 +2,27 @@
 
 What a batch costs in memory is some tens of bytes for each changed weight: an estimate from a sample decides how many
 segments it gets and how much room their records have; where that was too little it is made again with more. The device
-puts a tensor's bytes in a row; the host fills in heads and tables, hashes the row and copies it once.
+puts a tensor's bytes in a row; the host fills in header, heads and tables and hashes the row. It is copied only if the
+tensor is in several batches.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import partial
 
 import numpy as np
 import torch
 
 from rillflow.weights.delta.format import (
+    HEADER_SIZE,
+    MAGIC,
     MOST_LOG2,
-    SAME,
-    Buffer,
     Encoded,
     Header,
     Layout,
     layout_of_pair,
     sealed,
-    segment_head,
 )
 from rillflow.weights.delta.gpu import compare, tables
 from rillflow.weights.delta.gpu.batch import (
@@ -39,6 +37,8 @@ from rillflow.weights.delta.gpu.batch import (
     spans,
     words_of,
 )
+from rillflow.weights.delta.gpu.heads import HEAD
+from rillflow.weights.delta.gpu.sealing import seal
 from rillflow.weights.delta.gpu.written import CLASSES, Batch, Landed
 
 # Of each segment, 64 runs of up to so many words are looked at before its classes are chosen.
@@ -48,9 +48,7 @@ _BINS, _SYMBOLS = compare.BINS.value, compare.SYMBOLS.value
 _BUDGET = 1 << 25
 # The room for records is a multiple of this: calls that are alike ask for the same memory, and small ones have enough.
 _ROOM = 1 << 20
-# So many bytes and more are hashed and copied by several threads.
-_MANY, _THREADS = 1 << 20, 4
-_MASK = (1 << 64) - 1
+_SEGMENT_HEAD = 5
 
 
 class _Job:
@@ -61,65 +59,66 @@ class _Job:
     ) -> None:
         self.layout, self.shape, self.device = layout, Shape.of(layout), pairs[0][0].device
         self.words = [(words_of(base), words_of(new)) for base, new in pairs]
-        self.known = known
-        self.weights = [base.numel() for base, _ in pairs]
+        self.known = None if known is None else np.array(known, np.uint64)
+        self.weights = np.array([base.numel() for base, _ in pairs], np.int64)
         self.old = np.array([old.data_ptr() for old, _ in self.words], np.int64)
         self.new = np.array([new.data_ptr() for _, new in self.words], np.int64)
-        self.spans = spans(np.array(self.weights, np.int64), MOST_LOG2)
-        self.runs: list[dict[int, Buffer]] = [{} for _ in pairs]
-        self.left = np.bincount(self.spans.tensor, minlength=len(pairs)).tolist()
+        self.spans = spans(self.weights, MOST_LOG2)
+        self.segments = np.bincount(self.spans.tensor, minlength=len(pairs))
+        self.left = self.segments.copy()
         self.sums = np.zeros((len(pairs), 2), np.uint64)
         self.changed = np.zeros(len(pairs), np.int64)
         self.done: dict[int, Encoded] = {}
-        self._seal([number for number, left in enumerate(self.left) if not left])
+        # Of tensors that are in several batches, the bytes that are here, by the first weight.
+        self._runs: dict[int, dict[int, memoryview]] = {}
+        for number in np.flatnonzero(self.left == 0).tolist():
+            self._join(number)
 
     def rows(self, part: slice) -> Rows:
         return Rows(self.spans.part(part), self.old, self.new, self.shape, CLASSES, self.device)
 
-    def add(self, some: Spans, sums: Array, changed: Array, begins: Sequence[int], data: memoryview) -> None:
+    def add(self, some: Spans, sums: Array, changed: Array, begins: Array, data: Array) -> None:
         """What a batch's segments add to the fingerprints, how many of their weights changed, and their bytes, which
-        are in a row; the last ones of a tensor make its delta."""
-        np.add.at(self.sums, some.tensor, sums.view(np.uint64))
-        np.add.at(self.changed, some.tensor, changed)
-        whole = []
-        for first, end in some.runs():
-            number = int(some.tensor[first])
-            self.runs[number][int(some.start[first])] = data[begins[first] : begins[end]]
-            self.left[number] -= end - first
-            if not self.left[number]:
-                whole.append(number)
-        self._seal(whole)
+        are in a row; the last ones of a tensor make its delta. If these are all it has, the delta is where they are."""
+        runs = np.array(some.runs(), np.int64)
+        first, beyond = runs[:, 0], runs[:, 1]
+        number, start, begin, end = some.tensor[first], some.start[first], begins[first], begins[beyond]
+        self.sums[number] += np.add.reduceat(sums.view(np.uint64), first)
+        self.changed[number] += np.add.reduceat(changed, first)
+        self.left[number] -= beyond - first
+        whole = self.segments[number] == beyond - first
+        self._seal(number[whole], begin[whole], end[whole], data)
+        for run in np.flatnonzero(~whole).tolist():
+            here, at = int(number[run]), int(start[run])
+            room = 0 if at else HEADER_SIZE
+            self._runs.setdefault(here, {})[at] = data.data[begin[run] + room : end[run]]
+            if not self.left[here]:
+                self._join(here)
 
-    def _seal(self, numbers: Sequence[int]) -> None:
-        """Make the deltas of tensors whose bytes are all here; by several threads where they are many, each of which
-        takes the next one, the largest first."""
-        sizes = {number: sum(map(len, self.runs[number].values())) for number in numbers}
-        todo = iter(sorted(numbers, key=sizes.__getitem__, reverse=True))
-        many = sum(sizes.values()) >= _MANY
+    def _prints(self, number: Array) -> tuple[Array, Array]:
+        """The fingerprints of old and new tensors whose segments have all been added."""
+        base = self.sums[number, 0] if self.known is None else self.known[number]
+        return base, base + self.sums[number, 1]
 
-        def work(_: int) -> list[tuple[int, Encoded]]:
-            return [(number, self._sealed(number)) for number in todo]
+    def _seal(self, number: Array, begin: Array, end: Array, data: Array) -> None:
+        """Make the deltas of tensors whose bytes are all here, with room for the header before them."""
+        base, result = self._prints(number)
+        heads = np.zeros(len(number), HEAD)
+        heads["magic"], heads["dtype"], heads["log2"] = MAGIC, self.layout.code, MOST_LOG2
+        heads["weights"], heads["base"], heads["result"] = self.weights[number], base, result
+        seal(data, begin, end, heads)
+        view = data.data.toreadonly()
+        facts = (column.tolist() for column in (number, begin, end, base, result, self.changed[number]))
+        for place, first, beyond, *rest in zip(*facts, strict=True):
+            self.done[place] = Encoded(view[first:beyond], *rest)
 
-        for made in _pool().map(work, range(_THREADS)) if many else [work(0)]:
-            self.done.update(made)
-
-    def _sealed(self, number: int) -> Encoded:
-        full, gained = self.sums[number].tolist()
-        base = full if self.known is None else self.known[number]
-        result = (base + gained) & _MASK
-        header = Header(self.layout.code, MOST_LOG2, self.weights[number], base, result)
-        runs, self.runs[number] = self.runs[number], {}
+    def _join(self, number: int) -> None:
+        """The same for a tensor whose bytes are in several places, or that has none."""
+        base, result = (int(value[0]) for value in self._prints(np.array([number])))
+        header = Header(self.layout.code, MOST_LOG2, int(self.weights[number]), base, result)
+        runs = self._runs.pop(number, {})
         data = sealed(header, [runs[start] for start in sorted(runs)])
-        return Encoded(data, base, result, int(self.changed[number]))
-
-
-@cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_THREADS, "seal-deltas")
-
-
-# The threads of a process are not there in its children.
-os.register_at_fork(after_in_child=_pool.cache_clear)
+        self.done[number] = Encoded(data, base, result, int(self.changed[number]))
 
 
 def encode_many(
@@ -186,12 +185,14 @@ def _encode(job: _Job, choices: torch.Tensor, part: slice, room: int) -> Work:
     if numbers[1]:
         (numbers,) = yield batch.plan(*map(int, numbers[1:]))
         landed = Landed(*(yield batch.write(*map(int, numbers))))
-        tables.write(landed.data, landed.totals, landed.choices, rows.spans.weights, landed.table, job.shape.WIDTH)
-        totals, begins, data = landed.totals[:-1], landed.totals[:, 6].tolist(), landed.data.data
+        tables.write(landed.data, rows.spans, landed.totals, landed.choices, landed.table, job.shape.WIDTH)
+        totals, begins, data = landed.totals[:-1], landed.totals[:, 6], landed.data
     else:
         totals = (yield Landing(batch.totals))[0][:-1]
-        head = segment_head(SAME, 0)
-        begins, data = [len(head) * s for s in range(len(totals) + 1)], memoryview(head * len(totals))
+        sizes = np.where(rows.spans.start == 0, HEADER_SIZE, 0) + _SEGMENT_HEAD
+        begins = np.append(0, np.cumsum(sizes))
+        # The heads of segments in which nothing changed are zeros.
+        data = np.zeros(begins[-1], np.uint8)
     job.add(rows.spans, totals[:, :2], totals[:, 7], begins, data)
 
 

@@ -22,13 +22,13 @@ from rillflow.weights.delta.format import DAMAGED, LEAST_LOG2, MAGIC, MOST_LOG2,
 from rillflow.weights.delta.gpu.batch import Array
 
 # `format` says what they are.
-_HEAD = np.dtype(
+HEAD = np.dtype(
     [
         ("magic", "S4"), ("dtype", "u1"), ("log2", "u1"), ("weights", "<u8"), ("base", "<u8"), ("result", "<u8"),
         ("checksum", "<u8"),
     ]
 )  # fmt: skip
-_SEALED = _HEAD.itemsize - 8
+_SEALED = HEAD.itemsize - 8
 _SEGMENT = struct.Struct("<BI")
 # The starts of all classes are within so many bytes of a segment.
 FIRST_BYTES = 256
@@ -52,11 +52,11 @@ def views_of(deltas: Sequence[Buffer]) -> list[memoryview]:
 
 
 def headers(views: Sequence[memoryview]) -> Array:
-    """One row of `_HEAD` for each."""
-    parts = [view[: _HEAD.itemsize] for view in views]
-    if any(len(part) < _HEAD.itemsize for part in parts):
+    """One row of `HEAD` for each."""
+    parts = [view[: HEAD.itemsize] for view in views]
+    if any(len(part) < HEAD.itemsize for part in parts):
         raise CorruptData("these bytes are no delta", DAMAGED)
-    found = np.frombuffer(b"".join(parts), _HEAD)
+    found = np.frombuffer(b"".join(parts), HEAD)
     if (found["magic"] != MAGIC).any():
         raise CorruptData("these bytes are no delta", DAMAGED)
     if found["log2"].min(initial=LEAST_LOG2) < LEAST_LOG2 or found["log2"].max(initial=0) > MOST_LOG2:
@@ -74,7 +74,7 @@ def segments(views: Sequence[memoryview], numbers: Sequence[int]) -> Segments:
     first: list[bytes | memoryview] = []
     unpack = _SEGMENT.unpack_from
     for view, number in zip(views, numbers, strict=True):
-        at, end = _HEAD.itemsize, len(view)
+        at, end = HEAD.itemsize, len(view)
         for _ in range(number):
             if at + _SEGMENT.size > end:
                 raise CorruptData("a delta ends too early", DAMAGED)
@@ -133,6 +133,6 @@ class Checksums:
                 break
             view = self._views[number]
             checksum = xxhash.xxh3_64(view[:_SEALED])
-            checksum.update(view[_HEAD.itemsize :])
+            checksum.update(view[HEAD.itemsize :])
             good &= checksum.intdigest() == self._expected[number]
         return good

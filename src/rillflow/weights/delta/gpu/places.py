@@ -3,7 +3,8 @@
 Of each segment there is a row of eight 64-bit numbers, its totals, all 0 at first: what the old weights and what the
 changes add to the fingerprint; bits of its field stream; bits of its unary stream, at most and then in fact; events
 beside those of positions; bytes of its table; where its bytes begin, also of a row more than there are segments; how
-many weights changed. Where segments follow one another in an array, a program adds up the totals of all before its own:
+many weights changed. The bytes of a tensor's first segment begin with room for the header and the checksum of its
+delta. Where segments follow one another in an array, a program adds up the totals of all before its own:
 there are hundreds, so that costs less than another launch.
 """
 
@@ -12,13 +13,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rillflow.weights.delta.format import HEADER_SIZE
+
 FIELDS = tl.constexpr(2)
 UNARY = tl.constexpr(3)
 REST = tl.constexpr(4)
 TABLE = tl.constexpr(5)
 BEGIN = tl.constexpr(6)
 CHANGED = tl.constexpr(7)
-# Bytes of a segment's head, and of the length of its unary stream.
+# Bytes of a delta's header with its checksum, of a segment's head, and of the length of a unary stream.
+HEADER = tl.constexpr(HEADER_SIZE)
 HEAD = tl.constexpr(5)
 LENGTH = tl.constexpr(4)
 
@@ -77,9 +81,15 @@ def group(
     tl.store(ends + 2, chunks.to(tl.int64))
 
 
+@triton.jit
+def _header(table, s, valid):
+    """The room before segments for the headers of their deltas: only the first word of a tensor has one."""
+    return tl.where(tl.load(table + s * 8 + 3, mask=valid, other=1) == 0, HEADER, 0)
+
+
 @triton.jit(do_not_specialize=["segments"])
 def place_events(
-    totals, segments, bits, coded, positions_from, fields_from, events_from, ends, CLASSES: tl.constexpr,
+    table, totals, segments, bits, coded, positions_from, fields_from, events_from, ends, CLASSES: tl.constexpr,
     COLUMNS: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
     """Where each subset's events begin, and where each column's bits do when each segment's fields begin at a word.
@@ -99,8 +109,8 @@ def place_events(
         unary = tl.load(totals + s * 8 + UNARY, mask=s < p, other=0)
         words += tl.sum((fields + 31) >> 5)
         most += tl.sum((unary + 31) >> 5)
-        table = tl.load(totals + s * 8 + TABLE, mask=s < p, other=0)
-        size += tl.sum(tl.where(s < p, HEAD + table + LENGTH + ((unary + 7) >> 3) + ((fields + 7) >> 3), 0))
+        room = _header(table, s, s < p) + HEAD + tl.load(totals + s * 8 + TABLE, mask=s < p, other=0) + LENGTH
+        size += tl.sum(tl.where(s < p, room + ((unary + 7) >> 3) + ((fields + 7) >> 3), 0))
         start += MANY
     if p == segments:
         tl.store(ends, rest)
@@ -132,13 +142,13 @@ def _unary_bits(totals, positions_from, events_from, sums, s, valid, CLASSES: tl
 
 @triton.jit
 def _size(table, totals, changes_from, unary, s, valid, CLASSES: tl.constexpr, BYTES: tl.constexpr):
-    """How many weights of segments changed, and the bytes of these: a coded one is smaller than its weights are."""
+    """The bytes of segments, with the room before them: a coded one is smaller than its weights are."""
     changed = tl.load(changes_from + (s + 1) * CLASSES, mask=valid, other=0)
     changed -= tl.load(changes_from + s * CLASSES, mask=valid, other=0)
     fields = tl.load(totals + s * 8 + FIELDS, mask=valid, other=0)
     coded = tl.load(totals + s * 8 + TABLE, mask=valid, other=0) + LENGTH + ((unary + 7) >> 3) + ((fields + 7) >> 3)
     coded = tl.minimum(coded, tl.load(table + s * 8 + 2, mask=valid, other=0) * BYTES)
-    return changed, tl.where(valid, HEAD + tl.where(changed > 0, coded, 0), 0)
+    return tl.where(valid, _header(table, s, valid) + HEAD + tl.where(changed > 0, coded, 0), 0)
 
 
 @triton.jit(do_not_specialize=["segments", "first_word"])
@@ -158,7 +168,7 @@ def place_streams(
     while start < p:
         s = start + tl.arange(0, MANY)
         unary = _unary_bits(totals, positions_from, events_from, sums, s, s < p, CLASSES, COLUMNS).to(tl.int64)
-        _, size = _size(table, totals, changes_from, unary, s, s < p, CLASSES, BYTES)
+        size = _size(table, totals, changes_from, unary, s, s < p, CLASSES, BYTES)
         words += tl.sum((unary + 31) >> 5)
         begin += tl.sum(size)
         start += MANY
@@ -180,10 +190,10 @@ def pack(
     BYTES: tl.constexpr, PARTS: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
     """Copy a part of the bytes of a segment to its place behind those before: both its streams, or its new weights
-    where these are no more. The host writes head and table into the room that is left before them."""
+    where these are no more. The host writes header, head and table into the room that is left before them."""
     N: tl.constexpr = CLASSES * COLUMNS
     s, start = tl.program_id(0), tl.program_id(1) * MANY
-    begin = tl.load(totals + s * 8 + BEGIN) + HEAD
+    begin = tl.load(totals + s * 8 + BEGIN) + _header(table, s, True) + HEAD
     size = tl.load(totals + s * 8 + 8 + BEGIN) - begin
     if size == tl.load(table + s * 8 + 2) * BYTES:
         weights = tl.load(table + s * 8 + 1).to(tl.pointer_type(tl.uint8))

@@ -4,34 +4,36 @@ from __future__ import annotations
 
 import numpy as np
 
-from rillflow.weights.delta.format import MAX_RICE
-from rillflow.weights.delta.gpu.batch import Array
+from rillflow.weights.delta.format import HEADER_SIZE, MAX_RICE
+from rillflow.weights.delta.gpu.batch import Array, Spans
 from rillflow.weights.delta.jit import compiled, inlined
 
 TOO_MANY = 2
 
 
-def write(data: Array, totals: Array, choices: Array, weights: Array, table: Array, width: int) -> None:
+def write(data: Array, some: Spans, totals: Array, choices: Array, table: Array, width: int) -> None:
     """The heads of a batch's segments and the tables of the coded ones, in the room that `places.pack` left them."""
-    total, members, kinds = table.reshape(3, len(weights), -1, 2 * width)
-    if not _write(data, totals, choices, weights * (width // 8), total, members, kinds, width):
+    total, members, kinds = table.reshape(3, len(some), -1, 2 * width)
+    begin = totals[:-1, 6] + np.where(some.start == 0, HEADER_SIZE, 0)
+    if not _write(data, begin, totals, choices, some.weights * (width // 8), total, members, kinds, width):
         raise RuntimeError("a table has another size than the device computed")
 
 
 @compiled
 def _write(
-    data: Array, totals: Array, choices: Array, raw: Array, total: Array, members: Array, kinds: Array, width: int
-) -> bool:
+    data: Array, begin: Array, totals: Array, choices: Array, raw: Array, total: Array, members: Array, kinds: Array,
+    width: int,
+) -> bool:  # fmt: skip
     for s in range(len(raw)):
-        begin = totals[s, 6]
-        size = totals[s + 1, 6] - begin - 5
+        at = begin[s] + 5
+        size = totals[s + 1, 6] - at
         kind = 0 if totals[s, 7] == 0 else (2 if size == raw[s] else 1)
-        data[begin] = kind
-        _put_32(data, begin + 1, size)
+        data[at - 5] = kind
+        _put_32(data, at - 4, size)
         if kind != 1:
             continue
-        end = _write_table(data, begin + 5, choices[s, 0], choices[s, 2], total[s], members[s], kinds[s], width)
-        if end != begin + 5 + totals[s, 5]:
+        end = _write_table(data, at, choices[s, 0], choices[s, 2], total[s], members[s], kinds[s], width)
+        if end != at + totals[s, 5]:
             return False
         _put_32(data, end, (totals[s, 3] + 7) // 8)
     return True

@@ -22,7 +22,7 @@ _PARTS, _BYTES = 16, 2048
 
 class Landed(NamedTuple):
     """What the host needs: totals (see `places`) and choices of each segment; the columns of the tables (items,
-    members, kinds); the bytes of all segments in a row, with room for their heads and tables."""
+    members, kinds); the bytes of all segments in a row, with room for headers, heads and tables."""
 
     totals: Array
     choices: Array
@@ -93,7 +93,7 @@ class Batch:
         self._fields_from, self._events_from = self._longs((2, self._groups * self._columns)).unbind()
         ends = self._longs(4)
         places.place_events[(self._segments + 1,)](
-            self.totals, self._segments, bits, self._coded, self._positions_from, self._fields_from,
+            rows.on_device, self.totals, self._segments, bits, self._coded, self._positions_from, self._fields_from,
             self._events_from, ends, CLASSES=CLASSES, COLUMNS=self._columns, MANY=_MANY,
         )  # fmt: skip
         return Landing(ends)
