@@ -4,8 +4,8 @@ Invariants: no tensor is written before every delta of the call has been verifie
 fingerprints of base and result. The base's is believed where the caller knows it; the result's follows from what
 changed. A delta whose checksum is wrong raises CorruptData, whatever else is wrong.
 
-The device begins with what needs the heads of the deltas alone. Meanwhile their bytes are copied, and while it decodes
-them their checksums are computed.
+The device begins with what needs the heads of the deltas alone. Meanwhile their bytes are copied and their checksums
+are computed.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ class _Job:
     have raw segments, or very many classes."""
 
     def __init__(
-        self, bases: list[torch.Tensor], views: list[memoryview], head: Array, known: Sequence[int] | None,
-        layout: Layout,
+        self, bases: list[torch.Tensor], deltas: heads.Deltas, checksums: heads.Checksums,
+        known: Sequence[int] | None, layout: Layout,
     ) -> None:  # fmt: skip
         self.layout, self.shape, self.device = layout, Shape.of(layout), bases[0].device
-        self.bases, self.views, self.head = bases, views, head
+        head = deltas.head
+        self.bases, self.deltas, self.head, self.checksums = bases, deltas, head, checksums
         self.known = None if known is None else np.array(known, np.uint64)
         weights = np.array([base.numel() for base in bases], np.int64)
         self._check_bases(weights, head["base"] if self.known is None else self.known)
@@ -60,7 +61,7 @@ class _Job:
         self.addresses = np.array([words.data_ptr() for words in self.words], np.int64)
         self.spans = spans(weights, head["log2"].astype(np.int64))
         tensor = self.spans.tensor
-        segments = heads.segments(views, np.bincount(tensor, minlength=len(bases)).tolist())
+        segments = deltas.segments(np.bincount(tensor, minlength=len(bases)))
         self.odd = np.zeros(len(bases), np.bool)
         self.odd[tensor[segments.kind == RAW]] = True
         begin = np.arange(len(tensor)) * heads.FIRST_BYTES
@@ -148,24 +149,22 @@ def _jobs(pieces: Pieces, known: Sequence[int] | None) -> list[tuple[list[int], 
     by_layout: dict[Layout, list[int]] = {}
     for number, (base, _) in enumerate(pieces):
         by_layout.setdefault(layout_of(base), []).append(number)
-    views = heads.views_of([data for _, data in pieces])
-    head = heads.headers(views)
-    checksums = heads.Checksums(views, head)
+    deltas = heads.Deltas.of([data for _, data in pieces])
+    parts = [deltas.part(numbers) for numbers in by_layout.values()]
+    checksums = [heads.Checksums(part) for part in parts]
     try:
         jobs: list[tuple[list[int], _Job]] = []
-        for layout, numbers in by_layout.items():
-            bases, mine = [pieces[number][0] for number in numbers], [views[number] for number in numbers]
+        for (layout, numbers), part, sums in zip(by_layout.items(), parts, checksums, strict=True):
+            bases = [pieces[number][0] for number in numbers]
             theirs = None if known is None else [known[number] for number in numbers]
-            jobs.append((numbers, _Job(bases, mine, head[numbers], theirs, layout)))
-        works = [(job, part) for _, job in jobs for part in job.batches()]
-        in_turns([partial(_decode, *work, checksums if work is works[-1] else None) for work in works])
+            jobs.append((numbers, _Job(bases, part, sums, theirs, layout)))
+        in_turns([partial(_decode, job, part) for _, job in jobs for part in job.batches()])
         for _, job in jobs:
             job.verify()
-    except Exception:
-        # What was believed may be damaged.
-        checksums.wait()
-        raise
-    checksums.wait()
+    finally:
+        # Also where something was raised: what was believed may be damaged, and that is then what is said.
+        for sums in checksums:
+            sums.wait()
     return jobs
 
 
@@ -187,7 +186,7 @@ def _on_host(job: _Job, number: int) -> Change:
     """The same for what the kernels do not read."""
     from rillflow.weights.delta import decode
 
-    index_K, value_K = decode(job.bases[number].detach().cpu(), job.views[number])
+    index_K, value_K = decode(job.bases[number].detach().cpu(), job.deltas.views[number])
     return Change(None if index_K is None else index_K.to(job.device), value_K.to(job.device))
 
 
@@ -202,17 +201,16 @@ def _write(base: torch.Tensor, change: Change) -> None:
                 base.copy_(flat.view(base.shape))
 
 
-def _decode(job: _Job, part: slice, checksums: heads.Checksums | None) -> Work:
-    """One batch. Yields where it waits for numbers. The last one gets the checksums: they are computed while the device
-    has work and this thread has none."""
+def _decode(job: _Job, part: slice) -> Work:
+    """One batch. Yields where it waits for numbers."""
     shape, device = job.shape, job.device
     some, limits, size = job.spans.part(part), job.limits[part], job.sizes[part]
     classes = 8 if limits[:, 2].max() < 8 else 16
-    incoming = Incoming(job.views, some, job.begin[part], size, device)
+    incoming = Incoming(job.deltas, job.checksums, some, job.begin[part], size, device)
+    incoming.start()
     rows = Rows(some, job.addresses, job.addresses, shape, classes, device, limits)
     counts = counted(rows, classes, job.known is None, shape, device)
     landing = Landing(torch.diff(counts.sizes[rows.group_starts]))
-    incoming.start()
     (group_sizes,) = yield landing
     data = incoming.arrived()
     plans = tables.read(
@@ -224,8 +222,6 @@ def _decode(job: _Job, part: slice, checksums: heads.Checksums | None) -> Work:
     records = found.records()
     landing = Landing(found.fault, counts.sums, records.runs[-1:], *found.unary_seen)
     del counts, found, data, incoming  # none of which is needed while others take their turns
-    if checksums is not None:
-        checksums.start()
     fault, sums_here, number, *unary = yield landing
     # As many different places as there are changes, or they are not what the table says.
     if fault or number[0] != plans.changes_from[-1] or not plans.unary_fits(*unary):

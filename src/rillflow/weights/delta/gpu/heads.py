@@ -8,7 +8,6 @@ is raised, its checksum must be asked for.
 from __future__ import annotations
 
 import os
-import struct
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
@@ -18,8 +17,10 @@ import numpy as np
 import xxhash
 
 from rillflow.errors import CorruptData
-from rillflow.weights.delta.format import DAMAGED, LEAST_LOG2, MAGIC, MOST_LOG2, RAW, SAME, Buffer, Header
+from rillflow.weights.delta.format import DAMAGED, HEADER_SIZE, LEAST_LOG2, MAGIC, MOST_LOG2, RAW, SAME, Buffer, Header
 from rillflow.weights.delta.gpu.batch import Array
+from rillflow.weights.delta.gpu.memory import addresses, byte_at, copy_bytes
+from rillflow.weights.delta.jit import compiled
 
 # `format` says what they are.
 HEAD = np.dtype(
@@ -28,12 +29,13 @@ HEAD = np.dtype(
         ("checksum", "<u8"),
     ]
 )  # fmt: skip
-_SEALED = HEAD.itemsize - 8
-_SEGMENT = struct.Struct("<BI")
+CHECKSUM = 8
+SEALED = HEADER_SIZE - CHECKSUM
+_SEGMENT = 5
 # The starts of all classes are within so many bytes of a segment.
 FIRST_BYTES = 256
 THREADS = 4
-# So many bytes and more have their checksums computed by several threads, which need no lock of the interpreter.
+# So many bytes and more are copied and have their checksums computed by several threads.
 MANY = 1 << 22
 
 
@@ -47,49 +49,77 @@ class Segments(NamedTuple):
     first: Array
 
 
-def views_of(deltas: Sequence[Buffer]) -> list[memoryview]:
-    return [memoryview(data).cast("B") for data in deltas]
+class Deltas:
+    """Deltas of a call: their bytes, which live as long as this does, where these are, and a row of `HEAD` of each."""
+
+    def __init__(self, views: list[memoryview], address: Array, length: Array, head: Array) -> None:
+        self.views, self.address, self.length, self.head = views, address, length, head
+
+    @classmethod
+    def of(cls, deltas: Sequence[Buffer]) -> Deltas:
+        views = [memoryview(data).cast("B") for data in deltas]
+        length = np.fromiter(map(len, views), np.int64, len(views))
+        if length.min(initial=HEADER_SIZE) < HEADER_SIZE:
+            raise CorruptData("these bytes are no delta", DAMAGED)
+        address, head = addresses(views), np.empty(len(views), HEAD)
+        _gather(address, head.ctypes.data, HEADER_SIZE)
+        if (head["magic"] != MAGIC).any():
+            raise CorruptData("these bytes are no delta", DAMAGED)
+        if head["log2"].min(initial=LEAST_LOG2) < LEAST_LOG2 or head["log2"].max(initial=0) > MOST_LOG2:
+            raise CorruptData("a delta has segments of an impossible size", DAMAGED)
+        return cls(views, address, length, head)
+
+    def part(self, numbers: Sequence[int]) -> Deltas:
+        views = [self.views[number] for number in numbers]
+        return Deltas(views, self.address[numbers], self.length[numbers], self.head[numbers])
+
+    def segments(self, numbers: Array) -> Segments:
+        """The segments of all deltas, of so many each, which must be all there is."""
+        total = int(numbers.sum())
+        kind_S, begin_S, size_S = np.empty((3, total), np.int64)
+        first = np.zeros((total, FIRST_BYTES), np.uint8)
+        fit = _segments(self.address, self.length, numbers, kind_S, begin_S, size_S, first.ctypes.data)
+        if not fit:
+            raise CorruptData("a delta is shorter or longer than its segments", DAMAGED)
+        if ((kind_S > RAW) | ((kind_S == SAME) & (size_S > 0))).any():
+            raise CorruptData("a delta has a segment of an unknown kind", DAMAGED)
+        return Segments(kind_S, begin_S, size_S, first.reshape(-1))
 
 
-def headers(views: Sequence[memoryview]) -> Array:
-    """One row of `HEAD` for each."""
-    parts = [view[: HEAD.itemsize] for view in views]
-    if any(len(part) < HEAD.itemsize for part in parts):
-        raise CorruptData("these bytes are no delta", DAMAGED)
-    found = np.frombuffer(b"".join(parts), HEAD)
-    if (found["magic"] != MAGIC).any():
-        raise CorruptData("these bytes are no delta", DAMAGED)
-    if found["log2"].min(initial=LEAST_LOG2) < LEAST_LOG2 or found["log2"].max(initial=0) > MOST_LOG2:
-        raise CorruptData("a delta has segments of an impossible size", DAMAGED)
-    return found
+@compiled
+def _gather(address: Array, to: int, size: int) -> None:
+    """The first bytes of each, in a row."""
+    for number in range(len(address)):
+        copy_bytes(to + number * size, address[number], size)
+
+
+@compiled
+def _segments(
+    address: Array, length: Array, numbers: Array, kind: Array, begin: Array, size: Array, first: int
+) -> bool:  # fmt: skip
+    """Whether the deltas are as long as their segments. Nothing outside of a delta is read."""
+    s = 0
+    for number in range(len(address)):
+        at, end = HEADER_SIZE, length[number]
+        for _ in range(numbers[number]):
+            if at + _SEGMENT > end:
+                return False
+            here = address[number] + at
+            kind[s], size[s] = byte_at(here), 0
+            for k in range(4):
+                size[s] |= byte_at(here + 1 + k) << (8 * k)
+            at += _SEGMENT
+            begin[s] = at
+            copy_bytes(first + s * FIRST_BYTES, address[number] + at, min(FIRST_BYTES, end - at))
+            at += size[s]
+            s += 1
+        if at != end:
+            return False
+    return True
 
 
 def header_of(row: Array) -> Header:
     return Header(*row.tolist()[1:-1])
-
-
-def segments(views: Sequence[memoryview], numbers: Sequence[int]) -> Segments:
-    """The segments of all deltas, of so many each, which must be all there is."""
-    heads: list[tuple[int, int, int]] = []
-    first: list[bytes | memoryview] = []
-    unpack = _SEGMENT.unpack_from
-    for view, number in zip(views, numbers, strict=True):
-        at, end = HEAD.itemsize, len(view)
-        for _ in range(number):
-            if at + _SEGMENT.size > end:
-                raise CorruptData("a delta ends too early", DAMAGED)
-            kind, size = unpack(view, at)
-            at += _SEGMENT.size
-            heads.append((kind, at, size))
-            part = view[at : at + FIRST_BYTES]
-            first.append(part if len(part) == FIRST_BYTES else bytes(part).ljust(FIRST_BYTES, b"\0"))
-            at += size
-        if at != end:
-            raise CorruptData("a delta is shorter or longer than its segments", DAMAGED)
-    kind_S, begin_S, size_S = np.array(heads, np.int64).reshape(-1, 3).T
-    if ((kind_S > RAW) | ((kind_S == SAME) & (size_S > 0))).any():
-        raise CorruptData("a delta has a segment of an unknown kind", DAMAGED)
-    return Segments(kind_S, begin_S, size_S, np.frombuffer(b"".join(first), np.uint8))
 
 
 @cache
@@ -103,36 +133,30 @@ os.register_at_fork(after_in_child=pool.cache_clear)
 
 
 class Checksums:
-    """Whether the bytes of all deltas are those that were written. Few bytes are looked at here and now, many when
-    `start` is called, by other threads."""
+    """Whether the bytes of all deltas are those that were written.
 
-    def __init__(self, views: Sequence[memoryview], heads: Array) -> None:
-        self._views, self._expected = views, heads["checksum"].tolist()
-        self._left = sorted(range(len(views)), key=lambda number: len(views[number]))
-        self._under_way: list[Future[bool]] = []
-        if sum(map(len, views)) < MANY:
-            self.wait()
+    Who copies a delta may compute its checksum along the way: then it takes it, says what it is waiting for, and writes
+    to `found`. All others are computed when they are asked for.
+    """
 
-    def start(self) -> None:
-        if self._left and not self._under_way:
-            self._under_way = [pool().submit(self._check) for _ in range(THREADS)]
+    def __init__(self, deltas: Deltas) -> None:
+        self._deltas, self._left = deltas, np.ones(len(deltas.views), np.bool)
+        self.found = np.zeros(len(deltas.views), np.uint64)
+        self._under_way: list[Future[None]] = []
+
+    def take(self, numbers: Array, under_way: Sequence[Future[None]]) -> None:
+        self._left[numbers] = False
+        self._under_way += under_way
 
     def wait(self) -> None:
         """CorruptData unless all are right."""
-        good = [self._check(), *(share.result() for share in self._under_way)]
-        if not all(good):
+        for share in self._under_way:
+            share.result()
+        for number in np.flatnonzero(self._left).tolist():
+            view = self._deltas.views[number]
+            checksum = xxhash.xxh3_64(view[:SEALED])
+            checksum.update(view[HEADER_SIZE:])
+            self.found[number] = checksum.intdigest()
+        self._left[:] = False
+        if (self.found != self._deltas.head["checksum"]).any():
             raise CorruptData("a delta does not match its checksum", DAMAGED)
-
-    def _check(self) -> bool:
-        """Look at those that are left, the largest first, until none is."""
-        good = True
-        while self._left:
-            try:
-                number = self._left.pop()
-            except IndexError:  # another thread took it
-                break
-            view = self._views[number]
-            checksum = xxhash.xxh3_64(view[:_SEALED])
-            checksum.update(view[HEAD.itemsize :])
-            good &= checksum.intdigest() == self._expected[number]
-        return good

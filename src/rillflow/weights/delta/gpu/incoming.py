@@ -1,17 +1,22 @@
-"""The bytes of a batch of segments on their way to the device."""
+"""The bytes of a batch of segments on their way to the device, and their checksums."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import cache
 from itertools import pairwise
 
 import numpy as np
 import torch
+import xxhash
 
+from rillflow.weights.delta.format import HEADER_SIZE
 from rillflow.weights.delta.gpu import heads
 from rillflow.weights.delta.gpu.batch import Array, Spans
+from rillflow.weights.delta.gpu.memory import copy_bytes, digest_function, digest_of
+from rillflow.weights.delta.jit import compiled
+
+_CHECKSUM, _SEALED = heads.CHECKSUM, heads.SEALED
 
 
 @cache
@@ -23,26 +28,32 @@ def _side(device: torch.device) -> torch.cuda.Stream:
 class Incoming:
     """Bytes that other threads copy to memory which the device can read, and the device then to its own.
 
+    Of a tensor that is in this batch alone, that is the whole delta without its checksum, which is computed from what
+    was copied, while it is in the cache. Of others it is from their first segment here to the last that has bytes.
+
     `data` are whole words, and one more than there are; `begin` is where each segment's bytes begin in them. Nothing is
     in them before `arrived` was called. The memory on the device is there at once, so that the copy need not wait for
     kernels that are launched in between.
     """
 
-    def __init__(self, views: Sequence[memoryview], some: Spans, begin: Array, size: Array, device: torch.device):
-        self._views, self._device = views, device
-        runs = np.array(some.runs(), np.int64).reshape(-1, 2)
-        first, beyond = runs[:, 0], runs[:, 1]
-        self._tensor = some.tensor[first]
-        self._from = begin[first]
-        # One run for all segments of a tensor and the heads between them; none where they have no bytes.
-        length = np.maximum.reduceat(np.where(size > 0, begin + size, 0), first) if len(first) else first
-        length = np.maximum(length - self._from, 0)
-        self._to = np.append(0, np.cumsum(length))
-        self.begin = begin + np.repeat(self._to[:-1] - self._from, beyond - first)
-        total = int(self._to[-1])
-        self._buffer = torch.empty(total // 4 + 2, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._buffer[-2:] = 0
+    def __init__(
+        self, deltas: heads.Deltas, checksums: heads.Checksums, some: Spans, begin: Array, size: Array,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self._deltas, self._checksums, self._device = deltas, checksums, device
+        first, beyond = np.array(some.runs(), np.int64).T
+        self._tensor, before = some.tensor[first], begin[first]
+        length = deltas.length[self._tensor]
+        self._whole = (some.start[first] == 0) & (begin[beyond - 1] + size[beyond - 1] == length)
+        self._from = deltas.address[self._tensor] + np.where(self._whole, 0, before)
+        last = np.maximum.reduceat(np.where(size > 0, begin + size, 0), first)
+        sizes = np.where(self._whole, length - _CHECKSUM, np.maximum(last - before, 0))
+        self._to = np.append(0, np.cumsum(sizes))
+        moved = self._to[:-1] - np.where(self._whole, _CHECKSUM, before)
+        self.begin = begin + np.repeat(moved, beyond - first)
+        self._buffer = torch.empty(int(self._to[-1]) // 4 + 2, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.data: Array = self._buffer.numpy().view(np.uint8)
+        self.data[-8:] = 0
         if device.type == "cuda":
             # Whatever used this memory before is done when this event is.
             self._there = torch.empty(len(self._buffer), dtype=torch.int32, device=device)
@@ -51,24 +62,28 @@ class Incoming:
         self._under_way: list[Future[None]] = []
 
     def start(self) -> None:
-        """Copy few bytes here and now, let other threads copy many."""
-        total = int(self._to[-1])
+        """Copy few bytes here and now, let other threads copy many: each a share of the tensors, in one call that needs
+        no lock of the interpreter."""
+        total, number = int(self._to[-1]), len(self._tensor)
         if total < heads.MANY:
-            self._copy(0, total)
+            self._copy(0, number)
         else:
-            bounds = [total * k // heads.THREADS for k in range(heads.THREADS + 1)]
+            shares = np.arange(1, heads.THREADS) * total // heads.THREADS
+            bounds = [0, *np.searchsorted(self._to[:-1], shares).tolist(), number]
             self._under_way = [heads.pool().submit(self._copy, *share) for share in pairwise(bounds)]
+        self._checksums.take(self._tensor[self._whole], self._under_way)
 
-    def _copy(self, start: int, end: int) -> None:
-        """The bytes of the batch from `start` to `end`."""
-        run = int(np.searchsorted(self._to, start, "right")) - 1
-        while start < end:
-            stop = min(int(self._to[run + 1]), end)
-            if start < stop:
-                source = int(self._from[run] + start - self._to[run])
-                view = self._views[self._tensor[run]]
-                self.data[start:stop] = np.frombuffer(view, np.uint8, stop - start, source)
-            start, run = stop, run + 1
+    def _copy(self, first: int, beyond: int) -> None:
+        """The bytes of these runs, and the checksums of those that are whole."""
+        found, digest = self._checksums.found, digest_function()
+        _copy_runs(
+            self._buffer.data_ptr(), first, beyond, self._from, self._to, self._whole, self._tensor, digest, found
+        )
+        if not digest:
+            for run in range(first, beyond):
+                if self._whole[run]:
+                    data = self.data[self._to[run] : self._to[run + 1]]
+                    found[self._tensor[run]] = xxhash.xxh3_64_intdigest(data.data)
 
     def arrived(self) -> torch.Tensor:
         """The words on the device, for kernels that are launched from now on."""
@@ -82,3 +97,19 @@ class Incoming:
             self._there.copy_(self._buffer, non_blocking=True)
         torch.cuda.current_stream(self._device).wait_stream(side)
         return self._there
+
+
+@compiled
+def _copy_runs(
+    buffer: int, first: int, beyond: int, source: Array, to: Array, whole: Array, number: Array, digest: int,
+    found: Array,
+) -> None:  # fmt: skip
+    for run in range(first, beyond):
+        at, size = buffer + to[run], to[run + 1] - to[run]
+        if not whole[run]:
+            copy_bytes(at, source[run], size)
+            continue
+        copy_bytes(at, source[run], _SEALED)
+        copy_bytes(at + _SEALED, source[run] + HEADER_SIZE, size - _SEALED)
+        if digest:
+            found[number[run]] = digest_of(digest, at, size)

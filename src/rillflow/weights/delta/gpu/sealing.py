@@ -10,21 +10,18 @@ import numpy as np
 import xxhash
 
 from rillflow.weights.delta.gpu.batch import Array
-from rillflow.weights.delta.gpu.heads import HEAD
+from rillflow.weights.delta.gpu.heads import CHECKSUM, HEAD, SEALED
 from rillflow.weights.delta.jit import compiled
-
-_CHECKSUM = 8
-_SEALED = HEAD.itemsize - _CHECKSUM
 
 
 def seal(data: Array, begin: Array, end: Array, heads: Array) -> None:
     """Write the headers, which are rows of `HEAD`, and the checksums of deltas from `begin` to `end`."""
     rows = heads.view(np.uint8).reshape(-1, HEAD.itemsize)
-    _put(data, begin + _CHECKSUM, rows[:, :_SEALED])
+    _put(data, begin + CHECKSUM, rows[:, :SEALED])
     view, digest = data.data, xxhash.xxh3_64_intdigest
     heads["checksum"] = [
         digest(view[first:beyond])
-        for first, beyond in zip((begin + _CHECKSUM).tolist(), end.tolist(), strict=True)
+        for first, beyond in zip((begin + CHECKSUM).tolist(), end.tolist(), strict=True)
     ]  # fmt: skip
     _put(data, begin, rows)
 
