@@ -68,7 +68,7 @@ class Run(NamedTuple):
     old: torch.Tensor
     new: torch.Tensor
     known: int
-    data: bytes
+    data: bytes | memoryview
 
 
 class Version(NamedTuple):

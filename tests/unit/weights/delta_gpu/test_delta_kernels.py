@@ -21,7 +21,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed: torch for CUDA brings it", allow_module_level=True)
 
 from rillflow.weights.delta import gpu
-from rillflow.weights.delta.gpu import batch, heads
+from rillflow.weights.delta.gpu import batch, heads, incoming
 from rillflow.weights.delta.gpu import decode as reader
 from rillflow.weights.delta.gpu import encode as writer
 
@@ -223,6 +223,31 @@ def test_a_damaged_head_is_not_believed(at: int, monkeypatch: pytest.MonkeyPatch
         with pytest.raises(CorruptData):
             gpu.apply_many_([(there, data)], known)
     assert bits(there) == bits(base)
+
+
+@pytest.mark.parametrize("least", [0, 1 << 30])
+@pytest.mark.parametrize("shown", [True, False])
+def test_what_arrives_is_what_the_deltas_say(least: int, shown: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the library does not show the function of its checksum."""
+    monkeypatch.setattr(heads, "MANY", least)
+    if not shown:
+        monkeypatch.setattr(incoming, "digest_function", lambda: 0)
+    weights = np.array([9000, 64, 500])
+    sent = [bytearray(delta.encode(*pair(count, 0.1)).data) for count in weights.tolist()]
+    sent[1][20] ^= 1
+    deltas = heads.Deltas.of(sent)
+    checksums, spans = heads.Checksums(deltas), batch.spans(weights, 22)
+    found = deltas.segments(np.ones(3, np.int64))
+    for part in (slice(0, 2), slice(2, 3)):
+        begin, size = found.begin[part], found.size[part]
+        coming = incoming.Incoming(deltas, checksums, spans.part(part), begin, size, torch.device("cpu"))
+        coming.start()
+        coming.arrived()
+        for number, at, first, length in zip(spans.part(part).tensor, coming.begin, begin, size, strict=True):
+            assert bytes(coming.data[at : at + length]) == bytes(sent[number][first : first + length])
+    with pytest.raises(CorruptData):
+        checksums.wait()
+    assert (checksums.found == deltas.head["checksum"]).tolist() == [True, False, True]
 
 
 def test_no_tensors_and_no_delta() -> None:

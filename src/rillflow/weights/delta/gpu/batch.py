@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -143,6 +144,33 @@ class Landing:
         return [tensor.numpy() for tensor in self._tensors]
 
 
+class Parcel:
+    """Arrays of 64-bit and of 32-bit numbers in one piece of memory, so that one copy brings all to the device. Each
+    begins at a multiple of 16 bytes there, for which kernels are compiled. What was not written is anything."""
+
+    def __init__(self, longs: Sequence[int], ints: Sequence[int], device: torch.device) -> None:
+        self._longs, self._ints = [-(-number // 2) * 2 for number in longs], [-(-number // 4) * 4 for number in ints]
+        self._split, self._device = sum(self._longs), device
+        words = self._split + sum(self._ints) // 2
+        self._buffer = torch.empty(words, dtype=torch.int64, pin_memory=device.type == "cuda")
+        data = self._buffer.numpy()
+        self.arrays = [
+            *_parts(data[: self._split], longs, self._longs),
+            *_parts(data[self._split :].view(np.int32), ints, self._ints),
+        ]
+
+    def sent(self) -> list[torch.Tensor]:
+        """The arrays on the device, with what fills them up. Nothing is waited for."""
+        there = self._buffer.to(self._device, non_blocking=True)
+        longs, ints = there[: self._split], there[self._split :].view(torch.int32)
+        return [*longs.split_with_sizes(self._longs), *ints.split_with_sizes(self._ints)]
+
+
+def _parts(data: Array, numbers: Sequence[int], rooms: Sequence[int]) -> list[Array]:
+    ends = accumulate(rooms)
+    return [data[end - room : end - room + number] for number, room, end in zip(numbers, rooms, ends, strict=True)]
+
+
 def uploaded(arrays: Sequence[Array], device: torch.device) -> list[torch.Tensor]:
     """Copies on the device, by one transfer that waits for nothing."""
     begins, size = [], 0
@@ -190,11 +218,3 @@ def owners(starts: torch.Tensor, rows: int, count: int, **columns: int) -> torch
     if rows:
         places.own[(rows,)](starts, found, MANY=128, **columns)
     return found
-
-
-def exclusive(counts: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Prefix sums: one more than there are counts, the first one 0."""
-    sums = torch.empty(counts.numel() + 1, dtype=dtype or counts.dtype, device=counts.device)
-    sums[:1].zero_()
-    torch.cumsum(counts.reshape(-1), 0, dtype=sums.dtype, out=sums[1:])
-    return sums

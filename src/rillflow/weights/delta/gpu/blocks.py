@@ -60,8 +60,8 @@ def sizes(
     table, owner, limits, cells, groups, out, sums, WORDS: tl.constexpr, CLASSES: tl.constexpr, SUM: tl.constexpr,
     WIDTH: tl.constexpr, LANES: tl.constexpr, MANTISSA: tl.constexpr, EXPONENTS: tl.constexpr,
 ):  # fmt: skip
-    """How many weights of each class a block has, and how many come before each cell and each group of cells. With SUM,
-    also the block's part of the fingerprint."""
+    """After a 0, how many weights of each class a block has; how many come before each cell and each group of cells.
+    With SUM, also the block's part of the fingerprint."""
     GROUPS: tl.constexpr = WORDS // (4 * GROUP)
     b = tl.program_id(0)
     s = tl.load(owner + b)
@@ -113,7 +113,8 @@ def sizes(
         found = tl.where(c < 8, found, more)
     else:
         found = _before(above - (above >> 8), cells + mine, groups + ours * 2, shift)
-    tl.store(out + first * CLASSES + c * tl.load(table + s * 8 + 5).to(tl.int32) + (b - first), found)
+    tl.store(out + 1 + first * CLASSES + c * tl.load(table + s * 8 + 5).to(tl.int32) + (b - first), found)
+    tl.store(out, 0, mask=b == 0)
 
 
 @triton.jit
@@ -165,8 +166,9 @@ def _changes_of(sizes, bounds, i, valid):
 
 @triton.jit(do_not_specialize=["number"])
 def runs(table, owner, sizes, bounds, out, number, CHUNK: tl.constexpr, CLASSES: tl.constexpr):
-    """How many changes each block has."""
-    b = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    """After a 0, how many changes each block has."""
+    p = tl.program_id(0)
+    b = p * CHUNK + tl.arange(0, CHUNK)
     valid = b < number
     s = tl.load(owner + b, mask=valid, other=0)
     first = tl.load(table + s * 8 + 4).to(tl.int32)
@@ -174,7 +176,8 @@ def runs(table, owner, sizes, bounds, out, number, CHUNK: tl.constexpr, CLASSES:
     total = tl.zeros([CHUNK], tl.int32)
     for c in tl.static_range(CLASSES):
         total += _changes_of(sizes, bounds, first * CLASSES + c * blocks + (b - first), valid)
-    tl.store(out + b, total, mask=valid)
+    tl.store(out + 1 + b, total, mask=valid)
+    tl.store(out, 0, mask=p == 0)
 
 
 @triton.jit

@@ -23,7 +23,7 @@ from rillflow.weights.delta.format import DAMAGED, DENSE, RAW, Buffer, Layout, l
 from rillflow.weights.delta.gpu import heads, tables
 from rillflow.weights.delta.gpu.batch import Array, Landing, Rows, Shape, Work, batches, in_turns, spans, words_of
 from rillflow.weights.delta.gpu.fingerprint import fingerprint_gpu
-from rillflow.weights.delta.gpu.found import Found, Records, counted, scatter, unpacked
+from rillflow.weights.delta.gpu.found import Found, Records, Report, counted, scatter, unpacked
 from rillflow.weights.delta.gpu.incoming import Incoming
 
 # The memory of a batch, by an estimate: eighths of a byte for each weight, if there are up to eight classes, and bytes
@@ -210,24 +210,23 @@ def _decode(job: _Job, part: slice) -> Work:
     incoming.start()
     rows = Rows(some, job.addresses, job.addresses, shape, classes, device, limits)
     counts = counted(rows, classes, job.known is None, shape, device)
-    landing = Landing(torch.diff(counts.sizes[rows.group_starts]))
-    (group_sizes,) = yield landing
+    (group_sizes,) = yield counts.landing()
     data = incoming.arrived()
     plans = tables.read(
-        incoming.data, incoming.begin, size, group_sizes.reshape(-1, classes), limits[:, 2], shape.WIDTH
+        incoming.data, incoming.begin, size, group_sizes.reshape(-1, classes), limits[:, 2], shape.WIDTH, device
     )
     if plans is None:
         raise job.damaged()
     found = Found(plans, data, counts, shape, device)
     records = found.records()
-    landing = Landing(found.fault, counts.sums, records.runs[-1:], *found.unary_seen)
+    landing = Landing(counts.report)
     del counts, found, data, incoming  # none of which is needed while others take their turns
-    fault, sums_here, number, *unary = yield landing
+    report = Report.of(*(yield landing))
     # As many different places as there are changes, or they are not what the table says.
-    if fault or number[0] != plans.changes_from[-1] or not plans.unary_fits(*unary):
+    if report.fault or report.changes != plans.changes_from[-1] or not plans.unary_fits(report.ones, report.last):
         raise job.damaged()
     job.found.append(records)
-    np.add.at(job.sums, some.tensor, sums_here.view(np.uint64))
+    np.add.at(job.sums, some.tensor, report.sums.view(np.uint64))
 
 
 def _split(job: _Job) -> list[list[_Slice]]:

@@ -33,11 +33,13 @@ def _unary_words(data, unary, owner, chunks_from, CHUNK: tl.constexpr):
 
 @triton.jit
 def count_ones(data, unary, owner, chunks_from, words, counts, CHUNK: tl.constexpr):
-    """The words of the streams, and how many one-bits each has."""
+    """The words of the streams, and after a 0 how many one-bits each has."""
     found = _unary_words(data, unary, owner, chunks_from, CHUNK)
-    i = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    p = tl.program_id(0)
+    i = p * CHUNK + tl.arange(0, CHUNK)
     tl.store(words + i, found)
-    tl.store(counts + i, popcount(found))
+    tl.store(counts + 1 + i, popcount(found))
+    tl.store(counts, 0, mask=p == 0)
 
 
 @triton.jit
@@ -87,11 +89,13 @@ def _low_bits(data, subset, order, valid, fields_from, rice):
 
 @triton.jit
 def low_sums(data, owner, chunks_from, events_from, fields_from, kinds, out, CHUNK: tl.constexpr):
-    """The sums of the low bits of the gaps of each chunk of events."""
+    """After a 0, the sums of the low bits of the gaps of each chunk of events."""
     subset, _, order, valid = _events(owner, chunks_from, events_from, CHUNK)
     rice = (tl.load(kinds + subset) & 127).to(tl.int64)
     low = _low_bits(data, subset, order, valid, fields_from, rice)
-    tl.store(out + tl.program_id(0), tl.sum(low, 0))
+    p = tl.program_id(0)
+    tl.store(out + 1 + p, tl.sum(low, 0))
+    tl.store(out, 0, mask=p == 0)
 
 
 @triton.jit
@@ -126,8 +130,11 @@ def mark(
 
 @triton.jit(do_not_specialize=["number"])
 def count_bits(bitmap, counts, number, CHUNK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
-    tl.store(counts + i, popcount(tl.load(bitmap + i, mask=i < number, other=0)), mask=i < number)
+    """After a 0, how many one-bits each word has."""
+    p = tl.program_id(0)
+    i = p.to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    tl.store(counts + 1 + i, popcount(tl.load(bitmap + i, mask=i < number, other=0)), mask=i < number)
+    tl.store(counts, 0, mask=p == 0)
 
 
 @triton.jit
@@ -199,3 +206,19 @@ def members(
     order = item - ones[:, None] - popcount(below)
     mask = valid[:, None] & (item < items) & (((others[:, None] >> k) & 1) == 0)
     tl.store(ranks + start + order, item, mask=mask & (order < tl.load(changes_from + g + 1) - start))
+
+
+@triton.jit(do_not_specialize=["segments", "blocks"])
+def seen(
+    counts, places, unary, chunks_from, runs, out, segments, blocks, CHUNK: tl.constexpr, MANY: tl.constexpr
+):  # fmt: skip
+    """What the host compares with the tables: how many changes there are, how many one-bits come before each unary
+    stream and before the end, and where the last one of each stream is (see `Plans.unary_fits`)."""
+    p = tl.program_id(0)
+    s = p * MANY + tl.arange(0, MANY)
+    ones = tl.load(counts + tl.load(chunks_from + s, mask=s <= segments, other=0) * CHUNK, mask=s <= segments, other=0)
+    tl.store(out + 1 + s, ones.to(tl.int64), mask=s <= segments)
+    last = tl.maximum(tl.load(unary + s * 4 + 3, mask=s < segments, other=0) - 1, 0)
+    place = tl.load(places + last, mask=s < segments, other=0)
+    tl.store(out + 2 + segments + s, place.to(tl.int64), mask=s < segments)
+    tl.store(out, tl.load(runs + blocks).to(tl.int64), mask=p == 0)

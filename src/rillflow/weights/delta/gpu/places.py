@@ -38,6 +38,15 @@ def own(starts, out, FIRST: tl.constexpr, LAST: tl.constexpr, STRIDE: tl.constex
         start += MANY
 
 
+@triton.jit(do_not_specialize=["number"])
+def differences(sums, starts, out, number, MANY: tl.constexpr):
+    """What each of so many has, given prefix sums and where each begins among these, and the end."""
+    i = tl.program_id(0) * MANY + tl.arange(0, MANY)
+    begin, end = tl.load(starts + i, mask=i < number, other=0), tl.load(starts + i + 1, mask=i < number, other=0)
+    found = tl.load(sums + end, mask=i < number, other=0) - tl.load(sums + begin, mask=i < number, other=0)
+    tl.store(out + i, found, mask=i < number)
+
+
 @triton.jit(do_not_specialize=["groups", "all_sizes"])
 def group(
     table, choices, sums, groups, all_sizes, group_sizes, changes_from, modes, positions_from, chunks_from, ends,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from rillflow.weights.delta.format import HEADER_SIZE, MAX_RICE
-from rillflow.weights.delta.gpu.batch import Array, Spans
+from rillflow.weights.delta.gpu.batch import Array, Parcel, Spans
 from rillflow.weights.delta.jit import compiled, inlined
 
 TOO_MANY = 2
@@ -74,21 +75,25 @@ def _write_table(
 
 
 class Plans:
-    """What the tables of a batch of segments say: of every column of every group, and of every segment.
+    """What the tables of a batch of segments say: of every column of every group, and of every segment. All of it lies
+    in a parcel for the device.
 
     Bits count from the first byte of the batch's data; events, changes and words of bitmaps from 0 over all segments.
+    `chunks` are where the chunks (see `chunks`) of segments, columns, groups and groups again begin.
     """
 
-    def __init__(self, segments: int, classes: int, width: int) -> None:
-        columns = segments * classes * 2 * width
-        self.total = np.zeros(columns, np.int32)
-        self.kinds = np.zeros(columns, np.int32)
-        self.events_from = np.zeros(columns + 1, np.int64)
-        self.fields_from = np.zeros(columns, np.int64)
-        self.words_from = np.zeros(columns + 1, np.int64)
-        self.changes_from = np.zeros(segments * classes + 1, np.int64)
+    def __init__(self, segments: int, classes: int, width: int, device: torch.device) -> None:
+        groups, self.columns = segments * classes, 2 * width
+        columns = groups * self.columns
+        self.parcel = Parcel(
+            [columns + 1, columns, columns + 1, groups + 1, 4 * segments],
+            [columns, columns, segments + 1, columns + 1, groups + 1, groups + 1],
+            device,
+        )
+        self.events_from, self.fields_from, self.words_from, self.changes_from, unary = self.parcel.arrays[:5]
+        self.total, self.kinds, *self.chunks = self.parcel.arrays[5:]
         # First bit, one beyond the last, events before, events after.
-        self.unary = np.zeros((segments, 4), np.int64)
+        self.unary = unary.reshape(segments, 4)
 
     def unary_fits(self, ones: Array, last: Array) -> bool:
         """Whether the unary streams have the one-bits that the tables say, given how many come before each stream, and
@@ -98,12 +103,14 @@ class Plans:
         return bool(np.all(np.diff(ones) == beyond - first) and np.all(size == (end - begin) // 8))
 
 
-def read(data: Array, begin: Array, size: Array, sizes: Array, last: Array, width: int) -> Plans | None:
+def read(
+    data: Array, begin: Array, size: Array, sizes: Array, last: Array, width: int, device: torch.device
+) -> Plans | None:
     """None when the bytes are not those of tables and streams that belong to classes of these sizes.
 
     A segment of no bytes is one in which nothing changed.
     """
-    plans = Plans(sizes.shape[0], sizes.shape[1], width)
+    plans = Plans(sizes.shape[0], sizes.shape[1], width, device)
     good = _read(
         data, begin, size, sizes, last, width, plans.total, plans.kinds, plans.events_from, plans.fields_from,
         plans.words_from, plans.changes_from, plans.unary,
@@ -150,7 +157,7 @@ def _read(
     events, words, changes = 0, 0, 0
     for s in range(len(begin)):
         at, end = begin[s] + 1 + last[s], begin[s] + size[s]
-        unary[s, 2] = events
+        unary[s, 0], unary[s, 1], unary[s, 2] = 0, 0, events
         bits = 0
         for c in range(classes):
             group = s * classes + c
@@ -193,7 +200,7 @@ def _read(
             total[first + 2 * width - 1] = items
             for length in range(1, width):
                 column = first + width + length
-                events_from[column], words_from[column], fields_from[column] = events, words, bits
+                kinds[column], events_from[column], words_from[column], fields_from[column] = 0, events, words, bits
                 bits += length * total[column]
         unary[s, 3] = events
         if not size[s]:
