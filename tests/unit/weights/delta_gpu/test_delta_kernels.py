@@ -21,7 +21,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed: torch for CUDA brings it", allow_module_level=True)
 
 from rillflow.weights.delta import gpu
-from rillflow.weights.delta.gpu import batch, heads, incoming
+from rillflow.weights.delta.gpu import batch, heads, incoming, threads
 from rillflow.weights.delta.gpu import decode as reader
 from rillflow.weights.delta.gpu import encode as writer
 
@@ -91,7 +91,7 @@ def test_segments_that_have_a_batch_each(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(writer, "MOST_LOG2", 12)
     monkeypatch.setattr(writer, "_BUDGET", 1)
     monkeypatch.setattr(reader, "_BUDGET", 1)
-    monkeypatch.setattr(heads, "MANY", 0)
+    monkeypatch.setattr(threads, "_MANY", 0)
     base, new = pair(9000, 0.05)
     new[:4096] = base[:4096]
     noise = torch.from_numpy(np.random.default_rng(0).integers(-(2**15), 2**15, 4200).astype(np.int16))
@@ -201,7 +201,7 @@ def test_another_base_is_refused() -> None:
 
 @pytest.mark.parametrize("least", [0, 1 << 30])
 def test_one_damaged_delta_of_many_changes_nothing(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heads, "MANY", least)
+    monkeypatch.setattr(threads, "_MANY", least)
     pairs = [pair(count, 0.1) for count in (300, 64, 999, 16, 77, 500)]
     there = [base.clone().to(DEVICE) for base, _ in pairs]
     made = [bytearray(delta.encode(base, new).data) for base, new in pairs]
@@ -214,7 +214,7 @@ def test_one_damaged_delta_of_many_changes_nothing(least: int, monkeypatch: pyte
 @pytest.mark.parametrize("at", [4, 6, 14, 22, 38, 39])
 def test_a_damaged_head_is_not_believed(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it says (other weights, another base, another size), its checksum comes first."""
-    monkeypatch.setattr(heads, "MANY", 0)
+    monkeypatch.setattr(threads, "_MANY", 0)
     base, new = pair(300, 0.1)
     data = bytearray(delta.encode(base, new).data)
     data[at] ^= 1
@@ -229,7 +229,7 @@ def test_a_damaged_head_is_not_believed(at: int, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("shown", [True, False])
 def test_what_arrives_is_what_the_deltas_say(least: int, shown: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the library does not show the function of its checksum."""
-    monkeypatch.setattr(heads, "MANY", least)
+    monkeypatch.setattr(threads, "_MANY", least)
     if not shown:
         monkeypatch.setattr(incoming, "digest_function", lambda: 0)
     weights = np.array([9000, 64, 500])

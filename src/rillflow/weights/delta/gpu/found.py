@@ -14,9 +14,9 @@ from rillflow.weights.delta.gpu.tables import Plans
 
 _CHUNK, _WORDS, _CHANGES = 1024, 256, 128
 # Programs of `resolve` on each processor of the device. All of them must fit: each has its share of the blocks.
-_PROGRAMS = 16
+_PROGRAMS = 20
 # Warps of the programs whose number of lanes asks for another one than Triton's four.
-_SIZES, _ONES, _RESOLVE, _SCATTER = ({"num_warps": number} for number in (2, 8, 1, 1))
+_SIZES, _ONES, _RESOLVE, _SCATTER = ({"num_warps": number} for number in (1, 4, 1, 4))
 
 
 class Counted(NamedTuple):

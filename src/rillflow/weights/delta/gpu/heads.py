@@ -7,10 +7,8 @@ is raised, its checksum must be asked for.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
+from concurrent.futures import Future
 from typing import NamedTuple
 
 import numpy as np
@@ -34,9 +32,6 @@ SEALED = HEADER_SIZE - CHECKSUM
 _SEGMENT = 5
 # The starts of all classes are within so many bytes of a segment.
 FIRST_BYTES = 256
-THREADS = 4
-# So many bytes and more are copied and have their checksums computed by several threads.
-MANY = 1 << 22
 
 
 class Segments(NamedTuple):
@@ -120,16 +115,6 @@ def _segments(
 
 def header_of(row: Array) -> Header:
     return Header(*row.tolist()[1:-1])
-
-
-@cache
-def pool() -> ThreadPoolExecutor:
-    """Threads that stay: to start them for each call would take as long as what they do."""
-    return ThreadPoolExecutor(THREADS, "rillflow-delta")
-
-
-# A fork has none of them.
-os.register_at_fork(after_in_child=pool.cache_clear)
 
 
 class Checksums:

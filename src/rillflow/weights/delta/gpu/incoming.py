@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from functools import cache
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -14,6 +13,7 @@ from rillflow.weights.delta.format import HEADER_SIZE
 from rillflow.weights.delta.gpu import heads
 from rillflow.weights.delta.gpu.batch import Array, Spans
 from rillflow.weights.delta.gpu.memory import copy_bytes, digest_function, digest_of
+from rillflow.weights.delta.gpu.threads import shared
 from rillflow.weights.delta.jit import compiled
 
 _CHECKSUM, _SEALED = heads.CHECKSUM, heads.SEALED
@@ -62,15 +62,8 @@ class Incoming:
         self._under_way: list[Future[None]] = []
 
     def start(self) -> None:
-        """Copy few bytes here and now, let other threads copy many: each a share of the tensors, in one call that needs
-        no lock of the interpreter."""
-        total, number = int(self._to[-1]), len(self._tensor)
-        if total < heads.MANY:
-            self._copy(0, number)
-        else:
-            shares = np.arange(1, heads.THREADS) * total // heads.THREADS
-            bounds = [0, *np.searchsorted(self._to[:-1], shares).tolist(), number]
-            self._under_way = [heads.pool().submit(self._copy, *share) for share in pairwise(bounds)]
+        """Copy, and let other threads copy."""
+        self._under_way = shared(self._copy, self._to)
         self._checksums.take(self._tensor[self._whole], self._under_way)
 
     def _copy(self, first: int, beyond: int) -> None:

@@ -11,6 +11,8 @@ import xxhash
 
 from rillflow.weights.delta.gpu.batch import Array
 from rillflow.weights.delta.gpu.heads import CHECKSUM, HEAD, SEALED
+from rillflow.weights.delta.gpu.memory import digest_function, digest_of
+from rillflow.weights.delta.gpu.threads import shared
 from rillflow.weights.delta.jit import compiled
 
 
@@ -18,12 +20,30 @@ def seal(data: Array, begin: Array, end: Array, heads: Array) -> None:
     """Write the headers, which are rows of `HEAD`, and the checksums of deltas from `begin` to `end`."""
     rows = heads.view(np.uint8).reshape(-1, HEAD.itemsize)
     _put(data, begin + CHECKSUM, rows[:, :SEALED])
-    view, digest = data.data, xxhash.xxh3_64_intdigest
-    heads["checksum"] = [
-        digest(view[first:beyond])
-        for first, beyond in zip((begin + CHECKSUM).tolist(), end.tolist(), strict=True)
-    ]  # fmt: skip
+    heads["checksum"] = _checksums(data, begin + CHECKSUM, end)
     _put(data, begin, rows)
+
+
+def _checksums(data: Array, begin: Array, end: Array) -> Array:
+    found = np.zeros(len(begin), np.uint64)
+    digest, address = digest_function(), data.ctypes.data
+
+    def compute(first: int, beyond: int) -> None:
+        if digest:
+            _digests(digest, address, begin[first:beyond], end[first:beyond], found[first:beyond])
+            return
+        for number in range(first, beyond):
+            found[number] = xxhash.xxh3_64_intdigest(data.data[begin[number] : end[number]])
+
+    for share in shared(compute, np.append(0, np.cumsum(end - begin))):
+        share.result()
+    return found
+
+
+@compiled
+def _digests(digest: int, address: int, begin: Array, end: Array, found: Array) -> None:
+    for number in range(len(begin)):
+        found[number] = digest_of(digest, address + begin[number], end[number] - begin[number])
 
 
 @compiled

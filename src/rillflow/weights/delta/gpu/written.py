@@ -104,7 +104,7 @@ class Batch:
         rest, split = self._longs(rest_events), len(self._positions)
         streams.emit[(self._chunks,)](
             *self._chunk, self._counts, self._chunks, self._kinds, self._coded, self._events_from, self._fields_from,
-            rest, words, split, CHUNK=_CHUNK, WIDTH=self._shape.WIDTH, num_warps=_WARPS,
+            rest, words, split, CHUNK=_CHUNK, WIDTH=self._shape.WIDTH,
         )  # fmt: skip
         number = split + rest_events
         events, grid = (self._positions, rest, split, number), (max(-(-number // _CHUNK), 1),)
