@@ -111,6 +111,13 @@ class PolicyConfig(Section):
             raise ValueError("it names one twice")
         return names
 
+    @property
+    def writes_deltas(self) -> bool:
+        """Whether its versions are published as what has changed, or as a whole each."""
+        mode, narrow = self.weights.mode, self.engine.dtype == "bf16"
+        # Adapters are small, and every weight of them changes at every step.
+        return self.trainer.lora is None and (mode == "delta" or (mode == "auto" and narrow))
+
 
 class HookConfig(Named):
     """A data algorithm, written as its name (or module:Class), or as a mapping of that name to its options."""

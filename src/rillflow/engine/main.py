@@ -9,6 +9,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.config import Recipe
 from rillflow.engine.build import build_engine
@@ -17,6 +19,8 @@ from rillflow.engine.host import EngineHost, tell_busy
 from rillflow.engine.service import EngineService
 from rillflow.errors import RillflowError, RunError
 from rillflow.storage.spans import open_spans
+from rillflow.weights.delta.ahead import Ahead
+from rillflow.weights.models import DTYPES
 from rillflow.wire import Client
 from rillflow.wire.collecting import keep_what_is_there
 
@@ -24,6 +28,7 @@ log = logging.getLogger(__name__)
 
 BEAT_SECONDS = 1.0
 BEAT_DEADLINE = 5.0
+PREPARE_DEADLINE = 60.0  # after it, weights are decoded when the rest is compiled
 
 
 async def run_engine(
@@ -64,8 +69,11 @@ async def run_engine(
     for refresher in refreshers:
         refresher.on_load = news.set
         refresher.spans = spans
+    prepared = _prepare_deltas(recipe)  # while servers start
     try:
         await served.start()
+        for ahead in prepared:
+            await asyncio.to_thread(ahead.wait, PREPARE_DEADLINE)
         await asyncio.gather(*(refresher.refresh() for refresher in refreshers))
         keep_what_is_there()
         on_ready(await service.start(host))
@@ -83,6 +91,12 @@ async def run_engine(
         await asyncio.gather(*(refresher.close() for refresher in refreshers))
         await dataflow.close()
         await asyncio.to_thread(spans.close)
+
+
+def _prepare_deltas(recipe: Recipe) -> list[Ahead]:
+    """Nodes wait for weights: what decodes them should not be compiled first, beside a busy loop."""
+    names = {settings.engine.dtype for settings in recipe.policies.values() if settings.writes_deltas}
+    return [Ahead(DTYPES[name], torch.device("cpu"), reads=True) for name in sorted(names)]
 
 
 async def _beat(host: EngineHost, dataflow: DataflowClient, news: asyncio.Event, patience: float) -> None:

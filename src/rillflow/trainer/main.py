@@ -200,7 +200,7 @@ def build_loop(
         in_use=in_use,
         wanted=wanted,
         published=published,
-        shard_deltas=_writes_deltas(recipe, policy) and _sharded(recipe, policy, peers),
+        shard_deltas=settings.writes_deltas and _sharded(recipe, policy, peers),
         spans=spans,
     )
 
@@ -210,13 +210,6 @@ def _mode(recipe: Recipe, generator: Generator | None) -> Mode:
     if generator is None:
         return "asynchronous"
     return "multiplexed" if recipe.mode == "asynchronous" else recipe.mode
-
-
-def _writes_deltas(recipe: Recipe, policy: str) -> bool:
-    settings = recipe.policies[policy]
-    mode, narrow = settings.weights.mode, DTYPES[settings.engine.dtype].itemsize == 2
-    # Adapters are small, and every weight of them changes at every step.
-    return settings.trainer.lora is None and (mode == "delta" or (mode == "auto" and narrow))
 
 
 def _sharded(recipe: Recipe, policy: str, peers: Peers) -> bool:
@@ -229,7 +222,7 @@ def _opened(
 ) -> Iterator[tuple[FolderStore, Callable[[], None]]]:
     """The policy's store, and what to call when it has changed: rank 0 copies it to the object store that the recipe
     names, if any. The last versions get some time at the end."""
-    settings, deltas = recipe.policies[policy].weights, _writes_deltas(recipe, policy)
+    settings, deltas = recipe.policies[policy].weights, recipe.policies[policy].writes_deltas
     store = FolderStore(
         folder / "weights" / policy,
         key_of(token),

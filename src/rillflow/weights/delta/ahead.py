@@ -1,5 +1,5 @@
-"""What encodes deltas is compiled at its first use: for half a minute, or for seconds where the machine code was kept.
-Who must not wait for that has it done ahead.
+"""What encodes and decodes deltas is compiled at its first use: for half a minute, or for a second where the machine
+code was kept. Who must not wait for that has it done ahead.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ log = logging.getLogger(__name__)
 
 
 class Ahead:
-    """Prepares the encoder for weights of a dtype on a device, in a thread of its own, which ends with the process."""
+    """Prepares the encoder for weights of a dtype on a device, in a thread of its own, which ends with the process; for
+    one who `reads` them, on the host, the decoder as well."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._thread = threading.Thread(target=_prepare, args=(dtype, device), name="prepare-deltas", daemon=True)
+    def __init__(self, dtype: torch.dtype, device: torch.device, *, reads: bool = False) -> None:
+        self._thread = threading.Thread(target=_prepare, args=(dtype, device, reads), name="deltas", daemon=True)
         self._thread.start()
 
     def ready(self) -> bool:
@@ -29,14 +30,25 @@ class Ahead:
         return self.ready()
 
 
-def _prepare(dtype: torch.dtype, device: torch.device) -> None:
-    from rillflow.weights.delta.file import encode
-
+def _prepare(dtype: torch.dtype, device: torch.device, reads: bool) -> None:
     try:
         base = torch.ones(4096, dtype=dtype, device=device)
         new = base.clone()
         new[::64] += 1
         new[1::64] *= -3
-        encode(base, new)
+        _use(base, new, reads)
     except Exception:
-        log.warning("the encoder of deltas could not be prepared", exc_info=True)
+        log.warning("the codec of deltas could not be prepared", exc_info=True)
+
+
+def _use(base: torch.Tensor, new: torch.Tensor, reads: bool) -> None:
+    from rillflow.weights.delta.cpu.union import union
+    from rillflow.weights.delta.file import decode, encode
+    from rillflow.weights.fingerprint import moved
+
+    made = encode(base, new)
+    if reads:
+        change = decode(base, made.data)
+        moved(made.base, base, change)
+        assert change.index_K is not None, "few weights have changed"
+        union(change.index_K.numpy(), change.index_K.numpy())

@@ -10,9 +10,9 @@ import pytest
 import torch
 from numba.extending import is_jitted
 
-from rillflow.weights.delta import encode, jit
+from rillflow.weights.delta import decode, encode, jit
 from rillflow.weights.delta.ahead import Ahead
-from rillflow.weights.delta.cpu import classes, subsets, words, writing
+from rillflow.weights.delta.cpu import classes, reading, subsets, union, words, writing
 
 KERNEL = """
 from rillflow.weights.delta.jit import compiled
@@ -65,6 +65,21 @@ def test_what_encodes_is_compiled_ahead() -> None:
     for share in (0.001, 0.9):
         changed = torch.rand(len(base), generator=generator) < share
         encode(base, torch.where(changed, base * 1.5, base))
+    assert [len(loop.signatures) for loop in loops] == before
+
+
+def test_what_decodes_is_compiled_ahead() -> None:
+    ahead = Ahead(torch.bfloat16, torch.device("cpu"), reads=True)
+    assert ahead.wait(300)
+    loops = [loop for module in (reading, words, classes, union) for loop in vars(module).values() if is_jitted(loop)]
+    before = [len(loop.signatures) for loop in loops]
+    assert any(before)
+    base = torch.randn(100_003, generator=torch.Generator().manual_seed(1)).bfloat16()
+    new = base.clone()
+    new[::100] *= 1.5
+    index_K = decode(base, encode(base, new).data).index_K
+    assert index_K is not None
+    union.union(index_K.numpy(), index_K.numpy())
     assert [len(loop.signatures) for loop in loops] == before
 
 
