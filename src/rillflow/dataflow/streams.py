@@ -67,13 +67,13 @@ class Streams(Part):
     def _window_end(self, stream: str, versions: Mapping[str, int]) -> int:
         """What is played with weights that are some versions behind has to be trained so many steps sooner.
 
-        So it waits for newer weights where what is ready fills the steps until then. What is still played ahead of it
-        may take longer, and is no reason to wait.
+        A batch is a version, so what has n batches of groups ahead of it is n versions older when its turn comes,
+        however long they take. What would be too old then is not played: it waits for newer weights, and others'
+        answers come sooner.
         """
         rules, heads = self._rules.policies[stream], self._lineage.heads
         behind = max((heads[name] - versions.get(name, heads[name]) for name in rules.producers), default=0)
-        sooner = rules.window - max(0, behind) * rules.batch_groups
-        window = sooner if self._shares.count(stream, "ready", "leased") >= sooner else rules.window
+        window = rules.window - max(0, behind) * rules.batch_groups
         if window < 1:
             return -1
         if self.outstanding(stream) <= window:
