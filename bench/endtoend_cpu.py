@@ -25,7 +25,7 @@ class Metered:
     def __init__(self, command: list[str], **options: Any) -> None:
         self._process = subprocess.Popen(command, **options)
         self._taken: dict[int, tuple[str, float]] = {}
-        self._looks: list[tuple[float, dict[str, float]]] = []
+        self._looks: list[tuple[float, dict[str, float]]] = [(time.time(), {})]
         self._over = threading.Event()
         self._watch = threading.Thread(target=self._look_on, daemon=True)
 
