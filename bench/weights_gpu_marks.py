@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 
-from rillflow.weights.delta.gpu import batch, decode, encode, found, heads, incoming, tables, written
+from rillflow.weights.delta.gpu import batch, decode, encode, found, heads, incoming, sealing, tables, written
 
 REPEATS = 9
 # What is looked at, and what it is called.
@@ -30,6 +30,7 @@ PLACES: tuple[tuple[object, str, str], ...] = (
     (batch.Landing, "wait", "wait"),
     (tables, "write", "tables"),
     (encode._Job, "add", "bytes"),
+    (sealing, "_checksums", "hashes"),
     (heads, "addresses", "addresses"),
     (heads.Deltas, "segments", "segments"),
     (decode._Job, "__init__", "job"),

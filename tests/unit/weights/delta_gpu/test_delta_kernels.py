@@ -128,6 +128,18 @@ def test_more_records_than_there_was_room_for(budget: int, monkeypatch: pytest.M
     assert all(isinstance(one.data, memoryview) and one.data.readonly for one in made)
 
 
+def test_more_has_changed_than_the_last_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is expected of a call is what the one before has seen; the deltas are the same."""
+    monkeypatch.setattr(writer, "_seen", {})
+    monkeypatch.setattr(writer, "_ROOM", 8)
+    few, many = pair(5000, 0.001), pair(5000, 0.3)
+    there = [[tensor.to(DEVICE) for tensor in one] for one in (many, few)]
+    first = [gpu.encode_gpu(*one) for one in there]
+    assert writer._seen, "what a call has seen is known to the next one"
+    assert [gpu.encode_gpu(*one) for one in there] == first
+    assert [one[1:] for one in first] == [delta.encode(*one)[1:] for one in (many, few)]
+
+
 def test_segments_and_batches_of_tensors() -> None:
     weights = [9000, 0, 4096, 1, 4097]
     spans = batch.spans(np.array(weights), np.array([12, 12, 12, 22, 13]))

@@ -1,9 +1,9 @@
 """Deltas made on the device. All tensors of a call go through the same few launches, batch by batch.
 
-What a batch costs in memory is some tens of bytes for each changed weight: an estimate from a sample decides how many
-segments it gets and how much room their records have; where that was too little it is made again with more. The device
-puts a tensor's bytes in a row; the host fills in header, heads and tables and hashes the row. It is copied only if the
-tensor is in several batches.
+What a batch costs in memory is some tens of bytes for each changed weight: an estimate, from the call before or from a
+sample, decides how many segments it gets and how much room their records have; where that was too little it is made
+again with more. The device puts a tensor's bytes in a row; the host fills in header, heads and tables and hashes the
+row. It is copied only if the tensor is in several batches.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ _BUDGET = 1 << 25
 # The room for records is a multiple of this: calls that are alike ask for the same memory, and small ones have enough.
 _ROOM = 1 << 20
 _SEGMENT_HEAD = 5
+# What share of the weights of a dtype on a device has changed in the last call.
+_seen: dict[tuple[Layout, torch.device], float] = {}
 
 
 class _Job:
@@ -58,6 +60,7 @@ class _Job:
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], known: Sequence[int] | None, layout: Layout
     ) -> None:
         self.layout, self.shape, self.device = layout, Shape.of(layout), pairs[0][0].device
+        self.kind = layout, self.device
         self.words = [(words_of(base), words_of(new)) for base, new in pairs]
         self.known = None if known is None else np.array(known, np.uint64)
         self.weights = np.array([base.numel() for base, _ in pairs], np.int64)
@@ -136,9 +139,10 @@ def encode_many(
         job = _Job([pairs[number] for number in numbers], known and [known[number] for number in numbers], layout)
         if len(job.spans):
             choices = _choose(job)
-            estimates = _estimates(choices)
+            estimates = _estimates(job, choices)
             parts = batches(np.maximum(estimates, job.spans.weights // 32), _BUDGET)
             in_turns([partial(_encode, job, choices, part, _room(estimates[part])) for part in parts])
+            _seen[job.kind] = int(job.changed.sum()) / int(job.weights.sum())
         found |= {number: job.done[place] for place, number in enumerate(numbers)}
     return [found[number] for number in range(len(pairs))]
 
@@ -162,9 +166,11 @@ def _choose(job: _Job) -> torch.Tensor:
     return choices
 
 
-def _estimates(choices: torch.Tensor) -> Array:
-    """How many records each segment has, more or less."""
-    found: Array = choices[:, 3].cpu().numpy()
+def _estimates(job: _Job, choices: torch.Tensor) -> Array:
+    """How many records each segment has, more or less: by what changed of such weights the last time, because one step
+    of training is like the next; the first time the device is waited for."""
+    share = _seen.get(job.kind)
+    found: Array = choices[:, 3].cpu().numpy() if share is None else (job.spans.weights * share).astype(np.int64)
     return found
 
 
