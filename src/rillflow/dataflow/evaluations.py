@@ -105,6 +105,7 @@ class Evaluations(Part):
         self._release(number)
         self._db.event(
             {
+                **self._groups.measured("SELECT id FROM groups WHERE lane = 'eval' AND round = ?", number),
                 "event": "evaluation",
                 "step": row["step"],
                 "version": row["version"],

@@ -92,6 +92,16 @@ class Groups(Part):
         """Train groups that were admitted and have not ended."""
         return self.count("train", "playing", "open")
 
+    def measured(self, which: str, *values: object) -> dict[str, float]:
+        """The mean of each number that workflows and rewards have kept with the episodes of the groups that the query
+        `which` names, under the name that it has in a line of metrics."""
+        rows = self._db.all(
+            "SELECT j.key AS name, avg(j.value) AS mean FROM tasks t, json_each(t.metrics) j WHERE t.state = 'done' "
+            f"AND t.metrics != '{{}}' AND t.grp IN ({which}) GROUP BY j.key",
+            values,
+        )
+        return {f"episode/{row['name']}": row["mean"] for row in rows}
+
     def _tally(self, lane: str, state: str, cause: str, by: int) -> None:
         self.moves += 1
         self._db.run(

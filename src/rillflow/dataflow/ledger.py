@@ -116,7 +116,7 @@ class Ledger:
         self.completions = Completions(
             base, tasks=self.tasks, groups=self.groups, lineage=self.lineage, nodes=self.nodes, rows=self.rows
         )
-        self.steps = Steps(base, self.lineage, self.nodes)
+        self.steps = Steps(base, self.groups, self.lineage, self.nodes)
         self.batches = Batches(
             base,
             groups=self.groups,

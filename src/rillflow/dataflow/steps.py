@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 
+from rillflow.dataflow.groups import Groups
 from rillflow.dataflow.lineage import Lineage
 from rillflow.dataflow.nodes import Nodes
 from rillflow.dataflow.part import Base, Part
@@ -18,8 +19,9 @@ _MEMBERS = (
 
 
 class Steps(Part):
-    def __init__(self, base: Base, lineage: Lineage, nodes: Nodes) -> None:
+    def __init__(self, base: Base, groups: Groups, lineage: Lineage, nodes: Nodes) -> None:
         super().__init__(base)
+        self._groups = groups
         self._lineage = lineage
         self._nodes = nodes
 
@@ -47,7 +49,7 @@ class Steps(Part):
         self._db.event(
             {
                 **news.metrics,
-                **self._of_episodes(batch["id"]),
+                **self._groups.measured("SELECT grp FROM members WHERE batch = ?", batch["id"]),
                 "policy": news.policy,
                 "step": self._lineage.steps(news.policy),
                 "version": news.version,
@@ -64,15 +66,6 @@ class Steps(Part):
                 "counters": self.counters(),
             }
         )
-
-    def _of_episodes(self, batch: str) -> dict[str, float]:
-        """The mean of each number that workflows and rewards have kept with the episodes of the batch."""
-        rows = self._db.all(
-            "SELECT j.key AS name, avg(j.value) AS mean FROM tasks t, json_each(t.metrics) j WHERE t.state = 'done' "
-            "AND t.metrics != '{}' AND t.grp IN (SELECT grp FROM members WHERE batch = ?) GROUP BY j.key",
-            (batch,),
-        )
-        return {f"episode/{row['name']}": row["mean"] for row in rows}
 
     def _credit_nodes(self, batch: str) -> None:
         for row in self._db.all(

@@ -61,7 +61,8 @@ class TensorBoard:
                 prefix = f"{line['policy']}/" if self._several else ""
                 self._write_scalars(prefix, line, int(line["step"]), line["time"])
             case "evaluation":
-                values = {"reward": line["reward"], **line.get("by_source", {})}
+                measured = {name: value for name, value in line.items() if name.startswith("episode/")}
+                values = {"reward": line["reward"], **line.get("by_source", {}), **measured}
                 self._write_scalars("heldout/", values, int(line["version"]), line["time"])
 
     def _write_scalars(self, prefix: str, values: dict[str, Any], step: int, time: float) -> None:

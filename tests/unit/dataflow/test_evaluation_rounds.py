@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 
+import msgspec
 from dataflow_server import served
 from dataflow_world import POLICY, prompts
 
@@ -56,6 +57,19 @@ def test_one_source_has_no_table_of_sources(make_world):
     play(world, {"": 0.25})
     (result,) = world.ledger.evaluations.results()
     assert (result.reward, result.by_source) == (0.25, {})
+
+
+def test_a_round_tells_the_mean_of_what_its_episodes_have_measured(make_world):
+    world = make_world(heldout=prompts(2, "h"))
+    for number, lease in enumerate(lease for lease in world.lease() if lease.task.lane == "eval"):
+        kept = {"turns": 1.0 + 2 * number, **({"won": 1.0} if number else {})}
+        world.ledger.complete(msgspec.structs.replace(world.news(lease), metrics=kept))
+    world.ledger.advance()
+    (event,) = events(world)
+    assert {key: value for key, value in event.items() if key.startswith("episode/")} == {
+        "episode/turns": 2.0,
+        "episode/won": 1.0,
+    }
 
 
 def test_the_best_version_and_those_under_evaluation_are_wanted(make_world):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import msgspec
 import pytest
 from dataflow_world import POLICY, RULES
@@ -60,7 +62,9 @@ def test_a_step_tells_the_mean_of_what_its_episodes_have_measured(make_world):
         world.ledger.complete(msgspec.structs.replace(news, metrics=kept))
     batch = world.batch()
     assert len(batch.samples) == 4
-    assert world.ledger.steps._of_episodes(batch.id) == {"episode/turns": 0.5, "episode/won": 1.0}
+    world.commit(batch)
+    (step,) = [json.loads(row["line"]) for row in world.ledger.db.all("SELECT line FROM events")]
+    assert (step["episode/turns"], step["episode/won"]) == (0.5, 1.0)
 
 
 def test_a_commit_moves_groups_and_version_together_and_once(make_world):
