@@ -92,13 +92,13 @@ class Groups(Part):
         """Train groups that were admitted and have not ended."""
         return self.count("train", "playing", "open")
 
-    def measured(self, which: str, *values: object) -> dict[str, float]:
+    def measured(self, which: str, value: str | int) -> dict[str, float]:
         """The mean of each number that workflows and rewards have kept with the episodes of the groups that the query
-        `which` names, under the name that it has in a line of metrics."""
+        `which` names for `value`, under the name that it has in a line of metrics."""
         rows = self._db.all(
             "SELECT j.key AS name, avg(j.value) AS mean FROM tasks t, json_each(t.metrics) j WHERE t.state = 'done' "
             f"AND t.metrics != '{{}}' AND t.grp IN ({which}) GROUP BY j.key",
-            values,
+            (value,),
         )
         return {f"episode/{row['name']}": row["mean"] for row in rows}
 
