@@ -68,7 +68,7 @@ CASES = {
         eps=1e-8,
         goal=2.0,
         trl={"rows": 128, "threads": 2},
-        ours={"episodes": 128, "context": 96, "staleness": 1},
+        ours={"nodes": 1, "episodes": 128, "context": 96, "staleness": 1},
     ),
     # The longest answers take as long as some steps: a bound of one version would drop what is long.
     "tails": Case(
@@ -78,8 +78,9 @@ CASES = {
         eps=1e-8,
         goal=3.0,
         trl={"rows": 128, "threads": 2},
-        ours={"episodes": 128, "context": 320, "staleness": 4},
+        ours={"nodes": 1, "episodes": 128, "context": 320, "staleness": 4},
     ),
+    # Agents, tools and calls take five times what the trainer takes: two nodes, of half as many episodes each.
     "tools": Case(
         steps=16,
         tokens=64,
@@ -87,7 +88,7 @@ CASES = {
         eps=1e-5,
         goal=None,
         trl={"rows": 128, "threads": 2},
-        ours={"episodes": 128, "context": 160, "staleness": 1},
+        ours={"nodes": 2, "episodes": 64, "context": 160, "staleness": 2},
     ),
 }
 
@@ -150,7 +151,7 @@ def recipe(case: str, job: Case, model: str, prompts: Path, seed: int) -> dict[s
             "micro_tokens": 2048,
             "stream_groups": 4,
         },
-        "rollout": {"episodes": best["episodes"], "refresh_every": 0.05},
+        "rollout": {"nodes": best["nodes"], "episodes": best["episodes"], "refresh_every": 0.05},
         "observe": {"tensorboard": False, "plot": False},
         "runtime": {"threads": 1},
     }
