@@ -27,7 +27,7 @@ from rillflow.gateway import Gateway, Policy, Renderer, session_url
 from rillflow.gateway.sampling.node_engines import NodeEngines, node_engines
 from rillflow.gateway.trees.record import SessionRecord
 from rillflow.runtime.folder import RunFolder
-from rillflow.types import Chunk, EngineInfo, Engines, GenerateRequest
+from rillflow.types import Chunk, EngineInfo, Engines, GenerateRequest, LookEngines
 from rillflow.weights.models import load_policy_model
 from rillflow.weights.store import FolderStore
 from rillflow.wire import Service
@@ -61,7 +61,7 @@ class Roster(Service):
     async def _beat(self, info: EngineInfo) -> Engines:
         return self._engines.hear(info)
 
-    async def engines(self) -> Engines:
+    async def engines(self, ask: LookEngines) -> Engines:
         return self._engines.engines()
 
 

@@ -28,6 +28,7 @@ from rillflow.types import (
     LeaseStage,
     LeaseTasks,
     LeaveRun,
+    LookEngines,
     LoseRows,
     NodeList,
     RenewBatch,
@@ -143,11 +144,11 @@ class DataflowClient:
     async def engine_beat(self, info: EngineInfo, deadline: float = DEFAULT_DEADLINE) -> Engines:
         return await self.wire.post("/engines/beat", info, Engines, deadline)
 
-    async def engines(self, deadline: float = DEFAULT_DEADLINE) -> Engines:
+    async def engines(self, ask: LookEngines, deadline: float = DEFAULT_DEADLINE) -> Engines:
         """The engine processes that were heard of lately."""
-        engines = (await self.wire.get("/engines", Engines, deadline)).engines
-        found = [msgspec.structs.replace(one, url=reached_by(one.url, self.wire.url)) for one in engines]
-        return Engines(engines=found)
+        known = await self.wire.post("/engines", ask, Engines, ask.wait + deadline)
+        found = [msgspec.structs.replace(one, url=reached_by(one.url, self.wire.url)) for one in known.engines]
+        return msgspec.structs.replace(known, engines=found)
 
     async def turn(self, ask: AskTurn, deadline: float = DEFAULT_DEADLINE) -> TurnReply:
         """Whether an engine may change its weights now, or that it has done so (`clients.turns`)."""

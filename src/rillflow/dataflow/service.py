@@ -45,6 +45,7 @@ from rillflow.types import (
     LeaseStage,
     LeaseTasks,
     LeaveRun,
+    LookEngines,
     LoseRows,
     NodeList,
     RenewBatch,
@@ -92,7 +93,8 @@ class DataflowService(Service):
         self._clock = clock or SystemClock()
         self._disk = GroupCommit(ledger, commit_interval, lambda until: journal.catch_up(ledger, until), self._break)
         self._broken: asyncio.Future[None] | None = None
-        self._tasks_news, self._batch_news, self._turn_news = News(NEWS_PAUSE), News(NEWS_PAUSE), News(NEWS_PAUSE)
+        self._tasks_news, self._batch_news = News(NEWS_PAUSE), News(NEWS_PAUSE)
+        self._turn_news, self._engine_news = News(NEWS_PAUSE), News(NEWS_PAUSE)
         self._turns = Turns(clock)
         self._fetches = Fetches(clock)
         self._told: tuple[int, dict[str, int], str] = (0, {}, "")
@@ -121,7 +123,7 @@ class DataflowService(Service):
         self.post("/rows/lost", self._lose_rows, LoseRows)
         self.post("/stop", self._stop_run, StopRun)
         self.post("/engines/beat", self._engine_beat, EngineInfo)
-        self.get("/engines", self._all_engines)
+        self.post("/engines", self._all_engines, LookEngines)
         self.post("/weights/turn", self._turn, AskTurn)
         self.post("/weights/fetch", self._fetch, TellFetch)
         self.get("/weights/versions", self._versions_in_use)
@@ -301,14 +303,20 @@ class DataflowService(Service):
     # ------------------------------------------------------------ engine processes
 
     async def _engine_beat(self, info: EngineInfo) -> Engines:
+        before = self._engines.engines().news
         known = self._engines.hear(info)
+        if known.news != before:
+            self._engine_news.tell()
         if self._ledger.phase != "ended":
             return known
         self._engines.forget(info.name)
         return msgspec.structs.replace(known, ended=True)
 
-    async def _all_engines(self) -> Engines:
-        return self._engines.engines()
+    async def _all_engines(self, ask: LookEngines) -> Engines:
+        end = self._clock.monotonic() + min(ask.wait, LONGEST_POLL)
+        while (known := self._engines.engines()).news == ask.news and (left := end - self._clock.monotonic()) > 0:
+            await self._engine_news.wait(left)
+        return known
 
     # ------------------------------------------------------------ weights
 

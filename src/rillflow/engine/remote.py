@@ -51,10 +51,11 @@ class RemoteEngine:
         self._encode = msgspec.msgpack.Encoder().encode
 
     def hear(self, info: EngineInfo) -> None:
-        """What others say of it; its own word, if it is newer, counts for more."""
+        """What others say of it. It may be older than the engine's own word and tokens: of two versions the newer one
+        counts then. Theirs may be newer as well, where nobody has sampled since: who waits for it would wait on."""
         known, since = self.known, asyncio.get_running_loop().time() - NEWS_SECONDS
         newer = {
-            policy: version
+            policy: max(version, info.versions.get(policy, version))
             for policy, version in known.versions.items()
             if max(self._told_at, self._noted_at.get(policy, -math.inf)) > since
         }

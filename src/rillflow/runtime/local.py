@@ -25,7 +25,7 @@ from rillflow.runtime.maintaining import end_nodes
 from rillflow.runtime.process import STOP_SIGNALS, bind_host, ignored, was_asked_to_stop
 from rillflow.runtime.reconcile import Reconciler
 from rillflow.runtime.supervisor import ProcessSpec, Supervised, Supervisor
-from rillflow.types import RetireNode, Status
+from rillflow.types import LookEngines, RetireNode, Status
 from rillflow.wire import Client
 
 log = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class LocalRun:
         """Engines that have joined hear of the end at their next beat: until then the service stays."""
         with suppress(RillflowError, TimeoutError):
             async with asyncio.timeout(_GOODBYE):
-                while (await client.engines()).engines:  # noqa: ASYNC110 - it is another process that knows
+                while (await client.engines(LookEngines())).engines:  # noqa: ASYNC110 - another process knows
                     await asyncio.sleep(0.1)
 
     def _prepare_workers(self) -> None:

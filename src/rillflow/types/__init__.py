@@ -29,6 +29,7 @@ from rillflow.types.engine import (
     FinishReason,
     GenerateRequest,
     Grammar,
+    LookEngines,
     Sampling,
     TurnReply,
 )
@@ -93,6 +94,7 @@ __all__ = [
     "LeaseStage",
     "LeaseTasks",
     "LeaveRun",
+    "LookEngines",
     "LoseRows",
     "NodeInfo",
     "NodeList",

@@ -103,9 +103,18 @@ class EngineInfo(Wire, frozen=True):
     paused: str = ""
 
 
+class LookEngines(Wire, frozen=True):
+    """Who is there? Answered at once, or, where nobody's weights, address or rest is another than in the answer of
+    `news`, after `wait` seconds at most."""
+
+    news: int = -1
+    wait: float = 0.0
+
+
 class Engines(Wire, frozen=True):
     """The engine processes of a run that were heard of lately; in an answer to one of them, `ended` tells that the run
-    needs none of them any more."""
+    needs none of them any more. `news` is another number whenever something of note has changed."""
 
     engines: list[EngineInfo]
     ended: bool = False
+    news: int = 0

@@ -18,7 +18,7 @@ from rillflow.config import load_recipe
 from rillflow.dataflow.audit import audit
 from rillflow.dataflow.main import serve
 from rillflow.errors import BadRequest, DiskFull, LeaseLost, Unauthorized
-from rillflow.types import CommitStage, EngineInfo, FailTask, Heartbeat, LeaseStage, LoseRows, RenewBatch
+from rillflow.types import CommitStage, EngineInfo, FailTask, Heartbeat, LeaseStage, LookEngines, LoseRows, RenewBatch
 from rillflow.wire import Client
 
 ROUTES = [
@@ -79,7 +79,8 @@ async def test_a_whole_run(tmp_path):
         assert [evaluation.version for evaluation in status.evaluations] == [0, 2]
         assert (await run.lease()).phase == "ended"
         told = await run.client.engine_beat(EngineInfo("far", "http://127.0.0.1:1", {}, 64, 1))
-        assert (told.ended, (await run.client.engines()).engines) == (True, []), "nobody waits for who has been told"
+        known = await run.client.engines(LookEngines())
+        assert (told.ended, known.engines) == (True, []), "nobody waits for who has been told"
         assert (status.policies[POLICY].steps, status.policies[POLICY].total_steps, status.units) == (2, 2, 1)
         current = (await run.client.balance())["current"]
         assert (current["production"]["consumed"], [node["id"] for node in current["nodes"]]) == (8, ["n0"])
@@ -113,6 +114,23 @@ async def test_a_lease_of_tasks_is_a_long_poll(tmp_path):
         batch = (await run.ask("a")).batch
         await run.commit(batch, 1)
         assert len((await asyncio.wait_for(waiting, 2)).leases) == 4
+
+
+async def test_a_look_at_the_engines_waits_for_news(tmp_path):
+    """Nodes hear of new weights when they are there, not at their next look; how loaded an engine is, is no news."""
+    one = EngineInfo("e", "http://127.0.0.1:1", {POLICY: 1}, 64, 1)
+    async with served(tmp_path) as run:
+        await run.client.engine_beat(one)
+        known = await run.client.engines(LookEngines())
+        waiting = asyncio.create_task(run.client.engines(LookEngines(news=known.news, wait=20)))
+        await run.client.engine_beat(msgspec.structs.replace(one, running=3))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        await run.client.engine_beat(msgspec.structs.replace(one, versions={POLICY: 2}))
+        news = await asyncio.wait_for(waiting, 2)
+        assert [engine.versions for engine in news.engines] == [{POLICY: 2}]
+        same = await run.client.engines(LookEngines(news=news.news, wait=0.01))
+        assert same == news
 
 
 async def test_a_lease_of_a_batch_is_a_long_poll_that_says_what_it_waits_for(tmp_path):

@@ -16,7 +16,7 @@ from rillflow.engine.service import EngineService
 from rillflow.errors import Unavailable
 from rillflow.gateway.sampling import node_engines as module
 from rillflow.gateway.sampling.node_engines import NodeEngines, node_engines
-from rillflow.types import AskTurn, Engines, TurnReply
+from rillflow.types import AskTurn, Engines, LookEngines, TurnReply
 from rillflow.weights.models import load_policy_model
 from rillflow.weights.store import FolderStore
 
@@ -99,7 +99,7 @@ class Roster:
         self.hosts: list[EngineHost] = []
         self.down = False
 
-    async def __call__(self) -> Engines:
+    async def __call__(self, ask: LookEngines) -> Engines:
         if self.down:
             raise Unavailable("the dataflow service is down")
         return Engines(engines=[host.known for host in self.hosts])

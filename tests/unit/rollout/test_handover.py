@@ -18,9 +18,9 @@ from rillflow.config.load import validate
 from rillflow.engine.host import EngineHost
 from rillflow.engine.service import EngineService
 from rillflow.errors import WeightsError
-from rillflow.gateway.sampling.node_engines import NodeEngines, node_engines
+from rillflow.gateway.sampling.node_engines import LookEngines, NodeEngines, node_engines
 from rillflow.rollout.handover import HandedWeights, Handover, NodeClock
-from rillflow.types import Chunk, EngineInfo, Engines
+from rillflow.types import Chunk, EngineInfo, Engines, LookEngines
 from rillflow.weights.models import load_policy_model
 
 Weights = dict[str, torch.Tensor]
@@ -243,7 +243,7 @@ async def test_an_answer_that_is_moved_goes_on_at_once_elsewhere(tmp_path: Path,
     url = await service.start()
     info = EngineInfo(name="engine-0", url=url, versions={"p": 0}, context=4096, slots=4, paused="not yet")
 
-    async def roster() -> Engines:
+    async def roster(ask: LookEngines) -> Engines:
         return Engines(engines=[info])
 
     try:

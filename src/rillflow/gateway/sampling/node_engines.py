@@ -26,13 +26,15 @@ from rillflow.gateway.sampling.fleet import Fleet
 from rillflow.gateway.sampling.manager import RolloutManager
 from rillflow.gateway.sampling.pool import EnginePool
 from rillflow.storage.spans import SpanLog, Spans, open_spans
-from rillflow.types import EngineInfo, Engines
+from rillflow.types import EngineInfo, Engines, LookEngines
 from rillflow.weights.refresh import Refresher, StoreSupply
 
 log = logging.getLogger(__name__)
 
-FOLLOW_EVERY = 0.2
-Roster = Callable[[], Awaitable[Engines]]
+FOLLOW_EVERY = 0.02  # seconds between two looks at the roster, at least
+NEWS_WAIT = 1.0  # how long it may think about whether there is news: as often as engines tell how loaded they are
+_AWAY = 0.2  # between two looks when it cannot be asked
+Roster = Callable[[LookEngines], Awaitable[Engines]]
 
 
 class NodeEngines:
@@ -65,6 +67,7 @@ class NodeEngines:
         self._host = host
         self._refreshers = dict(refreshers or {})
         self._roster = roster
+        self._news = -1  # of the roster's last answer
         self._closing = closing
         for refresher in self._refreshers.values():
             refresher.on_load = self.fleet.tell
@@ -175,17 +178,21 @@ class NodeEngines:
 
     async def _follow(self) -> None:
         while True:
-            await asyncio.sleep(FOLLOW_EVERY)
-            await self.look()
+            known = await self.look(NEWS_WAIT)
+            await asyncio.sleep(FOLLOW_EVERY if known else _AWAY)
 
-    async def look(self) -> None:
-        """Ask the roster. What is known stays as it is while nobody can be asked."""
+    async def look(self, wait: float = 0.0) -> bool:
+        """Ask the roster, which may wait for news; whether it answered. What is known stays as it is if not."""
         if self._roster is None:
-            return
+            return False
         try:
-            self.fleet.hear((await self._roster()).engines, self._open)
+            found = await self._roster(LookEngines(news=self._news, wait=wait))
         except RillflowError as error:
             log.warning("the roster of engines was not to be had: %s", error.message)
+            return False
+        self._news = found.news
+        self.fleet.hear(found.engines, self._open)
+        return True
 
     def _open(self, info: EngineInfo) -> RemoteEngine:
         log.info("engine %s is there, at %s", info.name, info.url)
