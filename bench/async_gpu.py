@@ -86,7 +86,7 @@ def recipe(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
             "nodes": arguments.nodes,
             "engines": arguments.engines,
             "episodes": arguments.episodes,
-            "refresh_every": 0.05,
+            "refresh_every": arguments.refresh,
         },
         "observe": {"tensorboard": False, "plot": False},
         "runtime": {"start_timeout": 300},
@@ -168,6 +168,7 @@ def read_arguments() -> argparse.Namespace:
     made.add_argument("--nodes", type=int, default=6)
     made.add_argument("--engines", type=int, default=1)
     made.add_argument("--episodes", type=int, default=128, help="that one node plays at once")
+    made.add_argument("--refresh", type=float, default=0.05, help="seconds between two changes of weights, at least")
     made.add_argument("--limit", type=float, default=300.0, help="seconds that a side may take")
     made.add_argument("--server", action="append", default=[], help="a further argument of the vLLM server")
     made.add_argument("--no-trl", action="store_true", help="our side alone")
