@@ -1,10 +1,11 @@
 """Deltas on a GPU: how fast they are made and applied there, beside a plain copy of the weights.
 
-The weights are shaped like those of a model of 1.7B parameters, in bf16; the updates are as AdamW's are, at 1, 2.5 and
-4 % of changed weights. Speed is in GB of model a second by the wall clock, from tensors on the device to bytes on the
-host and back, all verification included; the fingerprints of the old weights are known, as they are to a publisher and
-a reader. Small deltas of all kinds are exchanged with the codec of the host in both directions, and the large ones are
-applied and compared, bit for bit.
+The weights are those of a model of 1.7B parameters in bf16, before and after a step of training: the steps of
+`bench.weights_train` (AdamW on fp32 masters, at each learning rate), and noise instead of steps where more has changed
+(1, 2.5 and 4 % of all weights). Speed is in GB of model a second by the wall clock, from tensors on the device to bytes
+on the host and back, all verification included; the fingerprints of the old weights are known, as they are to a
+publisher and a reader. Small deltas of all kinds are exchanged with the codec of the host in both directions, and the
+large ones are applied and compared, bit for bit. `--quick`: the highest learning rate alone.
 
 `--profile FILE` writes what each kernel takes, and, from a run without the profiler, when the host did what.
 """
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from bench import weights_gpu_marks
+from bench import weights_gpu_marks, weights_train
 from bench.common import Report, parser
 from rillflow.weights import delta
 from rillflow.weights.delta import gpu
@@ -114,10 +115,22 @@ def rate_for(share: float, source: torch.Generator) -> float:
     return middle
 
 
-def model(share: float, layers: int) -> Pairs:
+def moved(share: float) -> Pairs:
+    """By noise, of which so much is seen in bf16."""
     source = torch.Generator("cuda").manual_seed(0)
     rate = rate_for(share, source)
-    return [updated(shape, rate, source) for shape in shapes(layers)]
+    return [updated(shape, rate, source) for shape in shapes(LAYERS)]
+
+
+def trained(rate: float) -> Pairs:
+    """By a step of training, after some others."""
+    kept = [
+        [weight.bfloat16() for weight in weights.values()]
+        for step, weights in weights_train.train("cuda", rate)
+        if step >= weights_train.WARM
+    ]
+    torch.cuda.empty_cache()
+    return list(zip(*kept, strict=True))
 
 
 # ------------------------------------------------------------ measuring
@@ -136,17 +149,17 @@ def seconds(step: Callable[[], object], before: Callable[[], object] = lambda: N
 
 
 class Case:
-    """A model before and after a step, and its deltas."""
+    """A model before and after a step, and its deltas. The goals are those of steps of training."""
 
-    def __init__(self, share: float, layers: int) -> None:
-        self.pairs = model(share, layers)
+    def __init__(self, name: str, pairs: Pairs, goals: bool) -> None:
+        self.pairs, self._goals = pairs, goals
         self.size = sum(old.nbytes for old, _ in self.pairs)
         self.held = [old.clone() for old, _ in self.pairs]
         self.made = gpu.encode_many(self.pairs)
         self.known = [one.base for one in self.made]
         self.pieces = [(to, one.data) for to, one in zip(self.held, self.made, strict=True)]
         self.changed = sum(one.changed for one in self.made)
-        self.name = f"{200 * self.changed / self.size:.2f} % changed"
+        self.name = f"{name}, {200 * self.changed / self.size:.2f} % changed"
 
     def reset(self) -> None:
         for to, (old, _) in zip(self.held, self.pairs, strict=True):
@@ -165,7 +178,7 @@ class Case:
     def encode_speed(self, report: Report) -> None:
         encoded = self.size / seconds(self.encode) / 1e9
         print(f"{self.name}: encode {encoded:.0f} GB/s", file=sys.stderr)
-        report.add(f"{self.name}: encode", encoded, ENCODE_GOAL, unit="GB/s", goal=1.0, reason="the peer is the goal")
+        self._tell(report, "encode", encoded, ENCODE_GOAL)
 
     def apply_speed(self, report: Report) -> None:
         self.reset()
@@ -174,10 +187,17 @@ class Case:
         assert same, "a large delta is not exact"
         applied = self.size / seconds(self.apply, self.reset) / 1e9
         print(f"{self.name}: apply {applied:.0f} GB/s", file=sys.stderr)
-        report.add(f"{self.name}: apply", applied, APPLY_GOAL, unit="GB/s", goal=1.0, reason="the peer is the goal")
+        self._tell(report, "apply", applied, APPLY_GOAL)
+
+    def _tell(self, report: Report, what: str, speed: float, goal: float) -> None:
+        if self._goals:
+            report.add(f"{self.name}: {what}", speed, goal, unit="GB/s", goal=1.0, reason="the peer is the goal")
+        else:
+            report.add(f"{self.name}: {what}", speed, None, unit="GB/s", reason="more than training changes")
 
     def sizes(self, report: Report) -> None:
-        (old, new), one = self.pairs[1], self.made[1]
+        number = min(range(len(self.pairs)), key=lambda number: abs(self.pairs[number][0].numel() - (1 << 22)))
+        (old, new), one = self.pairs[number], self.made[number]
         bound = delta.bound(old.cpu(), new.cpu()) / one.changed
         name, unit = f"{self.name}: {old.numel()} weights", "B/changed"
         report.add(name, len(one.data) / one.changed, bound, unit=unit, goal=1 / 1.1, less_is_better=True)
@@ -186,8 +206,7 @@ class Case:
 
     def alone(self, report: Report) -> None:
         """Tensors that have a call of their own."""
-        for number in (1, 0):
-            (old, new), known = self.pairs[number], self.known[number]
+        for (old, new), known in list(zip(self.pairs, self.known, strict=True))[1::-1]:
             taken = seconds(partial(gpu.encode_gpu, old, new, known))
             name = f"{self.name}: encode {old.nbytes / 1e6:.0f} MB alone"
             report.add(name, old.nbytes / taken / 1e9, None, unit="GB/s", reason="one tensor in a call")
@@ -210,15 +229,21 @@ def profile(name: str, step: Callable[[], object], to: Path, before: Callable[[]
             file.write(f"{name}\n{averages.table(sort_by=key, row_limit=40, max_name_column_width=60)}\n")
 
 
-def examine(report: Report, share: float, profile_to: str | None) -> None:
-    case = Case(share, LAYERS)
+def examine(report: Report, case: Case, profile_to: str | None) -> None:
     for part in (case.copy_speed, case.encode_speed, case.sizes, case.alone):
         attempt(part, report)
     if profile_to:
-        attempt(profile, f"share {share}: encode", case.encode, Path(profile_to))
+        attempt(profile, f"{case.name}: encode", case.encode, Path(profile_to))
     attempt(case.apply_speed, report)
     if profile_to:
-        attempt(profile, f"share {share}: apply", case.apply, Path(profile_to), case.reset)
+        attempt(profile, f"{case.name}: apply", case.apply, Path(profile_to), case.reset)
+
+
+def cases(*, quick: bool) -> Iterator[Case]:
+    for rate in weights_train.RATES[-1:] if quick else weights_train.RATES:
+        yield Case(f"lr {rate:g}", trained(rate), goals=True)
+    for share in () if quick else SHARES:
+        yield Case("noise", moved(share), goals=False)
 
 
 def attempt(step: Callable[..., object], *arguments: object) -> None:
@@ -239,8 +264,8 @@ def main() -> None:
         raise SystemExit("bench.weights_gpu needs a CUDA device")
     report = Report("weights_gpu")
     attempt(check_small, torch.bfloat16)
-    for share in SHARES[1:2] if options.quick else SHARES:
-        attempt(examine, report, share, options.profile)
+    for case in cases(quick=options.quick):
+        attempt(examine, report, case, options.profile)
     for dtype in () if options.quick else (torch.float16, torch.float32):
         attempt(check_small, dtype)
     report.finish(options.json)

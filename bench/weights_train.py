@@ -75,7 +75,7 @@ def _kept(device: str, rate: float, step: int) -> list[torch.dtype]:
 def train(device: str, rate: float) -> Iterator[tuple[int, Weights]]:
     """The masters after each step, from 0; good until the next."""
     torch.manual_seed(0)
-    model = _smollm() if device == "cpu" else _random().to(device)
+    model = _smollm() if device == "cpu" else _random(device)
     optimizer = Optimizer(model, TrainerConfig(lr=rate, dtype="fp32"), Alone())
     rows = _questions() if device == "cpu" else _noise(model.config.vocab_size, device)
     yield 0, _masters(model)
@@ -132,8 +132,9 @@ def _unquantise(weight: torch.Tensor, bits: int, source: torch.Generator) -> Non
     blocks += (torch.rand(blocks.shape, generator=source) - 0.5) * step[:, None]
 
 
-def _random() -> PreTrainedModel:
-    return Qwen3ForCausalLM(Qwen3Config(**SHAPES["1.7b"], tie_word_embeddings=True))
+def _random(device: str) -> PreTrainedModel:
+    with torch.device(device):
+        return Qwen3ForCausalLM(Qwen3Config(**SHAPES["1.7b"], tie_word_embeddings=True))
 
 
 def _questions() -> Iterator[torch.Tensor]:
