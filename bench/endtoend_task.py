@@ -66,10 +66,6 @@ def reward(payload: Mapping[str, Any], answer: str | None) -> float:
 
 
 async def play(episode: Any) -> str | None:
-    response = await episode.client.chat.completions.create(
-        model=episode.model,
-        messages=[{"role": "user", "content": episode.payload["question"]}],
-        max_tokens=episode.payload["limit"],
-    )
-    content: str | None = response.choices[0].message.content
-    return content
+    messages = [{"role": "user", "content": episode.payload["question"]}]
+    said = await episode.role("agent").ask(messages, max_tokens=episode.payload["limit"])
+    return str(said.text)

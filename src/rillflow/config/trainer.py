@@ -82,7 +82,7 @@ class TrainerConfig(AlgorithmConfig):
     sharding: Literal["none", "fsdp"] = Field(
         "none", description="whether each rank holds the whole model, or a shard of it (FSDP2)"
     )
-    attention: Literal["auto", "padded", "sdpa", "varlen", "flex"] = Field(
+    attention: Literal["auto", "padded", "loops", "sdpa", "varlen", "flex"] = Field(
         "auto",
         description="padded runs any model; sdpa, varlen (GPU) and flex (GPU) pack rows end to end without padding",
     )

@@ -34,24 +34,31 @@ Left = Callable[[], float]
 
 
 class Cutting:
-    """Everything that may cut the task at work on a call. `left` says how many seconds its session has."""
+    """Everything that may cut the task at work on a call: `receive` tells when its client has gone, `left` how many
+    seconds its session has."""
 
     def __init__(
-        self, task: asyncio.Task[Any], abandon: Callable[[], None], session: Session, request: Request, left: Left
+        self,
+        task: asyncio.Task[Any],
+        abandon: Callable[[], None],
+        session: Session,
+        receive: Receive | None,
+        left: Left,
     ) -> None:
         self._task = task
         self._session = session
         self._late = False
         self._left = left
         self._timer = asyncio.get_running_loop().call_later(left(), self._expire)
-        self._watch = asyncio.create_task(_cut_when_gone(request.receive, task))
+        self._watch = None if receive is None else asyncio.create_task(_cut_when_gone(receive, task))
         session.at_work[task] = abandon
 
     def release(self) -> None:
         """The work has ended: nothing cuts the task any more."""
         self._session.at_work.pop(self._task, None)
         self._timer.cancel()
-        self._watch.cancel()
+        if self._watch is not None:
+            self._watch.cancel()
 
     def cause(self) -> CallRefused | None:
         """Why the task was cut; None where it was not, or by someone else."""
@@ -59,7 +66,8 @@ class Cutting:
             return session_gone(self._session.id)
         if self._late:
             return session_late(self._session.id)
-        return CallRefused("the client has gone", status=499) if self._watch.done() else None
+        gone = self._watch is not None and self._watch.done()
+        return CallRefused("the client has gone", status=499) if gone else None
 
     def _expire(self) -> None:
         left = self._left()
@@ -76,11 +84,12 @@ async def _cut_when_gone(receive: Receive, task: asyncio.Task[Any]) -> None:
     task.cancel()
 
 
-async def whole(answer: Answer, session: Session, request: Request, left: Left) -> None:
-    """Until the answer has ended, in the task of the request; raises what the work raised, or why it was cut."""
+async def whole(answer: Answer, session: Session, receive: Receive | None, left: Left) -> None:
+    """Until the answer has ended, in the task of the request; raises what the work raised, or why it was cut. Without
+    `receive` there is no client that could go: whoever asks is in this task."""
     task = asyncio.current_task()
     assert task is not None
-    cutting = Cutting(task, answer.abandon, session, request, left)
+    cutting = Cutting(task, answer.abandon, session, receive, left)
     try:
         await answer.whole()
     except asyncio.CancelledError:
@@ -181,7 +190,7 @@ async def streamed(
 
     working = work()
     task = asyncio.create_task(working)
-    cutting = Cutting(task, answer.abandon, session, request, left)
+    cutting = Cutting(task, answer.abandon, session, request.receive, left)
     task.add_done_callback(ended)
     try:
         first = await outbox.take()

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from hashlib import blake2b
+from typing import Any
 from urllib.parse import quote
 
 import msgspec
@@ -23,12 +24,13 @@ from rillflow.config import GatewayConfig, SamplingConfig
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import ConfigError, RillflowError, Unauthorized
 from rillflow.gateway import models, openapi, running
-from rillflow.gateway.calls import Policy, begin
-from rillflow.gateway.dialects import DIALECTS, Dialect, dialect_of, messages
+from rillflow.gateway.calls import Answer, Policy, begin
+from rillflow.gateway.dialects import DIALECTS, Dialect, chat, dialect_of, messages
 from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.sessions.keeping import SessionLog
 from rillflow.gateway.sessions.session import Session, Sessions
 from rillflow.gateway.trees.placing import count
+from rillflow.gateway.trees.render import Renderer
 from rillflow.gateway.trees.tree import TokenTree
 from rillflow.wire import Service
 from rillflow.wire.gate import Gate
@@ -117,22 +119,40 @@ class Gateway(Service):
         async def ask(request: Request) -> Response:
             session = self.session_of(request)
             asked = dialect.decode(await read_body(request, self.limits.body), self.limits)
-            policy = self._policy(asked.model)
-            call = dialect.to_call(asked, self._defaults[asked.model])
-            if agent := agent_of(request.scope):
-                call = replace(call, agent=agent)
-            # From here to the running task nothing awaits: a call that was counted in is at work.
-            number = session.admit(self.limits, self._clock.monotonic())
-            answer = begin(session, policy, call, _call_id(session, number), int(self._clock.now()))
-            if call.live:
-                events = dialect.stream(asked, answer, policy.renderer)
+            answer, renderer, live = self._begin(dialect, session, asked, agent_of(request.scope))
+            if live:
+                events = dialect.stream(asked, answer, renderer)
                 return await running.streamed(
                     answer, events, session, request, self._left(session), shape=dialect.error_event
                 )
-            await running.whole(answer, session, request, self._left(session))
-            return Response(dialect.whole(asked, answer, policy.renderer), media_type=JSON)
+            await running.whole(answer, session, request.receive, self._left(session))
+            return Response(dialect.whole(asked, answer, renderer), media_type=JSON)
 
         return ask
+
+    def _begin(self, dialect: Dialect, session: Session, asked: Any, agent: str) -> tuple[Answer, Renderer, bool]:
+        """The answer to a call, who writes its text, and whether that is wanted while it is sampled."""
+        policy = self._policy(asked.model)
+        call = dialect.to_call(asked, self._defaults[asked.model])
+        if agent:
+            call = replace(call, agent=agent)
+        # From here to the running task nothing awaits: a call that was counted in is at work.
+        number = session.admit(self.limits, self._clock.monotonic())
+        answer = begin(session, policy, call, _call_id(session, number), int(self._clock.now()))
+        return answer, policy.renderer, call.live
+
+    async def chat(self, name: str, body: bytes, agent: str) -> bytes:
+        """The answer of the chat route to an agent in this process, without HTTP and not as a stream. What is refused
+        is raised as it is; nothing of the session has changed then."""
+        if not self._gate.enter():
+            raise self._gate.refusal()
+        try:
+            session, asked = self.sessions.get(name), chat.decode(body, self.limits)
+            answer, renderer, _ = self._begin(chat, session, asked, agent)
+            await running.whole(answer, session, None, self._left(session))
+            return chat.whole(asked, answer, renderer)
+        finally:
+            self._gate.leave()
 
     def _left(self, session: Session) -> running.Left:
         """The seconds that a session has, asked whenever somebody looks."""

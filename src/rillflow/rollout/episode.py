@@ -11,13 +11,14 @@ import logging
 import math
 import re
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import openai
 
 from rillflow.agents.command import AgentFailed
 from rillflow.agents.rewards.calling import call
-from rillflow.agents.roles import PolicyRole
+from rillflow.agents.roles import Chat, PolicyRole
 from rillflow.agents.surroundings import Surroundings
 from rillflow.contracts import Clock, Environment, Toolbox
 from rillflow.errors import WorkflowError
@@ -68,6 +69,7 @@ class RunningEpisode:
         seconds: float,
         give: Give,
         surroundings: Surroundings | None = None,
+        chat: Chat | None = None,
     ) -> None:
         self.task = task
         self.policies = tuple(policies)
@@ -75,14 +77,18 @@ class RunningEpisode:
         self.base_url = f"{url}/v1"
         self.api_key = api_key
         self.seed = task.seed
-        # A copy shares the connection pool: a client of its own per episode would open its own connections.
-        self.client = client.with_options(base_url=self.base_url, api_key=api_key)
+        self._shared, self._chat = client, chat
         self._give = give
         self._surroundings = surroundings or Surroundings()
         self._environment: Environment | None = None
         self.metrics: dict[str, float] = {}
         self._clock = clock
         self._end = clock.monotonic() + seconds
+
+    @cached_property
+    def client(self) -> openai.AsyncOpenAI:
+        """A copy shares the connection pool: a client of its own per episode would open its own connections."""
+        return self._shared.with_options(base_url=self.base_url, api_key=self.api_key)
 
     @property
     def prompt(self) -> Prompt:
@@ -118,7 +124,8 @@ class RunningEpisode:
         return max(0.0, self._end - self._clock.monotonic())
 
     def role(self, name: str) -> PolicyRole:
-        return PolicyRole(name, self._surroundings.policy_of(name, self.policies), self.agent(name))
+        policy = self._surroundings.policy_of(name, self.policies)
+        return PolicyRole(name, policy, partial(self.agent, name), self._chat)
 
     async def close(self) -> None:
         """Let go of the environment, if there is one; what goes wrong with it then is nobody's failure."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
 import msgspec
 import openai
@@ -147,6 +148,7 @@ class Episodes:
             seconds=self._limits.episode_timeout,
             give=_giving(self._sessions.get(attempt)),
             surroundings=self._surroundings,
+            chat=partial(self._gateway.chat, attempt),
         )
 
     # ------------------------------------------------------------ endings

@@ -79,7 +79,12 @@ def child_environment(threads: int) -> dict[str, str]:
 
 def role_environment(threads: int) -> dict[str, str]:
     """What every process of a run finds in its environment, wherever it runs."""
-    environment = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}
+    environment = {
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
+        # Of torch's allocator on ARM: memory that was given back at once is asked for again in the next operator.
+        "MIMALLOC_PURGE_DELAY": os.environ.get("MIMALLOC_PURGE_DELAY", "10000"),
+    }
     if threads:
         environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     return environment

@@ -13,7 +13,7 @@ import torch
 
 from rillflow.config import TrainerConfig
 from rillflow.errors import ConfigError
-from rillflow.trainer.attention import choose, hidden_states
+from rillflow.trainer.attention import LOOPS, choose, hidden_states
 from rillflow.trainer.exact import exact_scores
 from rillflow.trainer.heads import PolicyHead
 from rillflow.trainer.layout import MicroBatch
@@ -82,4 +82,11 @@ class ScalarForward:
 
 def _backend(model: PreTrainedModel, config: TrainerConfig) -> str:
     device = next(model.parameters()).device
-    return choose(model, config.attention, device, dtype=DTYPES[config.dtype], trees=config.trees)
+    # What is compiled already is not called from Python's loops.
+    wanted = "sdpa" if config.attention == "auto" and config.compile and device.type == "cpu" else config.attention
+    backend = choose(model, wanted, device, dtype=DTYPES[config.dtype], trees=config.trees)
+    if backend == LOOPS:
+        from rillflow.trainer.fused import fuse
+
+        fuse(model)
+    return backend

@@ -45,7 +45,7 @@ async def playing() -> AsyncIterator[tuple[PolicyRole, Gateway]]:
     key = gateway.sessions.open("s1", seed=3, group="g", deadline_seconds=120)
     client = AsyncOpenAI(base_url=session_url(url, "s1"), api_key=key, max_retries=0, timeout=60)
     try:
-        yield PolicyRole("planner", "agent", client), gateway
+        yield PolicyRole("planner", "agent", lambda: client), gateway
     finally:
         await client.close()
         await gateway.stop()

@@ -10,13 +10,13 @@ from rillflow.errors import ConfigError
 from rillflow.trainer.attention import padded
 from rillflow.trainer.attention.flex import flex
 from rillflow.trainer.attention.interface import NAME
-from rillflow.trainer.attention.joined import joined
+from rillflow.trainer.attention.joined import LOOPS, joined
 from rillflow.trainer.layout import Layout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["choose", "decoder", "hidden_states"]
+__all__ = ["LOOPS", "choose", "decoder", "hidden_states"]
 
 
 def hidden_states(model: PreTrainedModel, layout: Layout, backend: str) -> torch.Tensor:
@@ -40,8 +40,9 @@ def hidden_states(model: PreTrainedModel, layout: Layout, backend: str) -> torch
 def _packed(layout: Layout, backend: str) -> Any:
     if backend == "flex":
         return flex(layout)
-    on_cpu = layout.tokens_P.device.type == "cpu"
-    return joined(layout, "flash" if backend == "varlen" else "fused" if on_cpu else "plain")
+    if backend != "sdpa":
+        return joined(layout, "flash" if backend == "varlen" else LOOPS)
+    return joined(layout, "fused" if layout.tokens_P.device.type == "cpu" else "plain")
 
 
 def decoder(model: PreTrainedModel) -> Any:
@@ -65,11 +66,14 @@ def choose(
     reason = _unpackable(body)
     if wanted == "auto":
         flash = device.type == "cuda" and not _no_flash(body, dtype or model.dtype)
-        wanted = "padded" if reason else "varlen" if flash else "sdpa"
+        loops = not _no_loops(body, device, dtype or model.dtype)
+        wanted = "padded" if reason else "varlen" if flash else LOOPS if loops else "sdpa"
     elif wanted in {"varlen", "flex"} and device.type != "cuda":
         reason = reason or f"{wanted} attention needs a GPU"
     elif wanted == "varlen":
         reason = reason or _no_flash(body, dtype or model.dtype)
+    elif wanted == LOOPS:
+        reason = reason or _no_loops(body, device, dtype or model.dtype)
     if trees and wanted == "padded":
         raise ConfigError(
             f"padded attention cannot read trees{': ' + reason if reason else ''}", "set trainer.trees: false"
@@ -100,6 +104,18 @@ def _no_flash(body: Any, dtype: torch.dtype) -> str:
     """Why flash attention cannot run; empty: it can."""
     if dtype not in {torch.bfloat16, torch.float16}:
         return f"flash attention computes in bf16, not in {dtype}"
-    config = body.config
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    size = _head_size(body)
     return "" if size % 8 == 0 and size <= 256 else f"flash attention has no heads of size {size}"
+
+
+def _no_loops(body: Any, device: torch.device, dtype: torch.dtype) -> str:
+    """Why the compiled loops cannot run; empty: they can."""
+    if device.type != "cpu" or dtype != torch.float32:
+        return f"the loops compute in fp32 on a CPU, not in {dtype} on {device.type}"
+    size = _head_size(body)
+    return "" if size % 4 == 0 else f"the loops have no heads of size {size}"
+
+
+def _head_size(body: Any) -> int:
+    config = body.config
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from rillflow.trainer.batches import Ints
 
 KERNELS: dict[str, Kernel] = {"fused": Fused(), "plain": Plain(), "flash": Flash()}
+# Not pass by pass: its one table has the pairs of all of them. Imported when it is needed, with its compiler.
+LOOPS = "loops"
 _TABLES = 4  # of each pass: where queries are, where keys are, edges of spans of queries, edges of spans of keys
 _ROUND = 128
 
@@ -44,6 +46,10 @@ class Joined(NamedTuple):
 
 def joined(layout: Layout, kernel: str) -> Joined:
     """Kernels that loop over spans on the host want their edges there."""
+    if kernel == LOOPS:
+        from rillflow.trainer.attention import loops
+
+        return Joined([loops.pairs(layout)], [0], kernel)
     device = layout.tokens_P.device
     edges_on = device if kernel == "flash" else torch.device("cpu")
     tables: list[torch.Tensor] = []
@@ -105,7 +111,12 @@ def _attention(
     way: str,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    run, heads = KERNELS[way], Heads(query, key, value)
+    heads = Heads(query, key, value)
+    if way == LOOPS:
+        from rillflow.trainer.attention import loops
+
+        return loops.forward(heads, tables[0], scale)
+    run = KERNELS[way]
     own, *above = _steps(tables, most)
     whole = run.forward(heads, own.spans, scale)
     for step in above:
@@ -144,7 +155,12 @@ def _attention_backward(
     way: str,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    run, inputs, whole = KERNELS[way], Heads(*heads), Found(*found)
+    inputs, whole = Heads(*heads), Found(*found)
+    if way == LOOPS:
+        from rillflow.trainer.attention import loops
+
+        return loops.backward(grad, inputs, whole, tables[0], scale)
+    run = KERNELS[way]
     own, *above = _steps(tables, most)
     grads = run.backward(grad, inputs, whole, own.spans, scale)
     for step in above:

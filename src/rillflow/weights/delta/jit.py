@@ -17,6 +17,7 @@ import numba
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 
 F = TypeVar("F", bound=Callable[..., Any])
+_LOOSE = {"contract", "reassoc", "nsz", "arcp"}
 
 
 @cache
@@ -35,7 +36,17 @@ class _Kept(FunctionCache):
 
 def compiled(function: F) -> F:
     """The function in machine code, for the types it is called with; other threads run while it does."""
-    made: Any = numba.njit(nogil=True)(function)
+    # Said, or what a loose function calls first would be loose too.
+    return _kept(function, numba.njit(nogil=True, fastmath=False)(function))
+
+
+def loosely(function: F) -> F:
+    """The same for sums of floats, which may be in any order and whose products need not be rounded: so they are
+    computed several at once. What is not a number stays so."""
+    return _kept(function, numba.njit(nogil=True, fastmath=_LOOSE, error_model="numpy")(function))
+
+
+def _kept(function: F, made: Any) -> F:
     with suppress(RuntimeError):  # no folder can be written
         made._cache = _Kept(function)
     return cast(F, made)
@@ -43,4 +54,4 @@ def compiled(function: F) -> F:
 
 def inlined(function: F) -> F:
     """The same for a small part of compiled functions: it becomes a piece of them, for a call has its price."""
-    return cast(F, numba.njit(nogil=True, forceinline=True)(function))
+    return cast(F, numba.njit(nogil=True, fastmath={"contract"}, forceinline=True)(function))
