@@ -10,8 +10,8 @@ row, E columns read (the extent).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+class Columns(NamedTuple):
+    """Of each row of a decode step, for compiled attention: the column for its new key and value, and how many columns
+    it reads."""
+
+    write_R: Array
+    length_R: Array
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One forward: R rows of T new tokens each, right-padded.
@@ -31,17 +39,19 @@ class Batch:
     `rows` are the slots read, as a slice (a view, no copy) or as indices (a gather). `mask_RTE` is additive, None
     when nothing is cached yet: then the new tokens attend causally to one another alone. `last_R` is the index, in
     the flattened tokens, of each row's last real token; None when every row has exactly one. `stretches` are the rows
-    that a decode step reads together, with their mask.
+    that a decode step reads together, with their mask. A decode step for compiled attention has `columns` instead, and
+    neither a mask nor an index to write by.
     """
 
     ids_RT: torch.Tensor
     positions_RT: torch.Tensor
     rows: slice | torch.Tensor
-    write_N2K: torch.Tensor
+    write_N2K: torch.Tensor | None
     extent: int
     mask_RTE: torch.Tensor | None
     last_R: torch.Tensor | None
     stretches: Sequence[tuple[Stretch, torch.Tensor]] = ()
+    columns: Columns | None = None
 
 
 # On a GPU, kernels are chosen and planned per shape, which costs more than the kernel itself when the shape is new in
@@ -49,6 +59,7 @@ class Batch:
 _GRAIN = {"cpu": 1, "cuda": 16}
 # On a CPU, how many numbers of keys attention reads in the time that one more call takes (measured: 20 microseconds).
 _CALL = 15_000
+LANES = 8  # numbers that compiled attention takes at once: head sizes must be multiples
 
 
 class KVCache:
@@ -69,9 +80,12 @@ class KVCache:
         self.slots = slots
         self.heads = heads
         self.device = device
+        self.compiled = False  # decode steps are for compiled attention: a forward that has it says so
+        self.compiles = device.type == "cpu" and dtype == torch.float32 and head_size % LANES == 0
         self._grain = _GRAIN[device.type]
         self._call = _CALL // (heads * head_size)
         self._shape = (layers, 2, slots, heads, context + 1, head_size)
+        self._layer_bytes = 2 * slots * heads * (context + 1) * head_size * dtype.itemsize
         self._take(torch.zeros(self._shape, dtype=dtype, device=device))
         # Offsets of (key or value, head) for a slot, in units of head_size.
         half = slots * heads * (context + 1)
@@ -82,6 +96,7 @@ class KVCache:
 
     def write(self, layer: int, batch: Batch, kv_ND: torch.Tensor) -> None:
         """Store keys and values, ordered (token, key or value, head)."""
+        assert batch.write_N2K is not None, "compiled attention writes for itself"
         self._flat_LND[layer].index_copy_(0, batch.write_N2K, kv_ND)
 
     def read(self, layer: int, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,6 +106,16 @@ class KVCache:
     def read_rows(self, layer: int, rows: slice | torch.Tensor, extent: int) -> tuple[torch.Tensor, torch.Tensor]:
         kv_2RKED = self._kv_L2SKCD[layer, :, rows, :, :extent]
         return kv_2RKED[0], kv_2RKED[1]
+
+    def address(self, layer: int) -> int:
+        """Where the layer's keys [S, K, C, D] begin; its values, of the same shape, follow them."""
+        return self._flat_LND.data_ptr() + layer * self._layer_bytes
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """S, K, C."""
+        _, _, slots, heads, columns, _ = self._shape
+        return slots, heads, columns
 
     def copy(self, source: int, target: int, count: int) -> None:
         """Copy the first `count` columns of one slot to another, in all layers at once."""
@@ -126,22 +151,27 @@ class KVCache:
 
     def decode_batch(self, ids_R: Array, positions_R: Array, ready_R: Array) -> Batch:
         """One new token for each of the first slots. Rows that are not ready write into the spare column."""
-        slots_R = np.arange(len(ids_R))
         columns_R = np.where(ready_R, positions_R, self.context)
-        extent = min(self._rounded(int(positions_R.max()) + 1), self.context)
-        positions_R1 = self._tensor(positions_R.astype(np.int64)[:, None])
-        mask_RTE = self.mask(positions_R1, extent)
-        return Batch(
+        positions_R = positions_R.astype(np.int64)
+        batch = Batch(
             ids_RT=self._tensor(ids_R.astype(np.int64)[:, None]),
-            positions_RT=positions_R1,
+            positions_RT=self._tensor(positions_R[:, None]),
             rows=slice(0, len(ids_R)),
-            write_N2K=self._write_index(slots_R, columns_R),
-            extent=extent,
-            mask_RTE=mask_RTE,
+            write_N2K=None,
+            extent=min(self._rounded(int(positions_R.max()) + 1), self.context),
+            mask_RTE=None,
             last_R=None,
+        )
+        if self.compiled:
+            return replace(batch, columns=Columns(columns_R.astype(np.int64), positions_R + 1))
+        mask_RTE = self.mask(batch.positions_RT, batch.extent)
+        return replace(
+            batch,
+            write_N2K=self._write_index(np.arange(len(ids_R)), columns_R),
+            mask_RTE=mask_RTE,
             # Masks are cut once a step, not once a layer.
             stretches=[
-                (one, mask_RTE[one.rows, None, :, : one.extent]) for one in self._stretches(positions_R, extent)
+                (one, mask_RTE[one.rows, None, :, : one.extent]) for one in self._stretches(positions_R, batch.extent)
             ],
         )
 

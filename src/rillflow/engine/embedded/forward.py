@@ -14,7 +14,7 @@ read, X hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,9 @@ from torch import nn
 
 from rillflow.engine.embedded.cache import Batch, KVCache
 from rillflow.errors import EngineError
+
+if TYPE_CHECKING:
+    from rillflow.engine.embedded.attention import DecodeAttention
 
 _LEAN = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # tables that do not depend on the length of a sequence
@@ -131,12 +134,19 @@ class LeanForward:
         self._norm = model.model.norm
         self._head: torch.Tensor = model.lm_head.weight
         self._head_bias: torch.Tensor | None = model.lm_head.bias
+        self._decode_attention = self._compile(self._layers[0]) if cache.compiles else None
+        cache.compiled = cache.compiles
         positions = torch.arange(cache.context, device=cache.device)[None]
         cos, sin = model.model.rotary_emb(self._embedding[:1], positions)
         half = cos.shape[-1] // 2
         # Rotating by half and flipping the sign of the first half is the same as flipping it in the table.
         self._cos_CD: torch.Tensor = cos[0].contiguous()
         self._sin_CD: torch.Tensor = torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1)
+
+    def _compile(self, layer: _Layer) -> DecodeAttention:
+        from rillflow.engine.embedded.attention import DecodeAttention  # a second, which other devices need not wait
+
+        return DecodeAttention(self._cache, layer.heads, layer.head_size)
 
     def refresh(self) -> None:
         for layer in self._layers:
@@ -149,7 +159,6 @@ class LeanForward:
         x_NX = F.embedding(batch.ids_RT.view(-1), self._embedding)
         for index, layer in enumerate(self._layers):
             qkv_NAD = self._project(layer, self._rms(x_NX, layer.first_norm.weight), cos_N1D, sin_N1D)
-            self._cache.write(index, batch, qkv_NAD[:, layer.heads :].reshape(-1, layer.head_size))
             x_NX = torch.addmm(x_NX, self._attend(index, layer, batch, qkv_NAD), layer.out)
             gate, up = (self._rms(x_NX, layer.second_norm.weight) @ layer.gate_up).chunk(2, -1)
             x_NX = torch.addmm(x_NX, F.silu(gate) * up, layer.down)
@@ -181,6 +190,10 @@ class LeanForward:
         return qkv_NAD
 
     def _attend(self, index: int, layer: _Layer, batch: Batch, qkv_NAD: torch.Tensor) -> torch.Tensor:
+        """Store the new keys and values; what the new queries find."""
+        if self._decode_attention is not None and batch.columns is not None:
+            return self._decode_attention(index, batch.columns, qkv_NAD, layer.scaling)
+        self._cache.write(index, batch, qkv_NAD[:, layer.heads :].reshape(-1, layer.head_size))
         rows, width = batch.ids_RT.shape
         if batch.stretches:  # decode: the G query heads of a kv head stand where several tokens would; no copies
             q_RKGD = qkv_NAD[:, : layer.heads].view(rows, layer.kv_heads, -1, layer.head_size)
