@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -66,12 +65,24 @@ class PolicyRole:
             shape = {"name": self.name, "schema": dict(schema), "strict": True}
             settings["response_format"] = {"type": "json_schema", "json_schema": shape}
         asked: dict[str, Any] = {"model": self.policy, "messages": list(messages), "n": count, **settings}
-        if self._chat is not None and not _OF_CLIENTS & settings.keys():
-            # What is refused is asked for once more over HTTP: then the error is the client's own, which agents know.
-            with suppress(RillflowError, TypeError):
-                return _all_said(msgspec.json.decode(await self._chat(msgspec.json.encode(asked), self.name)))
+        if (said := await self._asked_directly(asked)) is not None:
+            return said
         response: ChatCompletion = await self.client.chat.completions.create(**asked)
         return _all_said(response.model_dump())
+
+    async def _asked_directly(self, asked: dict[str, Any]) -> list[Said] | None:
+        """None where only a client can ask; and where it was refused: a client that asks for it once more is told why
+        by an error of its own kind, which agents know."""
+        if self._chat is None or _OF_CLIENTS & asked.keys():
+            return None
+        try:
+            body = msgspec.json.encode(asked)
+        except TypeError:  # something of the client's own
+            return None
+        try:
+            return _all_said(msgspec.json.decode(await self._chat(body, self.name)))
+        except RillflowError:
+            return None
 
 
 def _all_said(response: dict[str, Any]) -> list[Said]:

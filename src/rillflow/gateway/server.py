@@ -148,7 +148,7 @@ class Gateway(Service):
             raise self._gate.refusal()
         try:
             session, asked = self.sessions.get(name), chat.decode(body, self.limits)
-            answer, renderer, _ = self._begin(chat, session, asked, agent)
+            answer, renderer, _ = self._begin(chat, session, asked, checked_agent(agent))
             await running.whole(answer, session, None, self._left(session))
             return chat.whole(asked, answer, renderer)
         finally:
@@ -210,15 +210,18 @@ def agent_of(scope: Scope) -> str:
     """Whom of an episode's agents a call is of, as its header says; empty where it does not."""
     for name, value in scope["headers"]:
         if name == AGENT_HEADER:
-            agent = str(value.decode("latin-1"))
-            if not _AGENT.fullmatch(agent):
-                raise CallRefused(
-                    f"the header {AGENT_HEADER.decode()} is no name: use up to 100 letters, digits, dots, dashes and "
-                    "underscores",
-                    param=AGENT_HEADER.decode(),
-                )
-            return agent
+            return checked_agent(str(value.decode("latin-1")))
     return ""
+
+
+def checked_agent(agent: str) -> str:
+    if not _AGENT.fullmatch(agent):
+        raise CallRefused(
+            f"the header {AGENT_HEADER.decode()} is no name: use up to 100 letters, digits, dots, dashes and "
+            "underscores",
+            param=AGENT_HEADER.decode(),
+        )
+    return agent
 
 
 def session_url(base: str, session: str) -> str:

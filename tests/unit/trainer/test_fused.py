@@ -1,0 +1,99 @@
+"""Norms and gates by compiled loops, against the library's own modules."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from rillflow.trainer.exponential import exponential
+from rillflow.trainer.fused import fuse
+from rillflow.weights.delta.jit import loosely
+
+SMALL = {"vocab_size": 50, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 3, "num_key_value_heads": 1}
+MODELS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, **HEADS)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL, **HEADS)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, **HEADS, head_dim=8)),
+}
+
+
+def learnt(model: PreTrainedModel, tokens: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Logits, and the gradients that they give."""
+    model.zero_grad()
+    logits = model(input_ids=tokens, use_cache=False).logits
+    torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    return logits.detach(), [part.grad.clone() for part in model.parameters() if part.grad is not None]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_numbers_and_gradients(name: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    with torch.no_grad():
+        for part in model.parameters():
+            part.add_(0.3 * torch.randn_like(part))
+    fused = copy.deepcopy(model)
+    fuse(fused)
+    tokens = torch.randint(50, (3, 17))
+    (plain, of_plain), (ours, of_ours) = learnt(model, tokens), learnt(fused, tokens)
+    torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+    assert len(of_ours) == len(of_plain)
+    for mine, theirs in zip(of_ours, of_plain, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4 * float(theirs.abs().max()))
+
+
+def test_all_norms_and_gates_are_fused_and_nothing_else() -> None:
+    model = MODELS["qwen3"]()
+    fuse(model)
+    changed = {type(module).__name__ for module in model.modules() if "forward" in vars(module)}
+    assert changed == {"Qwen3RMSNorm", "Qwen3MLP"}
+    other = MODELS["llama"]()
+    other.model.layers[0].mlp.act_fn = torch.nn.GELU()
+    fuse(other)
+    assert "forward" not in vars(other.model.layers[0].mlp)
+
+
+class _Ones(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ones_like(x)
+
+
+def test_extremes_of_gates() -> None:
+    model = MODELS["llama"]()
+    fuse(model)
+    mlp = model.model.layers[0].mlp
+    gate = torch.tensor([-1e4, -200.0, -88.0, -20.0, 0.0, 20.0, 200.0, 1e30])
+    mlp.gate_proj, mlp.up_proj, mlp.down_proj = torch.nn.Identity(), _Ones(), torch.nn.Identity()
+    torch.testing.assert_close(mlp(gate), torch.nn.functional.silu(gate), rtol=1e-6, atol=1e-30)
+    assert mlp(torch.tensor([torch.nan])).isnan().all()
+
+
+def test_the_exponential_is_one() -> None:
+    @loosely
+    def all_of(x):
+        for i in range(len(x)):
+            x[i] = exponential(x[i])
+
+    given = np.linspace(-87, 88, 200_001).astype(np.float32)
+    found = given.copy()
+    all_of(found)
+    exact = np.exp(given.astype(np.float64))
+    assert np.abs(found / exact - 1).max() < 2e-7
+    odd = np.array([-np.inf, np.inf, np.nan], np.float32)
+    all_of(odd)
+    assert odd[0] < 1e-37
+    assert odd[1] > 1e38
+    assert np.isnan(odd[2])
