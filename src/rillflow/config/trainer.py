@@ -84,7 +84,8 @@ class TrainerConfig(AlgorithmConfig):
     )
     attention: Literal["auto", "padded", "loops", "sdpa", "varlen", "flex"] = Field(
         "auto",
-        description="padded runs any model; sdpa, varlen (GPU) and flex (GPU) pack rows end to end without padding",
+        description="padded runs any model; loops (CPU), sdpa, varlen (GPU) and flex (GPU) pack rows end to end, "
+        "without padding",
     )
     trees: bool = Field(False, description="compute the common prefixes of a micro-batch's rows once")
     recompute: bool = Field(

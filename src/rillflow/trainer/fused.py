@@ -39,12 +39,22 @@ def fuse(model: PreTrainedModel) -> None:
 
 
 def _norm(module: Any, x: torch.Tensor) -> torch.Tensor:
+    if x.dtype != torch.float32:
+        return _as_it_was(module, x)
     normed: torch.Tensor = _Norm.apply(x, module.weight, module.variance_epsilon)  # type: ignore[no-untyped-call]
     return normed
 
 
 def _gated(module: Any, x: torch.Tensor) -> torch.Tensor:
+    if x.dtype != torch.float32:
+        return _as_it_was(module, x)
     made: torch.Tensor = module.down_proj(_Gate.apply(module.gate_proj(x), module.up_proj(x)))  # type: ignore[no-untyped-call]
+    return made
+
+
+def _as_it_was(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """A model may be cast after it was fused."""
+    made: torch.Tensor = type(module).forward(module, x)
     return made
 
 
@@ -55,7 +65,7 @@ class _Norm(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         rows_ND = x.contiguous().view(-1, x.shape[-1])
         out_ND, scale_N = torch.empty_like(rows_ND), rows_ND.new_empty(len(rows_ND))
-        _normed(*[*_arrays(rows_ND, weight), np.float32(eps), *_arrays(out_ND, scale_N)])
+        _normed(*[*_arrays(rows_ND, _lent(weight)), np.float32(eps), *_arrays(out_ND, scale_N)])
         ctx.save_for_backward(rows_ND, weight, scale_N)
         return out_ND.view(x.shape)
 
@@ -65,7 +75,7 @@ class _Norm(torch.autograd.Function):
         rows_ND, weight, scale_N = ctx.saved_tensors
         grad_ND = grad.contiguous().view(rows_ND.shape)
         of_rows_ND, of_weight = torch.empty_like(rows_ND), torch.zeros_like(weight)
-        _normed_backward(*_arrays(grad_ND, rows_ND, weight, scale_N, of_rows_ND, of_weight))
+        _normed_backward(*_arrays(grad_ND, rows_ND, _lent(weight), scale_N, of_rows_ND, of_weight))
         return of_rows_ND.view(grad.shape), of_weight, None
 
 
@@ -87,6 +97,11 @@ class _Gate(torch.autograd.Function):
         of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
         _gate_backward(*(part.reshape(-1) for part in _arrays(grad.contiguous(), gate, up, of_gate, of_up)))
         return of_gate, of_up
+
+
+def _lent(weight: torch.Tensor) -> torch.Tensor:
+    """A copy: what an array has looked into cannot be resized any more, and a sharded model's weights are."""
+    return weight.detach().clone()
 
 
 def _arrays(*tensors: torch.Tensor) -> list[Any]:

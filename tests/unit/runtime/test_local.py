@@ -18,7 +18,7 @@ from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.local import LocalRun
 from rillflow.runtime.process import signals_held
 from rillflow.runtime.supervisor import ProcessSpec
-from rillflow.types import Ack, EngineInfo, Engines, PolicyStatus, RetireNode, Status
+from rillflow.types import Ack, EngineInfo, Engines, LookEngines, PolicyStatus, RetireNode, Status
 
 
 class Service:
@@ -28,7 +28,7 @@ class Service:
         self._answer = answer
         self.asked = 0
 
-    async def engines(self) -> Engines:
+    async def engines(self, ask: LookEngines) -> Engines:
         """That has joined the run, until it has heard of the end."""
         self.asked += 1
         return Engines(engines=[] if self.asked > 2 else [EngineInfo("far", "http://127.0.0.1:1", {}, 64, 1)])
