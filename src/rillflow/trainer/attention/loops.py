@@ -129,11 +129,24 @@ def _exponentials(row: Array, count: int, base: Float) -> None:
 
 
 @loosely
+def _greatest(row: Array, count: int) -> Float:
+    """Four at a time: none waits for the one before it."""
+    a, b, c, d = row[0], row[0], row[0], row[0]
+    for j in range(0, count - 3, 4):
+        a = row[j] if row[j] > a else a
+        b = row[j + 1] if row[j + 1] > b else b
+        c = row[j + 2] if row[j + 2] > c else c
+        d = row[j + 3] if row[j + 3] > d else d
+    for j in range(count // 4 * 4, count):
+        a = row[j] if row[j] > a else a
+    a, c = b if b > a else a, d if d > c else c
+    return c if c > a else a
+
+
+@loosely
 def _softmax(row: Array, count: int, width: int) -> tuple[Float, Float]:
     """Weights that are not divided by their sum yet, zeros behind them; the greatest score, and the sum."""
-    most = row[0]
-    for j in range(count):
-        most = row[j] if row[j] > most else most
+    most = _greatest(row, count)
     _exponentials(row, count, most)
     total = _NONE
     for j in range(count):
