@@ -25,8 +25,7 @@ _OF_CLIENTS = {"extra_headers", "extra_query", "extra_body", "timeout", "stream"
 class PolicyRole:
     """Every call says whose it is, so that recipes can compare a role's answers with their like alone.
 
-    Where the gateway is in this process, `chat` asks it for the name without HTTP, in less than half of the time that a
-    client of `client` takes, which is made when it is needed.
+    Where the gateway is in this process, `chat` asks it without HTTP; the client is made when it is needed.
     """
 
     def __init__(self, name: str, policy: str, client: Callable[[], AsyncOpenAI], chat: Chat | None = None) -> None:

@@ -203,7 +203,6 @@ def _join(found: Array, top: Float, total: Float, depth: int, t: int, h: int, ou
     """What a query has found among some keys, with what it found before."""
     here = top + np.float32(math.log(total))
     if depth == 0:
-        share = _ONE
         lse[t, h] = here
         for d in range(len(found)):
             out[t, h, d] = found[d] / total

@@ -1,8 +1,8 @@
 """Compiled loops. The first call of one compiles it (seconds); the machine code is kept beside the source.
 
 numba checks only the file of a function for changes, not those of the functions compiled into it, so here the kept
-code is valid only for this very state of all files of its folder and of this one. Nothing is kept where nothing can be
-written.
+code is valid only for this very state of all files of its folder, of the one above it and of this one. Nothing is kept
+where nothing can be written.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _LOOSE = {"contract", "reassoc", "nsz", "arcp"}
 
 @cache
 def _state(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    files = [path for place in (Path(__file__).parent, folder) for path in sorted(place.glob("*.py"))]
+    places = (Path(__file__).parent, folder.parent, folder)
+    files = [path for place in places for path in sorted(place.glob("*.py"))]
     return tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
 
 
