@@ -66,14 +66,14 @@ def choose(
     reason = _unpackable(body)
     if wanted == "auto":
         flash = device.type == "cuda" and not _no_flash(body, dtype or model.dtype)
-        loops = not _no_loops(body, device, dtype or model.dtype)
+        loops = not _no_loops(device, dtype or model.dtype)
         wanted = "padded" if reason else "varlen" if flash else LOOPS if loops else "sdpa"
     elif wanted in {"varlen", "flex"} and device.type != "cuda":
         reason = reason or f"{wanted} attention needs a GPU"
     elif wanted == "varlen":
         reason = reason or _no_flash(body, dtype or model.dtype)
     elif wanted == LOOPS:
-        reason = reason or _no_loops(body, device, dtype or model.dtype)
+        reason = reason or _no_loops(device, dtype or model.dtype)
     if trees and wanted == "padded":
         raise ConfigError(
             f"padded attention cannot read trees{': ' + reason if reason else ''}", "set trainer.trees: false"
@@ -108,12 +108,11 @@ def _no_flash(body: Any, dtype: torch.dtype) -> str:
     return "" if size % 8 == 0 and size <= 256 else f"flash attention has no heads of size {size}"
 
 
-def _no_loops(body: Any, device: torch.device, dtype: torch.dtype) -> str:
+def _no_loops(device: torch.device, dtype: torch.dtype) -> str:
     """Why the compiled loops cannot run; empty: they can."""
     if device.type != "cpu" or dtype != torch.float32:
         return f"the loops compute in fp32 on a CPU, not in {dtype} on {device.type}"
-    size = _head_size(body)
-    return "" if size % 4 == 0 else f"the loops have no heads of size {size}"
+    return ""
 
 
 def _head_size(body: Any) -> int:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rillflow.trainer.batches import Ints
 
 KERNELS: dict[str, Kernel] = {"fused": Fused(), "plain": Plain(), "flash": Flash()}
-# Not pass by pass: its one table has the pairs of all of them. Imported when it is needed, with its compiler.
+# Not pass by pass: its one table has the paths of all spans. Imported when it is needed, with its compiler.
 LOOPS = "loops"
 _TABLES = 4  # of each pass: where queries are, where keys are, edges of spans of queries, edges of spans of keys
 _ROUND = 128
@@ -49,7 +49,7 @@ def joined(layout: Layout, kernel: str) -> Joined:
     if kernel == LOOPS:
         from rillflow.trainer.attention import loops
 
-        return Joined([loops.pairs(layout)], [0], kernel)
+        return Joined([loops.paths(layout)], [0], kernel)
     device = layout.tokens_P.device
     edges_on = device if kernel == "flash" else torch.device("cpu")
     tables: list[torch.Tensor] = []
