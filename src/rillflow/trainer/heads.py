@@ -1,8 +1,9 @@
 """Log-probs and entropies from hidden states, without a full-vocabulary fp32 tensor.
 
 The head runs in pieces of some tokens. Forward keeps two numbers a token, the log of the partition sum and the entropy;
-backward makes the piece's logits again. In half precision, where memory is not to be saved (`recompute`), forward keeps
-the probabilities instead, rounded as their gradients are anyway, and backward needs no logits. What a model does to its
+backward makes the piece's logits again. Where memory is not to be saved (`recompute`), forward keeps the probabilities
+instead, and backward needs no logits: in half precision, rounded as their gradients are anyway, and where they are few.
+What a model does to its
 logits (bias, scaling, soft cap) is known by the keys of its config; at construction the result is compared with the
 model's own logits, and a model that does something else runs its own head, piece by piece, recomputed in backward.
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
     Scores = tuple[torch.Tensor, torch.Tensor]
 
+# Bytes of probabilities that are few.
+_FEW = 1 << 25
 # How far two ways of computing the same logits may be apart, relative to the largest of them.
 _ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
@@ -138,6 +141,20 @@ def _factor(log_TV: torch.Tensor, piece: _Piece, shape: Shape, stats: _Stats) ->
         return scale_T1
     shaped_TV = (log_TV + stats.total_T[:, None]) * piece.temperature_T[:, None]
     return scale_T1 * (1 - (shaped_TV / shape.cap).square())
+
+
+def _looped_stats(piece: _Piece, shape: Shape) -> _Stats:
+    """As `_stats`, by compiled loops."""
+    from rillflow.trainer.softmax import summed
+
+    return _Stats(*summed(piece.raw_TV, piece.target_T, shape.scale / piece.temperature_T))
+
+
+def _looped_shares(piece: _Piece, shape: Shape, total_T: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """As `_shares`, by compiled loops, in place of the logits."""
+    from rillflow.trainer.softmax import shared_
+
+    return shared_(piece.raw_TV, shape.scale / piece.temperature_T, total_T)
 
 
 _FUNCTIONS: tuple[Callable[..., Any], ...] = (_stats, _slopes, _shares, _scaled)
@@ -263,12 +280,17 @@ class PolicyHead:
         )
         self._keeps = not config.recompute and config.entropy == 0 and self._how.shape.cap is None
         self._known = type(self._head) is torch.nn.Linear and self._agrees()
+        on_cpu = next(model.parameters()).device.type == "cpu" and not config.compile
+        self._loops = self._known and on_cpu and self._head.bias is None and self._how.shape.cap is None
 
     def __call__(self, hidden_TD: torch.Tensor, target_T: torch.Tensor, temperature_T: torch.Tensor) -> Scores:
         if self._known:
             weight_VD, bias_V = self._head.weight, self._head.bias
-            keep = self._keeps and torch.is_grad_enabled() and hidden_TD.dtype.itemsize < 4
+            few = len(target_T) * weight_VD.shape[0] * hidden_TD.dtype.itemsize <= _FEW
+            keep = self._keeps and torch.is_grad_enabled() and (hidden_TD.dtype.itemsize < 4 or few)
             how = replace(self._how, keep=keep)
+            if self._loops and hidden_TD.dtype == torch.float32:
+                how = replace(how, stats=_looped_stats, shares=_looped_shares)
             scores: Scores = _Pieces.apply(hidden_TD, weight_VD, bias_V, target_T, temperature_T, how)  # type: ignore[no-untyped-call]
             return scores
         parts = [

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from packed_helpers import branching
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -17,8 +19,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from rillflow.errors import ConfigError
+from rillflow.trainer.attention import hidden_states
 from rillflow.trainer.exponential import exponential
 from rillflow.trainer.fused import fuse
+from rillflow.trainer.graph.databuffer import Databuffer
+from rillflow.trainer.packing import micro_batches
 from rillflow.weights.delta.jit import loosely
 
 SMALL = {"vocab_size": 50, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2}
@@ -55,11 +61,44 @@ def test_the_same_numbers_and_gradients(name: str) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4 * float(theirs.abs().max()))
 
 
-def test_all_norms_and_gates_are_fused_and_nothing_else() -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_numbers_and_gradients_of_packed_rows(name: str) -> None:
+    """Where queries and keys are normed and rotated as they come from the projections."""
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    fused = copy.deepcopy(model)
+    fuse(fused)
+    (make,) = micro_batches(Databuffer(branching(3)), [], 1 << 20, device=torch.device("cpu"), trees=True)
+    layout = replace(make().layout, tokens_P=make().layout.tokens_P % 50)
+    seen = []
+    for one in (model, fused):
+        hidden_PD = hidden_states(one, layout, "loops")
+        pull_PD = torch.randn(hidden_PD.shape, generator=torch.Generator().manual_seed(1))
+        hidden_PD.backward(pull_PD)
+        seen.append((hidden_PD.detach(), {key: part.grad for key, part in one.named_parameters()}))
+    (plain_PD, of_plain), (ours_PD, of_ours) = seen
+    torch.testing.assert_close(ours_PD, plain_PD, rtol=1e-4, atol=1e-4)
+    for key, theirs in of_plain.items():
+        assert (of_ours[key] is None) == (theirs is None), key
+        if theirs is not None:
+            torch.testing.assert_close(of_ours[key], theirs, rtol=1e-3, atol=1e-4 * float(theirs.abs().max()), msg=key)
+
+
+def test_what_packed_attention_does_not_have_is_refused_by_fused_layers_too() -> None:
+    model = MODELS["qwen3"]().train()
+    fuse(model)
+    model.model.layers[0].self_attn.attention_dropout = 0.5
+    (make,) = micro_batches(Databuffer(branching(3)), [], 1 << 20, device=torch.device("cpu"), trees=True)
+    layout = replace(make().layout, tokens_P=make().layout.tokens_P % 50)
+    with pytest.raises(ConfigError, match="dropout"):
+        hidden_states(model, layout, "loops")
+
+
+def test_all_that_is_known_is_fused_and_nothing_else() -> None:
     model = MODELS["qwen3"]()
     fuse(model)
     changed = {type(module).__name__ for module in model.modules() if "forward" in vars(module)}
-    assert changed == {"Qwen3RMSNorm", "Qwen3MLP"}
+    assert changed == {"Qwen3RMSNorm", "Qwen3MLP", "Qwen3Attention"}
     other = MODELS["llama"]()
     other.model.layers[0].mlp.act_fn = torch.nn.GELU()
     fuse(other)

@@ -7,7 +7,7 @@ that the model made: whoever else uses the model notices nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ def attend(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
         )
         return shown
-    _check(module, dropout, options)
+    check(module, dropout, options)
     dtype = value.dtype
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
@@ -51,7 +51,8 @@ def attend(
     return packed(heads, scaling if scaling is not None else query.shape[-1] ** -0.5)[None], None
 
 
-def _check(module: torch.nn.Module, dropout: float, options: dict[str, Any]) -> None:
+def check(module: torch.nn.Module, dropout: float, options: Mapping[str, Any]) -> None:
+    """ConfigError where a layer asks for what we do not compute."""
     asked = [name for name in _REFUSED if options.get(name) is not None]
     if dropout:
         asked.append("dropout")
