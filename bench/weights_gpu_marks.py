@@ -13,7 +13,20 @@ from unittest import mock
 
 import torch
 
-from rillflow.weights.delta.gpu import batch, decode, encode, found, heads, incoming, sealing, tables, written
+from rillflow.weights.delta.gpu import (
+    batch,
+    decode,
+    encode,
+    found,
+    heads,
+    incoming,
+    launch,
+    plans,
+    room,
+    sealing,
+    tables,
+    written,
+)
 
 REPEATS = 9
 # What is looked at, and what it is called.
@@ -26,6 +39,8 @@ PLACES: tuple[tuple[object, str, str], ...] = (
     (written.Batch, "compare", "launch compare"),
     (written.Batch, "plan", "launch plan"),
     (written.Batch, "write", "launch write"),
+    (room.Room, "make", "memory"),
+    (launch.Kernel, "__call__", "launches"),
     (batch.Landing, "__init__", "landing"),
     (batch.Landing, "wait", "wait"),
     (tables, "write", "tables"),
@@ -34,12 +49,14 @@ PLACES: tuple[tuple[object, str, str], ...] = (
     (heads, "addresses", "addresses"),
     (heads.Deltas, "segments", "segments"),
     (decode._Job, "__init__", "job"),
-    (decode, "counted", "launch sizes"),
+    (found.Counted, "__init__", "launch sizes"),
     (decode._Job, "batches", "batches"),
     (incoming.Incoming, "__init__", "incoming"),
     (incoming.Incoming, "start", "copies begin"),
     (incoming.Incoming, "arrived", "wait for copies"),
-    (tables, "read", "tables"),
+    (plans.Plans, "__init__", "plans"),
+    (plans.Plans, "read", "tables"),
+    (plans.Plans, "send", "plans sent"),
     (found.Found, "__init__", "launch ranks"),
     (found.Found, "records", "launch records"),
     (heads.Checksums, "wait", "wait for checksums"),

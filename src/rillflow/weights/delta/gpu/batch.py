@@ -9,21 +9,26 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from rillflow.weights.delta.format import Layout
+from rillflow.weights.delta.format import Layout, layout_of
 from rillflow.weights.delta.gpu import places
+from rillflow.weights.delta.gpu.launch import kernel
+from rillflow.weights.delta.gpu.room import Piece, Room
+from rillflow.weights.delta.jit import compiled
 
 Array = npt.NDArray[Any]
 WORD, _ALIGNED = 8, 16
 # Words of a block: what one program of a kernel looks at. Ranks within it have 12 bits.
 BLOCK = 1024
 AT_ONCE = 2
+# Numbers of a segment in the table, and of its limits (see `tables.read_limits`) where they travel along.
+TABLE, LIMITS = 8, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +45,10 @@ class Spans:
     def part(self, part: slice) -> Spans:
         return Spans(self.tensor[part], self.start[part], self.weights[part])
 
-    def runs(self) -> list[tuple[int, int]]:
+    def runs(self) -> tuple[Array, Array]:
         """The first segment of each tensor, and the one beyond its last."""
-        firsts = np.flatnonzero(np.diff(self.tensor, prepend=-1)).tolist()
-        return list(zip(firsts, [*firsts[1:], len(self)], strict=True))
+        firsts = np.flatnonzero(np.diff(self.tensor, prepend=-1))
+        return firsts, np.append(firsts[1:], len(self))
 
 
 class Shape(NamedTuple):
@@ -69,22 +74,40 @@ class Shape(NamedTuple):
 
 def spans(weights: Array, log2: Array | int) -> Spans:
     """The segments, of 2**log2 weights, of tensors of so many."""
-    size = np.broadcast_to(np.left_shift(1, log2), weights.shape)
-    number = -(-weights // size)
-    tensor = np.repeat(np.arange(len(weights)), number)
-    start = (np.arange(len(tensor)) - (np.cumsum(number) - number)[tensor]) * size[tensor]
-    return Spans(tensor, start, np.minimum(size[tensor], weights[tensor] - start))
+    size = np.broadcast_to(np.left_shift(1, log2), weights.shape).astype(np.int64)
+    tensor, start, count = np.empty((3, int((-(-weights // size)).sum())), np.int64)
+    _spans(weights, size, tensor, start, count)
+    return Spans(tensor, start, count)
+
+
+@compiled
+def _spans(weights: Array, size: Array, tensor: Array, start: Array, count: Array) -> None:
+    s = 0
+    for number in range(len(weights)):
+        for first in range(0, weights[number], size[number]):
+            tensor[s], start[s], count[s] = number, first, min(size[number], weights[number] - first)
+            s += 1
 
 
 def batches(costs: Array, budget: int) -> list[slice]:
     """Runs of segments whose costs fit the budget; at least one each."""
-    found, start, total = [], 0, 0
-    for number, cost in enumerate(costs.tolist()):
-        if number > start and total + cost > budget:
-            found.append(slice(start, number))
-            start, total = number, 0
-        total += cost
-    return [*found, slice(start, len(costs))] if len(costs) else []
+    found, sums = [0], np.cumsum(costs)
+    while found[-1] < len(costs):
+        start = found[-1]
+        before = sums[start - 1] if start else 0
+        found.append(max(start + 1, int(np.searchsorted(sums, before + budget, side="right"))))
+    return [slice(*pair) for pair in pairwise(found)]
+
+
+def alike(tensors: Sequence[torch.Tensor]) -> dict[Layout, Sequence[int]]:
+    """The numbers of the tensors of each dtype."""
+    kinds = [tensor.dtype for tensor in tensors]
+    if len(set(kinds)) == 1:
+        return {layout_of(tensors[0]): range(len(tensors))}
+    found: dict[Layout, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        found.setdefault(layout_of(tensor), []).append(number)
+    return {**found}
 
 
 def words_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -98,110 +121,117 @@ def words_of(tensor: torch.Tensor) -> torch.Tensor:
     return padded
 
 
+class Located(NamedTuple):
+    """Where the words of tensors of one dtype are, how many weights each has, and the flat copies of those that
+    `words_of` copies, by their numbers."""
+
+    address: Array
+    weights: Array
+    copies: dict[int, torch.Tensor]
+
+
+def located(tensors: Sequence[torch.Tensor], size: int) -> Located:
+    """Of tensors whose weights have so many bytes."""
+    number = len(tensors)
+    address = np.fromiter([tensor.data_ptr() for tensor in tensors], np.int64, number)
+    weights = np.fromiter([tensor.numel() for tensor in tensors], np.int64, number)
+    plain = np.fromiter([tensor.is_contiguous() for tensor in tensors], np.bool, number)
+    plain &= (address | weights * size) % _ALIGNED == 0
+    copies = {number: words_of(tensors[number]) for number in np.flatnonzero(~plain).tolist()}
+    for number, copy in copies.items():
+        address[number] = copy.data_ptr()
+    return Located(address, weights, copies)
+
+
 class Rows:
-    """The table of segments (see `compare`) of one batch, here and on the device. On the device alone: where each group
-    begins in what is counted per block and class, and the end of it all; and `more`, which travels along."""
+    """The table of segments (see `compare`) of one batch, and the segment of each block; and for who makes records, of
+    each block, where they begin and how many there are. All of it is on the device.
+
+    `host` is memory that both reach, in which others may have taken some: it is made here, and must be kept until the
+    device has read the rows: this does.
+    """
 
     def __init__(
-        self, spans: Spans, old: Array, new: Array, shape: Shape, classes: int, device: torch.device, *more: Array
-    ) -> None:
+        self, spans: Spans, old: Array, new: Array, shape: Shape, device: torch.device, limits: Array | None = None,
+        host: Room | None = None,
+    ) -> None:  # fmt: skip
+        self.spans, self._host = spans, host or Room(device, host=True)
+        columns = TABLE if limits is None else TABLE + LIMITS
+        rows = self._host.longs(len(spans) * columns)
+        self._host.make()
+        table = rows.array.reshape(-1, columns)
         lanes = shape.LANES
-        self.spans = spans
-        byte = spans.start * (WORD // lanes)
-        blocks = -(-spans.weights // (BLOCK * lanes))
-        self.table = np.zeros((len(blocks), 8), np.int64)
-        self.table[:, 0], self.table[:, 1] = old[spans.tensor] + byte, new[spans.tensor] + byte
-        self.table[:, 2], self.table[:, 3] = spans.weights, spans.start // lanes
-        self.table[:, 5], self.table[:, 6] = blocks, np.cumsum(blocks)
-        self.table[:, 4] = self.table[:, 6] - blocks
-        self.count = int(blocks.sum())
-        starts = self.table[:, 4:5] * classes + np.arange(classes) * self.table[:, 5:6]
-        groups = np.append(starts.reshape(-1), self.count * classes)
-        self.on_device, self.group_starts, *self.more = uploaded([self.table, groups, *more], device)
+        self.count = _fill(table, spans.tensor, spans.start, spans.weights, old, new, lanes, WORD // lanes, BLOCK)
+        if limits is not None:
+            table[:, TABLE:] = limits
+        room = Room(device)
+        self.table, self.limits = room.longs(len(spans) * TABLE), room.longs(len(spans) * LIMITS)
+        self.owner, self.records, self.begins = room.ints(self.count), room.ints(self.count), room.longs(self.count)
+        room.make()
+        kernel(places.spread, COLUMNS=columns, MANY=256)((len(spans),), rows, self.table, self.limits, self.owner)
 
-    def owner(self) -> torch.Tensor:
-        """The segment of each block."""
-        return owners(self.on_device, len(self.spans), self.count, FIRST=4, LAST=6, STRIDE=8)
+
+@compiled
+def _fill(
+    table: Array, tensor: Array, start: Array, weights: Array, old: Array, new: Array, lanes: int, size: int, words: int
+) -> int:  # fmt: skip
+    """Write the rows; how many blocks there are."""
+    first = 0
+    for s in range(len(tensor)):
+        blocks = (weights[s] + words * lanes - 1) // (words * lanes)
+        table[s, 0], table[s, 1] = old[tensor[s]] + start[s] * size, new[tensor[s]] + start[s] * size
+        table[s, 2], table[s, 3] = weights[s], start[s] // lanes
+        table[s, 4], table[s, 5], table[s, 6], table[s, 7] = first, blocks, first + blocks, 0
+        first += blocks
+    return first
 
 
 class Landing:
-    """Tensors on their way to the host."""
+    """Arrays where the host can reach them, written by what was launched before, or by copies of which these are."""
 
-    def __init__(self, *tensors: torch.Tensor) -> None:
+    def __init__(self, *pieces: Piece, cuda: bool) -> None:
+        self._pieces = pieces
         self._event: torch.cuda.Event | None = None
-        if tensors[0].is_cuda:
-            self._tensors = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
-            for to, tensor in zip(self._tensors, tensors, strict=True):
-                to.copy_(tensor, non_blocking=True)
+        if cuda:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
-        else:
-            self._tensors = [tensor.clone() for tensor in tensors]
 
     def wait(self) -> list[Array]:
         if self._event is not None:
             self._event.synchronize()
-        return [tensor.numpy() for tensor in self._tensors]
+        return [piece.array for piece in self._pieces]
 
 
-class Parcel:
-    """Arrays of 64-bit and of 32-bit numbers in one piece of memory, so that one copy brings all to the device. Each
-    begins at a multiple of 16 bytes there, for which kernels are compiled. What was not written is anything."""
-
-    def __init__(self, longs: Sequence[int], ints: Sequence[int], device: torch.device) -> None:
-        self._longs, self._ints = [-(-number // 2) * 2 for number in longs], [-(-number // 4) * 4 for number in ints]
-        self._split, self._device = sum(self._longs), device
-        words = self._split + sum(self._ints) // 2
-        self._buffer = torch.empty(words, dtype=torch.int64, pin_memory=device.type == "cuda")
-        data = self._buffer.numpy()
-        self.arrays = [
-            *_parts(data[: self._split], longs, self._longs),
-            *_parts(data[self._split :].view(np.int32), ints, self._ints),
-        ]
-
-    def sent(self) -> list[torch.Tensor]:
-        """The arrays on the device, with what fills them up. Nothing is waited for."""
-        there = self._buffer.to(self._device, non_blocking=True)
-        longs, ints = there[: self._split], there[self._split :].view(torch.int32)
-        return [*longs.split_with_sizes(self._longs), *ints.split_with_sizes(self._ints)]
+def clear(piece: Piece, many: int) -> None:
+    """Write zeros, so many by each program."""
+    kernel(places.clear, MANY=many)((-(-piece.number // many),), piece, piece.number)
 
 
-def _parts(data: Array, numbers: Sequence[int], rooms: Sequence[int]) -> list[Array]:
-    ends = accumulate(rooms)
-    return [data[end - room : end - room + number] for number, room, end in zip(numbers, rooms, ends, strict=True)]
-
-
-def uploaded(arrays: Sequence[Array], device: torch.device) -> list[torch.Tensor]:
-    """Copies on the device, by one transfer that waits for nothing."""
-    begins, size = [], 0
-    for array in arrays:
-        begins.append(size)
-        size += -(-array.nbytes // 16) * 16
-    buffer = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    data = buffer.numpy()
-    for array, begin in zip(arrays, begins, strict=True):
-        data[begin : begin + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    there = buffer.to(device, non_blocking=True)
-    return [
-        there[begin : begin + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
-        for array, begin in zip(arrays, begins, strict=True)
-    ]
+def land(source: Piece, to: Piece, many: int = 1024) -> None:
+    """Let the device copy as many numbers as there is room for to where the host can reach them: for few of them."""
+    kernel(places.land, MANY=many)((-(-to.number // many),), source, to, to.number)
 
 
 Work = Generator[Landing, list[Array], None]
 
 
 def in_turns(works: Iterable[Callable[[], Work]]) -> None:
-    """Run all of them, in order, AT_ONCE of them under way."""
+    """Run all of them, in order, AT_ONCE of them under way. Whatever is raised, the device is done with the memory that
+    they have: nobody else would know when it is."""
     left, under_way = iter(works), deque[tuple[Work, Landing]]()
-    while True:
-        while len(under_way) < AT_ONCE and (start := next(left, None)) is not None:
-            work = start()
-            _turn(under_way, work, None)
-        if not under_way:
-            return
-        work, landing = under_way.popleft()
-        _turn(under_way, work, landing.wait())
+    try:
+        while True:
+            while len(under_way) < AT_ONCE and (start := next(left, None)) is not None:
+                work = start()
+                _turn(under_way, work, None)
+            if not under_way:
+                return
+            work, landing = under_way.popleft()
+            _turn(under_way, work, landing.wait())
+    except BaseException:
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()
+        raise
 
 
 def _turn(under_way: deque[tuple[Work, Landing]], work: Work, arrived: list[Array] | None) -> None:
@@ -212,9 +242,6 @@ def _turn(under_way: deque[tuple[Work, Landing]], work: Work, arrived: list[Arra
     under_way.append((work, landing))
 
 
-def owners(starts: torch.Tensor, rows: int, count: int, **columns: int) -> torch.Tensor:
-    """Whose each of so many is: `starts` says of each row where its own begin and end (see `places.own`)."""
-    found = torch.empty(count, dtype=torch.int32, device=starts.device)
-    if rows:
-        places.own[(rows,)](starts, found, MANY=128, **columns)
-    return found
+def own(starts: Piece, rows: int, owner: Piece) -> None:
+    """Write whose each of some is: `starts` says of each row where its own begin, and where those of the last end."""
+    kernel(places.own, MANY=128)((rows,), starts, owner)

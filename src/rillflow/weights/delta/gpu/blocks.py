@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rillflow.weights.delta.gpu.single import majority, ones_of
+from rillflow.weights.delta.gpu.single import majority, ones_of, sum_of_bytes
 from rillflow.weights.delta.gpu.words import (
     changed_bits,
     evens,
@@ -60,7 +60,7 @@ def sizes(
     table, owner, limits, cells, groups, out, sums, WORDS: tl.constexpr, CLASSES: tl.constexpr, SUM: tl.constexpr,
     WIDTH: tl.constexpr, LANES: tl.constexpr, MANTISSA: tl.constexpr, EXPONENTS: tl.constexpr,
 ):  # fmt: skip
-    """After a 0, how many weights of each class a block has; how many come before each cell and each group of cells.
+    """How many weights of each class a block has; how many come before each cell and each group of cells.
     With SUM, also the block's part of the fingerprint."""
     GROUPS: tl.constexpr = WORDS // (4 * GROUP)
     b = tl.program_id(0)
@@ -84,22 +84,26 @@ def sizes(
     high_3, low_3 = _high_and_low(x_3, WIDTH, MANTISSA, EXPONENTS)
     # How many weights of the cell are of class c or above: four classes in each number, a byte each.
     inside = tl.minimum(tl.maximum(weights - at * LANES, 0), 4 * LANES)
-    above_0, above_1, above_2, above_3 = inside * 0, inside * 0, inside * 0, inside * 0
+    none = (inside * 0).to(tl.uint32)
+    above_0, above_1, above_2, above_3 = none, none, none, none
     for i in tl.static_range(1, CLASSES):
         if CLASSES - i <= last:
             limit = _four_times((low if CLASSES - i < 8 else high) >> (8 * ((CLASSES - i) % 8)))
-            reached = (_at_least(high_0, low_0, limit) >> 1) | _at_least(high_1, low_1, limit)
-            reached = (reached >> 1) | _at_least(high_2, low_2, limit)
-            reached = (reached >> 1) | _at_least(high_3, low_3, limit)
+            reached = sum_of_bytes(_at_least(high_0, low_0, limit), none)
+            reached = sum_of_bytes(_at_least(high_1, low_1, limit), reached)
+            reached = sum_of_bytes(_at_least(high_2, low_2, limit), reached)
+            reached = sum_of_bytes(_at_least(high_3, low_3, limit), reached)
+            # 128 times the number, moved to its byte.
+            reached = reached >> 7 if (CLASSES - i) % 4 == 0 else reached << (8 * ((CLASSES - i) % 4) - 7)
             if CLASSES - i < 4:
-                above_0 = above_0 * 256 + ones_of(reached)
+                above_0 += reached
             elif CLASSES - i < 8:
-                above_1 = above_1 * 256 + ones_of(reached)
+                above_1 += reached
             elif CLASSES - i < 12:
-                above_2 = above_2 * 256 + ones_of(reached)
+                above_2 += reached
             else:
-                above_3 = above_3 * 256 + ones_of(reached)
-    above_0 = above_0 * 256 + inside
+                above_3 += reached
+    above_0 += inside.to(tl.uint32)
     above = above_0.to(tl.int64) | (above_1.to(tl.int64) << 32)
     mine = b.to(tl.int64) * (WORDS // 4) + cell
     ours = b.to(tl.int64) * GROUPS + group
@@ -113,8 +117,7 @@ def sizes(
         found = tl.where(c < 8, found, more)
     else:
         found = _before(above - (above >> 8), cells + mine, groups + ours * 2, shift)
-    tl.store(out + 1 + first * CLASSES + c * tl.load(table + s * 8 + 5).to(tl.int32) + (b - first), found)
-    tl.store(out, 0, mask=b == 0)
+    tl.store(out + first * CLASSES + c * tl.load(table + s * 8 + 5).to(tl.int32) + (b - first), found)
 
 
 @triton.jit
@@ -134,15 +137,14 @@ def bounds(
     table, owner, sizes, changes_from, ranks, out, number, groups, CHUNK: tl.constexpr, CLASSES: tl.constexpr
 ):  # fmt: skip
     """Of each block and class, the first change of its weights: by search among the ranks, which ascend in a group.
-    `sizes` are prefix sums now."""
+    `sizes` are now what a group has before each block."""
     i = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     valid = i < number
     s = tl.load(owner + i // CLASSES, mask=valid, other=0)
     first = tl.load(table + s * 8 + 4).to(tl.int32)
     blocks = tl.load(table + s * 8 + 5).to(tl.int32)
     c = tl.where(valid, (i - first * CLASSES) // blocks, 0)
-    begin = tl.load(sizes + first * CLASSES + c * blocks, mask=valid, other=0)
-    rank = tl.load(sizes + i, mask=valid, other=0) - begin
+    rank = tl.load(sizes + i, mask=valid, other=0)
     low = tl.load(changes_from + s * CLASSES + c, mask=valid, other=0).to(tl.int32)
     high = tl.load(changes_from + s * CLASSES + c + 1, mask=valid, other=0).to(tl.int32)
     while tl.max(high - low, 0) > 0:
@@ -156,28 +158,9 @@ def bounds(
 
 
 @triton.jit
-def _changes_of(sizes, bounds, i, valid):
-    """How many changes the weights of a block and class have. Ranks that do not ascend make no more of them than there
-    are weights."""
-    weights = tl.load(sizes + i + 1, mask=valid, other=0) - tl.load(sizes + i, mask=valid, other=0)
-    found = tl.load(bounds + i + 1, mask=valid, other=0) - tl.load(bounds + i, mask=valid, other=0)
-    return tl.minimum(tl.maximum(found, 0), weights)
-
-
-@triton.jit(do_not_specialize=["number"])
-def runs(table, owner, sizes, bounds, out, number, CHUNK: tl.constexpr, CLASSES: tl.constexpr):
-    """After a 0, how many changes each block has."""
-    p = tl.program_id(0)
-    b = p * CHUNK + tl.arange(0, CHUNK)
-    valid = b < number
-    s = tl.load(owner + b, mask=valid, other=0)
-    first = tl.load(table + s * 8 + 4).to(tl.int32)
-    blocks = tl.load(table + s * 8 + 5).to(tl.int32)
-    total = tl.zeros([CHUNK], tl.int32)
-    for c in tl.static_range(CLASSES):
-        total += _changes_of(sizes, bounds, first * CLASSES + c * blocks + (b - first), valid)
-    tl.store(out + 1 + b, total, mask=valid)
-    tl.store(out, 0, mask=p == 0)
+def _changes_of(bounds, i):
+    """How many changes the weights of a block and class have, if the ranks ascend; if they do not, any number."""
+    return tl.maximum(tl.load(bounds + i + 1) - tl.load(bounds + i), 0)
 
 
 @triton.jit
@@ -260,14 +243,15 @@ def _located(
 
 @triton.jit(do_not_specialize=["count", "number"])
 def resolve(
-    table, owner, limits, sizes, cells, groups, bounds, runs, ranks, changes, out, flags, before, unordered, sums,
-    fault, count, number, WORDS: tl.constexpr, CHUNK: tl.constexpr, CLASSES: tl.constexpr, WIDTH: tl.constexpr,
+    table, owner, limits, sizes, cells, groups, bounds, ranks, changes, out, begins, totals, flags, before, unordered,
+    sums, report, count, number, WORDS: tl.constexpr, CHUNK: tl.constexpr, CLASSES: tl.constexpr, WIDTH: tl.constexpr,
     LANES: tl.constexpr, MANTISSA: tl.constexpr, EXPONENTS: tl.constexpr,
 ):  # fmt: skip
-    """The records of each block's changes in the order of their places, and what they add to the fingerprint.
+    """The records of each block's changes in the order of their places, where they begin and how many there are, and
+    what they add to the fingerprint. Blocks take room among the records as they come.
 
-    `runs` are the first records of the blocks. `flags`, which are 0, `before` and `unordered` are scratch of each
-    program: a bit for each weight of a block, the ones before each word of them, and records.
+    `flags`, `before` and `unordered` are scratch of each program: a bit for each weight of a block, the ones before
+    each word of them, and records. The first number of the report is set to 1 for a fault, the second counts records.
     """
     FLAGS: tl.constexpr = WORDS * LANES // 32
     p = tl.program_id(0)
@@ -275,22 +259,31 @@ def resolve(
     before += p * FLAGS
     unordered += p * (WORDS * LANES)
     word = tl.arange(0, FLAGS)
+    tl.store(flags + word, tl.zeros([FLAGS], tl.int32))
+    tl.debug_barrier()
     b = p
     while b < count:
         s = tl.load(owner + b)
-        start = tl.load(runs + b)
-        total = tl.load(runs + b + 1) - start
+        first, blocks = tl.load(table + s * 8 + 4).to(tl.int32), tl.load(table + s * 8 + 5).to(tl.int32)
+        total = b * 0
+        for k in tl.static_range(CLASSES):
+            total += _changes_of(bounds, first * CLASSES + k * blocks + (b - first))
+        # More than there are weights is a fault, which the count of flags shows.
+        total = tl.minimum(total, WORDS * LANES)
+        tl.store(totals + b, total)
         if total > 0:
+            start = tl.atomic_add(report + 1, total.to(tl.int64), sem="relaxed").to(tl.int32)
+            tl.store(begins + b, start.to(tl.int64))
             _find(
-                table, limits, sizes, cells + b.to(tl.int64) * (WORDS // 4 * CLASSES),
-                groups + b.to(tl.int64) * (WORDS // 32 * CLASSES), bounds, ranks, changes, flags, unordered, s, b,
-                total, WORDS, CHUNK, CLASSES, WIDTH, LANES, MANTISSA, EXPONENTS,
+                table, limits, sizes, cells.to(tl.pointer_type(tl.int8)) + b.to(tl.int64) * (WORDS // 4 * CLASSES),
+                groups.to(tl.pointer_type(tl.int16)) + b.to(tl.int64) * (WORDS // 32 * CLASSES), bounds, ranks,
+                changes, flags, unordered, s, b, total, WORDS, CHUNK, CLASSES, WIDTH, LANES, MANTISSA, EXPONENTS,
             )  # fmt: skip
             tl.debug_barrier()
             ones = ones_of(tl.load(flags + word, cache_modifier=".cg"))
             tl.store(before + word, tl.cumsum(ones, 0) - ones)
             # Two changes of one weight.
-            tl.store(fault, 1, mask=tl.sum(ones, 0) != total)
+            tl.store(report, 1, mask=tl.sum(ones, 0) != total)
             tl.debug_barrier()
             _put_in_order(flags, before, unordered, out, start, total, number, CHUNK, WIDTH)
             tl.debug_barrier()
@@ -316,13 +309,12 @@ def _find(
         c, index, rank_from = tl.zeros([CHUNK], tl.int32), tl.zeros([CHUNK], tl.int32), tl.zeros([CHUNK], tl.int32)
         passed = total * 0
         for k in tl.static_range(CLASSES):
-            i = first * CLASSES + k * blocks
-            here = i + (b - first)
+            here = first * CLASSES + k * blocks + (b - first)
             mine = j >= passed
             c = tl.where(mine, k, c)
             index = tl.where(mine, tl.load(bounds + here) + j - passed, index)
-            rank_from = tl.where(mine, tl.load(sizes + here) - tl.load(sizes + i), rank_from)
-            passed += _changes_of(sizes, bounds, here, True)
+            rank_from = tl.where(mine, tl.load(sizes + here), rank_from)
+            passed += _changes_of(bounds, here)
         rank = tl.load(ranks + index, mask=valid, other=0) - rank_from
         change = tl.load(changes + index, mask=valid, other=0)
         place, bits = _located(
@@ -386,34 +378,39 @@ def _gained(
 
 @triton.jit
 def unpack(
-    table, owner, runs, records, places, values, WORDS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
-    LANES: tl.constexpr,
+    table, owner, begins, totals, runs, records, places, values, WORDS: tl.constexpr, CHUNK: tl.constexpr,
+    WIDTH: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Of each record, where its weight is in its tensor, and the new bits."""
+    """Of each record, where its weight is in its tensor, and the new bits. `runs` say where those of blocks go."""
     b = tl.program_id(0)
     s = tl.load(owner + b)
     begin = (tl.load(table + s * 8 + 3) + (b - tl.load(table + s * 8 + 4)) * WORDS) * LANES
-    start, end = tl.load(runs + b), tl.load(runs + b + 1)
-    while start < end:
+    total, to = tl.load(totals + b), tl.load(runs + b)
+    records += tl.load(begins + b, mask=total > 0, other=0)
+    start = total * 0
+    while start < total:
         i = start + tl.arange(0, CHUNK)
-        record = tl.load(records + i, mask=i < end, other=0)
-        tl.store(places + i, begin + (record >> WIDTH), mask=i < end)
-        tl.store(values + i, record.to(values.dtype.element_ty), mask=i < end)
+        record = tl.load(records + i, mask=i < total, other=0)
+        tl.store(places + to + i, begin + (record >> WIDTH), mask=i < total)
+        tl.store(values + to + i, record.to(values.dtype.element_ty), mask=i < total)
         start += CHUNK
 
 
 @triton.jit
 def scatter(
-    table, owner, runs, records, WORDS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr
-):
+    table, owner, begins, totals, records, WORDS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
+    LANES: tl.constexpr,
+):  # fmt: skip
     """Write a block's new bits where they belong."""
     b = tl.program_id(0)
     s = tl.load(owner + b)
     to = tl.load(table + s * 8).to(tl.pointer_type(tl.int16 if WIDTH == 16 else tl.int32))
     to += (b - tl.load(table + s * 8 + 4)) * (WORDS * LANES)
-    start, end = tl.load(runs + b), tl.load(runs + b + 1)
-    while start < end:
+    total = tl.load(totals + b)
+    records += tl.load(begins + b, mask=total > 0, other=0)
+    start = total * 0
+    while start < total:
         i = start + tl.arange(0, CHUNK)
-        record = tl.load(records + i, mask=i < end, other=0)
-        tl.store(to + (record >> WIDTH), record.to(to.dtype.element_ty), mask=i < end)
+        record = tl.load(records + i, mask=i < total, other=0)
+        tl.store(to + (record >> WIDTH), record.to(to.dtype.element_ty), mask=i < total)
         start += CHUNK

@@ -19,12 +19,13 @@ import torch
 
 from rillflow.contracts import Change
 from rillflow.errors import CorruptData
-from rillflow.weights.delta.format import DAMAGED, DENSE, RAW, Buffer, Layout, layout_of
-from rillflow.weights.delta.gpu import heads, tables
-from rillflow.weights.delta.gpu.batch import Array, Landing, Rows, Shape, Work, batches, in_turns, spans, words_of
+from rillflow.weights.delta.format import DAMAGED, DENSE, RAW, Buffer, Layout
+from rillflow.weights.delta.gpu import heads
+from rillflow.weights.delta.gpu.batch import Array, Shape, Work, alike, batches, in_turns, located, spans
 from rillflow.weights.delta.gpu.fingerprint import fingerprint_gpu
-from rillflow.weights.delta.gpu.found import Found, Records, Report, counted, scatter, unpacked
+from rillflow.weights.delta.gpu.found import Counted, Found, Records, Report, scatter, unpacked
 from rillflow.weights.delta.gpu.incoming import Incoming
+from rillflow.weights.delta.gpu.plans import Plans
 
 # The memory of a batch, by an estimate: eighths of a byte for each weight, if there are up to eight classes, and bytes
 # for each byte of a delta. A changed weight takes some 18 bytes, and has most often some 0.8 bytes of a delta. No batch
@@ -55,23 +56,18 @@ class _Job:
         head = deltas.head
         self.bases, self.deltas, self.head, self.checksums = bases, deltas, head, checksums
         self.known = None if known is None else np.array(known, np.uint64)
-        weights = np.array([base.numel() for base in bases], np.int64)
+        self.address, weights, self.copies = located(bases, layout.width // 8)
         self._check_bases(weights, head["base"] if self.known is None else self.known)
-        self.words = [words_of(base) for base in bases]
-        self.addresses = np.array([words.data_ptr() for words in self.words], np.int64)
         self.spans = spans(weights, head["log2"].astype(np.int64))
         tensor = self.spans.tensor
-        segments = deltas.segments(np.bincount(tensor, minlength=len(bases)))
+        segments = deltas.segments(tensor, layout.exponents)
+        self.begin, self.sizes, self.limits = segments.begin, segments.size, segments.limits
         self.odd = np.zeros(len(bases), np.bool)
-        self.odd[tensor[segments.kind == RAW]] = True
-        begin = np.arange(len(tensor)) * heads.FIRST_BYTES
-        size = np.where(self.odd[tensor], 0, segments.size)
-        self.limits, state = tables.read_limits(segments.first, begin, size, layout.exponents)
-        if not state.all():
-            raise self.damaged()
-        self.odd[tensor[state == tables.TOO_MANY]] = True
-        self.limits[self.odd[tensor]] = 0
-        self.begin, self.sizes = segments.begin, np.where(self.odd[tensor], 0, segments.size)
+        strange = (segments.kind == RAW) | segments.many
+        if strange.any():
+            self.odd[tensor[strange]] = True
+            self.limits[self.odd[tensor]] = 0
+            self.sizes[self.odd[tensor]] = 0
         self.sums = np.zeros((len(bases), 2), np.uint64)
         self.found: list[Records] = []
 
@@ -131,9 +127,9 @@ def apply_many_(pieces: Pieces, known: Sequence[int] | None = None) -> None:
     for _, job in jobs:
         for records in job.found:
             scatter(records, job.shape)
-        for number, (base, words) in enumerate(zip(job.bases, job.words, strict=True)):
-            if words is not base and not job.odd[number]:
-                _write(base, Change(None, words[: base.numel()]))
+        for number, copy in job.copies.items():
+            if not job.odd[number]:
+                _write(job.bases[number], Change(None, copy[: job.bases[number].numel()]))
     for job, number, change in odd:
         _write(job.bases[number], change)
 
@@ -144,19 +140,17 @@ def apply_gpu_(base: torch.Tensor, data: Buffer, known: int | None = None) -> to
     return base
 
 
-def _jobs(pieces: Pieces, known: Sequence[int] | None) -> list[tuple[list[int], _Job]]:
+def _jobs(pieces: Pieces, known: Sequence[int] | None) -> list[tuple[Sequence[int], _Job]]:
     """The verified changes of all tensors, dtype by dtype."""
-    by_layout: dict[Layout, list[int]] = {}
-    for number, (base, _) in enumerate(pieces):
-        by_layout.setdefault(layout_of(base), []).append(number)
+    by_layout = alike([base for base, _ in pieces])
     deltas = heads.Deltas.of([data for _, data in pieces])
     parts = [deltas.part(numbers) for numbers in by_layout.values()]
     checksums = [heads.Checksums(part) for part in parts]
     try:
-        jobs: list[tuple[list[int], _Job]] = []
+        jobs: list[tuple[Sequence[int], _Job]] = []
         for (layout, numbers), part, sums in zip(by_layout.items(), parts, checksums, strict=True):
             bases = [pieces[number][0] for number in numbers]
-            theirs = None if known is None else [known[number] for number in numbers]
+            theirs = known and [known[number] for number in numbers]
             jobs.append((numbers, _Job(bases, part, sums, theirs, layout)))
         in_turns([partial(_decode, job, part) for _, job in jobs for part in job.batches()])
         for _, job in jobs:
@@ -186,7 +180,7 @@ def _on_host(job: _Job, number: int) -> Change:
     """The same for what the kernels do not read."""
     from rillflow.weights.delta import decode
 
-    index_K, value_K = decode(job.bases[number].detach().cpu(), job.deltas.views[number])
+    index_K, value_K = decode(job.bases[number].detach().cpu(), job.deltas.view(number))
     return Change(None if index_K is None else index_K.to(job.device), value_K.to(job.device))
 
 
@@ -203,40 +197,37 @@ def _write(base: torch.Tensor, change: Change) -> None:
 
 def _decode(job: _Job, part: slice) -> Work:
     """One batch. Yields where it waits for numbers."""
-    shape, device = job.shape, job.device
-    some, limits, size = job.spans.part(part), job.limits[part], job.sizes[part]
+    some, limits, size, device = job.spans.part(part), job.limits[part], job.sizes[part], job.device
     classes = 8 if limits[:, 2].max() < 8 else 16
+    counted = Counted(some, job.address, limits, classes, job.known is None, job.shape, device)
+    landing = counted.landing()
     incoming = Incoming(job.deltas, job.checksums, some, job.begin[part], size, device)
     incoming.start()
-    rows = Rows(some, job.addresses, job.addresses, shape, classes, device, limits)
-    counts = counted(rows, classes, job.known is None, shape, device)
-    (group_sizes,) = yield counts.landing()
+    (group_sizes,) = yield landing
+    plans = Plans(group_sizes.reshape(-1, classes), incoming.begin, size, limits[:, 2], job.shape.WIDTH, device)
     data = incoming.arrived()
-    plans = tables.read(
-        incoming.data, incoming.begin, size, group_sizes.reshape(-1, classes), limits[:, 2], shape.WIDTH, device
-    )
-    if plans is None:
+    if not plans.read(incoming.data):
         raise job.damaged()
-    found = Found(plans, data, counts, shape, device)
+    found = Found(plans, data, counted)
     records = found.records()
-    landing = Landing(counts.report)
-    del counts, found, data, incoming  # none of which is needed while others take their turns
+    landing = counted.reported()
+    del counted, found, data, incoming  # none of which is needed while others take their turns
     report = Report.of(*(yield landing))
     # As many different places as there are changes, or they are not what the table says.
-    if report.fault or report.changes != plans.changes_from[-1] or not plans.unary_fits(report.ones, report.last):
+    if report.fault or report.changes != plans.ends.changes or not plans.unary_fits(report.ones, report.last):
         raise job.damaged()
     job.found.append(records)
-    np.add.at(job.sums, some.tensor, report.sums.view(np.uint64))
+    first, _ = some.runs()
+    job.sums[some.tensor[first]] += np.add.reduceat(report.sums.view(np.uint64), first)
 
 
 def _split(job: _Job) -> list[list[_Slice]]:
     """Which of all changes belong to which tensor."""
     slices: list[list[_Slice]] = [[] for _ in job.bases]
     for records in job.found:
-        places, values = unpacked(records, job.shape)
-        starts = [*records.runs[records.rows.on_device[:, 4]].tolist(), len(places)]
+        places, values, starts = unpacked(records, job.shape, job.device)
         some = records.rows.spans
-        for first, beyond in some.runs():
+        for first, beyond in zip(*some.runs(), strict=True):
             here = slice(starts[first], starts[beyond])
             slices[some.tensor[first]].append(_Slice(places[here], values[here]))
     return slices

@@ -27,19 +27,21 @@ from rillflow.weights.delta.format import (
 from rillflow.weights.delta.gpu import compare, tables
 from rillflow.weights.delta.gpu.batch import (
     Array,
-    Landing,
     Rows,
     Shape,
     Spans,
     Work,
     batches,
+    clear,
     in_turns,
+    located,
     spans,
-    words_of,
 )
 from rillflow.weights.delta.gpu.heads import HEAD
+from rillflow.weights.delta.gpu.launch import kernel
+from rillflow.weights.delta.gpu.room import Piece, Room
 from rillflow.weights.delta.gpu.sealing import seal
-from rillflow.weights.delta.gpu.written import CLASSES, Batch, Landed
+from rillflow.weights.delta.gpu.written import CLASSES, Batch
 
 # Of each segment, 64 runs of up to so many words are looked at before its classes are chosen.
 _RUN, _SHARES, _RUNS, _ROUNDS = 256, 64, 4, 2
@@ -61,11 +63,11 @@ class _Job:
     ) -> None:
         self.layout, self.shape, self.device = layout, Shape.of(layout), pairs[0][0].device
         self.kind = layout, self.device
-        self.words = [(words_of(base), words_of(new)) for base, new in pairs]
         self.known = None if known is None else np.array(known, np.uint64)
-        self.weights = np.array([base.numel() for base, _ in pairs], np.int64)
-        self.old = np.array([old.data_ptr() for old, _ in self.words], np.int64)
-        self.new = np.array([new.data_ptr() for _, new in self.words], np.int64)
+        size = layout.width // 8
+        self.old, self.weights, old = located([base for base, _ in pairs], size)
+        self.new, _, new = located([new for _, new in pairs], size)
+        self._copies = old, new  # which live as long as this does
         self.spans = spans(self.weights, MOST_LOG2)
         self.segments = np.bincount(self.spans.tensor, minlength=len(pairs))
         self.left = self.segments.copy()
@@ -78,13 +80,12 @@ class _Job:
             self._join(number)
 
     def rows(self, part: slice) -> Rows:
-        return Rows(self.spans.part(part), self.old, self.new, self.shape, CLASSES, self.device)
+        return Rows(self.spans.part(part), self.old, self.new, self.shape, self.device)
 
     def add(self, some: Spans, sums: Array, changed: Array, begins: Array, data: Array) -> None:
         """What a batch's segments add to the fingerprints, how many of their weights changed, and their bytes, which
         are in a row; the last ones of a tensor make its delta. If these are all it has, the delta is where they are."""
-        runs = np.array(some.runs(), np.int64)
-        first, beyond = runs[:, 0], runs[:, 1]
+        first, beyond = some.runs()
         number, start, begin, end = some.tensor[first], some.start[first], begins[first], begins[beyond]
         self.sums[number] += np.add.reduceat(sums.view(np.uint64), first)
         self.changed[number] += np.add.reduceat(changed, first)
@@ -138,10 +139,11 @@ def encode_many(
     for layout, numbers in by_layout.items():
         job = _Job([pairs[number] for number in numbers], known and [known[number] for number in numbers], layout)
         if len(job.spans):
-            choices = _choose(job)
+            rows, choices = _choose(job)
             estimates = _estimates(job, choices)
             parts = batches(np.maximum(estimates, job.spans.weights // 32), _BUDGET)
             in_turns([partial(_encode, job, choices, part, _room(estimates[part])) for part in parts])
+            del rows
             _seen[job.kind] = int(job.changed.sum()) / int(job.weights.sum())
         found |= {number: job.done[place] for place, number in enumerate(numbers)}
     return [found[number] for number in range(len(pairs))]
@@ -152,26 +154,29 @@ def encode_gpu(base: torch.Tensor, new: torch.Tensor, known: int | None = None) 
     return encode_many([(base, new)], None if known is None else [known])[0]
 
 
-def _choose(job: _Job) -> torch.Tensor:
-    """A row of each segment: see `compare.choose`."""
-    rows, count, device = job.rows(slice(None)), len(job.spans), job.device
-    histogram = torch.zeros(count * _BINS * _SYMBOLS, dtype=torch.int32, device=device)
-    lowest = torch.empty(count, dtype=torch.int32, device=device)
-    compare.sample[(count, _SHARES // (_RUNS * _ROUNDS))](
-        rows.on_device, histogram, lowest, WORDS=_RUN, RUNS=_RUNS, SHARES=_SHARES, ROUNDS=_ROUNDS, **job.shape.all
+def _choose(job: _Job) -> tuple[Rows, Piece]:
+    """A row of each segment: see `compare.choose`; and what must live until the device has made them."""
+    rows, count, room = job.rows(slice(None)), len(job.spans), Room(job.device)
+    histogram, lowest = room.ints(count * _BINS * _SYMBOLS), room.ints(count)
+    scratch, choices = room.ints(count * CLASSES * _BINS), room.longs(count * 4)
+    room.make()
+    clear(histogram, 1 << 14)
+    constants = {"WORDS": _RUN, "RUNS": _RUNS, "SHARES": _SHARES, "ROUNDS": _ROUNDS}
+    kernel(compare.sample, **constants, **job.shape.all)(
+        (count, _SHARES // (_RUNS * _ROUNDS)), rows.table, histogram, lowest
     )
-    scratch = torch.empty(count * CLASSES * _BINS, dtype=torch.int32, device=device)
-    choices = torch.empty((count, 4), dtype=torch.int64, device=device)
-    compare.choose[(count,)](rows.on_device, histogram, lowest, scratch, choices, CLASSES=CLASSES)
-    return choices
+    kernel(compare.choose, CLASSES=CLASSES)((count,), rows.table, histogram, lowest, scratch, choices)
+    return rows, choices
 
 
-def _estimates(job: _Job, choices: torch.Tensor) -> Array:
+def _estimates(job: _Job, choices: Piece) -> Array:
     """How many records each segment has, more or less: by what changed of such weights the last time, because one step
     of training is like the next; the first time the device is waited for."""
     share = _seen.get(job.kind)
-    found: Array = choices[:, 3].cpu().numpy() if share is None else (job.spans.weights * share).astype(np.int64)
-    return found
+    if share is None:
+        found: Array = choices.tensor.view(-1, 4)[:, 3].cpu().numpy()
+        return found
+    return (job.spans.weights * share).astype(np.int64)
 
 
 def _room(estimates: Array) -> int:
@@ -179,10 +184,10 @@ def _room(estimates: Array) -> int:
     return (int(estimates.sum()) * 5 // 4 // _ROOM + 1) * _ROOM
 
 
-def _encode(job: _Job, choices: torch.Tensor, part: slice, room: int) -> Work:
+def _encode(job: _Job, choices: Piece, part: slice, room: int) -> Work:
     """One batch, to the bytes of its segments. Yields where it waits for numbers."""
     rows = job.rows(part)
-    batch = Batch(rows, choices[part], job.shape)
+    batch = Batch(rows, choices.after(4 * part.start), job.shape, job.device)
     (numbers,) = yield batch.compare(room, known=job.known is not None)
     if numbers[0] > room:
         del batch
@@ -190,11 +195,13 @@ def _encode(job: _Job, choices: torch.Tensor, part: slice, room: int) -> Work:
         return
     if numbers[1]:
         (numbers,) = yield batch.plan(*map(int, numbers[1:]))
-        landed = Landed(*(yield batch.write(*map(int, numbers))))
-        tables.write(landed.data, rows.spans, landed.totals, landed.choices, landed.table, job.shape.WIDTH)
-        totals, begins, data = landed.totals[:-1], landed.totals[:, 6], landed.data
+        totals, chosen, table, data = yield batch.write(*map(int, numbers))
+        totals = totals.reshape(-1, 8)
+        tables.write(data, rows.spans, totals, chosen.reshape(-1, 4), table, job.shape.WIDTH)
+        totals, begins = totals[:-1], totals[:, 6]
     else:
-        totals = (yield Landing(batch.totals))[0][:-1]
+        (totals,) = yield batch.unchanged()
+        totals = totals.reshape(-1, 8)[:-1]
         sizes = np.where(rows.spans.start == 0, HEADER_SIZE, 0) + _SEGMENT_HEAD
         begins = np.append(0, np.cumsum(sizes))
         # The heads of segments in which nothing changed are zeros.
@@ -202,7 +209,7 @@ def _encode(job: _Job, choices: torch.Tensor, part: slice, room: int) -> Work:
     job.add(rows.spans, totals[:, :2], totals[:, 7], begins, data)
 
 
-def _again(job: _Job, choices: torch.Tensor, part: slice, room: int) -> Work:
+def _again(job: _Job, choices: Piece, part: slice, room: int) -> Work:
     """A batch whose records, so many, had not enough room: as it is, or in halves if it has become too large."""
     middle = (part.start + part.stop) // 2
     if room <= 2 * _BUDGET or middle == part.start:

@@ -4,7 +4,7 @@ Where changed weights are coded, their events give their ranks in order. Every o
 items, with prefix sums of its ones: whether an item is a member and how many members come before it can then be asked
 for any item, at any time, by any program.
 
-The columns of a group are those of `streams`. Whatever the bytes are, nothing outside of the arrays is read or written:
+The rows of subsets are those of `plans`. Whatever the bytes are, nothing outside of the arrays is read or written:
 indices that cannot be are masked and set `fault`.
 """
 
@@ -14,6 +14,21 @@ import triton
 import triton.language as tl
 
 from rillflow.weights.delta.gpu.words import popcount
+
+# Where things are in a row.
+EVENTS = tl.constexpr(0)
+NUMBER = tl.constexpr(1)
+FIELDS = tl.constexpr(2)
+ITEMS = tl.constexpr(3)
+KIND = tl.constexpr(4)
+WORDS = tl.constexpr(5)
+MORE = tl.constexpr(6)
+CHUNKS = tl.constexpr(7)
+# Flags of a kind beside those of the table: neither all nor no items are members; ranks are what the events give;
+# no event of the segment comes before.
+CODED = tl.constexpr(0x100)
+RANKS = tl.constexpr(0x200)
+FIRST = tl.constexpr(0x400)
 
 
 @triton.jit
@@ -32,32 +47,52 @@ def _unary_words(data, unary, owner, chunks_from, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def count_ones(data, unary, owner, chunks_from, words, counts, CHUNK: tl.constexpr):
-    """The words of the streams, and after a 0 how many one-bits each has."""
-    found = _unary_words(data, unary, owner, chunks_from, CHUNK)
-    p = tl.program_id(0)
-    i = p * CHUNK + tl.arange(0, CHUNK)
-    tl.store(words + i, found)
-    tl.store(counts + 1 + i, popcount(found))
-    tl.store(counts, 0, mask=p == 0)
+def _sum_of(numbers, start, end, MANY: tl.constexpr):
+    """Of the numbers from `start` to before `end`."""
+    found = tl.zeros([MANY], tl.int32)
+    while start < end:
+        i = start + tl.arange(0, MANY)
+        found += tl.load(numbers + i, mask=i < end, other=0)
+        start += MANY
+    return tl.sum(found)
 
 
 @triton.jit
-def find_ones(words, unary, owner, chunks_from, counts, places, CHUNK: tl.constexpr):
-    """Where each one-bit is in its stream: the ends of the events, in order. `counts` are prefix sums now.
+def count_ones(data, unary, owner, chunks_from, words, before, counts, CHUNK: tl.constexpr):
+    """The words of a chunk, how many one-bits of it come before each, and how many it has."""
+    found = _unary_words(data, unary, owner, chunks_from, CHUNK)
+    p = tl.program_id(0)
+    i = p * CHUNK + tl.arange(0, CHUNK)
+    ones = popcount(found)
+    tl.store(words + i, found)
+    tl.store(before + i, tl.cumsum(ones, 0) - ones)
+    tl.store(counts + p, tl.sum(ones))
+
+
+@triton.jit
+def find_ones(
+    words, before, counts, unary, owner, chunks_from, places, seen, CHUNK: tl.constexpr, MANY: tl.constexpr
+):  # fmt: skip
+    """Where each one-bit is in its stream: the ends of the events, in order. For the host, how many each stream has and
+    where its last event ends (see `Plans.unary_fits`).
 
     A lane for each bit: what is of a word is only loaded here, since all lanes of the word do it."""
     p = tl.program_id(0)
     s = tl.load(owner + p)
     chunk = tl.load(chunks_from + s)
+    passed = _sum_of(counts, chunk, p, MANY)
+    all = passed + tl.load(counts + p)
+    tl.store(seen + s * 2, all.to(tl.int64), mask=p + 1 == tl.load(chunks_from + s + 1))
     end = tl.load(unary + s * 4 + 3).to(tl.int32)
-    first = tl.load(unary + s * 4 + 2).to(tl.int32) - tl.load(counts + chunk * CHUNK)
+    first = tl.load(unary + s * 4 + 2).to(tl.int32) + passed
     start = ((p - chunk) * (CHUNK * 32)) - (tl.load(unary + s * 4) & 31).to(tl.int32)
     bit, k = tl.arange(0, CHUNK * 32), tl.arange(0, CHUNK * 32) & 31
     word = p * CHUNK + (bit >> 5)
     ones = tl.load(words + word)
-    event = first + tl.load(counts + word) + popcount(ones & ((tl.full([1], 1, tl.int32) << k) - 1))
-    tl.store(places + event, start + bit, mask=(((ones >> k) & 1) != 0) & (event < end))
+    event = first + tl.load(before + word) + popcount(ones & ((tl.full([1], 1, tl.int32) << k) - 1))
+    valid = (((ones >> k) & 1) != 0) & (event < end)
+    tl.store(places + event, start + bit, mask=valid)
+    tl.store(seen + s * 2 + 1 + event * 0, (start + bit).to(tl.int64), mask=valid & (event == end - 1))
 
 
 @triton.jit
@@ -71,154 +106,143 @@ def _bits_at(data, at, width, valid):
 
 
 @triton.jit
-def _events(owner, chunks_from, events_from, CHUNK: tl.constexpr):
-    """A chunk of events of one coded subset: the subset, their order in it, and which are there."""
+def _events(owner, rows, CHUNK: tl.constexpr):
+    """A chunk of events of one coded subset: the subset's row, their order in it, and which are there."""
     p = tl.program_id(0)
-    subset = tl.load(owner + p)
-    order = (p - tl.load(chunks_from + subset)) * CHUNK + tl.arange(0, CHUNK)
-    first = tl.load(events_from + subset)
-    return subset, first, order, order < tl.load(events_from + subset + 1) - first
+    row = rows + tl.load(owner + p) * 8
+    order = (p - tl.load(row + CHUNKS).to(tl.int32)) * CHUNK + tl.arange(0, CHUNK)
+    return row, order, order < tl.load(row + NUMBER)
 
 
 @triton.jit
-def _low_bits(data, subset, order, valid, fields_from, rice):
+def _low_bits(data, row, order, valid, rice):
     """The low bits of the gaps of a subset's events."""
-    at = tl.load(fields_from + subset) + order.to(tl.int64) * rice
+    at = tl.load(row + FIELDS) + order.to(tl.int64) * rice
     return _bits_at(data, at, rice, valid & (rice > 0))
 
 
 @triton.jit
-def low_sums(data, owner, chunks_from, events_from, fields_from, kinds, out, CHUNK: tl.constexpr):
-    """After a 0, the sums of the low bits of the gaps of each chunk of events."""
-    subset, _, order, valid = _events(owner, chunks_from, events_from, CHUNK)
-    rice = (tl.load(kinds + subset) & 127).to(tl.int64)
-    low = _low_bits(data, subset, order, valid, fields_from, rice)
-    p = tl.program_id(0)
-    tl.store(out + 1 + p, tl.sum(low, 0))
-    tl.store(out, 0, mask=p == 0)
+def low_sums(data, owner, rows, out, CHUNK: tl.constexpr):
+    """The sum of the low bits of the gaps of each chunk of events."""
+    row, order, valid = _events(owner, rows, CHUNK)
+    low = _low_bits(data, row, order, valid, tl.load(row + KIND) & 127)
+    tl.store(out + tl.program_id(0), tl.sum(low, 0))
 
 
 @triton.jit
-def mark(
-    data, owner, chunks_from, events_from, fields_from, total, kinds, words_from, changes_from, unary, places, lows,
-    bitmap, ranks, fault, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, CLASSES: tl.constexpr,
-):  # fmt: skip
+def mark(data, owner, rows, places, lows, bitmap, ranks, fault, CHUNK: tl.constexpr, MANY: tl.constexpr):
     """The rank of each changed weight where the changed ones are coded; of all other subsets, the bit of each event's
-    item. COLUMNS are those of a group.
+    item.
 
     An item is the sum of the gaps up to its own. The sum of their unary parts is what the place of its one-bit is
-    beyond the subset's first bit, less the one-bits among them; `lows` are prefix sums of the other parts.
+    beyond the subset's first bit, less the one-bits among them; `lows` are the sums of the other parts of each chunk.
     """
-    subset, first, order, valid = _events(owner, chunks_from, events_from, CHUNK)
-    begins = first == tl.load(unary + (subset // (COLUMNS * CLASSES)) * 4 + 2)
-    before = tl.load(places + first - 1, mask=begins == 0, other=-1)
-    rice = (tl.load(kinds + subset) & 127).to(tl.int64)
-    low = _low_bits(data, subset, order, valid, fields_from, rice)
-    low = tl.cumsum(low, 0) + (tl.load(lows + tl.program_id(0)) - tl.load(lows + tl.load(chunks_from + subset)))
+    p = tl.program_id(0)
+    row, order, valid = _events(owner, rows, CHUNK)
+    first, kind = tl.load(row + EVENTS), tl.load(row + KIND)
+    before = tl.load(places + first - 1, mask=(kind & FIRST) == 0, other=-1)
+    low = _low_bits(data, row, order, valid, kind & 127)
+    low = tl.cumsum(low, 0) + _sum_of(lows, tl.load(row + CHUNKS).to(tl.int32), p, MANY)
     place = tl.load(places + first + order, mask=valid, other=0)
-    wide = ((place - before - order - 1).to(tl.int64) << rice) + (low + order).to(tl.int64)
-    wrong = valid & ((wide < 0) | (wide >= tl.load(total + subset)))
+    wide = ((place - before - order - 1).to(tl.int64) << (kind & 127)) + (low + order).to(tl.int64)
+    wrong = valid & ((wide < 0) | (wide >= tl.load(row + ITEMS)))
     item = wide.to(tl.int32)
     tl.store(fault + item * 0, 1, mask=wrong)
     good = valid & (wrong == 0)
-    if (subset % COLUMNS == 0) & ((tl.load(kinds + subset) & 128) == 0):
-        tl.store(ranks + tl.load(changes_from + subset // COLUMNS) + order, item, mask=good)
+    to = tl.load(row + WORDS)
+    if (kind & RANKS) != 0:
+        tl.store(ranks + to + order, item, mask=good)
     else:
         bit = tl.full([CHUNK], 1, tl.int32) << (item & 31)
-        tl.atomic_or(bitmap + tl.load(words_from + subset) + (item >> 5), bit, mask=good, sem="relaxed")
+        tl.atomic_or(bitmap + to + (item >> 5), bit, mask=good, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["number"])
 def count_bits(bitmap, counts, number, CHUNK: tl.constexpr):
-    """After a 0, how many one-bits each word has."""
+    """How many one-bits a chunk of words has."""
     p = tl.program_id(0)
     i = p.to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
-    tl.store(counts + 1 + i, popcount(tl.load(bitmap + i, mask=i < number, other=0)), mask=i < number)
-    tl.store(counts, 0, mask=p == 0)
+    tl.store(counts + p, tl.sum(popcount(tl.load(bitmap + i, mask=i < number, other=0))))
+
+
+@triton.jit(do_not_specialize=["number"])
+def rank_bits(bitmap, counts, before, number, CHUNK: tl.constexpr, MANY: tl.constexpr):
+    """How many one-bits come before each word, of all bitmaps."""
+    p = tl.program_id(0)
+    i = p.to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    ones = popcount(tl.load(bitmap + i, mask=i < number, other=0))
+    tl.store(before + i, _sum_of(counts, p * 0, p, MANY) + tl.cumsum(ones, 0) - ones, mask=i < number)
 
 
 @triton.jit
-def _ones_before(bitmap, ranks, first, item, valid):
+def _ones_before(bitmap, before, first, item, valid):
     """The bitmap's word of each item, and how many ones of the subset that begins at word `first` come before it."""
     word = first + (item >> 5)
     bits = tl.load(bitmap + word, mask=valid, other=0)
     below = ((tl.full([1], 1, tl.int64) << (item & 31).to(tl.int64)) - 1).to(tl.int32)
-    before = tl.load(ranks + word, mask=valid, other=0) - tl.load(ranks + first + item * 0, mask=valid, other=0)
-    return bits, before + popcount(bits & below)
+    ones = tl.load(before + word, mask=valid, other=0) - tl.load(before + first + item * 0, mask=valid, other=0)
+    return bits, ones + popcount(bits & below)
 
 
 @triton.jit
 def changes(
-    data, owner, chunks_from, changes_from, kinds, total, words_from, fields_from, bitmap, ranks, out,
-    CHUNK: tl.constexpr, WIDTH: tl.constexpr,
+    data, owner, chunks_from, changes_from, first_row, rows, bitmap, before, out, CHUNK: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The changes of a chunk: each follows the subsets of lengths down to its own."""
+    """The changes of a chunk: each follows the subsets of lengths down to its own, of which it is no member."""
     p = tl.program_id(0)
     g = tl.load(owner + p)
     start = tl.load(changes_from + g)
     index = (p - tl.load(chunks_from + g)) * CHUNK + tl.arange(0, CHUNK)
     valid = index < tl.load(changes_from + g + 1) - start
-    columns = g * (2 * WIDTH)
-    bits, _ = _ones_before(bitmap, ranks, tl.load(words_from + columns + 1), index, valid)
-    negative = (((bits >> (index & 31)) & 1) != 0) != ((tl.load(kinds + columns + 1) & 128) != 0)
+    row = rows + tl.load(first_row + g) * 8 + 8
+    kind = tl.load(row + KIND)
+    word = tl.load(row + WORDS) + (index >> 5)
+    bits = tl.load(bitmap + word, mask=valid & ((kind & CODED) != 0), other=0)
+    negative = (((bits >> (index & 31)) & 1) != 0) != ((kind & 128) != 0)
     item, active = index, valid
-    length = tl.zeros([CHUNK], tl.int32)
-    order = tl.zeros([CHUNK], tl.int32)
+    length, order = tl.zeros([CHUNK], tl.int32), tl.zeros([CHUNK], tl.int32)
+    from_bit = tl.zeros([CHUNK], tl.int64)
+    here = index < 0
     level = g * 0
-    while (level < WIDTH - 1) & (tl.max(active.to(tl.int32)) != 0):
-        column = columns + 2 + level
-        active = active & (item < tl.load(total + column))
-        inverted = (tl.load(kinds + column) & 128) != 0
-        bits, ones = _ones_before(bitmap, ranks, tl.load(words_from + column), item, active)
+    # The last row has no members.
+    while tl.max(active.to(tl.int32)) != 0:
+        row += 8
+        kind, items, number = tl.load(row + KIND), tl.load(row + ITEMS), tl.load(row + NUMBER)
+        coded, inverted = (kind & CODED) != 0, (kind & 128) != 0
+        exact = tl.where(coded, tl.where(inverted, number, items - number), tl.where(inverted, 0, items))
+        active = active & (item < items)
+        bits, ones = _ones_before(bitmap, before, tl.load(row + WORDS), item, active & coded)
         member = (((bits >> (item & 31)) & 1) != 0) != inverted
         members = tl.where(inverted, item - ones, ones)
-        order = tl.where(active, tl.where(member, members, item - members), order)
+        ends = active & (member == 0)
+        order = tl.where(ends, item - members, order)
+        length = tl.where(ends, level, length)
+        from_bit = tl.where(ends, tl.load(row + MORE), from_bit)
+        here = here | (ends & (item - members < exact) & (level > 0))
         active = active & member
         item = tl.where(active, members, item)
         level += 1
-        length = tl.where(active, level, length)
-    column = columns + WIDTH + length
-    here = valid & (length > 0) & (order < tl.load(total + column, mask=valid, other=0))
-    at = tl.load(fields_from + column, mask=here, other=0) + order.to(tl.int64) * length
-    size = _bits_at(data, at, length.to(tl.int64), here).to(tl.int64) + (
-        tl.full([1], 1, tl.int64) << length.to(tl.int64)
-    )
+    size = _bits_at(data, from_bit + order.to(tl.int64) * length, length.to(tl.int64), here).to(tl.int64)
+    size += tl.full([1], 1, tl.int64) << length.to(tl.int64)
     tl.store(out + start + index, tl.where(negative, -size, size).to(out.dtype.element_ty), mask=valid)
 
 
 @triton.jit
-def members(
-    owner, chunks_from, total, words_from, changes_from, bitmap, before, ranks, CHUNK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):  # fmt: skip
+def members(owner, rows, bitmap, before, ranks, CHUNK: tl.constexpr):
     """The ranks of the changed weights of groups whose other ones are marked: a chunk is of words of their bitmap."""
     p = tl.program_id(0)
-    g = tl.load(owner + p)
-    items, first = tl.load(total + g * COLUMNS), tl.load(words_from + g * COLUMNS)
-    word = (p - tl.load(chunks_from + g)) * CHUNK + tl.arange(0, CHUNK)
-    valid = word * 32 < items
+    row = rows + tl.load(owner + p) * 8
+    items, first, coded = tl.load(row + ITEMS), tl.load(row + WORDS), (tl.load(row + KIND) & CODED) != 0
+    word = (p - tl.load(row + MORE).to(tl.int32)) * CHUNK + tl.arange(0, CHUNK)
+    valid = (word * 32 < items) & coded
     others = tl.load(bitmap + first + word, mask=valid, other=0)
-    ones = tl.load(before + first + word, mask=valid, other=0) - tl.load(before + first)
+    ones = tl.load(before + first + word, mask=valid, other=0) - tl.load(before + first, mask=coded, other=0)
     k = tl.arange(0, 32)[None, :]
     item = word[:, None] * 32 + k
     below = others[:, None] & ((tl.full([1, 1], 1, tl.int32) << k) - 1)
-    start = tl.load(changes_from + g)
+    # Those of the changes are in the next row, of signs.
+    start, number = tl.load(row + 8 + MORE), tl.load(row + 8 + ITEMS)
     order = item - ones[:, None] - popcount(below)
-    mask = valid[:, None] & (item < items) & (((others[:, None] >> k) & 1) == 0)
-    tl.store(ranks + start + order, item, mask=mask & (order < tl.load(changes_from + g + 1) - start))
-
-
-@triton.jit(do_not_specialize=["segments", "blocks"])
-def seen(
-    counts, places, unary, chunks_from, runs, out, segments, blocks, CHUNK: tl.constexpr, MANY: tl.constexpr
-):  # fmt: skip
-    """What the host compares with the tables: how many changes there are, how many one-bits come before each unary
-    stream and before the end, and where the last one of each stream is (see `Plans.unary_fits`)."""
-    p = tl.program_id(0)
-    s = p * MANY + tl.arange(0, MANY)
-    ones = tl.load(counts + tl.load(chunks_from + s, mask=s <= segments, other=0) * CHUNK, mask=s <= segments, other=0)
-    tl.store(out + 1 + s, ones.to(tl.int64), mask=s <= segments)
-    last = tl.maximum(tl.load(unary + s * 4 + 3, mask=s < segments, other=0) - 1, 0)
-    place = tl.load(places + last, mask=s < segments, other=0)
-    tl.store(out + 2 + segments + s, place.to(tl.int64), mask=s < segments)
-    tl.store(out, tl.load(runs + blocks).to(tl.int64), mask=p == 0)
+    mask = (item < items) & (((others[:, None] >> k) & 1) == 0)
+    tl.store(ranks + start + order, item, mask=mask & (order < number))

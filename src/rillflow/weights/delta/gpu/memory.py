@@ -18,15 +18,38 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from rillflow.weights.delta.gpu.batch import Array
+from rillflow.weights.delta.jit import holding
 
 _I8, _I64 = ir.IntType(8), ir.IntType(64)
 _DIGEST = ir.FunctionType(_I64, [_I8.as_pointer(), _I64])
 
 
-def addresses(views: Sequence[memoryview]) -> Array:
-    """Of buffers that are not empty."""
-    found = (np.frombuffer(view, np.uint8).__array_interface__["data"][0] for view in views)
-    return np.fromiter(found, np.int64, len(views))
+def addresses(views: Sequence[memoryview]) -> tuple[Array, Array]:
+    """Where the bytes of views are, and how many each has. TypeError for views that are not one run of bytes."""
+    found = np.empty((2, len(views)), np.int64)
+    if not _addresses(*_functions(), np.fromiter(map(id, views), np.int64, len(views)), found):
+        raise TypeError("the bytes of a view are not in one run")
+    return found[0], found[1]
+
+
+@cache
+def _functions() -> tuple[int, int, int]:
+    """Addresses of functions of the interpreter, for `_addresses`."""
+    api = ctypes.pythonapi
+    functions = (api.PyObject_GetBuffer, api.PyBuffer_Release, api.PyErr_Clear)
+    get, release, clear = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
+    return get, release, clear
+
+
+@holding
+def _addresses(get: int, release: int, clear: int, objects: Array, found: Array) -> bool:
+    # A Py_buffer, whose first numbers are the address, the object and the length, is 80 bytes.
+    view = np.zeros(16, np.int64)
+    for number in range(len(objects)):
+        if not buffer_of(get, release, clear, objects[number], view.ctypes.data):
+            return False
+        found[0, number], found[1, number] = view[0], view[2]
+    return True
 
 
 @cache
@@ -46,6 +69,31 @@ def _instruction(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _pointer(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     return builder.inttoptr(address, _I8.as_pointer())
+
+
+@_instruction
+def buffer_of(typing: Any, get: Any, release: Any, clear: Any, object: Any, view: Any) -> Any:
+    """Fill in the Py_buffer at the address `view` with what the object shows of its memory, and give it back: the
+    object keeps the memory. Whether it shows any; if not, no error is left behind."""
+    pointer, integer, nothing = _I8.as_pointer(), ir.IntType(32), ir.VoidType()
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        getting = ir.FunctionType(integer, [pointer, pointer, integer])
+        releasing, clearing = ir.FunctionType(nothing, [pointer]), ir.FunctionType(nothing, [])
+        get, release, clear = (
+            builder.inttoptr(address, kind.as_pointer())
+            for address, kind in zip(args, (getting, releasing, clearing), strict=False)
+        )
+        object, view = _pointer(builder, args[3]), _pointer(builder, args[4])
+        good = builder.icmp_signed("==", builder.call(get, [object, view, integer(0)]), integer(0))
+        with builder.if_else(good) as (then, otherwise):
+            with then:
+                builder.call(release, [view])
+            with otherwise:
+                builder.call(clear, [])
+        return good
+
+    return types.boolean(types.int64, types.int64, types.int64, types.int64, types.int64), generate
 
 
 @_instruction

@@ -28,32 +28,71 @@ LENGTH = tl.constexpr(4)
 
 
 @triton.jit
-def own(starts, out, FIRST: tl.constexpr, LAST: tl.constexpr, STRIDE: tl.constexpr, MANY: tl.constexpr):
-    """Write the number of the row to all that are its own: from column FIRST to before column LAST."""
+def own(starts, out, MANY: tl.constexpr):
+    """Write the number of the row to all that are its own: from its start to the next one's."""
     p = tl.program_id(0)
-    start, end = tl.load(starts + p * STRIDE + FIRST).to(tl.int32), tl.load(starts + p * STRIDE + LAST).to(tl.int32)
+    _own(out, tl.load(starts + p), tl.load(starts + p + 1), MANY)
+
+
+@triton.jit
+def _own(out, start, end, MANY: tl.constexpr):
+    p = tl.program_id(0)
     while start < end:
         at = start + tl.arange(0, MANY)
         tl.store(out + at, tl.zeros([MANY], tl.int32) + p, mask=at < end)
         start += MANY
 
 
+@triton.jit
+def spread(rows, table, limits, owner, COLUMNS: tl.constexpr, MANY: tl.constexpr):
+    """Copy a row that the host has written: the first eight numbers to the table of segments (see `compare`), others to
+    `limits`. And write the number of the segment to all its blocks."""
+    p = tl.program_id(0)
+    k = tl.arange(0, 16)
+    row = tl.load(rows + p * COLUMNS + k, mask=k < COLUMNS, other=0)
+    tl.store(table + p * 8 + k, row, mask=k < 8)
+    tl.store(limits + p * (COLUMNS - 8) + (k - 8), row, mask=(k >= 8) & (k < COLUMNS))
+    first = tl.sum(tl.where(k == 4, row, 0)).to(tl.int32)
+    _own(owner, first, tl.sum(tl.where(k == 6, row, 0)).to(tl.int32), MANY)
+
+
 @triton.jit(do_not_specialize=["number"])
-def differences(sums, starts, out, number, MANY: tl.constexpr):
-    """What each of so many has, given prefix sums and where each begins among these, and the end."""
+def land(source, to, number, MANY: tl.constexpr):
+    """Copy so many numbers."""
     i = tl.program_id(0) * MANY + tl.arange(0, MANY)
-    begin, end = tl.load(starts + i, mask=i < number, other=0), tl.load(starts + i + 1, mask=i < number, other=0)
-    found = tl.load(sums + end, mask=i < number, other=0) - tl.load(sums + begin, mask=i < number, other=0)
-    tl.store(out + i, found, mask=i < number)
+    tl.store(to + i, tl.load(source + i, mask=i < number, other=0), mask=i < number)
+
+
+@triton.jit(do_not_specialize=["number"])
+def clear(to, number, MANY: tl.constexpr):
+    """Write so many zeros."""
+    i = tl.program_id(0).to(tl.int64) * MANY + tl.arange(0, MANY)
+    tl.store(to + i, tl.zeros([MANY], to.dtype.element_ty), mask=i < number)
+
+
+@triton.jit
+def group_sums(table, sizes, out, CLASSES: tl.constexpr, MANY: tl.constexpr):
+    """What comes before each block of a group in it, in place of what the block has; and what the group has."""
+    s, c = tl.program_id(0), tl.program_id(1)
+    blocks = tl.load(table + s * 8 + 5).to(tl.int32)
+    at = sizes + tl.load(table + s * 8 + 4) * CLASSES + c * blocks
+    before, start = blocks * 0, blocks * 0
+    while start < blocks:
+        i = start + tl.arange(0, MANY)
+        some = tl.load(at + i, mask=i < blocks, other=0)
+        tl.store(at + i, before + tl.cumsum(some, 0) - some, mask=i < blocks)
+        before += tl.sum(some)
+        start += MANY
+    tl.store(out + s * CLASSES + c, before)
 
 
 @triton.jit(do_not_specialize=["groups", "all_sizes"])
 def group(
-    table, choices, sums, groups, all_sizes, group_sizes, changes_from, modes, positions_from, chunks_from, ends,
-    CLASSES: tl.constexpr, CHUNK: tl.constexpr, MANY: tl.constexpr,
+    table, choices, sums, groups, all_sizes, group_sizes, changes_from, modes, positions_from, chunks_from, cursor,
+    ends, CLASSES: tl.constexpr, CHUNK: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
     """By one program, of all groups: sizes, modes (see `compare.sort`), where changes, coded positions and chunks of
-    changes begin, and at last where they end. `ends` gets the three last numbers.
+    changes begin, and at last where they end. `ends` gets the number of records and the three last numbers.
 
     `sums` are prefix sums of the sizes of groups by block and, behind these, of their changes.
     """
@@ -85,9 +124,10 @@ def group(
     tl.store(changes_from + groups, changes)
     tl.store(positions_from + groups, positions)
     tl.store(chunks_from + groups, chunks)
-    tl.store(ends, changes.to(tl.int64))
-    tl.store(ends + 1, positions)
-    tl.store(ends + 2, chunks.to(tl.int64))
+    tl.store(ends, tl.load(cursor))
+    tl.store(ends + 1, changes.to(tl.int64))
+    tl.store(ends + 2, positions)
+    tl.store(ends + 3, chunks.to(tl.int64))
 
 
 @triton.jit
@@ -201,6 +241,7 @@ def pack(
     """Copy a part of the bytes of a segment to its place behind those before: both its streams, or its new weights
     where these are no more. The host writes header, head and table into the room that is left before them."""
     N: tl.constexpr = CLASSES * COLUMNS
+    streams = streams.to(tl.pointer_type(tl.uint8))
     s, start = tl.program_id(0), tl.program_id(1) * MANY
     begin = tl.load(totals + s * 8 + BEGIN) + _header(table, s, True) + HEAD
     size = tl.load(totals + s * 8 + 8 + BEGIN) - begin

@@ -28,6 +28,18 @@ def majority(a, b, c):
 
 
 @triton.jit
+def sum_of_bytes(words, sums):
+    """`sums` and all four bytes of each number; all of them of type uint32."""
+    if _INTERPRETED:
+        found = sums + (words & 0xFF) + ((words >> 8) & 0xFF) + ((words >> 16) & 0xFF) + (words >> 24)
+    else:
+        found = tl.inline_asm_elementwise(
+            "dp4a.u32.u32 $0, $1, 0x01010101, $2;", "=r,r,r", [words, sums], dtype=tl.uint32, is_pure=True, pack=1
+        )
+    return found
+
+
+@triton.jit
 def ones_of(words):
     """How many bits of each 32-bit number are ones."""
     if _INTERPRETED:

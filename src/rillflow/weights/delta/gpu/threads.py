@@ -12,7 +12,7 @@ import numpy as np
 
 from rillflow.weights.delta.gpu.batch import Array
 
-_THREADS = 4
+_THREADS = 3
 # So many bytes and more are worth several threads.
 _MANY = 1 << 22
 
@@ -25,6 +25,14 @@ def _pool() -> ThreadPoolExecutor:
 
 # A fork has none of them.
 os.register_at_fork(after_in_child=_pool.cache_clear)
+
+
+def divided(work: Callable[[int, int], None], total: int) -> list[Future[None]]:
+    """`work(first, beyond)` of so many bytes: few here and now, many by other threads, all of which get as many."""
+    if total < _MANY:
+        work(0, total)
+        return []
+    return [_pool().submit(work, *share) for share in pairwise(total * n // _THREADS for n in range(_THREADS + 1))]
 
 
 def shared(work: Callable[[int, int], None], to: Array) -> list[Future[None]]:
