@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from rillflow.trainer.batches import Ints
 
 KERNELS: dict[str, Kernel] = {"fused": Fused(), "plain": Plain(), "flash": Flash()}
-# Not pass by pass: its one table has the paths of all spans. Imported when it is needed, with its compiler.
+# Not pass by pass, and no operator: its one table has the paths of all spans, and nothing of it is compiled by torch.
+# Imported when it is needed, with its compiler.
 LOOPS = "loops"
 _TABLES = 4  # of each pass: where queries are, where keys are, edges of spans of queries, edges of spans of keys
 _ROUND = 128
@@ -38,6 +39,10 @@ class Joined(NamedTuple):
     kernel: str
 
     def __call__(self, heads: Heads, scale: float) -> torch.Tensor:
+        if self.kernel == LOOPS:
+            from rillflow.trainer.attention import loops
+
+            return loops.attention(heads, self.tables[0], scale)
         out: torch.Tensor = torch.ops.rillflow.forest_attention(
             *heads, self.tables, self.most, way=self.kernel, scale=scale
         )[0]
@@ -112,10 +117,6 @@ def _attention(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     heads = Heads(query, key, value)
-    if way == LOOPS:
-        from rillflow.trainer.attention import loops
-
-        return loops.forward(heads, tables[0], scale)
     run = KERNELS[way]
     own, *above = _steps(tables, most)
     whole = run.forward(heads, own.spans, scale)
@@ -156,10 +157,6 @@ def _attention_backward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     inputs, whole = Heads(*heads), Found(*found)
-    if way == LOOPS:
-        from rillflow.trainer.attention import loops
-
-        return loops.backward(grad, inputs, whole, tables[0], scale)
     run = KERNELS[way]
     own, *above = _steps(tables, most)
     grads = run.backward(grad, inputs, whole, own.spans, scale)

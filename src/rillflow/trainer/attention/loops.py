@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.autograd.function import once_differentiable
 
-from rillflow.trainer.attention.spans import Found, Heads
+from rillflow.trainer.attention.spans import Heads
 from rillflow.trainer.attention.tiles import add_outer, dots, slope, soften
 from rillflow.weights.delta.jit import compiled, inlined, loosely
 from rillflow.weights.delta.vectors import LANES
@@ -43,18 +44,31 @@ def paths(layout: Layout) -> torch.Tensor:
     return torch.from_numpy(table.astype(np.int64))
 
 
-def forward(heads: Heads, table: torch.Tensor, scale: float) -> Found:
-    query = heads.query
-    found = Found(query.new_empty(query.shape), query.new_empty(query.shape[:2]))
-    _forward(*[*_arrays(*heads, table), np.float32(scale / _LN2), *_arrays(*found)])
+def attention(heads: Heads, table: torch.Tensor, scale: float) -> torch.Tensor:
+    """What queries find [tokens, heads, head size]."""
+    found: torch.Tensor = _Attention.apply(*heads, table, scale)  # type: ignore[no-untyped-call]
     return found
 
 
-def backward(grad: torch.Tensor, heads: Heads, whole: Found, table: torch.Tensor, scale: float) -> Heads:
-    query, key, value = heads
-    grads = Heads(query.new_empty(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape))
-    _backward(*[*_arrays(grad, *heads, *whole, table), np.float32(scale), *_arrays(*grads)])
-    return grads
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, table: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        out, lse = query.new_empty(query.shape), query.new_empty(query.shape[:2])
+        _forward(*[*_arrays(query, key, value, table), np.float32(scale / _LN2), *_arrays(out, lse)])
+        ctx.save_for_backward(query, key, value, out, lse, table)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        query, key, value, out, lse, table = ctx.saved_tensors
+        grads = query.new_empty(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape)
+        given = (grad, query, key, value, out, lse, table)
+        _backward(*[*_arrays(*given), np.float32(ctx.scale), *_arrays(*grads)])
+        return (*grads, None, None)
 
 
 def _arrays(*tensors: torch.Tensor) -> list[Any]:
