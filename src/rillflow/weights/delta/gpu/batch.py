@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -212,13 +213,19 @@ def land(source: Piece, to: Piece, many: int = 1024) -> None:
     kernel(places.land, MANY=many)((-(-to.number // many),), source, to, to.number)
 
 
-Work = Generator[Landing, list[Array], None]
+class Waiting(Protocol):
+    """What a batch waits for."""
+
+    def wait(self) -> Any: ...
+
+
+Work = Generator[Waiting, Any, None]
 
 
 def in_turns(works: Iterable[Callable[[], Work]]) -> None:
-    """Run all of them, in order, AT_ONCE of them under way. Whatever is raised, the device is done with the memory that
-    they have: nobody else would know when it is."""
-    left, under_way = iter(works), deque[tuple[Work, Landing]]()
+    """Run all of them, in order, AT_ONCE of them under way. Whatever is raised, other threads and the device are done
+    with the memory that they have: nobody else would know when they are."""
+    left, under_way = iter(works), deque[tuple[Work, Waiting]]()
     try:
         while True:
             while len(under_way) < AT_ONCE and (start := next(left, None)) is not None:
@@ -229,12 +236,15 @@ def in_turns(works: Iterable[Callable[[], Work]]) -> None:
             work, landing = under_way.popleft()
             _turn(under_way, work, landing.wait())
     except BaseException:
+        for _, landing in under_way:
+            with suppress(Exception):
+                landing.wait()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
         raise
 
 
-def _turn(under_way: deque[tuple[Work, Landing]], work: Work, arrived: list[Array] | None) -> None:
+def _turn(under_way: deque[tuple[Work, Waiting]], work: Work, arrived: Any) -> None:
     try:
         landing = next(work) if arrived is None else work.send(arrived)
     except StopIteration:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rillflow.weights.delta.gpu.single import majority, ones_of, sum_of_bytes
+from rillflow.weights.delta.gpu.cells import HIGH, at_least, four_times, halved, in_byte, reaches
+from rillflow.weights.delta.gpu.single import ones_of
 from rillflow.weights.delta.gpu.words import (
     changed_bits,
     evens,
@@ -26,9 +27,6 @@ from rillflow.weights.delta.gpu.words import (
 )
 
 GROUP = tl.constexpr(8)
-# The high bit of each of four bytes, and all others.
-HIGH = tl.constexpr(0x80808080)
-LOW = tl.constexpr(0x7F7F7F7F)
 
 
 @triton.jit
@@ -37,22 +35,7 @@ def _high_and_low(words, WIDTH: tl.constexpr, MANTISSA: tl.constexpr, EXPONENTS:
     0, 2, 1, 3; or where there are two, of 0, 1 and of none."""
     first = exponents_of(half(words, 0), WIDTH, MANTISSA, EXPONENTS)
     second = exponents_of(half(words, 1), WIDTH, MANTISSA, EXPONENTS)
-    exponents = (first | (second << 8)).to(tl.uint32, bitcast=True)
-    return exponents & HIGH, exponents & LOW
-
-
-@triton.jit
-def _four_times(byte):
-    """A byte, given as a number of 64 bits, in all bytes of one of 32."""
-    return ((byte & 0xFF) * 0x01010101).to(tl.uint32)
-
-
-@triton.jit
-def _at_least(high, low, limit):
-    """The high bit of each byte in which exponent + limit reaches 256, given the high and the low bits of the exponents
-    and four times the limit (see `words.reached`). The sum of the low bits carries into the high one, and what is
-    carried out of that is the majority of three bits."""
-    return majority(high, low + (limit & LOW), limit & HIGH)
+    return halved(first | (second << 8))
 
 
 @triton.jit
@@ -88,13 +71,11 @@ def sizes(
     above_0, above_1, above_2, above_3 = none, none, none, none
     for i in tl.static_range(1, CLASSES):
         if CLASSES - i <= last:
-            limit = _four_times((low if CLASSES - i < 8 else high) >> (8 * ((CLASSES - i) % 8)))
-            reached = sum_of_bytes(_at_least(high_0, low_0, limit), none)
-            reached = sum_of_bytes(_at_least(high_1, low_1, limit), reached)
-            reached = sum_of_bytes(_at_least(high_2, low_2, limit), reached)
-            reached = sum_of_bytes(_at_least(high_3, low_3, limit), reached)
-            # 128 times the number, moved to its byte.
-            reached = reached >> 7 if (CLASSES - i) % 4 == 0 else reached << (8 * ((CLASSES - i) % 4) - 7)
+            limit = four_times((low if CLASSES - i < 8 else high) >> (8 * ((CLASSES - i) % 8)))
+            reached = at_least(high_0, low_0, limit, none)
+            reached = at_least(high_1, low_1, limit, reached)
+            reached = at_least(high_2, low_2, limit, reached)
+            reached = in_byte(at_least(high_3, low_3, limit, reached), (CLASSES - i) % 4)
             if CLASSES - i < 4:
                 above_0 += reached
             elif CLASSES - i < 8:
@@ -167,8 +148,8 @@ def _changes_of(bounds, i):
 def _class_mask(words, c, limit, next_limit, WIDTH: tl.constexpr, MANTISSA: tl.constexpr, EXPONENTS: tl.constexpr):
     """Which weights of each word are of class c, between two limits: a bit each, in their order."""
     high, low = _high_and_low(words, WIDTH, MANTISSA, EXPONENTS)
-    below = _at_least(high, low, next_limit) ^ HIGH
-    inside = tl.where(c == 0, below, below & _at_least(high, low, limit)) >> 7
+    below = reaches(high, low, next_limit) ^ HIGH
+    inside = tl.where(c == 0, below, below & reaches(high, low, limit)) >> 7
     if WIDTH == 16:
         # Bits 0, 16, 8 and 24 meet in this order in the highest four; no two of the products overlap.
         found = (inside * 0x10402080) >> 28
@@ -215,7 +196,7 @@ def _cell_of(cells, groups, c, rank, valid, GROUPS: tl.constexpr, CLASSES: tl.co
 def _limit(limits, s, c, CLASSES: tl.constexpr):
     """Four times what the start of class c, not the first, is less than 256; of the one behind the last, 0."""
     packed = tl.load(limits + s * 3 + tl.where(c < 8, 0, 1), mask=c < CLASSES, other=0)
-    return _four_times(packed >> ((c & 7) * 8).to(tl.int64))
+    return four_times(packed >> ((c & 7) * 8).to(tl.int64))
 
 
 @triton.jit

@@ -25,7 +25,7 @@ from rillflow.weights.delta.gpu.batch import Array, Shape, Work, alike, batches,
 from rillflow.weights.delta.gpu.fingerprint import fingerprint_gpu
 from rillflow.weights.delta.gpu.found import Counted, Found, Records, Report, scatter, unpacked
 from rillflow.weights.delta.gpu.incoming import Incoming
-from rillflow.weights.delta.gpu.plans import Plans
+from rillflow.weights.delta.gpu.threads import Later
 
 # The memory of a batch, by an estimate: eighths of a byte for each weight, if there are up to eight classes, and bytes
 # for each byte of a delta. A changed weight takes some 18 bytes, and has most often some 0.8 bytes of a delta. No batch
@@ -55,12 +55,16 @@ class _Job:
         self.layout, self.shape, self.device = layout, Shape.of(layout), bases[0].device
         head = deltas.head
         self.bases, self.deltas, self.head, self.checksums = bases, deltas, head, checksums
-        self.known = None if known is None else np.array(known, np.uint64)
-        self.address, weights, self.copies = located(bases, layout.width // 8)
-        self._check_bases(weights, head["base"] if self.known is None else self.known)
-        self.spans = spans(weights, head["log2"].astype(np.int64))
+        self._given, self.knows, self._checked = known, known is not None, False
+        self.known: Array | None = None
+        self.address, self._weights, self.copies = located(bases, layout.width // 8)
+        self.spans = spans(self._weights, head["log2"].astype(np.int64))
         tensor = self.spans.tensor
-        segments = deltas.segments(tensor, layout.exponents)
+        try:
+            segments = deltas.segments(tensor, layout.exponents)
+        except CorruptData:
+            self.check()
+            raise
         self.begin, self.sizes, self.limits = segments.begin, segments.size, segments.limits
         self.odd = np.zeros(len(bases), np.bool)
         strange = (segments.kind == RAW) | segments.many
@@ -70,6 +74,16 @@ class _Job:
             self.sizes[self.odd[tensor]] = 0
         self.sums = np.zeros((len(bases), 2), np.uint64)
         self.found: list[Records] = []
+
+    def check(self) -> None:
+        """WeightsError unless all deltas are of these bases, as far as that is known before anything is computed: the
+        first kernel need not wait for this."""
+        if self._checked:
+            return
+        self._checked = True
+        if self._given is not None:
+            self.known = np.array(self._given, np.uint64)
+        self._check_bases(self._weights, self.head["base"] if self.known is None else self.known)
 
     def _check_bases(self, weights: Array, prints: Array) -> None:
         """WeightsError unless all deltas are of such weights with such fingerprints."""
@@ -199,19 +213,19 @@ def _decode(job: _Job, part: slice) -> Work:
     """One batch. Yields where it waits for numbers."""
     some, limits, size, device = job.spans.part(part), job.limits[part], job.sizes[part], job.device
     classes = 8 if limits[:, 2].max() < 8 else 16
-    counted = Counted(some, job.address, limits, classes, job.known is None, job.shape, device)
-    landing = counted.landing()
-    incoming = Incoming(job.deltas, job.checksums, some, job.begin[part], size, device)
-    incoming.start()
-    (group_sizes,) = yield landing
-    plans = Plans(group_sizes.reshape(-1, classes), incoming.begin, size, limits[:, 2], job.shape.WIDTH, device)
-    data = incoming.arrived()
-    if not plans.read(incoming.data):
+    counted = Counted(some, job.address, limits, classes, not job.knows, job.shape, device)
+    landing, width = counted.landing(), job.shape.WIDTH
+    job.check()
+    incoming = Incoming(
+        job.deltas, job.checksums, some, job.begin[part], size, limits[:, 2], classes, width, device
+    )  # fmt: skip
+    plans = yield Later(partial(incoming.read, landing), incoming.total)
+    if plans is None:
         raise job.damaged()
-    found = Found(plans, data, counted)
+    found = Found(plans, incoming.arrived(), counted)
     records = found.records()
     landing = counted.reported()
-    del counted, found, data, incoming  # none of which is needed while others take their turns
+    del counted, found, incoming  # none of which is needed while others take their turns
     report = Report.of(*(yield landing))
     # As many different places as there are changes, or they are not what the table says.
     if report.fault or report.changes != plans.ends.changes or not plans.unary_fits(report.ones, report.last):

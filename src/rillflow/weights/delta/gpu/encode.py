@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from threading import Lock
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from rillflow.weights.delta.gpu.batch import (
     Shape,
     Spans,
     Work,
+    alike,
     batches,
     clear,
     in_turns,
@@ -41,6 +43,7 @@ from rillflow.weights.delta.gpu.heads import HEAD
 from rillflow.weights.delta.gpu.launch import kernel
 from rillflow.weights.delta.gpu.room import Piece, Room
 from rillflow.weights.delta.gpu.sealing import seal
+from rillflow.weights.delta.gpu.threads import Later
 from rillflow.weights.delta.gpu.written import CLASSES, Batch
 
 # Of each segment, 64 runs of up to so many words are looked at before its classes are chosen.
@@ -74,6 +77,8 @@ class _Job:
         self.sums = np.zeros((len(pairs), 2), np.uint64)
         self.changed = np.zeros(len(pairs), np.int64)
         self.done: dict[int, Encoded] = {}
+        # Batches are added by several threads.
+        self._lock = Lock()
         # Of tensors that are in several batches, the bytes that are here, by the first weight.
         self._runs: dict[int, dict[int, memoryview]] = {}
         for number in np.flatnonzero(self.left == 0).tolist():
@@ -87,17 +92,18 @@ class _Job:
         are in a row; the last ones of a tensor make its delta. If these are all it has, the delta is where they are."""
         first, beyond = some.runs()
         number, start, begin, end = some.tensor[first], some.start[first], begins[first], begins[beyond]
-        self.sums[number] += np.add.reduceat(sums.view(np.uint64), first)
-        self.changed[number] += np.add.reduceat(changed, first)
-        self.left[number] -= beyond - first
         whole = self.segments[number] == beyond - first
+        with self._lock:
+            self.sums[number] += np.add.reduceat(sums.view(np.uint64), first)
+            self.changed[number] += np.add.reduceat(changed, first)
+            self.left[number] -= beyond - first
+            for run in np.flatnonzero(~whole).tolist():
+                here, at = int(number[run]), int(start[run])
+                room = 0 if at else HEADER_SIZE
+                self._runs.setdefault(here, {})[at] = data.data[begin[run] + room : end[run]]
+                if not self.left[here]:
+                    self._join(here)
         self._seal(number[whole], begin[whole], end[whole], data)
-        for run in np.flatnonzero(~whole).tolist():
-            here, at = int(number[run]), int(start[run])
-            room = 0 if at else HEADER_SIZE
-            self._runs.setdefault(here, {})[at] = data.data[begin[run] + room : end[run]]
-            if not self.left[here]:
-                self._join(here)
 
     def _prints(self, number: Array) -> tuple[Array, Array]:
         """The fingerprints of old and new tensors whose segments have all been added."""
@@ -132,9 +138,9 @@ def encode_many(
 
     `known` are the fingerprints of the first ones, if the caller has them: it saves a pass over them.
     """
-    by_layout: dict[Layout, list[int]] = {}
-    for number, (base, new) in enumerate(pairs):
-        by_layout.setdefault(layout_of_pair(base, new), []).append(number)
+    for base, new in pairs:
+        layout_of_pair(base, new)
+    by_layout = alike([base for base, _ in pairs])
     found: dict[int, Encoded] = {}
     for layout, numbers in by_layout.items():
         job = _Job([pairs[number] for number in numbers], known and [known[number] for number in numbers], layout)
@@ -195,10 +201,8 @@ def _encode(job: _Job, choices: Piece, part: slice, room: int) -> Work:
         return
     if numbers[1]:
         (numbers,) = yield batch.plan(*map(int, numbers[1:]))
-        totals, chosen, table, data = yield batch.write(*map(int, numbers))
-        totals = totals.reshape(-1, 8)
-        tables.write(data, rows.spans, totals, chosen.reshape(-1, 4), table, job.shape.WIDTH)
-        totals, begins = totals[:-1], totals[:, 6]
+        landed = yield batch.write(*map(int, numbers))
+        yield Later(partial(_finish, job, rows.spans, *landed), len(landed[-1]))
     else:
         (totals,) = yield batch.unchanged()
         totals = totals.reshape(-1, 8)[:-1]
@@ -206,7 +210,14 @@ def _encode(job: _Job, choices: Piece, part: slice, room: int) -> Work:
         begins = np.append(0, np.cumsum(sizes))
         # The heads of segments in which nothing changed are zeros.
         data = np.zeros(begins[-1], np.uint8)
-    job.add(rows.spans, totals[:, :2], totals[:, 7], begins, data)
+        job.add(rows.spans, totals[:, :2], totals[:, 7], begins, data)
+
+
+def _finish(job: _Job, some: Spans, totals: Array, choices: Array, table: Array, data: Array) -> None:
+    """The tables of a batch, and the deltas of its tensors."""
+    totals = totals.reshape(-1, 8)
+    tables.write(data, some, totals, choices.reshape(-1, 4), table, job.shape.WIDTH)
+    job.add(some, totals[:-1, :2], totals[:-1, 7], totals[:, 6], data)
 
 
 def _again(job: _Job, choices: Piece, part: slice, room: int) -> Work:

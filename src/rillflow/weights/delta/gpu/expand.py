@@ -73,8 +73,7 @@ def count_ones(data, unary, owner, chunks_from, words, before, counts, CHUNK: tl
 def find_ones(
     words, before, counts, unary, owner, chunks_from, places, seen, CHUNK: tl.constexpr, MANY: tl.constexpr
 ):  # fmt: skip
-    """Where each one-bit is in its stream: the ends of the events, in order. For the host, how many each stream has and
-    where its last event ends (see `Plans.unary_fits`).
+    """Where each one-bit is in its stream: the ends of the events, in order. `seen` gets how many each stream has.
 
     A lane for each bit: what is of a word is only loaded here, since all lanes of the word do it."""
     p = tl.program_id(0)
@@ -90,9 +89,16 @@ def find_ones(
     word = p * CHUNK + (bit >> 5)
     ones = tl.load(words + word)
     event = first + tl.load(before + word) + popcount(ones & ((tl.full([1], 1, tl.int32) << k) - 1))
-    valid = (((ones >> k) & 1) != 0) & (event < end)
-    tl.store(places + event, start + bit, mask=valid)
-    tl.store(seen + s * 2 + 1 + event * 0, (start + bit).to(tl.int64), mask=valid & (event == end - 1))
+    tl.store(places + event, start + bit, mask=(((ones >> k) & 1) != 0) & (event < end))
+
+
+@triton.jit(do_not_specialize=["segments"])
+def last_ones(unary, places, seen, segments, MANY: tl.constexpr):
+    """For the host, where the last event of each stream ends (see `Plans.unary_fits`)."""
+    s = tl.program_id(0) * MANY + tl.arange(0, MANY)
+    beyond = tl.load(unary + s * 4 + 3, mask=s < segments, other=0)
+    some = (s < segments) & (beyond > tl.load(unary + s * 4 + 2, mask=s < segments, other=0))
+    tl.store(seen + s * 2 + 1, tl.load(places + beyond - 1, mask=some, other=0).to(tl.int64), mask=some)
 
 
 @triton.jit

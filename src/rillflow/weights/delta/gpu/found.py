@@ -14,15 +14,18 @@ from rillflow.weights.delta.gpu.plans import Plans
 from rillflow.weights.delta.gpu.room import Piece, Room
 
 _CHUNK, _BOUNDS, _CHANGES, _CLEARED, _MANY = 1024, 256, 64, 8192, 1024
-# Programs of `resolve` on each processor of the device. All of them must fit: each has its share of the blocks.
-_PROGRAMS = 20
+# Programs of `resolve` on each processor of the device, more than run at once: each has its share of the blocks, and
+# some take longer than others.
+_PROGRAMS = 64
 # Warps of the programs whose number of lanes asks for another one than Triton's four.
-_SIZES, _ONES, _RESOLVE, _SCATTER = ({"num_warps": number} for number in (1, 4, 1, 4))
+_ONES, _LENGTHS, _RESOLVE, _SCATTER = ({"num_warps": number} for number in (4, 8, 1, 4))
+# The same without and with sums; the registers are so few that more programs run at once, and not too few.
+_SIZES = {False: {"num_warps": 1, "maxnreg": 96}, True: {"num_warps": 1}}
 
 
 class Report(NamedTuple):
     """What the host has to compare: whether something cannot be; how many records there are; what the weights and the
-    changes of each segment add to the fingerprints; and what `expand.find_ones` has seen in its unary stream."""
+    changes of each segment add to the fingerprints; and what is seen in its unary stream (see `Plans.unary_fits`)."""
 
     fault: bool
     changes: int
@@ -64,7 +67,7 @@ class Counted:
         room.make()
         self.sums, self.seen = self.report.after(2), self.report.after(2 + 2 * segments)
         clear(self.report, _MANY)
-        kernel(blocks.sizes, WORDS=BLOCK, CLASSES=classes, SUM=with_sums, **shape.all, **_SIZES)(
+        kernel(blocks.sizes, WORDS=BLOCK, CLASSES=classes, SUM=with_sums, **shape.all, **_SIZES[with_sums])(
             (rows.count,), rows.table, rows.owner, rows.limits, self.cells, self.groups, self.sizes, self.sums
         )
         sums = kernel(places.group_sums, CLASSES=classes, MANY=_MANY)
@@ -84,9 +87,8 @@ class Found:
     """The ranks of all changed weights in their classes, and their changes, group by group; then their records."""
 
     def __init__(self, plan: Plans, data: Piece, counted: Counted) -> None:
-        self._data, self._counted, self._ends, shape = data, counted, plan.ends, counted.shape
+        self._data, self._plan, self._counted, self._ends, shape = data, plan, counted, plan.ends, counted.shape
         rows, ends, room = counted.rows, plan.ends, Room(counted.device)
-        self._plan = plan.take(room)
         # What no event gives stays as it is: any number is safe, and that one is missing is seen.
         self._ranks, self._places = room.ints(ends.changes), room.ints(ends.events + 1)
         self._words, self._ones = (room.ints(ends.of_ones * plans.WORDS) for _ in range(2))
@@ -98,7 +100,6 @@ class Found:
         self._flags, self._flagged = (room.ints(self._programs * weights // 32) for _ in range(2))
         self._unordered = room.numbers(self._programs * weights, shape.WIDTH)
         room.make()
-        plan.send(self._plan)
         self._mark()
         if ends.changes:
             self._read_changes()
@@ -112,6 +113,9 @@ class Found:
             kernel(expand.count_ones, CHUNK=plans.WORDS)((ends.of_ones,), self._data, *streams, *counts)
             find = kernel(expand.find_ones, CHUNK=plans.WORDS, MANY=_MANY, **_ONES)
             find((ends.of_ones,), *counts, *streams, self._places, seen)
+            segments = len(self._counted.rows.spans)
+            last = kernel(expand.last_ones, MANY=_MANY)
+            last((-(-segments // _MANY),), sent.unary, self._places, seen, segments)
         if ends.words:
             clear(self._bitmap, _CLEARED)
         if ends.of_events:
@@ -131,7 +135,7 @@ class Found:
 
     def _read_changes(self) -> None:
         sent = self._plan
-        kernel(expand.changes, CHUNK=plans.EVENTS, WIDTH=self._counted.shape.WIDTH)(
+        kernel(expand.changes, CHUNK=plans.EVENTS, WIDTH=self._counted.shape.WIDTH, **_LENGTHS)(
             (self._ends.of_changes,), self._data, sent.owners[3], sent.chunks_from, sent.changes_from, sent.first_row,
             sent.rows, self._bitmap, self._before, self._changes,
         )  # fmt: skip

@@ -23,7 +23,7 @@ import torch
 from rillflow.weights.delta.format import MAX_RICE
 from rillflow.weights.delta.gpu.batch import Array
 from rillflow.weights.delta.gpu.expand import CODED, FIRST, RANKS
-from rillflow.weights.delta.gpu.room import Piece, Room
+from rillflow.weights.delta.gpu.room import ALIGNED, Piece
 from rillflow.weights.delta.jit import compiled, inlined
 
 # Events and changes of a chunk, and words of one.
@@ -48,82 +48,89 @@ class Ends(NamedTuple):
     of_changes: int
 
 
-class Sent(NamedTuple):
-    """The arrays of `Plans` on the device, and who owns each chunk."""
+class Batch(NamedTuple):
+    """What is to be read: of each segment, where its bytes begin, how many there are, and the last class. There are so
+    many classes for each, and so many weights in all; these have so many bits."""
 
-    unary: Piece
-    ones_from: Piece
-    changes_from: Piece
-    chunks_from: Piece
-    first_row: Piece
-    rows: Piece
-    owners: list[Piece]
+    begin: Array
+    size: Array
+    last: Array
+    classes: int
+    weights: int
+    width: int
+
+    @property
+    def groups(self) -> int:
+        return len(self.begin) * self.classes
+
+    @property
+    def most(self) -> int:
+        """How many rows there may be."""
+        return self.groups * (self.width + 2)
+
+    def room(self) -> int:
+        """How many bytes the plans may have."""
+        segments, total = len(self.begin), int(self.size.sum())
+        # Every event has a bit of its own.
+        chunks = total // (4 * WORDS) + 2 * segments + total * 8 // EVENTS + self.most
+        chunks += self.weights // EVENTS + self.weights // (32 * WORDS) + 2 * self.groups
+        return (4 * segments + _ROW * self.most) * 8 + (segments + 3 * self.groups + chunks) * 4 + 16 * ALIGNED
 
 
 class Plans:
     """Of each segment, `unary`: first bit and one beyond the last of its unary stream, its first event and one beyond
     its last; `ones_from`: its first chunk of words. Of each group, `changes_from`, `chunks_from`, `first_row`: its
-    first change, chunk of changes, and row."""
+    first change, chunk of changes, and row. And of each kind of chunks, the owner of each.
 
-    def __init__(self, sizes: Array, begin: Array, size: Array, last: Array, width: int, device: torch.device) -> None:
-        segments, classes = sizes.shape
-        groups = segments * classes
-        most = groups * (width + 2)
-        total, weights = int(size.sum()), int(sizes.sum())
-        # No more chunks than this: every event has a bit of its own.
-        chunks = total // (4 * WORDS) + 2 * segments + total * 8 // EVENTS + most + weights // EVENTS + groups
-        chunks += weights // (32 * WORDS) + groups
-        self._arguments = begin, size, sizes, last, width
-        host = Room(device, host=True)
-        self._fixed = (
-            host.longs(4 * segments), host.ints(segments + 1), host.ints(groups + 1), host.ints(groups + 1),
-            host.ints(groups),
-        )  # fmt: skip
-        self._rows, self._room = host.longs(most * _ROW), host
-        host.ints(chunks + 4 * 64)
-        host.make()
-        unary, self.ones_from, self.changes_from, self.chunks_from, self.first_row = (
-            piece.array for piece in self._fixed
-        )
-        self.unary, self.rows = unary.reshape(segments, 4), self._rows.array.reshape(most, _ROW)
+    They lie `here`, where the host writes them, as they do `there`, on the device: one copy brings all.
+    """
+
+    def __init__(self, here: Piece, there: Piece, batch: Batch) -> None:
+        self._here, self._there, self._batch = here, there, batch
+        self._end = 0
+        segments, groups = len(batch.begin), batch.groups
+        unary, self.unary = self._take(4 * segments, torch.int64)
+        self._unary = unary.reshape(segments, 4)
+        self._ones_from, self.ones_from = self._take(segments + 1, torch.int32)
+        self._changes_from, self.changes_from = self._take(groups + 1, torch.int32)
+        self._chunks_from, self.chunks_from = self._take(groups + 1, torch.int32)
+        self._first_row, self.first_row = self._take(groups, torch.int32)
         self.ends = Ends(*[0] * len(Ends._fields))
 
-    def read(self, data: Array) -> bool:
-        """False when the bytes are not those of tables and streams that belong to classes of these sizes.
+    def _take(self, number: int, dtype: torch.dtype) -> tuple[Array, Piece]:
+        """The next numbers, here and there."""
+        begin = self._end
+        self._end += -(-number * dtype.itemsize // ALIGNED) * ALIGNED
+        return self._here.part(begin, number, dtype).array, self._there.part(begin, number, dtype)
+
+    def read(self, data: Array, sizes: Array) -> bool:
+        """False when the bytes are not those of tables and streams that belong to groups of these sizes.
 
         A segment of no bytes is one in which nothing changed."""
-        ends = np.zeros(len(Ends._fields), np.int64)
+        batch, first, ends = self._batch, self._end, np.zeros(len(Ends._fields), np.int64)
+        rows = self._take(batch.most * _ROW, torch.int64)[0].reshape(-1, _ROW)
         good = _read(
-            data, *self._arguments, self.rows, self.unary, self.ones_from, self.changes_from, self.chunks_from,
-            self.first_row, ends,
+            data, batch.begin, batch.size, sizes.reshape(-1, batch.classes), batch.last, batch.width, rows,
+            self._unary, self._ones_from, self._changes_from, self._chunks_from, self._first_row, ends,
         )  # fmt: skip
-        self.ends = Ends(*ends.tolist())
+        self.ends, self._end = Ends(*ends.tolist()), first
+        # What follows begins behind the rows that are used.
+        _, self.rows = self._take(self.ends.rows * _ROW, torch.int64)
+        owners = [self._take(number, torch.int32) for number in self.ends[4:]]
+        self.owners = [there for _, there in owners]
+        if good:
+            _own(rows, self.ends.rows, self._ones_from, self._chunks_from, *(here for here, _ in owners))
         return bool(good)
 
-    def take(self, room: Room) -> Sent:
-        """Room on the device for all that is sent."""
-        unary, ones_from, changes_from, chunks_from, first_row = self._fixed
-        return Sent(
-            room.longs(unary.number), room.ints(ones_from.number), room.ints(changes_from.number),
-            room.ints(chunks_from.number), room.ints(first_row.number), room.longs(self.ends.rows * _ROW),
-            [room.ints(number) for number in self.ends[4:]],
-        )  # fmt: skip
-
-    def send(self, sent: Sent) -> None:
-        """Copy everything, by one transfer: the pieces lie here as they do there."""
-        first = self._rows.begin + -(-self.ends.rows * _ROW * 8 // 256) * 256
-        owners = []
-        for piece in sent.owners:
-            owners.append(self._room.data[first : first + 4 * piece.number].view(np.int32))
-            first += -(-4 * piece.number // 256) * 256
-        _own(self.rows, self.ends.rows, self.ones_from, self.chunks_from, *owners)
-        begin = sent.unary.begin
-        sent.unary.room.memory[begin : begin + first].copy_(self._room.memory[:first], non_blocking=True)
+    def send(self) -> None:
+        """Let the current stream copy everything."""
+        to, source = (piece.part(0, self._end, torch.uint8) for piece in (self._there, self._here))
+        to.tensor.copy_(source.tensor, non_blocking=True)
 
     def unary_fits(self, ones: Array, last: Array) -> bool:
         """Whether the unary streams have as many one-bits as the tables say, given how many each has, and where the
         last one of each is, which must be in its last byte: nothing may follow it."""
-        begin, end, first, beyond = self.unary.T
+        begin, end, first, beyond = self._unary.T
         size = np.where(beyond > first, last // 8 + 1, 0)
         return bool(np.all(ones == beyond - first) and np.all(size == (end - begin) // 8))
 

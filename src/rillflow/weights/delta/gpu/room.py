@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-_ALIGNED = 256
+ALIGNED = 256
 # Much memory is asked for in multiples of this: calls that are alike ask for the same.
 _LARGE = 1 << 25
 _OF_NUMPY = {torch.uint8: np.uint8, torch.int32: np.int32, torch.int64: np.int64, torch.int16: np.int16}
@@ -29,10 +29,13 @@ class Piece:
 
     def after(self, number: int) -> Piece:
         """What follows so many, which must be a multiple of 16 bytes; of a room that is made."""
-        skipped = number * self.dtype.itemsize
-        assert skipped % 16 == 0, "kernels are compiled for pieces that begin at multiples of 16 bytes"
-        piece = Piece(self.room, self.begin + skipped, self.number - number, self.dtype)
-        piece.address = self.address + skipped
+        return self.part(number * self.dtype.itemsize, self.number - number, self.dtype)
+
+    def part(self, begin: int, number: int, dtype: torch.dtype) -> Piece:
+        """So many numbers from the byte `begin` on, a multiple of 16; of a room that is made."""
+        assert begin % 16 == 0, "kernels are compiled for pieces that begin at multiples of 16 bytes"
+        piece = Piece(self.room, self.begin + begin, number, dtype)
+        piece.address = self.address + begin
         return piece
 
     @property
@@ -58,7 +61,7 @@ class Room:
 
     def _take(self, number: int, dtype: torch.dtype) -> Piece:
         piece = Piece(self, self._size, number, dtype)
-        self._size += -(-number * dtype.itemsize // _ALIGNED) * _ALIGNED
+        self._size += -(-number * dtype.itemsize // ALIGNED) * ALIGNED
         self._pieces.append(piece)
         return piece
 
@@ -80,7 +83,7 @@ class Room:
 
     def make(self) -> None:
         """Get the memory. Nothing can be taken any more."""
-        size = max(self._size, _ALIGNED)
+        size = max(self._size, ALIGNED)
         if size > _LARGE:
             size = -(-size // _LARGE) * _LARGE
         self.memory = torch.empty(size, dtype=torch.uint8, device=self._device, pin_memory=self._pinned)

@@ -7,24 +7,34 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from rillflow.weights.delta.gpu.batch import Array
 
-_THREADS = 3
+T = TypeVar("T")
+# Shares of bytes; threads that copy and hash, and threads that may wait for these and for the device.
+_SHARES, _THREADS, _WAITING = 3, 4, 2
 # So many bytes and more are worth several threads.
 _MANY = 1 << 22
 
 
 @cache
 def _pool() -> ThreadPoolExecutor:
-    """Threads that stay: to start them for each call would take as long as what they do."""
+    """Threads that stay: to start them for each call would take as long as what they do. They wait for nothing."""
     return ThreadPoolExecutor(_THREADS, "rillflow-delta")
+
+
+@cache
+def _waiting() -> ThreadPoolExecutor:
+    """Threads that may wait for the others: if these waited for one another, all might be waiting."""
+    return ThreadPoolExecutor(_WAITING, "rillflow-delta-waiting")
 
 
 # A fork has none of them.
 os.register_at_fork(after_in_child=_pool.cache_clear)
+os.register_at_fork(after_in_child=_waiting.cache_clear)
 
 
 def divided(work: Callable[[int, int], None], total: int) -> list[Future[None]]:
@@ -32,7 +42,18 @@ def divided(work: Callable[[int, int], None], total: int) -> list[Future[None]]:
     if total < _MANY:
         work(0, total)
         return []
-    return [_pool().submit(work, *share) for share in pairwise(total * n // _THREADS for n in range(_THREADS + 1))]
+    return [_pool().submit(work, *share) for share in pairwise(total * n // _SHARES for n in range(_SHARES + 1))]
+
+
+class Later(Generic[T]):
+    """Work that another thread does if it is of many bytes, else the one that waits for it. It may wait for the device
+    and for shares of work, but not for other work of this kind."""
+
+    def __init__(self, work: Callable[[], T], total: int) -> None:
+        self._work = _waiting().submit(work).result if total >= _MANY else work
+
+    def wait(self) -> T:
+        return self._work()
 
 
 def shared(work: Callable[[int, int], None], to: Array) -> list[Future[None]]:
@@ -42,6 +63,6 @@ def shared(work: Callable[[int, int], None], to: Array) -> list[Future[None]]:
     if total < _MANY:
         work(0, number)
         return []
-    shares = np.arange(1, _THREADS) * total // _THREADS
+    shares = np.arange(1, _SHARES) * total // _SHARES
     bounds = [0, *np.searchsorted(to[:-1], shares).tolist(), number]
     return [_pool().submit(work, *share) for share in pairwise(bounds)]

@@ -136,39 +136,10 @@ def cell_bytes(x_0, x_1, x_2, x_3, WIDTH: tl.constexpr, MANTISSA: tl.constexpr, 
 
 @triton.jit
 def at_least(exponents, carry, below):
-    """A 1 in each byte of `exponents` that is not less than a number: see `threshold`. Three steps for four weights."""
+    """A 1 in each byte of `exponents` that is not less than a number: `carry` carries its low seven bits into the
+    highest bit of a byte, in each byte, and `below` is all ones if its own highest bit is 0."""
     sums = (exponents & 0x7F7F7F7F) + carry
     return (((sums & exponents) | ((sums | exponents) & below)) >> 7) & 0x01010101
-
-
-@triton.jit
-def threshold(limits, c):
-    """The exponent that class c begins at as `at_least` wants it: what carries its low seven bits into the highest
-    bit of a byte, in each byte, and all ones if its own highest bit is 0. Byte c of `limits` is 256 less it."""
-    start = (256 - ((limits >> (8 * (c & 7)).to(tl.int64)) & 0xFF)).to(tl.int32)
-    return (0x80 - (start & 0x7F)) * 0x01010101, (start >> 7) - 1
-
-
-@triton.jit
-def in_cell(e_0, e_1, e_2, e_3, limits, c, PACKS: tl.constexpr):
-    """How many weights of each cell are of class c or above, given the bytes of their exponents: PACKS are used."""
-    carry, below = threshold(limits, c)
-    found = at_least(e_0, carry, below) + at_least(e_1, carry, below)
-    if PACKS == 4:
-        found += at_least(e_2, carry, below) + at_least(e_3, carry, below)
-    return ((found * 0x01010101) >> 24).to(tl.int64)
-
-
-@triton.jit
-def count_classes(e_0, e_1, e_2, e_3, limits, last, PACKS: tl.constexpr):
-    """The counters of the classes 0 to `last`, at most 7, of each cell. For classes 8 to 15 see `in_cell`."""
-    reach = tl.zeros_like(e_0).to(tl.int64) + 4 * PACKS
-    c = last * 0 + 1
-    while c <= last:
-        reach |= in_cell(e_0, e_1, e_2, e_3, limits, c, PACKS) << (8 * c).to(tl.int64)
-        c += 1
-    # What a class has is what reaches it less what reaches the next: never negative, so no byte borrows from another.
-    return reach - (reach >> 8)
 
 
 @triton.jit

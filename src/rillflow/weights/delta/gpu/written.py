@@ -12,8 +12,8 @@ from rillflow.weights.delta.gpu.room import Piece, Room
 CLASSES = 8
 # `_LISTED` must not be less than the threads of a program: a second thread with the same item would read it too late.
 _LISTED, _SORTED, _CHUNK, _MANY, _CLEARED = 128, 128, 1024, 1024, 8192
-# Of the kernel that reads all weights: so few that eight programs share a multiprocessor, without spills.
-_REGISTERS = 64
+# Of the kernel that reads all weights: so few registers that eight programs share a multiprocessor, without spills.
+_COMPARE = {"maxnreg": 64, "num_warps": 4}
 # Of kernels that have many numbers for each event or change: four of these a thread, so that registers are not short.
 _WARPS = 8
 _PARTS, _BYTES = 16, 2048
@@ -50,7 +50,7 @@ class Batch:
         clear(self._totals, _MANY)
         cursor = self._totals.after((self._segments + 1) * 8)
         kernel(
-            records.compare, WORDS=BLOCK, CHUNK=_LISTED, CLASSES=CLASSES, maxnreg=_REGISTERS, **shape.all
+            records.compare, WORDS=BLOCK, CHUNK=_LISTED, CLASSES=CLASSES, **_COMPARE, **shape.all
         )(
             (rows.count,), *segments, self._choices, cursor, limit, self._records, before, rows.begins, rows.records,
             self._sums, self._sizes, self._totals,
