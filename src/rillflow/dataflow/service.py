@@ -220,9 +220,15 @@ class DataflowService(Service):
 
     async def _lease_tasks(self, ask: LeaseTasks) -> TaskLeases:
         heads = self._ledger.heads  # once they have moved, the versions that the node asked with may be too old
+
+        def done(reply: TaskLeases) -> bool:
+            # They may have moved just before it asked, too: who does not know would wait for the next step.
+            behind = any(ask.versions.get(policy, head) < head for policy, head in reply.heads.items())
+            return bool(reply.leases) or reply.phase == "ended" or ask.want < 1 or behind or reply.heads != heads
+
         return await self._poll(
             lambda: self._ledger.lease_tasks(ask),
-            lambda reply: bool(reply.leases) or reply.phase == "ended" or ask.want < 1 or reply.heads != heads,
+            done,
             ask.wait,
             self._tasks_news,
             lambda: f"node {ask.node} waits for {self._ledger.why_no_tasks(ask.node, ask.versions)}",

@@ -116,6 +116,19 @@ async def test_a_lease_of_tasks_is_a_long_poll(tmp_path):
         assert len((await asyncio.wait_for(waiting, 2)).leases) == 4
 
 
+async def test_a_node_that_does_not_know_of_newer_weights_is_told_at_once(tmp_path):
+    """It may ask right after a step: were it to wait for news, it would wait for the next step."""
+    async with served(tmp_path) as run:
+        await run.join()
+        await run.play_all()
+        await run.commit((await run.ask("a")).batch, 1)
+        await run.play_all()
+        started = time.monotonic()
+        reply = await run.lease(version=0, wait=20)
+        assert (reply.leases, reply.heads) == ([], run.ledger.heads)
+        assert time.monotonic() - started < 10
+
+
 async def test_a_look_at_the_engines_waits_for_news(tmp_path):
     """Nodes hear of new weights when they are there, not at their next look; how loaded an engine is, is no news."""
     one = EngineInfo("e", "http://127.0.0.1:1", {POLICY: 1}, 64, 1)

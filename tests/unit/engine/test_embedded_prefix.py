@@ -17,6 +17,20 @@ async def test_a_groups_prompt_is_computed_once(kit: Any) -> None:
     assert stats.reused_tokens == 7 * 39
 
 
+async def test_what_groups_share_is_computed_once_and_so_is_the_rest_of_each(kit: Any) -> None:
+    """A group's first sequence waits for the part that all share, and the others of the group for all of its prompt."""
+    model, reference = kit.pair()
+    prompts = [kit.prompt(20) + kit.prompt(15, seed=5 + group) for group in range(3)]
+    async with kit.running(model, slots=12) as engine:
+        asked = [kit.ask(engine, prompt, max_tokens=3, seed=i) for prompt in prompts for i in range(4)]
+        answers = await asyncio.gather(*asked)
+        stats = engine.stats()
+    assert stats.prefilled_tokens == 35 + 2 * 15
+    assert stats.reused_tokens == 3 * 34 + 2 * (20 + 3 * 34)
+    for answer in answers:
+        assert answer.raw_logprobs == pytest.approx(kit.plain(reference, answer), abs=1e-5)
+
+
 async def test_a_group_larger_than_the_slots_reuses_residents(kit: Any) -> None:
     model, _ = kit.pair()
     async with kit.running(model, slots=3) as engine:
@@ -61,6 +75,24 @@ async def test_followers_survive_the_death_of_their_leader(kit: Any, monkeypatch
         await kit.until(lambda: engine.stats().prefilled_tokens >= 16)
         await leader.aclose()
         answers = await asyncio.wait_for(asyncio.gather(*followers), 20)
+    for answer in answers:
+        assert answer.raw_logprobs == pytest.approx(kit.plain(reference, answer), abs=1e-5)
+
+
+async def test_followers_survive_the_death_of_a_leader_that_follows(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rillflow.engine.embedded import core
+
+    monkeypatch.setitem(core._PREFILL_TOKENS, "cpu", 8)
+    model, reference = kit.pair()
+    longer = kit.prompt(60) + kit.prompt(9, seed=4)
+    async with kit.running(model) as engine:
+        first = asyncio.create_task(kit.ask(engine, kit.prompt(60), max_tokens=5))
+        await kit.until(lambda: engine.stats().prefilled_tokens >= 8)
+        between = engine.generate(kit.request(longer, max_tokens=5))
+        others = [asyncio.create_task(kit.ask(engine, longer, max_tokens=9, seed=i)) for i in range(3)]
+        await kit.until(lambda: engine.stats().prefilled_tokens >= 16)
+        await between.aclose()
+        answers = await asyncio.wait_for(asyncio.gather(first, *others), 20)
     for answer in answers:
         assert answer.raw_logprobs == pytest.approx(kit.plain(reference, answer), abs=1e-5)
 

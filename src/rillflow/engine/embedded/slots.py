@@ -4,8 +4,8 @@ Invariants: `cached[s] <= length[s]`, and the first `cached[s]` tokens of slot s
 cache, computed by the current weights, or, where `stale[s]`, some of them by earlier ones: then no other sequence ever
 takes them over. An active slot belongs to a request; an inactive one with `cached > 0` is
 resident: a finished sequence kept for its prefix until its slot is needed. A waiting slot (`leader >= 0`) gets its
-prefix from another slot as soon as that one has it; leaders never wait for a shared prefix themselves, so there are no
-circles.
+prefix from another slot as soon as that one has it. A leader may wait for one too, but only for a slot that was taken
+before it, so there are no circles.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ class Slots:
         self.leader[:] = -1
 
     def match(self, tokens: Array, among: Array) -> Match:
-        """The slot, of those in the mask `among`, with the longest common prefix. All slots are compared at once."""
+        """The slot, of those in the mask `among`, with the longest common prefix, rather one that does not wait for its
+        own. All slots are compared at once."""
         count = len(tokens)
         if not count:
             return Match(-1, 0)
@@ -117,8 +118,8 @@ class Slots:
         common = np.where(differ.any(1), differ.argmax(1), count)
         # What an active slot has not cached yet it will have soon; a resident one never will.
         common = np.minimum(common, np.where(self.active, self.length, self.cached))
-        common[~among | self.stale | (self.leader >= 0)] = 0
-        slot = int(common.argmax())
+        common[~among | self.stale] = 0
+        slot = int((2 * common + (self.leader < 0)).argmax())
         return Match(slot, int(common[slot]))
 
     def vacant(self, keep: int) -> int:
