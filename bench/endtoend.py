@@ -148,7 +148,7 @@ def recipe(case: str, job: Case, model: str, prompts: Path, seed: int) -> dict[s
             "max_grad_norm": 1.0,
             "checkpoint_every": job.steps,
             "trees": True,
-            "micro_tokens": 2048,
+            "micro_tokens": 3072,
             "stream_groups": 4,
         },
         "rollout": {"nodes": best["nodes"], "episodes": best["episodes"], "refresh_every": 0.05},

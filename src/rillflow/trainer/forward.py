@@ -87,6 +87,8 @@ def _backend(model: PreTrainedModel, config: TrainerConfig) -> str:
     backend = choose(model, wanted, device, dtype=DTYPES[config.dtype], trees=config.trees)
     if backend == LOOPS:
         from rillflow.trainer.fused import fuse
+        from rillflow.trainer.fused.ahead import compile_ahead
 
         fuse(model)
+        compile_ahead()
     return backend

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from packed_helpers import branching
+from packed_helpers import VOCAB, branching
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -19,12 +19,20 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from rillflow.config import TrainerConfig
 from rillflow.errors import ConfigError
 from rillflow.trainer.attention import hidden_states
+from rillflow.trainer.attention.loops import _backward, _forward
 from rillflow.trainer.exponential import exponential
+from rillflow.trainer.forward import PolicyForward
 from rillflow.trainer.fused import fuse
+from rillflow.trainer.fused.ahead import compile_ahead
+from rillflow.trainer.fused.gates import _gate, _gate_backward
+from rillflow.trainer.fused.heads import _turn, _turn_back
+from rillflow.trainer.fused.norms import normed, normed_backward
 from rillflow.trainer.graph.databuffer import Databuffer
 from rillflow.trainer.packing import micro_batches
+from rillflow.trainer.softmax import _shared, _summed
 from rillflow.weights.delta.jit import loosely
 
 SMALL = {"vocab_size": 50, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2}
@@ -108,6 +116,19 @@ def test_all_that_is_known_is_fused_and_nothing_else() -> None:
 class _Ones(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.ones_like(x)
+
+
+def test_a_rehearsal_compiles_what_a_step_uses() -> None:
+    """None of the loops is compiled again for the types of a real model."""
+    compile_ahead().join(120)
+    loops = [normed, normed_backward, _gate, _gate_backward, _turn, _turn_back, _forward, _backward, _summed, _shared]
+    known = [len(loop.signatures) for loop in loops]
+    assert all(known)
+    model = Qwen3ForCausalLM(Qwen3Config(**SMALL | {"vocab_size": VOCAB}, **HEADS, head_dim=8))
+    (make,) = micro_batches(Databuffer(branching(3)), [], 1 << 20, device=torch.device("cpu"), trees=True)
+    logprob_T, _ = PolicyForward(model, TrainerConfig(trees=True))(make())
+    logprob_T.sum().backward()
+    assert [len(loop.signatures) for loop in loops] == known
 
 
 def test_extremes_of_gates() -> None:
