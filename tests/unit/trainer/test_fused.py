@@ -27,9 +27,9 @@ from rillflow.trainer.exponential import exponential
 from rillflow.trainer.forward import PolicyForward
 from rillflow.trainer.fused import fuse
 from rillflow.trainer.fused.ahead import compile_ahead
-from rillflow.trainer.fused.gates import _gate, _gate_backward
+from rillflow.trainer.fused.gates import _gate_all, _gate_all_backward
 from rillflow.trainer.fused.heads import _turn, _turn_back
-from rillflow.trainer.fused.norms import normed, normed_backward
+from rillflow.trainer.fused.norms import norm_rows, norm_rows_backward
 from rillflow.trainer.graph.databuffer import Databuffer
 from rillflow.trainer.packing import micro_batches
 from rillflow.trainer.softmax import _shared, _summed
@@ -121,7 +121,18 @@ class _Ones(torch.nn.Module):
 def test_a_rehearsal_compiles_what_a_step_uses() -> None:
     """None of the loops is compiled again for the types of a real model."""
     compile_ahead().join(120)
-    loops = [normed, normed_backward, _gate, _gate_backward, _turn, _turn_back, _forward, _backward, _summed, _shared]
+    loops = [
+        norm_rows,
+        norm_rows_backward,
+        _gate_all,
+        _gate_all_backward,
+        _turn,
+        _turn_back,
+        _forward,
+        _backward,
+        _summed,
+        _shared,
+    ]
     known = [len(loop.signatures) for loop in loops]
     assert all(known)
     model = Qwen3ForCausalLM(Qwen3Config(**SMALL | {"vocab_size": VOCAB}, **HEADS, head_dim=8))

@@ -29,19 +29,18 @@ def _rehearse() -> None:
 
 
 def _use() -> None:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    from rillflow.trainer.attention import LOOPS, hidden_states
-    from rillflow.trainer.fused import fuse
-    from rillflow.trainer.layout import Layout
+    """On ones and zeros: nothing is drawn, for the process's random numbers are others'."""
+    from rillflow.trainer.attention.loops import attention
+    from rillflow.trainer.attention.spans import Heads
+    from rillflow.trainer.fused.gates import gate
+    from rillflow.trainer.fused.heads import turned
+    from rillflow.trainer.fused.norms import normed
     from rillflow.trainer.softmax import shared_, summed
 
-    sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
-    model = Qwen3ForCausalLM(Qwen3Config(**sizes, num_attention_heads=2, num_key_value_heads=1))
-    fuse(model)
-    token_P, start_S = torch.arange(8), torch.zeros(1, dtype=torch.int64).numpy()
-    hidden_PD = hidden_states(model, Layout(token_P, token_P, start_S, start_S + 8, start_S - 1), LOOPS)
-    hidden_PD.sum().backward()
-    factor_T = torch.ones(8)
-    _, total_T, _ = summed(logits_TV := torch.zeros(8, 16), token_P, factor_T)
+    rows_PD, weight_D = torch.ones(8, 8, requires_grad=True), torch.ones(8, requires_grad=True)
+    heads = turned(normed(rows_PD, weight_D, 1e-6).view(8, 1, 8), (weight_D, 1e-6), torch.ones(8, 8), torch.ones(8, 8))
+    found = attention(Heads(heads, heads, heads), torch.tensor([[0, 8, 0, 8]]), 1.0)
+    gate(found, found).sum().backward()  # type: ignore[no-untyped-call]
+    logits_TV, factor_T = torch.zeros(8, 16), torch.ones(8)
+    _, total_T, _ = summed(logits_TV, torch.arange(8), factor_T)
     shared_(logits_TV, factor_T, total_T)

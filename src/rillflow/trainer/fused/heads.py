@@ -15,7 +15,7 @@ from rillflow.trainer.attention.interface import check
 from rillflow.trainer.attention.joined import LOOPS, Joined
 from rillflow.trainer.attention.spans import Heads
 from rillflow.trainer.fused.arrays import Array, arrays, lent
-from rillflow.trainer.fused.norms import normed, normed_backward
+from rillflow.trainer.fused.norms import norm_rows, norm_rows_backward
 from rillflow.weights.delta.jit import loosely
 
 
@@ -38,8 +38,8 @@ def attended(
     check(module, module.attention_dropout if module.training else 0.0, vars(module))
     shape = (hidden_states.shape[1], -1, module.head_dim)
     query, key, value = (part(hidden_states).view(shape) for part in (module.q_proj, module.k_proj, module.v_proj))
-    query = _turned(query, getattr(module, "q_norm", None), cos_1PD[0], sin_1PD[0])
-    key = _turned(key, getattr(module, "k_norm", None), cos_1PD[0], sin_1PD[0])
+    query = turned(query, _norm_of(module, "q_norm"), cos_1PD[0], sin_1PD[0])
+    key = turned(key, _norm_of(module, "k_norm"), cos_1PD[0], sin_1PD[0])
     found = packed(Heads(query, key, value), module.scaling)
     return module.o_proj(found.view(1, len(found), -1)), None
 
@@ -50,15 +50,20 @@ def _ours(module: Any, hidden: torch.Tensor, cos: torch.Tensor, packed: Any, opt
     return looped and plain and len(hidden) == 1 and cos.shape[-1] == module.head_dim
 
 
-def _turned(heads: torch.Tensor, norm: Any, cos_PD: torch.Tensor, sin_PD: torch.Tensor) -> torch.Tensor:
-    weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
-    found: torch.Tensor = _Turned.apply(heads, weight, eps, cos_PD, sin_PD)  # type: ignore[no-untyped-call]
+def turned(
+    heads: torch.Tensor, norm: tuple[torch.Tensor | None, float], cos_PD: torch.Tensor, sin_PD: torch.Tensor
+) -> torch.Tensor:
+    """Heads [tokens, heads, head size], normed by a weight and an epsilon if there are any, then rotated."""
+    found: torch.Tensor = _Turned.apply(heads, *norm, cos_PD, sin_PD)  # type: ignore[no-untyped-call]
     return found
 
 
-class _Turned(torch.autograd.Function):
-    """Heads [tokens, heads, head size], normed where there is a weight, then rotated by their positions."""
+def _norm_of(module: Any, name: str) -> tuple[torch.Tensor | None, float]:
+    norm = getattr(module, name, None)
+    return (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
 
+
+class _Turned(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, heads: torch.Tensor, weight: torch.Tensor | None, eps: float, cos: torch.Tensor, sin: torch.Tensor
@@ -69,7 +74,7 @@ class _Turned(torch.autograd.Function):
         else:
             out, scale = torch.empty_like(heads), heads.new_empty(heads.shape[:2])
             rows, to = (part.view(-1, heads.shape[2]) for part in (heads, out))
-            normed(*[*arrays(rows, lent(weight)), np.float32(eps), *arrays(to, scale.view(-1))])
+            norm_rows(*[*arrays(rows, lent(weight)), np.float32(eps), *arrays(to, scale.view(-1))])
             saved = [heads, weight, scale]
         _turn(*arrays(out, cos, sin))
         ctx.save_for_backward(cos, sin, *saved)
@@ -86,7 +91,7 @@ class _Turned(torch.autograd.Function):
         heads, weight, scale = saved
         of_heads, of_weight = torch.empty_like(heads), torch.zeros_like(weight)
         pull, rows, to = (part.view(-1, heads.shape[2]) for part in (pull, heads, of_heads))
-        normed_backward(*arrays(pull, rows, lent(weight), scale.view(-1), to, of_weight))
+        norm_rows_backward(*arrays(pull, rows, lent(weight), scale.view(-1), to, of_weight))
         return of_heads, of_weight, None, None, None
 
 

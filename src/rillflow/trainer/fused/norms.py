@@ -16,11 +16,14 @@ _ONE, _NONE = np.float32(1.0), np.float32(0.0)
 
 
 def norm(module: Any, x: torch.Tensor) -> torch.Tensor:
-    made: torch.Tensor
     if x.dtype == torch.float32:
-        made = _Norm.apply(x, module.weight, module.variance_epsilon)  # type: ignore[no-untyped-call]
-    else:
-        made = type(module).forward(module, x)  # a model may be cast after it was fused
+        return normed(x, module.weight, module.variance_epsilon)
+    made: torch.Tensor = type(module).forward(module, x)  # a model may be cast after it was fused
+    return made
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    made: torch.Tensor = _Norm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
     return made
 
 
@@ -29,7 +32,7 @@ class _Norm(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         rows_ND = x.contiguous().view(-1, x.shape[-1])
         out_ND, scale_N = torch.empty_like(rows_ND), rows_ND.new_empty(len(rows_ND))
-        normed(*[*arrays(rows_ND, lent(weight)), np.float32(eps), *arrays(out_ND, scale_N)])
+        norm_rows(*[*arrays(rows_ND, lent(weight)), np.float32(eps), *arrays(out_ND, scale_N)])
         ctx.save_for_backward(rows_ND, weight, scale_N)
         return out_ND.view(x.shape)
 
@@ -39,12 +42,12 @@ class _Norm(torch.autograd.Function):
         rows_ND, weight, scale_N = ctx.saved_tensors
         grad_ND = grad.contiguous().view(rows_ND.shape)
         of_rows_ND, of_weight = torch.empty_like(rows_ND), torch.zeros_like(weight)
-        normed_backward(*arrays(grad_ND, rows_ND, lent(weight), scale_N, of_rows_ND, of_weight))
+        norm_rows_backward(*arrays(grad_ND, rows_ND, lent(weight), scale_N, of_rows_ND, of_weight))
         return of_rows_ND.view(grad.shape), of_weight, None
 
 
 @loosely
-def normed(x: Array, weight: Array, eps: Any, out: Array, scale: Array) -> None:
+def norm_rows(x: Array, weight: Array, eps: Any, out: Array, scale: Array) -> None:
     size = x.shape[1]
     for n in range(len(x)):
         total = _NONE
@@ -56,7 +59,7 @@ def normed(x: Array, weight: Array, eps: Any, out: Array, scale: Array) -> None:
 
 
 @loosely
-def normed_backward(grad: Array, x: Array, weight: Array, scale: Array, of_x: Array, of_weight: Array) -> None:
+def norm_rows_backward(grad: Array, x: Array, weight: Array, scale: Array, of_x: Array, of_weight: Array) -> None:
     size = x.shape[1]
     for n in range(len(x)):
         along, r = _NONE, scale[n]
