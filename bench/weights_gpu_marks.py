@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import statistics
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from rillflow.weights.delta.gpu import (
     room,
     sealing,
     tables,
+    threads,
     written,
 )
 
@@ -52,11 +54,14 @@ PLACES: tuple[tuple[object, str, str], ...] = (
     (found.Counted, "__init__", "launch sizes"),
     (decode._Job, "batches", "batches"),
     (incoming.Incoming, "__init__", "incoming"),
-    (incoming.Incoming, "start", "copies begin"),
-    (incoming.Incoming, "arrived", "wait for copies"),
+    (incoming, "divided", "copies begin"),
+    (incoming.Incoming, "wait", "wait for copies"),
+    (incoming.Incoming, "check", "hashes begin"),
+    (found.Counted, "read", "launch tables"),
+    (incoming.Incoming, "arrived", "arrived"),
+    (threads.Later, "wait", "wait for threads"),
     (plans.Plans, "__init__", "plans"),
-    (plans.Plans, "read", "tables"),
-    (plans.Plans, "send", "plans sent"),
+    (encode, "_finish", "finish"),
     (found.Found, "__init__", "launch ranks"),
     (found.Found, "records", "launch records"),
     (heads.Checksums, "wait", "wait for checksums"),
@@ -66,6 +71,9 @@ PLACES: tuple[tuple[object, str, str], ...] = (
 
 
 class Mark(NamedTuple):
+    """A call: what it is called, behind a `|` if it was in another thread; when it began; how long it took, and calls
+    within it."""
+
     name: str
     start: float
     taken: float
@@ -74,18 +82,19 @@ class Mark(NamedTuple):
 
 @contextmanager
 def marked(seen: list[Mark]) -> Iterator[None]:
-    """Note each call of the functions above: its time, and that of others of them within it."""
-    within = [0.0]
+    """Note each call of the functions above: its time, and that of others of them within it, in the same thread."""
+    here, stacks = threading.get_ident(), defaultdict[int, list[float]](lambda: [0.0])
 
     def wrapped(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any, **named: Any) -> Any:
-            start = time.perf_counter()
+            thread, start = threading.get_ident(), time.perf_counter()
+            within = stacks[thread]
             within.append(0.0)
             try:
                 return call(*arguments, **named)
             finally:
                 taken = time.perf_counter() - start
-                seen.append(Mark(name, start, taken, within.pop()))
+                seen.append(Mark(name if thread == here else f"| {name}", start, taken, within.pop()))
                 within[-1] += taken
 
         return timed
@@ -113,7 +122,7 @@ def timeline(step: Callable[[], object], before: Callable[[], object]) -> list[s
         for mark in seen:
             own[mark.name] += 1000 * (mark.taken - mark.inner)
         own["all"] = 1000 * (end - begin)
-        own["not marked"] = own["all"] - sum(own[name] for name in own if name != "all")
+        own["not marked"] = own["all"] - sum(own[name] for name in own if name != "all" and name[0] != "|")
         own["page faults, in 1000"] = (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults) / 1000
         for name, value in own.items():
             sums[name].append(value)

@@ -252,24 +252,16 @@ def test_what_arrives_is_what_the_deltas_say(least: int, shown: bool, monkeypatc
     found = deltas.segments(spans.tensor, 256)
     for part in (slice(0, 2), slice(2, 3)):
         begin, size = found.begin[part], found.size[part]
-        last, count = found.limits[part, 2], len(begin)
-        coming = incoming.Incoming(deltas, checksums, spans.part(part), begin, size, last, 8, 16, torch.device("cpu"))
-        # No table is of groups without weights: what they say does not matter here.
-        sizes = np.zeros(count * 8, np.int32)
-        assert coming.read(Given([sizes])) is None
-        for number, at, first, length in zip(spans.part(part).tensor, coming.begin, begin, size, strict=True):
-            assert bytes(coming.data[at : at + length]) == bytes(sent[number][first : first + length])
+        coming = incoming.Incoming(deltas, checksums, spans.part(part), begin, size, torch.device("cpu"))
+        coming.wait()
+        coming.check()
+        places = coming.heads.array.reshape(-1, 2)
+        assert places[:, 1].tolist() == size.tolist()
+        for number, at, first, length in zip(spans.part(part).tensor, places[:, 0], begin, size, strict=True):
+            assert bytes(coming.bytes_here[at : at + length]) == bytes(sent[number][first : first + length])
     with pytest.raises(CorruptData):
         checksums.wait()
     assert (checksums.found == deltas.head["checksum"]).tolist() == [True, False, True]
-
-
-class Given:
-    def __init__(self, arrays: list[np.ndarray]) -> None:
-        self._arrays = arrays
-
-    def wait(self) -> list[np.ndarray]:
-        return self._arrays
 
 
 def test_no_tensors_and_no_delta() -> None:

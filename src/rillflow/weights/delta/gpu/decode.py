@@ -25,7 +25,6 @@ from rillflow.weights.delta.gpu.batch import Array, Shape, Work, alike, batches,
 from rillflow.weights.delta.gpu.fingerprint import fingerprint_gpu
 from rillflow.weights.delta.gpu.found import Counted, Found, Records, Report, scatter, unpacked
 from rillflow.weights.delta.gpu.incoming import Incoming
-from rillflow.weights.delta.gpu.threads import Later
 
 # The memory of a batch, by an estimate: eighths of a byte for each weight, if there are up to eight classes, and bytes
 # for each byte of a delta. A changed weight takes some 18 bytes, and has most often some 0.8 bytes of a delta. No batch
@@ -214,21 +213,20 @@ def _decode(job: _Job, part: slice) -> Work:
     some, limits, size, device = job.spans.part(part), job.limits[part], job.sizes[part], job.device
     classes = 8 if limits[:, 2].max() < 8 else 16
     counted = Counted(some, job.address, limits, classes, not job.knows, job.shape, device)
-    landing, width = counted.landing(), job.shape.WIDTH
+    incoming = Incoming(job.deltas, job.checksums, some, job.begin[part], size, device)
     job.check()
-    incoming = Incoming(
-        job.deltas, job.checksums, some, job.begin[part], size, limits[:, 2], classes, width, device
-    )  # fmt: skip
-    plans = yield Later(partial(incoming.read, landing), incoming.total)
-    if plans is None:
+    yield incoming
+    (ends,) = yield counted.read(incoming)
+    if ends[0]:
         raise job.damaged()
-    found = Found(plans, incoming.arrived(), counted)
-    records = found.records()
+    found = Found(ends, incoming.arrived(), counted)
+    records, changes = found.records(), int(ends[3])
     landing = counted.reported()
+    incoming.check()
     del counted, found, incoming  # none of which is needed while others take their turns
     report = Report.of(*(yield landing))
     # As many different places as there are changes, or they are not what the table says.
-    if report.fault or report.changes != plans.ends.changes or not plans.unary_fits(report.ones, report.last):
+    if report.fault or report.changes != changes:
         raise job.damaged()
     job.found.append(records)
     first, _ = some.runs()

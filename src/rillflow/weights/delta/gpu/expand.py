@@ -4,7 +4,7 @@ Where changed weights are coded, their events give their ranks in order. Every o
 items, with prefix sums of its ones: whether an item is a member and how many members come before it can then be asked
 for any item, at any time, by any program.
 
-The rows of subsets are those of `plans`. Whatever the bytes are, nothing outside of the arrays is read or written:
+The rows of subsets are those of `subsets`. Whatever the bytes are, nothing outside of the arrays is read or written:
 indices that cannot be are masked and set `fault`.
 """
 
@@ -13,22 +13,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rillflow.weights.delta.gpu.subsets import (
+    CHUNKS,
+    CODED,
+    EVENTS,
+    FIELDS,
+    FIRST,
+    ITEMS,
+    KIND,
+    MORE,
+    NUMBER,
+    RANKS,
+    STREAM,
+    WORDS,
+)
 from rillflow.weights.delta.gpu.words import popcount
-
-# Where things are in a row.
-EVENTS = tl.constexpr(0)
-NUMBER = tl.constexpr(1)
-FIELDS = tl.constexpr(2)
-ITEMS = tl.constexpr(3)
-KIND = tl.constexpr(4)
-WORDS = tl.constexpr(5)
-MORE = tl.constexpr(6)
-CHUNKS = tl.constexpr(7)
-# Flags of a kind beside those of the table: neither all nor no items are members; ranks are what the events give;
-# no event of the segment comes before.
-CODED = tl.constexpr(0x100)
-RANKS = tl.constexpr(0x200)
-FIRST = tl.constexpr(0x400)
 
 
 @triton.jit
@@ -36,7 +35,7 @@ def _unary_words(data, unary, owner, chunks_from, CHUNK: tl.constexpr):
     """A chunk of words of a segment's unary stream, all other bits 0."""
     p = tl.program_id(0)
     s = tl.load(owner + p)
-    begin, end = tl.load(unary + s * 4), tl.load(unary + s * 4 + 1)
+    begin, end = tl.load(unary + s * STREAM), tl.load(unary + s * STREAM + 1)
     word = (begin >> 5) + (p - tl.load(chunks_from + s)).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
     bit = word * 32
     words = tl.load(data + word, mask=bit < end, other=0)
@@ -81,10 +80,10 @@ def find_ones(
     chunk = tl.load(chunks_from + s)
     passed = _sum_of(counts, chunk, p, MANY)
     all = passed + tl.load(counts + p)
-    tl.store(seen + s * 2, all.to(tl.int64), mask=p + 1 == tl.load(chunks_from + s + 1))
-    end = tl.load(unary + s * 4 + 3).to(tl.int32)
-    first = tl.load(unary + s * 4 + 2).to(tl.int32) + passed
-    start = ((p - chunk) * (CHUNK * 32)) - (tl.load(unary + s * 4) & 31).to(tl.int32)
+    tl.store(seen + s, all.to(tl.int64), mask=p + 1 == tl.load(chunks_from + s + 1))
+    end = tl.load(unary + s * STREAM + 3).to(tl.int32)
+    first = tl.load(unary + s * STREAM + 2).to(tl.int32) + passed
+    start = ((p - chunk) * (CHUNK * 32)) - (tl.load(unary + s * STREAM) & 31).to(tl.int32)
     bit, k = tl.arange(0, CHUNK * 32), tl.arange(0, CHUNK * 32) & 31
     word = p * CHUNK + (bit >> 5)
     ones = tl.load(words + word)
@@ -93,12 +92,17 @@ def find_ones(
 
 
 @triton.jit(do_not_specialize=["segments"])
-def last_ones(unary, places, seen, segments, MANY: tl.constexpr):
-    """For the host, where the last event of each stream ends (see `Plans.unary_fits`)."""
+def check_ones(unary, places, seen, fault, segments, MANY: tl.constexpr):
+    """That the unary streams have as many one-bits as the tables say, given how many each has, and that the last one is
+    in the last byte: nothing may follow it."""
     s = tl.program_id(0) * MANY + tl.arange(0, MANY)
-    beyond = tl.load(unary + s * 4 + 3, mask=s < segments, other=0)
-    some = (s < segments) & (beyond > tl.load(unary + s * 4 + 2, mask=s < segments, other=0))
-    tl.store(seen + s * 2 + 1, tl.load(places + beyond - 1, mask=some, other=0).to(tl.int64), mask=some)
+    valid = s < segments
+    at = unary + s * STREAM
+    begin, end = tl.load(at, mask=valid, other=0), tl.load(at + 1, mask=valid, other=0)
+    first, beyond = tl.load(at + 2, mask=valid, other=0), tl.load(at + 3, mask=valid, other=0)
+    last = tl.load(places + beyond - 1, mask=valid & (beyond > first), other=-8) // 8 + 1
+    wrong = (tl.load(seen + s, mask=valid, other=0) != beyond - first) | (last != (end - begin) // 8)
+    tl.store(fault + s * 0, 1, mask=valid & wrong)
 
 
 @triton.jit
@@ -192,7 +196,7 @@ def _ones_before(bitmap, before, first, item, valid):
 
 @triton.jit
 def changes(
-    data, owner, chunks_from, changes_from, first_row, rows, bitmap, before, out, CHUNK: tl.constexpr,
+    data, owner, chunks_from, changes_from, first_row, low_from, rows, bitmap, before, out, CHUNK: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The changes of a chunk: each follows the subsets of lengths down to its own, of which it is no member."""
@@ -212,7 +216,7 @@ def changes(
     here = index < 0
     level = g * 0
     # The last row has no members.
-    while tl.max(active.to(tl.int32)) != 0:
+    while (level < WIDTH) & (tl.max(active.to(tl.int32)) != 0):
         row += 8
         kind, items, number = tl.load(row + KIND), tl.load(row + ITEMS), tl.load(row + NUMBER)
         coded, inverted = (kind & CODED) != 0, (kind & 128) != 0
@@ -229,6 +233,7 @@ def changes(
         active = active & member
         item = tl.where(active, members, item)
         level += 1
+    from_bit += tl.load(low_from + g)
     size = _bits_at(data, from_bit + order.to(tl.int64) * length, length.to(tl.int64), here).to(tl.int64)
     size += tl.full([1], 1, tl.int64) << length.to(tl.int64)
     tl.store(out + start + index, tl.where(negative, -size, size).to(out.dtype.element_ty), mask=valid)

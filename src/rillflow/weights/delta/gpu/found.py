@@ -9,6 +9,7 @@ import torch
 
 from rillflow.weights.delta.gpu import blocks, expand, places, plans
 from rillflow.weights.delta.gpu.batch import BLOCK, TABLE, Array, Landing, Rows, Shape, Spans, clear, land
+from rillflow.weights.delta.gpu.incoming import Incoming
 from rillflow.weights.delta.gpu.launch import kernel
 from rillflow.weights.delta.gpu.plans import Plans
 from rillflow.weights.delta.gpu.room import Piece, Room
@@ -25,18 +26,15 @@ _SIZES = {False: {"num_warps": 1, "maxnreg": 96}, True: {"num_warps": 1}}
 
 class Report(NamedTuple):
     """What the host has to compare: whether something cannot be; how many records there are; what the weights and the
-    changes of each segment add to the fingerprints; and what is seen in its unary stream (see `Plans.unary_fits`)."""
+    changes of each segment add to the fingerprints."""
 
     fault: bool
     changes: int
     sums: Array
-    ones: Array
-    last: Array
 
     @classmethod
     def of(cls, landed: Array) -> Report:
-        rows = landed[2:].reshape(2, -1, 2)
-        return cls(bool(landed[0]), int(landed[1]), rows[0], rows[1, :, 0], rows[1, :, 1])
+        return cls(bool(landed[0]), int(landed[1]), landed[2:].reshape(-1, 2))
 
 
 class Records(NamedTuple):
@@ -57,10 +55,10 @@ class Counted:
     ) -> None:  # fmt: skip
         segments, self.classes, self.shape, self.device = len(some), classes, shape, device
         host = Room(device, host=True)
-        self.group_sizes, self._landed = host.ints(segments * classes), host.longs(2 + 4 * segments)
+        self.ends, self._landed = host.longs(8), host.longs(2 + 2 * segments)
         self.rows = rows = Rows(some, address, address, shape, device, limits, host)
         room = Room(device)
-        self.report = room.longs(2 + 4 * segments)
+        self.report, self.group_sizes = room.longs(2 + 3 * segments), room.ints(segments * classes)
         self.sizes = room.ints(rows.count * classes)
         self.cells = room.longs(rows.count * (BLOCK // 4) * (classes // 8))
         self.groups = room.longs(rows.count * (BLOCK // 32) * (classes // 4))
@@ -72,10 +70,16 @@ class Counted:
         )
         sums = kernel(places.group_sums, CLASSES=classes, MANY=_MANY)
         sums((segments, classes), rows.table, self.sizes, self.group_sizes)
+        self.plans, self._done = Plans(segments, classes, shape.WIDTH, device), []
+        if device.type == "cuda":
+            self._done = [torch.cuda.Event()]  # type: ignore[no-untyped-call]
+            self._done[0].record()
 
-    def landing(self) -> Landing:
-        """How many weights each group has."""
-        return Landing(self.group_sizes, cuda=self.device.type == "cuda")
+    def read(self, incoming: Incoming) -> Landing:
+        """Let the device read the tables in what has come, while it does other things. Lands the numbers of `Ends`."""
+        with incoming.sent(self._done):
+            self.plans.read(incoming.data, incoming.heads, self.rows.limits, self.group_sizes, self.ends)
+            return Landing(self.ends, cuda=self.device.type == "cuda")
 
     def reported(self) -> Landing:
         """What has been reported by all that was launched."""
@@ -86,9 +90,10 @@ class Counted:
 class Found:
     """The ranks of all changed weights in their classes, and their changes, group by group; then their records."""
 
-    def __init__(self, plan: Plans, data: Piece, counted: Counted) -> None:
-        self._data, self._plan, self._counted, self._ends, shape = data, plan, counted, plan.ends, counted.shape
-        rows, ends, room = counted.rows, plan.ends, Room(counted.device)
+    def __init__(self, numbers: Array, data: Piece, counted: Counted) -> None:
+        self._data, self._plan, self._counted, shape = data, counted.plans, counted, counted.shape
+        rows, room = counted.rows, Room(counted.device)
+        self._ends = ends = self._plan.settle(numbers, room)
         # What no event gives stays as it is: any number is safe, and that one is missing is seen.
         self._ranks, self._places = room.ints(ends.changes), room.ints(ends.events + 1)
         self._words, self._ones = (room.ints(ends.of_ones * plans.WORDS) for _ in range(2))
@@ -100,6 +105,7 @@ class Found:
         self._flags, self._flagged = (room.ints(self._programs * weights // 32) for _ in range(2))
         self._unordered = room.numbers(self._programs * weights, shape.WIDTH)
         room.make()
+        self._plan.own()
         self._mark()
         if ends.changes:
             self._read_changes()
@@ -109,20 +115,20 @@ class Found:
         sent, ends, seen = self._plan, self._ends, self._counted.seen
         ones, events, others, _ = sent.owners
         if ends.of_ones:
-            streams, counts = (sent.unary, ones, sent.ones_from), (self._words, self._ones, self._counts)
+            streams, counts = (sent.streams, ones, sent.ones_from), (self._words, self._ones, self._counts)
             kernel(expand.count_ones, CHUNK=plans.WORDS)((ends.of_ones,), self._data, *streams, *counts)
             find = kernel(expand.find_ones, CHUNK=plans.WORDS, MANY=_MANY, **_ONES)
             find((ends.of_ones,), *counts, *streams, self._places, seen)
-            segments = len(self._counted.rows.spans)
-            last = kernel(expand.last_ones, MANY=_MANY)
-            last((-(-segments // _MANY),), sent.unary, self._places, seen, segments)
+        segments, report = len(self._counted.rows.spans), self._counted.report
+        check = kernel(expand.check_ones, MANY=_MANY)
+        check((-(-segments // _MANY),), sent.streams, self._places, seen, report, segments)
         if ends.words:
             clear(self._bitmap, _CLEARED)
         if ends.of_events:
             grid, subsets = (ends.of_events,), (self._data, events, sent.rows)
             kernel(expand.low_sums, CHUNK=plans.EVENTS)(grid, *subsets, self._lows)
             kernel(expand.mark, CHUNK=plans.EVENTS, MANY=_MANY)(
-                grid, *subsets, self._places, self._lows, self._bitmap, self._ranks, self._counted.report
+                grid, *subsets, self._places, self._lows, self._bitmap, self._ranks, report
             )
         if ends.words:
             grid = (-(-ends.words // _CHUNK),)
@@ -137,7 +143,7 @@ class Found:
         sent = self._plan
         kernel(expand.changes, CHUNK=plans.EVENTS, WIDTH=self._counted.shape.WIDTH, **_LENGTHS)(
             (self._ends.of_changes,), self._data, sent.owners[3], sent.chunks_from, sent.changes_from, sent.first_row,
-            sent.rows, self._bitmap, self._before, self._changes,
+            sent.low_from, sent.rows, self._bitmap, self._before, self._changes,
         )  # fmt: skip
 
     def records(self) -> Records:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 
 import numpy as np
@@ -9,9 +11,8 @@ import torch
 import xxhash
 
 from rillflow.weights.delta.gpu import heads
-from rillflow.weights.delta.gpu.batch import Array, Spans, Waiting
+from rillflow.weights.delta.gpu.batch import Array, Spans
 from rillflow.weights.delta.gpu.memory import copy_bytes, digest_function, digest_of
-from rillflow.weights.delta.gpu.plans import Batch, Plans
 from rillflow.weights.delta.gpu.room import Piece, Room
 from rillflow.weights.delta.gpu.threads import divided, shared
 from rillflow.weights.delta.jit import compiled
@@ -26,46 +27,45 @@ def _side(device: torch.device) -> torch.cuda.Stream:
 
 
 class Incoming:
-    """Bytes that other threads copy to memory which the device can read, and the device then to its own; and what the
-    tables in them say.
+    """Bytes that other threads copy to memory which the device can read, and the device then to its own.
 
     Of a tensor that is in this batch alone, that is the whole delta without its checksum, which is computed from what
     was copied. Of others it is from their first segment here to the last that has bytes.
 
-    `data` are whole words, and one more than there are; `begin` is where each segment's bytes begin in them. The memory
-    on the device is there at once, so that copies need not wait for kernels that are launched in between.
+    `data` are whole words, and three more than there are; `heads` say where each segment's bytes begin in them and how
+    many there are. The memory on the device is there at once, so that the copy need not wait for kernels that are
+    launched in between.
     """
 
     def __init__(
-        self, deltas: heads.Deltas, checksums: heads.Checksums, some: Spans, begin: Array, size: Array, last: Array,
-        classes: int, width: int, device: torch.device,
+        self, deltas: heads.Deltas, checksums: heads.Checksums, some: Spans, begin: Array, size: Array,
+        device: torch.device,
     ) -> None:  # fmt: skip
         self._deltas, self._checksums, self._device = deltas, checksums, device
-        number, (self._tensor, self._from) = len(some), np.empty((2, len(some)), np.int64)
-        self._to, self.begin, self._whole = np.empty(number + 1, np.int64), np.empty_like(begin), np.empty(number, bool)
+        number = len(some)
+        (self._tensor, self._from), self._to = np.empty((2, number), np.int64), np.empty(number + 1, np.int64)
+        self._whole, moved = np.empty(number, np.bool), np.empty((number, 2), np.int64)
         runs = _lay_out(
             some.tensor, some.start, begin, size, deltas.address, deltas.length, self._tensor, self._from, self._to,
-            self._whole, self.begin,
+            self._whole, moved,
         )  # fmt: skip
         self._tensor, self._from, self._whole = self._tensor[:runs], self._from[:runs], self._whole[:runs]
-        self._to, self.total = self._to[: runs + 1], int(self._to[runs])
-        batch = Batch(self.begin, size, last, classes, int(some.weights.sum()), width)
-        host, room = Room(device, host=True), Room(device)
-        here, there = ((one.ints(self.total // 4 + 2), one.bytes(batch.room())) for one in (host, room))
-        host.make()
+        self._to, total = self._to[: runs + 1], int(self._to[runs])
+        self._host, self._room = Room(device, host=True), Room(device)
+        heads_here, self._here = self._host.longs(2 * number), self._host.ints(total // 4 + 4)
+        self.heads, self.data = self._room.longs(2 * number), self._room.ints(total // 4 + 4)
+        self._host.make()
+        heads_here.array[:] = moved.reshape(-1)
+        self._here.array[-4:] = 0
         if device.type == "cuda":
             # Whatever used this memory before is done when this event is.
-            room.make()
+            self._room.make()
             self._free = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._free.record()
             self._sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
         else:
-            there = here
-        self._here, self._there = here[0], there[0]
-        self._plans = Plans(here[1], there[1], batch)
-        self.data: Array = self._here.array.view(np.uint8)
-        self.data[-8:] = 0
-        self._under_way = divided(self._copy, self.total)
+            self.heads, self.data = heads_here, self._here
+        self._under_way = divided(self._copy, total)
 
     def _copy(self, first: int, beyond: int) -> None:
         _copy_bytes(self._here.address, first, beyond, self._from, self._to, self._whole)
@@ -78,33 +78,42 @@ class Incoming:
             return
         for run in range(first, beyond):
             if self._whole[run]:
-                data = self.data[self._to[run] : self._to[run + 1]]
+                data = self.bytes_here[self._to[run] : self._to[run + 1]]
                 found[self._tensor[run]] = xxhash.xxh3_64_intdigest(data.data)
 
-    def read(self, landing: Waiting) -> Plans | None:
-        """What the tables say, None when they are none, given the sizes of groups, which are waited for. Then data and
-        plans are on their way to the device, and the checksums are being computed."""
-        (sizes,) = landing.wait()
+    @property
+    def bytes_here(self) -> Array:
+        return self._here.array.view(np.uint8)
+
+    def wait(self) -> None:
+        """Until everything has been copied here."""
         for share in self._under_way:
             share.result()
+
+    def check(self) -> None:
+        """Let others compute the checksums of what was copied."""
         self._checksums.take(self._tensor[self._whole], shared(self._compute, self._to))
+
+    @contextmanager
+    def sent(self, after: Sequence[torch.cuda.Event]) -> Iterator[None]:
+        """Let the device copy what is here, beside what it does meanwhile. What is launched within comes behind that
+        and the events, and before what is launched after `arrived`."""
         if self._device.type != "cuda":
-            return self._plans if self._plans.read(self.data, sizes) else None
-        side = _side(self._device)
+            yield
+            return
+        side, size = _side(self._device), self._host.size
+        for event in (self._free, *after):
+            side.wait_event(event)
         with torch.cuda.stream(side):
-            side.wait_event(self._free)
-            self._there.tensor.copy_(self._here.tensor, non_blocking=True)
-            if not self._plans.read(self.data, sizes):
-                return None
-            self._plans.send()
+            self._room.memory[:size].copy_(self._host.memory[:size], non_blocking=True)
+            yield
             self._sent.record(side)
-        return self._plans
 
     def arrived(self) -> Piece:
-        """The words on the device, for kernels that are launched from now on, as are the plans."""
+        """The data, for what is launched from now on."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).wait_event(self._sent)
-        return self._there
+        return self.data
 
 
 @compiled
@@ -113,7 +122,7 @@ def _lay_out(
     source: Array, to: Array, whole: Array, moved: Array,
 ) -> int:  # fmt: skip
     """Of each run of segments of one tensor, its number, the address of its bytes, where they go, and whether they are
-    all that its delta has; of each segment, where its bytes go. How many runs there are."""
+    all that its delta has; of each segment, where its bytes go and how many it has. How many runs there are."""
     run, s = 0, 0
     to[0] = 0
     while s < len(tensor):
@@ -126,7 +135,8 @@ def _lay_out(
         number[run], source[run] = t, address[t] + (0 if whole[run] else before)
         to[run + 1] = to[run] + (length[t] - _CHECKSUM if whole[run] else last - before)
         for k in range(first, s):
-            moved[k] = begin[k] + to[run] - (_CHECKSUM if whole[run] else before)
+            moved[k, 1] = size[k]
+            moved[k, 0] = begin[k] + to[run] - (_CHECKSUM if whole[run] else before)
         run += 1
     return run
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-ALIGNED = 256
+_ALIGNED = 256
 # Much memory is asked for in multiples of this: calls that are alike ask for the same.
 _LARGE = 1 << 25
 _OF_NUMPY = {torch.uint8: np.uint8, torch.int32: np.int32, torch.int64: np.int64, torch.int16: np.int16}
@@ -57,11 +57,11 @@ class Room:
     def __init__(self, device: torch.device, *, host: bool = False) -> None:
         self._device, self._pinned = torch.device("cpu") if host else device, host and device.type == "cuda"
         self._pieces: list[Piece] = []
-        self._size = 0
+        self.size = 0
 
     def _take(self, number: int, dtype: torch.dtype) -> Piece:
-        piece = Piece(self, self._size, number, dtype)
-        self._size += -(-number * dtype.itemsize // ALIGNED) * ALIGNED
+        piece = Piece(self, self.size, number, dtype)
+        self.size += -(-number * dtype.itemsize // _ALIGNED) * _ALIGNED
         self._pieces.append(piece)
         return piece
 
@@ -83,7 +83,7 @@ class Room:
 
     def make(self) -> None:
         """Get the memory. Nothing can be taken any more."""
-        size = max(self._size, ALIGNED)
+        size = max(self.size, _ALIGNED)
         if size > _LARGE:
             size = -(-size // _LARGE) * _LARGE
         self.memory = torch.empty(size, dtype=torch.uint8, device=self._device, pin_memory=self._pinned)

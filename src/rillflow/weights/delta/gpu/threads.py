@@ -15,7 +15,7 @@ from rillflow.weights.delta.gpu.batch import Array
 
 T = TypeVar("T")
 # Shares of bytes; threads that copy and hash, and threads that may wait for these and for the device.
-_SHARES, _THREADS, _WAITING = 3, 4, 2
+_SHARES, _THREADS, _WAITING = 2, 4, 2
 # So many bytes and more are worth several threads.
 _MANY = 1 << 22
 
