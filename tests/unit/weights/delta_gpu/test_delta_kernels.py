@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import weakref
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed: torch for CUDA brings it", allow_module_level=True)
 
 from rillflow.weights.delta import gpu
-from rillflow.weights.delta.gpu import batch, heads, incoming, threads
+from rillflow.weights.delta.gpu import batch, heads, incoming, launch, memory, places, room, threads
 from rillflow.weights.delta.gpu import decode as reader
 from rillflow.weights.delta.gpu import encode as writer
 
@@ -199,6 +201,33 @@ def test_many_classes_and_raw_segments_go_another_way() -> None:
     assert bits(gpu.apply_gpu_(base.to(DEVICE), data)) == bits(base)
 
 
+@pytest.mark.parametrize("count", [3, 5])
+def test_classes_of_which_all_or_most_weights_change(count: int) -> None:
+    """What is coded then is nothing, or the others."""
+    source = torch.Generator().manual_seed(count)
+    exponents = torch.randint(100, 100 + count, (9000,), generator=source).to(torch.int16)
+    base = (exponents << 7 | torch.randint(0, 128, (9000,), generator=source).to(torch.int16)).view(torch.bfloat16)
+    chosen = torch.rand(9000, generator=source) < (exponents - 100) / (count - 1)
+    new = torch.where(chosen, base.view(torch.int16) ^ 1, base.view(torch.int16)).view(torch.bfloat16)
+    table = next(bytes(body) for _, body in segments(*opened(delta.encode(base, new).data)))
+    assert table[0] >= 2, "there are several classes"
+    exchange(base, new)
+
+
+def test_more_than_eight_classes() -> None:
+    """Of twelve, all weights of the eleventh become greater by one."""
+    exponents = torch.arange(100, dtype=torch.int16) % 12 + 100
+    base = (exponents << 7).view(torch.bfloat16)
+    new = torch.where(exponents == 110, base.view(torch.int16) + 1, base.view(torch.int16)).view(torch.bfloat16)
+    subsets = [0] * 10 + [int((exponents == 110).sum()), 0, 0] + [0]
+    data = bytes([11, *range(101, 112), *subsets]) + bytes(4)
+    header = Header(1, 22, 100, fingerprint(base), fingerprint(new))
+    sent = sealed(header, [segment_head(CODED, len(data)), data])
+    assert bits(delta.apply(base, sent)) == bits(new)
+    assert bits(applied(base.to(DEVICE), gpu.decode_gpu(base.to(DEVICE), sent))) == bits(new)
+    assert bits(gpu.apply_gpu_(base.clone().to(DEVICE), sent)) == bits(new)
+
+
 def test_another_base_is_refused() -> None:
     base, new = pair(3000, 0.1)
     data = delta.encode(base, new).data
@@ -310,3 +339,103 @@ def test_damage_behind_a_good_checksum_changes_nothing(seed: int) -> None:
         assert bits(there) == bits(base)
     else:  # a bit of padding
         assert bits(there) == bits(new)
+
+
+def test_where_the_bytes_of_buffers_are() -> None:
+    whole = bytearray(b"some bytes")
+    array = np.frombuffer(whole, np.uint8)
+    views = [memoryview(whole), memoryview(bytes(3)), memoryview(whole)[2:7], memoryview(b"")]
+    address, length = memory.addresses(views)
+    assert length.tolist() == [10, 3, 5, 0]
+    assert [address[0], address[2]] == [array.ctypes.data, array.ctypes.data + 2]
+    with pytest.raises(TypeError):
+        memory.addresses([memoryview(whole)[::2]])
+    assert memory.addresses(views[:1])[1].tolist() == [10]
+
+
+def test_arrays_in_one_piece_of_memory() -> None:
+    """They do not overlap, begin where kernels want them to, and keep the memory; the memory keeps none of them."""
+    made = room.Room(torch.device(DEVICE))
+    pieces = [made.ints(3), made.bytes(300), made.longs(2), made.numbers(5, 16), made.shorts(0)]
+    made.make()
+    for number, piece in enumerate(pieces):
+        piece.tensor.fill_(number)
+    assert [piece.tensor.tolist() for piece in pieces] == [[0] * 3, [1] * 300, [2] * 2, [3] * 5, []]
+    assert all(piece.address % 256 == 0 for piece in pieces)
+    assert pieces[1].after(16).tensor.data_ptr() == pieces[1].after(16).address == pieces[1].address + 16
+    with pytest.raises(AssertionError):
+        pieces[0].after(1)
+    gone, kept = weakref.ref(made), pieces[2]
+    del made, pieces, piece
+    assert kept.tensor.tolist() == [2, 2]
+    del kept
+    assert gone() is None, "who has the arrays has the memory, and nobody else"
+
+
+def test_a_kernel_is_launched_again_with_other_arguments() -> None:
+    made = room.Room(torch.device(DEVICE))
+    pieces = [made.ints(40) for _ in range(3)]
+    longs = made.longs(40)
+    made.make()
+    for number, piece in enumerate(pieces):
+        piece.tensor.fill_(7)
+        batch.clear(piece, 16 << number % 2)
+        assert piece.tensor.tolist() == [0] * 40
+    pieces[0].tensor.copy_(torch.arange(40))
+    for number in (16, 1, 39):
+        part = room.Piece.part(pieces[1], 0, number, torch.int32)
+        batch.land(pieces[0], part, 32)
+        assert pieces[1].tensor[:number].tolist() == list(range(number))
+    assert launch.kernel(places.clear, MANY=16) is launch.kernel(places.clear, MANY=16)
+    # What was compiled for some types is never given others: a kernel that has not been launched says so.
+    kernel = launch.Kernel(places.clear, {"MANY": 8})
+    kernel._check((pieces[0], 1))
+    with pytest.raises(AssertionError):
+        kernel._check((longs, 1))
+    with pytest.raises(AssertionError):
+        launch.Kernel(places.own, {"MANY": 8})._check((pieces[0], 3))
+
+
+@pytest.mark.parametrize("least", [0, 1 << 30])
+def test_work_that_is_done_by_others(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_MANY", least)
+    done: list[tuple[int, int]] = []
+
+    def work(first: int, beyond: int) -> None:
+        done.append((first, beyond))
+
+    later = [threads.Later(lambda number=number: waited(work, number), 5) for number in (7, 100)]
+    assert [one.wait() for one in later] == [7, 100]
+    assert sum(beyond - first for first, beyond in done) == 107
+
+    def fails() -> None:
+        raise CorruptData("no", "")
+
+    with pytest.raises(CorruptData):
+        threads.Later(fails, 5).wait()
+
+
+def waited(work: Callable[[int, int], None], total: int) -> int:
+    for share in threads.divided(work, total):
+        share.result()
+    return total
+
+
+def test_who_raises_leaves_nothing_under_way() -> None:
+    ended: list[int] = []
+
+    class Ends:
+        def wait(self) -> None:
+            ended.append(1)
+
+    def good() -> batch.Work:
+        yield Ends()
+        yield Ends()
+
+    def bad() -> batch.Work:
+        yield Ends()
+        raise CorruptData("no", "")
+
+    with pytest.raises(CorruptData):
+        batch.in_turns([bad, good])
+    assert len(ended) == 2

@@ -28,7 +28,7 @@ WORD, _ALIGNED = 8, 16
 # Words of a block: what one program of a kernel looks at. Ranks within it have 12 bits.
 BLOCK = 1024
 AT_ONCE = 2
-# Numbers of a segment in the table, and of its limits (see `tables.read_limits`) where they travel along.
+# Numbers of a segment in the table, and of its limits (see `heads.Segments`) where they travel along.
 TABLE, LIMITS = 8, 3
 
 

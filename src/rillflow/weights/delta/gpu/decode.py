@@ -27,10 +27,11 @@ from rillflow.weights.delta.gpu.found import Counted, Found, Records, Report, sc
 from rillflow.weights.delta.gpu.incoming import Incoming
 
 # The memory of a batch, by an estimate: eighths of a byte for each weight, if there are up to eight classes, and bytes
-# for each byte of a delta. A changed weight takes some 18 bytes, and has most often some 0.8 bytes of a delta. No batch
-# has more weights than this either: what is counted in one has 32 bits.
+# for each byte of a delta. A changed weight takes some 18 bytes, and has most often some 0.8 bytes of a delta. And for
+# each segment and eight classes, what its table may say. No batch has more weights than this either: what is counted in
+# one has 32 bits.
 _BUDGET = 1 << 30
-_EIGHTHS_OF_WEIGHT, _OF_BYTE = 5, 22
+_EIGHTHS_OF_WEIGHT, _OF_BYTE, _OF_SEGMENT = 5, 22, 1 << 14
 
 
 Pieces = Sequence[tuple[torch.Tensor, Buffer]]
@@ -111,7 +112,7 @@ class _Job:
     def batches(self) -> list[slice]:
         """Runs of segments that are decoded together."""
         classes = 1 + (self.limits[:, 2] > 7)
-        costs = self.spans.weights * classes * _EIGHTHS_OF_WEIGHT // 8 + self.sizes * _OF_BYTE
+        costs = self.spans.weights * classes * _EIGHTHS_OF_WEIGHT // 8 + self.sizes * _OF_BYTE + classes * _OF_SEGMENT
         return batches(np.maximum(costs, self.spans.weights), _BUDGET)
 
 
