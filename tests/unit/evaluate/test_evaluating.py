@@ -15,7 +15,7 @@ from rillflow.evaluate.records import RecordFile
 from rillflow.runtime.folder import RunFolder
 from rillflow.weights import FolderStore
 from rillflow.weights.export import export_model
-from rillflow.weights.models import load_policy_model
+from rillflow.weights.models import load_policy_model, pick_device
 
 HERE = Path(__file__).parent
 
@@ -115,7 +115,7 @@ def run_folder(runs: Path, recipe: str) -> RunFolder:
     folder = RunFolder.create(load_recipe(recipe), runs)
     for policy in folder.recipe.policies:
         store = FolderStore(folder.weights(policy))
-        tensors = load_policy_model("tiny", "fp32", "cpu").state_dict()
+        tensors = load_policy_model("tiny", "fp32", pick_device("cpu")).state_dict()
         for version in (0, 3):
             store.publish(tensors, version, store.head())
     return folder
@@ -147,7 +147,7 @@ def test_two_policies_play_together_and_the_first_has_the_trajectorys_reward(tmp
 
 
 def test_a_model_folder_is_a_checkpoint(tmp_path: Path) -> None:
-    export_model(load_policy_model("tiny", "fp32", "cpu").state_dict(), "tiny", tmp_path / "model")
+    export_model(load_policy_model("tiny", "fp32", pick_device("cpu")).state_dict(), "tiny", tmp_path / "model")
     call("model", "--on", "gsm8k", *QUICK, "--out", "a", "--exact")
     assert report("a")["exact"] is True
     assert report("a")["benchmarks"]["gsm8k"]["rewarded"] == 6
