@@ -14,9 +14,9 @@ import numpy as np
 from rillflow.weights.delta.gpu.batch import Array
 
 T = TypeVar("T")
-# Shares of bytes; threads that copy and hash, and threads that may wait for these and for the device.
-_SHARES, _THREADS, _WAITING = 2, 4, 2
-# So many bytes and more are worth several threads.
+# Threads that copy and hash, and threads that may wait for these and for the device.
+_THREADS, _WAITING = 4, 2
+# So many bytes are worth another thread.
 _MANY = 1 << 22
 
 
@@ -37,12 +37,18 @@ os.register_at_fork(after_in_child=_pool.cache_clear)
 os.register_at_fork(after_in_child=_waiting.cache_clear)
 
 
+def _shares(total: int) -> int:
+    """As many as are worth it: a thread that wakes up takes its time, too."""
+    return max(1, min(total // max(_MANY, 1), _THREADS))
+
+
 def divided(work: Callable[[int, int], None], total: int) -> list[Future[None]]:
     """`work(first, beyond)` of so many bytes: few here and now, many by other threads, all of which get as many."""
     if total < _MANY:
         work(0, total)
         return []
-    return [_pool().submit(work, *share) for share in pairwise(total * n // _SHARES for n in range(_SHARES + 1))]
+    shares = _shares(total)
+    return [_pool().submit(work, *share) for share in pairwise(total * n // shares for n in range(shares + 1))]
 
 
 class Later(Generic[T]):
@@ -63,6 +69,6 @@ def shared(work: Callable[[int, int], None], to: Array) -> list[Future[None]]:
     if total < _MANY:
         work(0, number)
         return []
-    shares = np.arange(1, _SHARES) * total // _SHARES
-    bounds = [0, *np.searchsorted(to[:-1], shares).tolist(), number]
+    shares = _shares(total)
+    bounds = [0, *np.searchsorted(to[:-1], np.arange(1, shares) * total // shares).tolist(), number]
     return [_pool().submit(work, *share) for share in pairwise(bounds)]
