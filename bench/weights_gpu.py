@@ -7,6 +7,9 @@ on the host and back, all verification included; the fingerprints of the old wei
 publisher and a reader. Small deltas of all kinds are exchanged with the codec of the host in both directions, and the
 large ones are applied and compared, bit for bit. `--quick`: the highest learning rate alone.
 
+Random weights are small, and so a step changes more of them than of trained ones. With `--smollm2 FILE` (the package's
+.gguf) the steps are those of SmolLM2-135M instead, each tensor as often as makes a model of that size.
+
 `--profile FILE` writes what each kernel takes, and, from a run without the profiler, when the host did what.
 """
 
@@ -31,6 +34,7 @@ SHARES = (0.01, 0.025, 0.04)
 ENCODE_GOAL, APPLY_GOAL = 300.0, 500.0
 REPEATS = 7
 LAYERS = 28
+COPIES = 13  # of a model of 135M weights
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -122,11 +126,11 @@ def moved(share: float) -> Pairs:
     return [updated(shape, rate, source) for shape in shapes(LAYERS)]
 
 
-def trained(rate: float) -> Pairs:
-    """By a step of training, after some others."""
+def trained(rate: float, file: Path | None) -> Pairs:
+    """By a step of training, after some others; of the model in the file, several times."""
     kept = [
-        [weight.bfloat16() for weight in weights.values()]
-        for step, weights in weights_train.train("cuda", rate)
+        [torch.cat([weight.bfloat16()] * (1 if file is None else COPIES)) for weight in weights.values()]
+        for step, weights in weights_train.train("cuda", rate, file)
         if step >= weights_train.WARM
     ]
     torch.cuda.empty_cache()
@@ -239,10 +243,10 @@ def examine(report: Report, case: Case, profile_to: str | None) -> None:
         attempt(profile, f"{case.name}: apply", case.apply, Path(profile_to), case.reset)
 
 
-def cases(*, quick: bool) -> Iterator[Case]:
+def cases(*, quick: bool, file: Path | None) -> Iterator[Case]:
     for rate in weights_train.RATES[-1:] if quick else weights_train.RATES:
-        yield Case(f"lr {rate:g}", trained(rate), goals=True)
-    for share in () if quick else SHARES:
+        yield Case(f"{'random weights' if file is None else 'SmolLM2'}, lr {rate:g}", trained(rate, file), goals=True)
+    for share in () if quick or file is not None else SHARES:
         yield Case("noise", moved(share), goals=False)
 
 
@@ -259,12 +263,13 @@ def attempt(step: Callable[..., object], *arguments: object) -> None:
 def main() -> None:
     arguments = parser(__doc__ or "")
     arguments.add_argument("--profile", metavar="FILE", help="write the time of each kernel to FILE")
+    arguments.add_argument("--smollm2", type=Path, metavar="FILE", help="train the model in this file")
     options = arguments.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("bench.weights_gpu needs a CUDA device")
     report = Report("weights_gpu")
     attempt(check_small, torch.bfloat16)
-    for case in cases(quick=options.quick):
+    for case in cases(quick=options.quick, file=options.smollm2):
         attempt(examine, report, case, options.profile)
     for dtype in () if options.quick else (torch.float16, torch.float32):
         attempt(check_small, dtype)

