@@ -43,8 +43,7 @@ def _summed(logits: Array, target: Array, factor: Array, logprob: Array, total: 
         row, times = logits[t], factor[t]
         most = row[0]
         for v in range(size):
-            # Not `max`: what is no number must win, and stay.
-            most = most if row[v] <= most else row[v]
+            most = row[v] if row[v] > most else most  # what is no number makes the sum none
         most *= times
         sum, product = _NONE, _NONE
         for v in range(size):

@@ -78,8 +78,7 @@ def soften(typing: Any, scores: Any, count: Any, tops: Any, sums: Any) -> Any:
         tops = code.variable(float("-inf"))
         with code.turns(end, LANES) as (at, _):
             loaded = code.load(0, at)
-            # What is no number becomes the highest, so that all of the query is none.
-            higher = builder.fcmp_unordered(">", loaded, builder.load(tops))
+            higher = builder.fcmp_ordered(">", loaded, builder.load(tops))  # what is no number makes the sum none
             builder.store(builder.select(higher, loaded, builder.load(tops)), tops)
         top, sums = builder.load(tops), code.variable(0.0)
         with code.turns(end, LANES) as (at, _):
