@@ -8,11 +8,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 
 from rillflow.contracts import Clock, SystemClock
-from rillflow.errors import DeadlineExceeded, RillflowError, Unavailable, WireError
+from rillflow.errors import RillflowError, Unavailable, WireError
 from rillflow.types import GetRows, Row, RowsGot, RowsPut, UnitInfo, Units
 from rillflow.wire import Client
 
@@ -47,19 +46,12 @@ class UnitClient(Client):
         """The bytes [start, end) of a segment; CorruptData when the unit does not have them."""
         path = f"/segments/{segment}"
         asked = {"range": f"bytes={start}-{end - 1}"}
-        timeout = aiohttp.ClientTimeout(total=deadline)
-        try:
-            async with self._open().get(self.url + path, headers=asked, timeout=timeout) as response:
-                body = await response.read()
-        except (aiohttp.ClientError, ConnectionError) as error:
-            raise Unavailable(f"cannot reach {self.peer}: {type(error).__name__}: {error}") from error
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"{self.peer} did not answer {path} in time", "look at its log") from error
-        if response.status != 206:
-            raise self._error(path, response.status, body)
-        if len(body) != end - start:
-            raise WireError(f"{self.peer} answered {path} with {len(body)} bytes instead of {end - start}")
-        return body
+        answer = await self._asked("GET", path, b"", deadline, asked)
+        if answer.status != 206:
+            raise self._error(path, answer)
+        if len(answer.body) != end - start:
+            raise WireError(f"{self.peer} answered {path} with {len(answer.body)} bytes instead of {end - start}")
+        return answer.body
 
 
 class Directory:

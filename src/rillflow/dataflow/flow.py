@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import cast
 
 from rillflow.contracts import Clock
 from rillflow.dataflow.ledger import Ledger
@@ -19,9 +18,9 @@ log = logging.getLogger(__name__)
 class GroupCommit:
     """Many callers, one fsync: a reply goes out only after the sync that contains its change.
 
-    Changes are written to the log together, every `interval` seconds at most; a thread syncs it while the next ones are
-    made, and what was written meanwhile shares the next sync. A failed sync is the end: what the disk has then is not
-    known, so nothing is acknowledged any more and `broken` is told.
+    Changes are written to the log together, at most every `interval` seconds. A thread syncs the log; changes made
+    during a sync are written when it ends, so each write has exactly one sync. After a failed sync the state of the
+    disk is unknown: nothing is acknowledged any more and `broken` is called.
     """
 
     def __init__(
@@ -37,10 +36,9 @@ class GroupCommit:
         self._broken = broken
         self._thread = ThreadPoolExecutor(1, "ledger-sync")
         self._timer: asyncio.TimerHandle | None = None  # of the next write
+        self._due = False  # a write is due as soon as the current sync ends
         self._changed: asyncio.Future[None] | None = None  # of changes that are not in the log yet
-        self._written: asyncio.Future[None] | None = None  # of those in the log that no sync has begun for
         self._syncing: asyncio.Future[None] | None = None
-        self._last_event = 0
         ledger.on_abandon = self._failed
 
     async def durable(self) -> None:
@@ -60,6 +58,7 @@ class GroupCommit:
 
     def _forget_timer(self) -> None:
         """Whoever needs the next write asks for one of its own: no change is written that nobody syncs."""
+        self._due = False
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -69,7 +68,7 @@ class GroupCommit:
         if self._syncing is not None and self._syncing.done():
             return self._syncing  # it has failed for good
         if not self._ledger.dirty:
-            return self._written or self._syncing
+            return self._syncing
         if self._changed is None:
             loop = asyncio.get_running_loop()
             self._changed = loop.create_future()
@@ -77,7 +76,11 @@ class GroupCommit:
         return self._changed
 
     def _flush(self) -> None:
+        """Write and sync the changes, as soon as no other sync is running."""
         self._timer = None
+        self._due = self._syncing is not None
+        if self._due:
+            return
         try:
             last_event = self._ledger.last_event
             self._ledger.write()  # nothing comes after it that might fail: what is written must be synced
@@ -88,27 +91,11 @@ class GroupCommit:
             log.exception("a commit failed")
             self._failed(StorageError(f"the ledger was not committed: {type(error).__name__}: {error}", "see the log"))
             return
-        self._last_event = last_event
-        changed, self._changed = self._changed, None
-        assert changed is not None  # a write that fails takes its timer with it
-        if self._written is None:
-            self._written = changed
-        else:
-            follow(self._written, changed)
-        if self._syncing is None:
-            self._sync_next()
-
-    def _sync_next(self) -> None:
-        """Sync what has been written, if there is any."""
-        self._syncing, self._written = self._written, None
-        if self._syncing is not None:
-            event = self._last_event
-            running = asyncio.get_running_loop().run_in_executor(self._thread, self._ledger.sync)
-            running.add_done_callback(lambda done: self._synced(done, event))
+        self._syncing, self._changed = self._changed, None
+        running = asyncio.get_running_loop().run_in_executor(self._thread, self._ledger.sync)
+        running.add_done_callback(lambda done: self._synced(done, last_event))
 
     def _synced(self, done: asyncio.Future[None], event: int) -> None:
-        waiting = self._syncing
-        assert waiting is not None
         error = asyncio.CancelledError() if done.cancelled() else done.exception()
         if error is not None:
             self._break(StorageError(f"the ledger was not synced: {error}", "check the disk, then resume the run"))
@@ -117,13 +104,15 @@ class GroupCommit:
             self._after(event)
         except Exception:
             log.exception("what follows a commit failed")  # the commit did not: those who wait for it must be told
-        settle(waiting)
-        self._sync_next()
+        settle(self._syncing)
+        self._syncing = None
+        if self._due:
+            self._flush()
 
     def _break(self, error: RillflowError) -> None:
-        for waiting in (self._syncing, self._written, self._changed):
+        for waiting in (self._syncing, self._changed):
             settle(waiting, error)
-        self._changed = self._written = None  # `_syncing` stays: whoever asks is told the same
+        self._changed = None  # `_syncing` stays: whoever asks is told the same
         self._forget_timer()
         self._broken(error)
 
@@ -142,11 +131,6 @@ def settle(waiting: asyncio.Future[None] | None, error: RillflowError | None = N
     else:
         waiting.set_exception(error)
         waiting.exception()  # seen, also when all who waited have gone away
-
-
-def follow(first: asyncio.Future[None], other: asyncio.Future[None]) -> None:
-    """`other` ends as `first` does."""
-    first.add_done_callback(lambda done: settle(other, cast("RillflowError | None", done.exception())))
 
 
 class Watch:

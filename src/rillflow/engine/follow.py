@@ -46,7 +46,8 @@ def follow(
     )
 
     def initial() -> Tensors:
-        return load_policy_model(settings.model, settings.engine.dtype, torch.device("cpu")).state_dict()
+        tensors: Tensors = load_policy_model(settings.model, settings.engine.dtype, torch.device("cpu")).state_dict()
+        return tensors
 
     word = FetchWord(tell, policy, name) if tell else None
     puller = Puller(source, settings.weights.mode, initial=initial, word=word)

@@ -270,7 +270,7 @@ class PolicyHead:
 
     def __init__(self, model: PreTrainedModel, config: TrainerConfig) -> None:
         self._model = model
-        self._head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        self._head = model.get_output_embeddings()
         self._how = _How(
             shape_of(model),
             config.head_tokens,
@@ -333,7 +333,7 @@ def _standing_in(body: torch.nn.Module, hidden_1TD: torch.Tensor) -> Iterator[No
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
     before = body.__dict__.get("forward")
-    answer = BaseModelOutputWithPast(last_hidden_state=hidden_1TD)  # type: ignore[arg-type]
+    answer = BaseModelOutputWithPast(last_hidden_state=hidden_1TD)
     body.forward = lambda *_, **__: answer
     try:
         yield

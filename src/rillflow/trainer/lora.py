@@ -86,7 +86,7 @@ def _check(model: PreTrainedModel) -> None:
     for name, layer in _layers(model):
         if type(layer.get_base_layer()) is not torch.nn.Linear:
             raise ConfigError(f"{name} is no linear layer", "take it out of trainer.lora.targets")
-        if tied and layer is model.get_output_embeddings():  # type: ignore[no-untyped-call]
+        if tied and layer is model.get_output_embeddings():
             raise ConfigError(f"{name} shares its weight with the embedding", "take it out of trainer.lora.targets")
 
 

@@ -10,11 +10,11 @@ import asyncio
 import random
 from typing import Any, TypeVar
 
-import aiohttp
 import msgspec
 
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import DeadlineExceeded, ErrorBody, Unavailable, WireError, from_body
+from rillflow.wire.connections import Answer, Connections
 
 Reply = TypeVar("Reply")
 
@@ -39,7 +39,7 @@ class Client:
         self._token = token
         self._clock = clock or SystemClock()
         self._jitter = jitter or random.Random()
-        self._session: aiohttp.ClientSession | None = None
+        self._connections: Connections | None = None
 
     async def post(self, path: str, body: Any, reply: type[Reply], deadline: float = DEFAULT_DEADLINE) -> Reply:
         return await self._call("POST", path, msgspec.msgpack.encode(body), reply, deadline)
@@ -48,9 +48,11 @@ class Client:
         return await self._call("GET", path, b"", reply, deadline)
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        """Close the connections. Calls in progress fail."""
+        if self._connections is not None:
+            self._connections.close()
+            self._connections = None
+            await asyncio.sleep(0)  # the event loop closes the sockets in its next iteration
 
     async def _call(self, method: str, path: str, data: bytes, reply: type[Reply], deadline: float) -> Reply:
         end = self._clock.monotonic() + deadline
@@ -69,37 +71,33 @@ class Client:
             pause = min(pause * 2, _LONGEST_PAUSE)
 
     async def _once(self, method: str, path: str, data: bytes, reply: type[Reply], left: float) -> Reply:
-        session = self._open()
+        answer = await self._asked(method, path, data, left)
+        if answer.status != 200:
+            raise self._error(path, answer)
         try:
-            async with session.request(
-                method, self.url + path, data=data, timeout=aiohttp.ClientTimeout(total=left)
-            ) as response:
-                body = await response.read()
-        except (aiohttp.ClientError, ConnectionError) as error:
-            raise Unavailable(f"cannot reach {self.peer}: {type(error).__name__}: {error}") from error
-        except TimeoutError as error:
-            raise DeadlineExceeded(
-                f"{self.peer} did not answer {path} in time", f"look at the log of {self.peer}"
-            ) from error
-        if response.status != 200:
-            raise self._error(path, response.status, body)
-        try:
-            return msgspec.msgpack.decode(body, type=reply)
+            return msgspec.msgpack.decode(answer.body, type=reply)
         except msgspec.MsgspecError as error:
             raise WireError(
                 f"{self.peer} answered {path} with something else than a {reply.__name__}: {error}"
             ) from error
 
-    def _error(self, path: str, status: int, body: bytes) -> Exception:
+    async def _asked(
+        self, method: str, path: str, data: bytes, left: float, headers: dict[str, str] | None = None
+    ) -> Answer:
+        """Return the peer's answer, whatever its status."""
+        if self._connections is None:
+            self._connections = Connections(self.url, {"authorization": f"Bearer {self._token}"})
         try:
-            return from_body(msgspec.msgpack.decode(body, type=ErrorBody))
-        except msgspec.MsgspecError:
-            return WireError(f"{self.peer} answered {path} with status {status}")
+            return await self._connections.call(method, path, data, left, headers)
+        except OSError as error:
+            if isinstance(error, TimeoutError) and error.errno is None:  # our deadline; the network sets an errno
+                raise DeadlineExceeded(
+                    f"{self.peer} did not answer {path} in time", f"look at the log of {self.peer}"
+                ) from error
+            raise Unavailable(f"cannot reach {self.peer}: {type(error).__name__}: {error}") from error
 
-    def _open(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                headers={"authorization": f"Bearer {self._token}"},
-                connector=aiohttp.TCPConnector(limit=256),
-            )
-        return self._session
+    def _error(self, path: str, answer: Answer) -> Exception:
+        try:
+            return from_body(msgspec.msgpack.decode(answer.body, type=ErrorBody))
+        except msgspec.MsgspecError:
+            return WireError(f"{self.peer} answered {path} with status {answer.status}")

@@ -14,7 +14,7 @@ from dataflow_world import POLICY, RULES, prompts
 
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.contracts import SystemClock
-from rillflow.dataflow.flow import GroupCommit
+from rillflow.dataflow.flow import GroupCommit, News
 from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.journal import Journal
 from rillflow.dataflow.ledger import Ledger
@@ -99,18 +99,38 @@ async def test_nobody_is_answered_before_the_sync_that_contains_the_change(ledge
     await until(lambda: slow.begun)
     ledger.db.event({"event": "second"})  # transitions go on while the disk works
     second = asyncio.create_task(disk.durable())
-    await until(lambda: not ledger.dirty)
-    idle = asyncio.create_task(disk.durable())  # changes nothing, but must not tell of what may yet be lost
     await asyncio.sleep(0.02)
-    assert not any(task.done() for task in (first, second, idle))
+    assert not any(task.done() for task in (first, second))
     slow.let_through()
     await soon(first)
+    await until(lambda: not ledger.dirty)
+    idle = asyncio.create_task(disk.durable())  # changes nothing, but must not tell of what may yet be lost
     await asyncio.sleep(0.02)
     assert (second.done(), idle.done(), slow.begun) == (False, False, 2)
     assert events_told == [0]
     slow.let_through()
     await soon(asyncio.gather(second, idle))
     assert events_told == [0, 1]
+    await disk.close()
+
+
+async def test_what_is_changed_during_a_sync_is_one_write(ledger, monkeypatch):
+    slow = Disk(ledger, monkeypatch)
+    writes = []
+    real = ledger.write
+    monkeypatch.setattr(ledger, "write", lambda: (writes.append(1), real()))
+    disk = GroupCommit(ledger, 0.0, lambda until: None)
+    ledger.db.count("first")
+    waiting = [asyncio.create_task(disk.durable())]
+    await until(lambda: slow.begun)
+    for _ in range(5):
+        ledger.db.count("later")
+        waiting.append(asyncio.create_task(disk.durable()))
+        await asyncio.sleep(0.002)
+    assert len(writes) == 1
+    slow.let_through(2)
+    await soon(asyncio.gather(*waiting))
+    assert (len(writes), slow.begun) == (2, 2)
     await disk.close()
 
 
@@ -374,3 +394,17 @@ def test_a_task_that_went_wrong_is_not_left_to_others_for_as_long_as_the_clock_w
     assert lease.task.id not in {other.task.id for other in world.lease(1)}
     world.clock.time += 2
     assert lease.task.id in {other.task.id for other in world.lease(1)}
+
+
+# ---------------------------------------------------------------- news
+
+
+async def test_news_wake_all_who_wait():
+    news = News(0.0)
+    waiting = [asyncio.create_task(news.wait(5)) for _ in range(3)]
+    await asyncio.sleep(0)
+    assert news.waiting == 3
+    news.tell()
+    await soon(asyncio.gather(*waiting))
+    assert news.waiting == 0
+    await soon(news.wait(0.01))  # nobody told: its time is over

@@ -15,7 +15,7 @@ from rillflow.errors import ConfigError
         ("cuda:1", None, "1,2"),
         ("cuda:1", "4,5,7", "5,7"),
         ("cuda:0", "GPU-aa,GPU-bb", "GPU-aa,GPU-bb"),
-        ("cpu", "4,5", ""),
+        ("cpu", "4,5", "-1"),
     ],
 )
 def test_a_number_counts_among_those_that_we_see(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +156,8 @@ async def test_an_agent_that_goes_away_is_a_timeout(tmp_path: Path) -> None:
     async with World(tmp_path, 1, episode_timeout=0.5) as world:
         async with Feed(world.url, TOKEN) as feed:
             (task,) = await taken(feed, 1)
-            await say(task)
+            with suppress(openai.NotFoundError):  # on a busy machine the half second may be over
+                await say(task)
         await world.dataflow.until(1)
         async with Feed(world.url, TOKEN) as feed:
             assert not (await feed.end(task, reward=1.0)).accepted

@@ -179,7 +179,10 @@ def test_logits_of_all_sizes_in_loops() -> None:
     torch.testing.assert_close(entropy_T[:3], expected.entropy(), rtol=1e-5, atol=1e-5)
     assert torch.stack([logprob_T, total_T, entropy_T])[:, 4:].isnan().all()
     assert not entropy_T[3].isfinite()
-    torch.testing.assert_close(shared_(logits_TV[:3].clone(), factor_T[:3], total_T[:3]), expected.probs)
+    # fp32 values near 1e4 are about 1e-3 apart, so probabilities computed from them differ by as much.
+    probs_TV = shared_(logits_TV[:3].clone(), factor_T[:3], total_T[:3])
+    torch.testing.assert_close(probs_TV[[0, 2]], expected.probs[[0, 2]])
+    torch.testing.assert_close(probs_TV[1], expected.probs[1], rtol=2e-3, atol=1e-5)
 
 
 def test_a_frozen_head_passes_the_gradient_on() -> None:

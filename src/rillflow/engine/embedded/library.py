@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 from rillflow.engine.embedded.cache import Batch, KVCache
 
 
-class _SlotCache(Cache):
+class _SlotCache(Cache):  # type: ignore[misc]
     """What the model takes for its cache: `update` stores into the slots and returns views of them."""
 
     def __init__(self, cache: KVCache) -> None:

@@ -90,7 +90,7 @@ def model_facts(name: str, dtype: Dtype) -> ModelFacts:
     try:
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+            model = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # a damaged file makes the libraries raise anything
         raise ConfigError(
             f"cannot read the configuration of {name}: {error}", "the folder must hold a config.json"

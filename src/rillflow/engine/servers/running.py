@@ -35,7 +35,8 @@ def on_loopback(url: str) -> str:
 def visible_gpus(device: torch.device, count: int) -> dict[str, str]:
     """The variable by which a server sees `count` GPUs from `device` on, which counts among those that we see."""
     if device.type == "cpu":
-        return {"CUDA_VISIBLE_DEVICES": ""}
+        # Not an empty string: Ray uses that for processes that will get GPUs later, and vLLM would then use Triton.
+        return {"CUDA_VISIBLE_DEVICES": "-1"}
     if ":" not in str(device):  # without a number
         return {}
     end = device.index + count

@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 # The exit code of a rank that ended only because another had gone.
 LEFT_ALONE = 75
+# Exit codes of ranks that ended because of another one. Gloo's threads may abort a rank whose peer disappears.
+_FOLLOWING = {LEFT_ALONE, -signal.SIGABRT}
 _LOOK = 0.1
 _LAST_WORDS = 3.0  # for ranks to notice that one has gone, and say so
 _STOP_GRACE = 60.0  # for the last checkpoint; a supervisor with less patience kills the whole group
@@ -90,7 +92,9 @@ def _cause(started: Sequence[Process], logs: Mapping[int, Path]) -> int:
     while time.monotonic() < deadline and any(process.poll() is None for process in started):
         time.sleep(_LOOK)
         dead += [rank for rank, process in enumerate(started) if process.poll() and rank not in dead]
-    culprit = next((rank for rank in dead if started[rank].poll() != LEFT_ALONE), dead[0])
+    culprit = next(
+        (rank for wrong in (_FOLLOWING, {LEFT_ALONE}) for rank in dead if started[rank].poll() not in wrong), dead[0]
+    )
     code = started[culprit].poll() or 1
     log.error("rank %d ended with code %d: all end, to begin anew%s", culprit, code, _tail(logs.get(culprit)))
     return _code(code)

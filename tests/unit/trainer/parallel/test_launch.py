@@ -66,6 +66,10 @@ def test_who_was_only_left_alone_is_not_the_cause(tmp_path: Path) -> None:
     killed = "import os, time; time.sleep(0.5); os.kill(os.getpid(), 9)"
     assert launched(tmp_path, alone, killed, alone) == 128 + signal.SIGKILL
     assert launched(tmp_path, alone, alone) == LEFT_ALONE
+    aborted = "import os; os.abort()"
+    fails = "import sys, time; time.sleep(0.5); sys.exit(3)"
+    assert launched(tmp_path, aborted, fails, alone) == 3
+    assert launched(tmp_path, alone, aborted) == 128 + signal.SIGABRT
 
 
 def test_a_signal_reaches_all_ranks_and_their_code_comes_back(tmp_path: Path) -> None:

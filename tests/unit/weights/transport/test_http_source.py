@@ -252,7 +252,7 @@ async def test_connections_that_stall_are_cut(reader: Reader, url: str) -> None:
     async with between(url, stall) as (middle, _):
         source = reader(middle, stall=0.1)
         assert (await source.file(7, NAME)).read_bytes() == DATA
-    assert source.transfers[0].retries == 6
+    assert source.transfers[0].retries >= 6  # a busy machine adds stalls
     assert source.transfers[0].bytes == SIZE
 
 
@@ -269,7 +269,7 @@ async def test_connections_that_drip_are_cut(reader: Reader, url: str) -> None:
     async with between(url, drip) as (middle, _):
         source = reader(middle, stall=0.1)
         assert (await source.file(7, NAME)).read_bytes() == DATA
-    assert source.transfers[0].retries == 4
+    assert source.transfers[0].retries >= 4  # a busy machine adds some
 
 
 async def test_dripping_for_ever_ends_with_an_error(reader: Reader, url: str) -> None:
