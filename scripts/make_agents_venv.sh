@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 names=("$@")
-[ $# -gt 0 ] || names=(openai anthropic openai-agents langchain-openai litellm mini-swe-agent)
+[ $# -gt 0 ] || names=(openai anthropic openai-agents langchain-openai litellm mini-swe-agent openenv-core)
 for name in "${names[@]}"; do
     venv=.venv-agents/$name
     if [ ! -f "$venv/.installed" ]; then
