@@ -45,19 +45,19 @@ test-all: setup  ## everything: also real training runs and killed processes
 
 test-agents: setup  ## other people's agent packages, each in an environment of its own
 	bash scripts/make_agents_venv.sh
-	RILLFLOW_REQUIRE_AGENTS=1 $(BIN)/python -m pytest -m agents tests/conformance
+	RILLFLOW_REQUIRE_ALL=1 $(BIN)/python -m pytest -m agents tests/conformance
 
 test-oracle: setup  ## our losses and advantages against verl's and TRL's, in an environment of their own
 	bash scripts/make_venv.sh .venv-oracle oracle
-	RILLFLOW_REQUIRE_ORACLE=1 $(BIN)/python -m pytest -m oracle tests/conformance
+	RILLFLOW_REQUIRE_ALL=1 $(BIN)/python -m pytest -m oracle tests/conformance
 
 test-engines: setup  ## a real vLLM (its CPU build), in an environment of its own
 	bash scripts/make_vllm_venv.sh
-	RILLFLOW_REQUIRE_ENGINES=1 $(BIN)/python -m pytest -m engines tests/engines --ignore tests/engines/test_sglang_contract.py
+	RILLFLOW_REQUIRE_ALL=1 $(BIN)/python -m pytest -m engines tests/engines --ignore tests/engines/test_sglang_contract.py
 
 test-sglang: setup  ## a real SGLang (on plain torch), in an environment of its own; a quarter of an hour
 	bash scripts/make_sglang_venv.sh
-	RILLFLOW_REQUIRE_ENGINES=1 $(BIN)/python -m pytest -m engines tests/engines/test_sglang_contract.py
+	RILLFLOW_REQUIRE_ALL=1 $(BIN)/python -m pytest -m engines tests/engines/test_sglang_contract.py
 
 test-newest:  ## lint and the plain tests with the newest release of every package; prints what broke
 	PYTHON=$(PYTHON) bash scripts/test_newest.sh .venv-newest $(PLAIN)

@@ -60,6 +60,7 @@ ENVIRONMENTS: dict[str, Environment] = {
     # LiteLLM imports `mcp` for any call with tools, and declares it as an extra only.
     "agents-litellm": Environment("litellm[mcp]"),
     "agents-mini-swe-agent": Environment("mini-swe-agent litellm[mcp]"),
+    "agents-openenv-core": Environment("openenv-core"),
     # verl and TRL, whose numbers `pytest -m oracle` compares ours with. Only their functions of numbers are called, so
     # most of what they require is left out.
     "oracle": Environment(

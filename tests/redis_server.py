@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import socket
 import subprocess
@@ -11,10 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import pytest
 import redis
 
-REQUIRED = os.environ.get("RILLFLOW_REQUIRE_REDIS") == "1"
+from needs import require
+
 DURABLE = ("--appendonly", "yes", "--appendfsync", "always")
 
 
@@ -35,9 +34,9 @@ class RedisServer:
         self.url = f"redis://127.0.0.1:{self._port}/0"
 
     def start(self) -> None:
+        require("redis-server")
         binary = shutil.which("redis-server")
-        if binary is None:
-            (pytest.fail if REQUIRED else pytest.skip)("redis-server is not installed")
+        assert binary is not None
         self._folder.mkdir(exist_ok=True)
         where = ("--port", str(self._port), "--bind", "127.0.0.1", "--dir", str(self._folder), "--save", "")
         self._process = subprocess.Popen([binary, *where, *self._options], stdout=subprocess.DEVNULL)

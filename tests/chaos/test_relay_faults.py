@@ -117,6 +117,7 @@ async def test_a_frozen_relay_is_left_for_the_next_server(tmp_path: Path, store:
             assert (await again.file(7, NAME)).read_bytes() == DATA
 
 
+@pytest.mark.needs("mounts")
 async def test_a_relay_without_room_says_so_and_nodes_go_to_the_next_server(tmp_path: Path, store: Path) -> None:
     with small_disk(tmp_path / "cache", "2m") as cache:
         async with (

@@ -7,7 +7,6 @@ compared with the session's transcript, and the samples with the engine's own lo
 from __future__ import annotations
 
 import json
-import os
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import openai
-import pytest
 from transformers import PreTrainedModel
 
 from engine_log import LoggedEngine, trained_turns
+from needs import require
 from rillflow.agents.command import CommandAgent
 from rillflow.config import SamplingConfig
 from rillflow.config.schema import CommandConfig
@@ -30,8 +29,6 @@ from rillflow.types import Prompt, Task
 
 SCRIPTS = Path(__file__).parent / "agents"
 VENVS = Path(__file__).parents[2] / ".venv-agents"
-# Read at import: tests run in a scrubbed environment.
-REQUIRED = os.environ.get("RILLFLOW_REQUIRE_AGENTS") == "1"
 SECONDS = 120
 
 # Not for the gateway's sake: these keep the packages from calling home.
@@ -46,14 +43,9 @@ Told = list[list[dict[str, Any]]]  # by question, the turns that the agent saw; 
 
 
 def python_of(package: str) -> Path:
-    """The interpreter of a package's environment; skips the test, or fails it where the environments are required."""
-    venv = VENVS / package
-    if not (venv / ".installed").is_file():
-        reason = f"{package} is not installed: run `bash scripts/make_agents_venv.sh {package}`"
-        if REQUIRED:
-            pytest.fail(reason)
-        pytest.skip(reason)
-    return venv / "bin" / "python"
+    """Return the interpreter of a package's environment; skip the test if there is none."""
+    require(f"agents/{package}")
+    return VENVS / package / "bin" / "python"
 
 
 @dataclass(frozen=True)

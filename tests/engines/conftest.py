@@ -11,22 +11,16 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from needs import VLLM_PYTHON, require
 from rillflow.weights.models import model_folder
 
 pytest.register_assert_rewrite("contract")
 
-_ROOT = Path(__file__).resolve().parents[2]
-_REQUIRED = os.environ.get("RILLFLOW_REQUIRE_ENGINES")  # before the environment is scrubbed
-_PYTHON = os.environ.get("VLLM_PYTHON", str(_ROOT / ".venv-vllm" / "bin" / "python"))
-
 
 @pytest.fixture(scope="session")
 def vllm_python() -> str:
-    if not Path(_PYTHON).exists():
-        if _REQUIRED:
-            pytest.fail(f"no vLLM at {_PYTHON}: run scripts/make_vllm_venv.sh")
-        pytest.skip(f"no vLLM at {_PYTHON} (scripts/make_vllm_venv.sh makes one)")
-    return _PYTHON
+    require("vllm")
+    return str(VLLM_PYTHON)
 
 
 def build_model(folder: Path, *, tied: bool, seed: int) -> Any:

@@ -316,9 +316,8 @@ async def test_a_server_that_runs_already_is_used(world: World) -> None:
     check(world, asked, await ask(world.engine, asked))
 
 
+@pytest.mark.parametrize("world", ["untied"], indirect=True)  # the first of the fixture's: no further server is started
 async def test_a_killed_server_comes_back_with_its_weights(world: World) -> None:
-    if world.tied:
-        pytest.skip("once is enough")
     process: Any = world.engine.process
     task = asyncio.create_task(ask(world.engine, prompt(30), max_tokens=280))
     before = world.engine.stats().generated_tokens

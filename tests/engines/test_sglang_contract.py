@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
 from contract import *  # noqa: F403
 from contract import World
 
+from needs import SGLANG_PYTHON, require
 from rillflow.config.engine import EngineConfig, ServerConfig
 from rillflow.engine.servers import ServerEngine
 from rillflow.engine.servers.facts import model_facts
@@ -21,17 +20,11 @@ from rillflow.errors import EngineLost
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 
-_PYTHON = os.environ.get("SGLANG_PYTHON", str(Path(__file__).resolve().parents[2] / ".venv-sglang" / "bin" / "python"))
-_REQUIRED = os.environ.get("RILLFLOW_REQUIRE_ENGINES")
-
 
 @pytest.fixture(scope="module")
 def sglang_python() -> str:
-    if not Path(_PYTHON).exists():
-        if _REQUIRED:
-            pytest.fail(f"no SGLang at {_PYTHON}: run scripts/make_sglang_venv.sh")
-        pytest.skip(f"no SGLang at {_PYTHON} (scripts/make_sglang_venv.sh makes one)")
-    return _PYTHON
+    require("sglang")
+    return str(SGLANG_PYTHON)
 
 
 class SglangWorld(World):
@@ -49,7 +42,7 @@ class SglangWorld(World):
         return ServerConfig(url=self.engine._url, environment={ORDERS: str(self.engine._orders), KEY: key or shown})
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["tied", "untied"])
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["untied", "tied"])
 async def world(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, sglang_python: str
 ) -> AsyncIterator[SglangWorld]:

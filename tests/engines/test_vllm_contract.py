@@ -34,7 +34,7 @@ class VllmWorld(World):
         return ServerConfig(url=channel._url, environment={TOKEN: token or channel._token})
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["tied", "untied"])
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["untied", "tied"])
 async def world(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, vllm_python: str
 ) -> AsyncIterator[VllmWorld]:

@@ -8,18 +8,15 @@ import pytest
 
 from bench.cross_region import Size, follow, region_pull
 from bench.cross_region_parts import make_model
-from bench.far_links import Region, why_not
+from bench.far_links import Region
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.needs("namespaces"), pytest.mark.slow, pytest.mark.timeout(900)]
 
 SIZE = Size(128, 2, 4, 2.0, (Region("east", 20, 0.3), Region("west", 10, 0.3)))
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    reason = why_not()
-    if reason:
-        pytest.skip(reason)
     make_model(tmp_path / "model", SIZE.width, SIZE.layers)
     return tmp_path
 

@@ -42,8 +42,8 @@ def test_the_best_version_by_the_average_over_sources_is_kept_and_evaluated(cli:
     assert {name: one["questions"] for name, one in report["benchmarks"].items()} == {"first": 8, "second": 4}
 
 
+@pytest.mark.needs("reasoning-gym")
 def test_an_evaluation_that_is_stopped_leaves_its_records_and_goes_on(cli: Cli, tmp_path: Path) -> None:
-    pytest.importorskip("reasoning_gym")
     command = ("eval", "tiny", "--on", "reasoning_gym:chain_sum", "--limit", "150", "--samples", "2", "--out", "e")
     records = tmp_path / "e" / "records" / "reasoning_gym-chain_sum.jsonl"
     started = cli.start(*command, "engine.slots=1", "--max-tokens", "16")

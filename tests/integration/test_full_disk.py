@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from commands import Cli
+from needs import require
 from small_disk import mount, small_disk
 
 RUN = [
@@ -22,6 +23,7 @@ RUN = [
 
 @pytest.fixture
 def disk(cli: Cli) -> Iterator[Path]:
+    require("mounts")
     with small_disk(cli.cwd / "runs", "14m") as disk:
         yield disk
 

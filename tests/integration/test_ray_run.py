@@ -15,8 +15,7 @@ import pytest
 from commands import Cli, Started, all_processes_of, steps_of, wait_until
 from ray_nodes import Nodes, ray_cluster
 
-pytest.importorskip("ray")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.needs("ray"), pytest.mark.slow, pytest.mark.timeout(600)]
 
 SHORT = [
     "trainer.batch_groups=2",

@@ -15,9 +15,9 @@ SMALL = (
 )  # fmt: skip
 
 
+@pytest.mark.needs("reasoning-gym")
 @pytest.mark.slow
 def test_the_parts_of_a_reward_are_in_the_ledger(cli: Cli) -> None:
-    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
     short = "{name: length, options: {longest: 2, margin: 2, unit: characters}, weight: 0.5}"
     parts = f"reward=[{{reasoning_gym: {{strict: true}}}}, {short}]"
     run = cli.start("run", "reasoning_cpu", parts, *SMALL)

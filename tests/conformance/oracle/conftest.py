@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from oracle_batches import SEEDS, random_batch
 
-REQUIRED = os.environ.get("RILLFLOW_REQUIRE_ORACLE") == "1"
+from needs import require
+
 HERE = Path(__file__).resolve().parent
 VENV = HERE.parents[2] / ".venv-oracle"
 
@@ -18,9 +19,7 @@ VENV = HERE.parents[2] / ".venv-oracle"
 @pytest.fixture(scope="session")
 def oracle(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
     """Their values and gradients, by `SEED/NAME/value` and `SEED/NAME/gradient`."""
-    if not (VENV / ".installed").exists():
-        reason = "there is no .venv-oracle: scripts/make_oracle_venv.sh makes it"
-        pytest.fail(reason) if REQUIRED else pytest.skip(reason)
+    require("oracle")
     folder = tmp_path_factory.mktemp("oracle")
     batches = {f"{seed}/{name}": array for seed in SEEDS for name, array in random_batch(seed).arrays.items()}
     np.savez(folder / "in.npz", **batches)

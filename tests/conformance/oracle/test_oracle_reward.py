@@ -11,9 +11,8 @@ import pytest
 
 from rillflow.trainer.supervised.losses import pair_losses, pair_slopes
 
-pytestmark = pytest.mark.oracle
+pytestmark = [pytest.mark.needs("oracle"), pytest.mark.oracle]
 
-REQUIRED = os.environ.get("RILLFLOW_REQUIRE_ORACLE") == "1"
 HERE = Path(__file__).resolve().parent
 VENV = HERE.parents[2] / ".venv-oracle"
 PAIRS = 64
@@ -29,9 +28,6 @@ def scores() -> dict[str, np.ndarray]:
 @pytest.fixture(scope="module")
 def trl(scores: dict[str, np.ndarray], tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
     """Its values and gradients, by `MARGIN/CENTRING/value` and `…/gradient`."""
-    if not (VENV / ".installed").exists():
-        reason = "there is no .venv-oracle: scripts/make_oracle_venv.sh makes it"
-        pytest.fail(reason) if REQUIRED else pytest.skip(reason)
     folder = tmp_path_factory.mktemp("reward_oracle")
     np.savez(folder / "in.npz", **scores)
     files = (str(folder / "in.npz"), str(folder / "out.npz"))

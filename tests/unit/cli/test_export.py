@@ -143,8 +143,10 @@ def low_rank(model: Any) -> Adapter:
     return Adapter(tensors, 2, 4.0)
 
 
+@pytest.mark.needs("peft")
 def test_an_adapter_is_merged_or_a_peft_folder(run: RunFolder, tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
+    import peft
+
     base = load_policy_model("tiny", "fp32", torch.device("cpu"))
     store = published(run, 0)
     store.publish_adapter(low_rank(base), 1, 0, 0)

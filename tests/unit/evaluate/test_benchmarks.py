@@ -11,7 +11,7 @@ from rillflow.agents.rewards.registry import REWARDS
 from rillflow.agents.tools import two_wiki
 from rillflow.config import SourceConfig, load_recipe
 from rillflow.dataflow.sources import open_heldout, open_source
-from rillflow.dataflow.sources.benchmarks import BENCHMARKS, benchmark, data_folder, filled
+from rillflow.dataflow.sources.benchmarks import BENCHMARKS, benchmark, filled
 from rillflow.errors import ConfigError, DataError
 from rillflow.evaluate import grading
 
@@ -25,7 +25,6 @@ LENGTHS = {
     "hotpot": 100,
     "2wiki": 174,
 }
-needs_data = pytest.mark.skipif(not (data_folder() / "math").is_dir(), reason="the public data sets are not at hand")
 
 
 @pytest.fixture
@@ -96,7 +95,7 @@ def test_unknown_names_and_missing_files_say_what_to_do(tmp_path: Path, monkeypa
     assert "set RILLFLOW_DATA" in missing.value.hint
 
 
-@needs_data
+@pytest.mark.needs("data")
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_every_row_of_every_benchmark_is_a_prompt_that_its_reward_can_grade(name: str) -> None:
     found, source = BENCHMARKS[name], open_source(SourceConfig(benchmark=name), seed=0, shuffle=False)
@@ -110,7 +109,7 @@ def test_every_row_of_every_benchmark_is_a_prompt_that_its_reward_can_grade(name
         assert "{problem}" not in payload["question"]
 
 
-@needs_data
+@pytest.mark.needs("data")
 async def test_right_answers_are_right_and_wrong_ones_wrong() -> None:
     for name, wrong in {"gsm8k": "It is \\boxed{-77}.", "triviaqa": "<answer>nobody at all</answer>"}.items():
         payload = open_source(SourceConfig(benchmark=name, limit=1), seed=0, shuffle=False).at(0).payload

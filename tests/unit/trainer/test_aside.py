@@ -91,7 +91,7 @@ def test_nothing_trains_nothing_is_set_aside(tmp_path: Path) -> None:
     aside.bring_back()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.needs("cuda")
 def test_on_a_gpu_it_goes_to_the_host(tmp_path: Path) -> None:
     tensors = [torch.randn(1000, 1000, device="cuda") for _ in range(3)]
     before = [tensor.clone() for tensor in tensors]

@@ -239,7 +239,7 @@ def test_a_copy_reuses_its_memory_and_keeps_ties() -> None:
     assert copy.take({"embed": embed.bfloat16()})["embed"].dtype == torch.bfloat16
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.needs("cuda")
 def test_on_a_gpu_only_what_changed_leaves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = FolderStore(tmp_path, deltas=True, snapshot_every=4)
     publisher = Publisher(store, torch.bfloat16, Retention(keep=20))

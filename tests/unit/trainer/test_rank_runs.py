@@ -17,7 +17,8 @@ import pytest
 import torch
 from dataflow_peer import Peer, recipe_for
 
-from cutting import can_cut, cut
+from cutting import cut
+from needs import require
 from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.process import GIVE_UP, STOPPED
 from rillflow.trainer.checkpoint import Checkpoints
@@ -203,8 +204,7 @@ def test_a_frozen_rank_is_waited_for_and_one_that_is_cut_off_ends_all(tmp_path: 
         before = len(run.peer.commits)
         ranks[0].resume()
         wait_for(lambda: len(run.peer.commits) >= before + 2, run)
-        if not can_cut():
-            pytest.skip("connections of other processes are cut by root alone, with `ss` of iproute2")
+        require("resets")
         assert cut(ranks[1])
         assert run.ends(60.0) not in (0, GIVE_UP)
         assert gone(list(ranks.values()))

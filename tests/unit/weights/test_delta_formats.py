@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("zstandard")
-
 from bench import weights as bench
 from bench import weights_train
 from bench.common import Report

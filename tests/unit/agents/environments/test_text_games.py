@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from needs import ALFWORLD_DATA
 from rillflow.agents.environments import alfworld, scienceworld, textworld_express
 from rillflow.agents.environments.pool import close_pools
 from rillflow.agents.environments.registry import environment_factory
@@ -31,11 +31,8 @@ async def _follow(environment: Any, payload: dict[str, Any]) -> list[Any]:
     return seen
 
 
+@pytest.mark.needs("textworld-express")
 class TestTextWorldExpress:
-    @pytest.fixture(autouse=True)
-    def _installed(self) -> None:
-        pytest.importorskip("textworld_express", reason="textworld-express is not installed")
-
     async def test_gold_wins_every_game_and_comes_again(self) -> None:
         make = environment_factory("textworld_express", {"gold": True, "steps": 100, "workers": 1})
         games = [game for game in textworld_express.GAMES if game != "sorting"]
@@ -104,11 +101,8 @@ class TestTextWorldExpress:
             environment_factory("textworld_express", {"game": "chess"})()
 
 
+@pytest.mark.needs("scienceworld")
 class TestScienceWorld:
-    @pytest.fixture(autouse=True)
-    def _installed(self) -> None:
-        pytest.importorskip("scienceworld", reason="scienceworld is not installed")
-
     @pytest.mark.slow
     async def test_gold_wins_nonsense_is_told_and_splits_are_apart(self) -> None:
         rows = {split: list(scienceworld.prompts(split, 200, 1)) for split in ("train", "heldout")}
@@ -144,13 +138,10 @@ class TestAlfWorld:
         with pytest.raises(ConfigError, match="alfworld-download"):
             list(alfworld.prompts("train", 1, 1, folder=str(tmp_path / "nowhere")))
 
+    @pytest.mark.needs("alfworld")
     async def test_alfworld_itself(self) -> None:
-        folder = os.environ.get("ALFWORLD_DATA")
-        pytest.importorskip("alfworld", reason="alfworld is not installed")
-        if folder is None:
-            pytest.skip("ALFWORLD_DATA does not name ALFWorld's data folder")
-        environment = alfworld.AlfWorld(folder=folder, gold=True, workers=1)
-        (row,) = alfworld.prompts("heldout", 1, 1, folder=folder)
+        environment = alfworld.AlfWorld(folder=ALFWORLD_DATA, gold=True, workers=1)
+        (row,) = alfworld.prompts("heldout", 1, 1, folder=ALFWORLD_DATA)
         seen = await _follow(environment, row["payload"])
         assert seen[-1].info["won"]
         await environment.close()

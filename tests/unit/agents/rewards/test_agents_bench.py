@@ -12,11 +12,9 @@ import pytest
 
 from bench import agents_gpu
 from bench.common import Report
-from rillflow.agents.tools.corpus import data_file
 from rillflow.agents.workflows.search_agent import read
 from rillflow.agents.workflows.search_lessons import demonstrations
-from rillflow.config import load_recipe, recipes
-from rillflow.errors import RillflowError
+from rillflow.config import load_recipe
 from rillflow.observe.metrics import Metrics
 
 
@@ -34,8 +32,6 @@ def test_its_recipes_are_valid(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, case: str, engine: str, gym: bool
 ) -> None:
     name = agents_gpu.CASES[case]
-    if name not in recipes():
-        pytest.skip(f"there is no recipe {name}")
     monkeypatch.setattr(agents_gpu.importlib.util, "find_spec", lambda name: gym or None)
     recipe = load_recipe(name, agents_gpu.overrides(arguments(case, engine, tmp_path), "tiny"))
     policy = recipe.policies["agent"]
@@ -127,12 +123,8 @@ def test_what_a_stopped_run_has_is_told() -> None:
     assert "game: held-out after 8 versions" in told(Metrics([step], [first, last]))
 
 
+@pytest.mark.needs("data", "bm25s")
 def test_lessons_of_the_search_agent_hold_their_answers() -> None:
-    try:
-        data_file("qa/2wiki_corpus.jsonl")
-    except RillflowError:
-        pytest.skip("2Wiki is not in the folder of data sets (RILLFLOW_DATA)")
-    pytest.importorskip("bm25s", reason="bm25s is not installed")
     lessons = [row["payload"]["messages"] for row in demonstrations("train", 20, 1, passages=3, characters=400)]
     assert lessons
     for _, search, found, said in lessons:

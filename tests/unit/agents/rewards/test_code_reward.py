@@ -19,7 +19,6 @@ from rillflow.agents.sandbox.grade import _task
 from rillflow.agents.sandbox.inside.values import pack
 from rillflow.agents.sandbox.tests import Case
 from rillflow.errors import RewardError
-from tests.sandboxed import need_sandbox
 
 LIST = {"test_list": ["assert double(3) == 6", "assert double(N) == 8"], "test_setup_code": "N = 4"}
 CHECK = {
@@ -49,6 +48,7 @@ def score(payload: dict[str, Any], answer: Any, **options: Any) -> float:
     return asyncio.run(scored())
 
 
+@pytest.mark.needs("bubblewrap")
 @pytest.mark.parametrize(
     ("payload", "answer", "all_of_them", "share"),
     [
@@ -72,7 +72,6 @@ def score(payload: dict[str, Any], answer: Any, **options: Any) -> float:
 def test_what_passes_its_tests_is_rewarded(
     payload: dict[str, Any], answer: Any, all_of_them: float, share: float
 ) -> None:
-    need_sandbox()
     assert score(payload, answer) == all_of_them
     assert score(payload, answer, partial=True) == share
 
@@ -83,8 +82,8 @@ def test_a_prompt_without_tests_gives_no_reward(payload: dict[str, Any]) -> None
         score(payload, "x")
 
 
+@pytest.mark.needs("bubblewrap")
 def test_tests_that_cannot_be_run_give_no_reward() -> None:
-    need_sandbox()
     with pytest.raises(RewardError, match="no verdict"):
         score({"test_list": ["import os; os._exit(0)"]}, "x = 1")
 
@@ -97,8 +96,8 @@ def test_without_a_sandbox_there_is_no_reward_and_no_weaker_one(monkeypatch: pyt
     assert score(LIST, "def double(x): return 2 * x", isolation="process") == 1
 
 
+@pytest.mark.needs("bubblewrap")
 def test_the_pool_stands_before_the_first_answer() -> None:
-    need_sandbox()
     asyncio.run(Code().prepare())
 
 

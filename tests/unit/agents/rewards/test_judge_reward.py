@@ -128,7 +128,6 @@ def test_a_key_that_is_not_set_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 async def test_a_policy_of_our_own_judges(monkeypatch: pytest.MonkeyPatch) -> None:
     """The shipped policy behind our gateway knows nothing of judging; the shape of its verdict is kept all the same."""
-    pytest.importorskip("llguidance", reason="llguidance is not installed")
     settings = PolicyConfig(model="tiny", engine=EngineConfig(slots=2, context=512, device="cpu"))
     engine = build_engine(settings, exact=False)
     await engine.start()

@@ -9,7 +9,7 @@ import pytest
 from rillflow.agents.rewards.registry import make_reward
 from rillflow.errors import RewardError
 
-pytest.importorskip("math_verify", reason="math-verify is not installed")
+pytestmark = pytest.mark.needs("math-verify")
 
 
 @pytest.mark.parametrize(

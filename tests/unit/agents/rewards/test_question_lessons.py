@@ -29,11 +29,11 @@ def test_lessons_are_questions_with_right_answers_and_splits_share_none(tmp_path
         list(prompts("test", path=str(file)))
 
 
+@pytest.mark.needs("reasoning-gym")
 @pytest.mark.parametrize(
     "answer", ["-4", "4 - 8 = -4.", "4", "-4.0", "It is -4, not 4", "-04", "nothing", "", None, "1,000"]
 )
 async def test_the_bench_scores_sums_as_reasoning_gym_does(answer: str | None) -> None:
-    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
     entry = {"question": "4 - 8 =", "answer": "-4", "metadata": {}, "source_dataset": "chain_sum"}
     theirs = make_reward("reasoning_gym", last_number=True, strict=True)
     assert reward(entry, answer) == await theirs(entry, answer)

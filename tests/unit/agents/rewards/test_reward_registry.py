@@ -108,8 +108,8 @@ def test_a_recipe_names_them(own: str) -> None:
     assert asyncio.run(load_reward(recipe.reward)({"answer": "4"}, "4")) == 2.0
 
 
+@pytest.mark.needs("reasoning-gym")
 async def test_reasoning_gyms_own_scores() -> None:
-    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
     entry = {"question": "2 + 2 =", "answer": "4", "metadata": {}, "source_dataset": "letter_counting"}
     await prepare_reward(make_reward("reasoning_gym"))
     assert await make_reward("reasoning_gym")(entry, " 4 ") == 1.0

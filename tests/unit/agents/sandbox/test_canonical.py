@@ -12,13 +12,13 @@ from rillflow.agents.rewards import code as reward
 from rillflow.agents.sandbox import Sandbox, Verdict
 from rillflow.dataflow.sources.benchmarks import data_folder
 
+pytestmark = pytest.mark.needs("data")
+
 _NEVER = "amicable_numbers_sum"  # takes longer than anybody waits
 
 
 def _rows(name: str) -> list[dict[str, Any]]:
     path = data_folder() / "code" / f"{name}.jsonl"
-    if not path.is_file():
-        pytest.skip(f"{name} is not there: set RILLFLOW_DATA to the folder of data sets")
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
+import pytest
 from typer.testing import CliRunner
 
 from rillflow.cli.main import app
-from tests.sandboxed import need_sandbox
 
 
+@pytest.mark.needs("bubblewrap")
 def test_the_command_tries_every_promise_and_says_what_holds() -> None:
-    need_sandbox()
     done = CliRunner().invoke(app, ["sandbox"])
     assert done.exit_code == 0, done.output
     assert "isolation: bubblewrap. Everything holds." in done.output

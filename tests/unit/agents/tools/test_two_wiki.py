@@ -12,10 +12,7 @@ from rillflow.agents.tools.corpus import Corpus
 from rillflow.agents.tools.two_wiki import CORPUS, QUESTIONS, prompts
 from rillflow.dataflow.sources.benchmarks import data_folder
 
-pytestmark = pytest.mark.skipif(
-    not (data_folder() / CORPUS).is_file() or not (data_folder() / QUESTIONS).is_file(),
-    reason="2WikiMultiHopQA is not there: set RILLFLOW_DATA to the folder of data sets",
-)
+pytestmark = pytest.mark.needs("data")
 
 
 def test_splits_share_no_question() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from rillflow.agents.workflows.solver_selector import choice_of, play, worth_of_choice
-from sandboxed import need_sandbox
 from team_play import in_turn, play_team
 
 PAYLOAD: dict[str, Any] = {
@@ -17,6 +16,7 @@ PAYLOAD: dict[str, Any] = {
 RIGHT, WRONG = "```python\ndef f(x):\n    return x + 1\n```", "```python\ndef f(x):\n    return 2 * x\n```"
 
 
+@pytest.mark.needs("bubblewrap")
 @pytest.mark.parametrize(
     ("programs", "choice", "selector", "trajectory"),
     [
@@ -31,7 +31,6 @@ RIGHT, WRONG = "```python\ndef f(x):\n    return x + 1\n```", "```python\ndef f(
 async def test_each_answer_has_its_own_reward(
     programs: list[str], choice: str, selector: float, trajectory: float
 ) -> None:
-    need_sandbox()
     policies = {"solver": in_turn(programs), "selector": in_turn([choice])}
     episode = await play_team(play, PAYLOAD, policies)
     assert episode.of("solver") == [float(program == RIGHT) for program in programs]

@@ -11,7 +11,6 @@ from rillflow.agents.sandbox import Cases, Pairs
 from rillflow.agents.workflows.coding import feedback, reference_of, written_cases
 from rillflow.agents.workflows.solver_tester import play, worth_of_cases
 from rillflow.errors import WorkflowError
-from sandboxed import need_sandbox
 from team_play import TeamPlayed, in_turn, play_team
 
 PAYLOAD: dict[str, Any] = {
@@ -35,6 +34,7 @@ async def played(solver: list[str], tester: str) -> TeamPlayed:
     return await play_team(play, PAYLOAD, {"solver": in_turn(solver), "tester": in_turn([tester])})
 
 
+@pytest.mark.needs("bubblewrap")
 @pytest.mark.parametrize(
     ("solver", "tester", "solved", "tested"),
     [
@@ -49,7 +49,6 @@ async def played(solver: list[str], tester: str) -> TeamPlayed:
 async def test_each_answer_has_its_own_reward(
     solver: list[str], tester: str, solved: list[float], tested: float
 ) -> None:
-    need_sandbox()
     episode = await played(solver, tester)
     assert episode.of("solver") == solved
     assert episode.of("tester") == [tested]

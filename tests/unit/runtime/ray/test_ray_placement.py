@@ -95,9 +95,12 @@ def test_a_run_that_serves_no_weights_is_refused(tmp_path: Path) -> None:
     assert SERVED in Where("ray").overrides
 
 
-def test_an_address_without_ray_and_a_client_s_address_are_refused() -> None:
+def test_an_address_without_ray_is_refused() -> None:
     with pytest.raises(ConfigError, match="of a Ray cluster"):
         Where("local", "10.0.0.5:6379")
-    pytest.importorskip("ray")
+
+
+@pytest.mark.needs("ray")
+def test_a_client_s_address_is_refused() -> None:
     with pytest.raises(ConfigError, match="on no node of its cluster"):
         connect("ray://10.0.0.5:10001", "test")

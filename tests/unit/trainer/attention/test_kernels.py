@@ -15,7 +15,6 @@ from rillflow.trainer.graph.databuffer import Databuffer
 from rillflow.trainer.layout import Layout
 from rillflow.trainer.packing import micro_batches
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="flash and flex attention need a GPU")
 SCALE = 0.3
 
 
@@ -118,7 +117,7 @@ def test_every_backend_names_a_kernel() -> None:
     assert set(KERNELS) == {"fused", "plain", "flash"}
 
 
-@needs_gpu
+@pytest.mark.needs("cuda")
 @pytest.mark.parametrize("seed", range(3))
 def test_flash_on_the_gpu(seed: int) -> None:
     layout = layout_of(seed, torch.device("cuda"), rows=20, longest=600)
@@ -126,7 +125,7 @@ def test_flash_on_the_gpu(seed: int) -> None:
     assert_like_written_out(layout, "plain", torch.float32, 1e-4)
 
 
-@needs_gpu
+@pytest.mark.needs("cuda")
 @pytest.mark.parametrize("backend", ["varlen", "flex"])
 def test_backends_of_the_gpu_agree_with_plain_products(backend: str) -> None:
     """All in bf16, where two ways to compute the same thing differ by roundings that layers add up."""

@@ -1,9 +1,9 @@
 """The kernels write deltas that the host reads and read those that it writes, bit for bit, and refuse damaged ones."""
 
+# ruff: noqa: E402 (the kernels are imported after `require("triton")`)
 from __future__ import annotations
 
 import gc
-import importlib.util
 import math
 import weakref
 from collections.abc import Callable
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from needs import require
 from rillflow.contracts import Change
 from rillflow.errors import CorruptData, WeightsError
 from rillflow.weights import delta, previous
@@ -20,8 +21,7 @@ from rillflow.weights.delta.container import Part
 from rillflow.weights.delta.format import CODED, RAW, SAME, Header, opened, sealed, segment_head, segments
 from rillflow.weights.fingerprint import fingerprint
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("triton is not installed: torch for CUDA brings it", allow_module_level=True)
+require("triton")
 
 from rillflow.weights.delta import gpu
 from rillflow.weights.delta.gpu import batch, heads, incoming, launch, memory, places, room, threads
