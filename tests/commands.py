@@ -103,7 +103,7 @@ def cli(tmp_path: Path) -> Iterator[Cli]:
     for started in cli.started:
         if started.process.poll() is None:
             started.process.kill()
-            started.process.wait(10)
+            started.process.wait(60)
         if any(p.is_dir() for p in started.runs.iterdir()):
             for _, process in all_processes_of(started.folder):
                 process.kill()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 
 import hypothesis
@@ -13,6 +14,10 @@ import torch
 pytest_plugins = ["commands", "needs", "pytester"]
 
 torch.set_num_threads(1)
+
+# A shell without job control starts background commands with SIGINT ignored, and children inherit that. Tests send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadline for examples: a busy machine must not fail a test.
 hypothesis.settings.register_profile("rillflow", deadline=None)

@@ -42,7 +42,7 @@ class Nodes:
         for line in self._process.stdout:
             if line.startswith("> "):
                 return line[2:].strip()
-        raise AssertionError(f"the cluster has ended with code {self._process.wait(10)}")
+        raise AssertionError(f"the cluster has ended with code {self._process.wait(60)}")
 
 
 @contextmanager

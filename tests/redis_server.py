@@ -51,7 +51,7 @@ class RedisServer:
     def kill(self) -> None:
         if self._process is not None:
             self._process.kill()
-            self._process.wait(10)
+            self._process.wait(60)
 
 
 @contextmanager

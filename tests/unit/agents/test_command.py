@@ -201,7 +201,7 @@ def test_the_program_dies_with_the_node(world: World, tmp_path: Path) -> None:
         assert alive(child)
     finally:
         node.kill()
-        node.wait(10)
+        node.wait(60)
     wait_until(lambda: not alive(child), "the child's end", 10)
 
 
@@ -211,11 +211,11 @@ def test_a_reaper_that_was_killed_is_replaced() -> None:
     reaper.watch(held.pid)
     assert reaper._process is not None
     reaper._process.kill()
-    reaper._process.wait(10)
+    reaper._process.wait(60)
     reaper.watch(held.pid)
     assert reaper._process.poll() is None
     reaper.close()
-    assert held.wait(10) != 0
+    assert held.wait(60) != 0
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ async def test_it_is_said_before_and_renewed_meanwhile(monkeypatch):
 
     async with FetchWord(tell, "agent", "node")(5):
         assert len(said) == 1
-        await asyncio.wait_for(again.wait(), 5)
+        await asyncio.wait_for(again.wait(), 60)
     count = len(said)
     await asyncio.sleep(0.05)
     assert len(said) == count

@@ -101,7 +101,7 @@ async def test_a_close_that_is_given_up_takes_no_put_with_it():
     go = threading.Event()
 
     def slow(rows):
-        go.wait(10)
+        go.wait(60)
         return [Row(unit="u", segment=0, offset=n, length=1) for n, _ in enumerate(rows)]
 
     puts = GroupedPuts(slow)
@@ -110,5 +110,5 @@ async def test_a_close_that_is_given_up_takes_no_put_with_it():
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(puts.close(), 0.05)
     go.set()
-    assert len(await asyncio.wait_for(putting, 10)) == 1
+    assert len(await asyncio.wait_for(putting, 60)) == 1
     await puts.close()

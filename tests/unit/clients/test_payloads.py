@@ -283,5 +283,5 @@ async def test_closing_ends_reads_that_are_under_way(few, monkeypatch):
     await asked.wait()
     await reader.close()
     with pytest.raises(WireError, match="closed"):
-        await asyncio.wait_for(reading, 10)
+        await asyncio.wait_for(reading, 60)
     assert reader._directory._clients == {}

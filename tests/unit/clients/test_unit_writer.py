@@ -277,7 +277,7 @@ async def test_closing_while_puts_are_under_way(few, monkeypatch):
 
     def put(self, rows):
         came.set()
-        go.wait(10)
+        go.wait(60)
         return real(self, rows)
 
     monkeypatch.setattr(LocalWriter, "put", put)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from dataflow_world import POLICY, RULES, UNIT, changed, prompts
+from dataflow_world import POLICY, RULES, UNIT, FakeClock, changed, prompts
 
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.contracts import Clock, PromptSource
@@ -75,6 +76,27 @@ class Served:
         while leases := (await self.lease()).leases:
             for lease in leases:
                 assert await self.done(lease)
+
+    async def waits_for(self, about: Callable[[list[str]], object]) -> None:
+        """Ask for the status until what is waited for is as `about` says."""
+        async with asyncio.timeout(60):
+            while not about((await self.client.status()).waits):
+                pass
+
+    async def housekeeping(self) -> None:
+        """Wait for the next round of housekeeping."""
+        kept, expire = asyncio.Event(), self.ledger.expire
+        self.ledger.expire = lambda: (expire(), kept.set())  # type: ignore[assignment, method-assign]
+        try:
+            await asyncio.wait_for(kept.wait(), 60)
+        finally:
+            del self.ledger.expire
+
+    async def pass_time(self, clock: FakeClock, seconds: int) -> None:
+        """Move the clock, in steps that the service does not take for a standstill."""
+        for _ in range(seconds):
+            clock.time += 1.0
+            await self.housekeeping()
 
     async def join(self, checkpoint: int = 0, incarnation: str = "i") -> None:
         await self.client.join(JoinTrainer(policy=POLICY, incarnation=incarnation, checkpoint=checkpoint))

@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 import pytest
 from dataflow_server import TOKEN, served
-from dataflow_world import POLICY, UNIT, prompts
+from dataflow_world import POLICY, UNIT, FakeClock, prompts
 
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.config import load_recipe
@@ -29,6 +29,11 @@ ROUTES = [
     ("POST", "/weights/turn"),
     *(("GET", path) for path in ("/units", "/weights/versions", "/status", "/balance", "/health", "/metrics")),
 ]
+
+
+@pytest.fixture
+def quick_housekeeping(monkeypatch):
+    monkeypatch.setattr("rillflow.dataflow.service.HOUSEKEEPING", 0.01)
 
 
 async def call(url, method, path, body=b"", token=TOKEN):
@@ -109,11 +114,10 @@ async def test_a_lease_of_tasks_is_a_long_poll(tmp_path):
         assert (await run.lease(wait=0.3)).leases == []
         assert time.monotonic() - started >= 0.3
         waiting = asyncio.create_task(run.lease(version=1, wait=20))
-        await asyncio.sleep(0.05)
-        assert any("node n0 waits for" in wait for wait in (await run.client.status()).waits)
+        await run.waits_for(lambda waits: any("node n0 waits for" in wait for wait in waits))
         batch = (await run.ask("a")).batch
         await run.commit(batch, 1)
-        assert len((await asyncio.wait_for(waiting, 2)).leases) == 4
+        assert len((await asyncio.wait_for(waiting, 60)).leases) == 4
 
 
 async def test_a_node_that_does_not_know_of_newer_weights_is_told_at_once(tmp_path):
@@ -140,7 +144,7 @@ async def test_a_look_at_the_engines_waits_for_news(tmp_path):
         await asyncio.sleep(0.05)
         assert not waiting.done()
         await run.client.engine_beat(msgspec.structs.replace(one, versions={POLICY: 2}))
-        news = await asyncio.wait_for(waiting, 2)
+        news = await asyncio.wait_for(waiting, 60)
         assert [engine.versions for engine in news.engines] == [{POLICY: 2}]
         same = await run.client.engines(LookEngines(news=news.news, wait=0.01))
         assert same == news
@@ -152,11 +156,10 @@ async def test_a_lease_of_a_batch_is_a_long_poll_that_says_what_it_waits_for(tmp
         assert (await run.client.status()).waits == ["no rollout node is there"]
         assert (await run.ask("a", wait=0.1)).waiting_for == "0 of 2 groups ready, 0 tasks running, 0 nodes"
         waiting = asyncio.create_task(run.ask("a", wait=20))
-        await asyncio.sleep(0.05)
-        waits = (await run.client.status()).waits
-        assert waits[0] == f"the trainer of {POLICY} waits for a batch: 0 of 2 groups ready, 0 tasks running, 0 nodes"
+        expected = f"the trainer of {POLICY} waits for a batch: 0 of 2 groups ready, 0 tasks running, 0 nodes"
+        await run.waits_for(lambda waits: waits[:1] == [expected])
         await run.play_all()
-        batch = (await asyncio.wait_for(waiting, 2)).batch
+        batch = (await asyncio.wait_for(waiting, 60)).batch
         assert batch is not None
         assert (await run.ask("a")).batch.id == batch.id
 
@@ -168,7 +171,7 @@ async def test_a_stop_ends_all_waits(tmp_path):
         polls = [asyncio.create_task(run.lease(wait=20)), asyncio.create_task(run.ask("a", wait=20))]
         await asyncio.sleep(0.05)
         assert (await run.client.stop("enough")).accepted
-        replies = await asyncio.wait_for(asyncio.gather(*polls), 2)
+        replies = await asyncio.wait_for(asyncio.gather(*polls), 60)
         assert [reply.phase for reply in replies] == ["ended", "ended"]
         assert not await run.done(leases[0])
         assert (await run.client.status()).reason == "enough"
@@ -194,12 +197,17 @@ async def test_failures_and_heartbeats(tmp_path):
         assert (reply.lost, reply.heads, reply.phase) == ([lease.attempt], {POLICY: 0}, "training")
 
 
+@pytest.mark.usefixtures("quick_housekeeping")
 async def test_housekeeping_returns_what_was_lost(tmp_path):
-    async with served(tmp_path, task_lease=0.3, node_timeout=0.5) as run:
+    clock = FakeClock()
+    async with served(tmp_path, clock=clock, task_lease=3.0, node_timeout=5.0) as run:
         first = (await run.lease()).leases
-        again = (await run.lease(wait=5)).leases
+        waiting = asyncio.create_task(run.lease(wait=20))
+        await run.waits_for(lambda waits: any("node n0 waits for" in wait for wait in waits))
+        await run.pass_time(clock, 4)
+        again = (await asyncio.wait_for(waiting, 60)).leases
         assert {lease.task.id for lease in again} == {lease.task.id for lease in first}
-        await asyncio.sleep(1)
+        await run.pass_time(clock, 6)
         assert [node["state"] for node in (await run.client.balance())["current"]["nodes"]] == ["gone"]
 
 
@@ -281,7 +289,7 @@ async def test_serve_builds_a_run_folder_and_resumes_it(tmp_path):
     for _ in range(2):
         ready = asyncio.get_running_loop().create_future()
         task = asyncio.create_task(serve(recipe, tmp_path / "run", TOKEN, on_ready=ready.set_result))
-        client = DataflowClient(Client(await asyncio.wait_for(ready, 10), TOKEN))
+        client = DataflowClient(Client(await asyncio.wait_for(ready, 60), TOKEN))
         status = await client.status()
         assert status.phase == "training"
         assert status.counts["eval.playing"] == 2
@@ -292,9 +300,14 @@ async def test_serve_builds_a_run_folder_and_resumes_it(tmp_path):
     assert "ledger.sqlite" in {path.name for path in (tmp_path / "run").iterdir()}
 
 
+@pytest.mark.usefixtures("quick_housekeeping")
 async def test_a_service_that_stood_still_takes_no_lease_away(tmp_path):
-    async with served(tmp_path, task_lease=1.0, node_timeout=1.0) as run:
+    clock = FakeClock()
+    async with served(tmp_path, clock=clock, task_lease=3.0, node_timeout=5.0) as run:
         leases = (await run.lease()).leases
-        time.sleep(1.2)  # noqa: ASYNC251 - the process is paused
-        await asyncio.sleep(0.3)
+        clock.time += 10.0  # between two rounds of housekeeping, as when the process is paused
+        await run.housekeeping()
+        await run.housekeeping()
         assert await run.done(leases[0])
+        await run.pass_time(clock, 4)
+        assert not await run.done(leases[1])

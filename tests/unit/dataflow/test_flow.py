@@ -10,10 +10,9 @@ from contextlib import suppress
 
 import pytest
 from dataflow_server import served
-from dataflow_world import POLICY, RULES, prompts
+from dataflow_world import POLICY, RULES, FakeClock, prompts
 
 from rillflow.clients.dataflow import DataflowClient
-from rillflow.contracts import SystemClock
 from rillflow.dataflow.flow import GroupCommit, News
 from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.journal import Journal
@@ -32,7 +31,7 @@ def ledger(tmp_path):
 
 
 async def until(condition):
-    for _ in range(1000):
+    for _ in range(60_000):
         if condition():
             return
         await asyncio.sleep(0.001)
@@ -40,7 +39,7 @@ async def until(condition):
 
 
 async def soon(waiting):
-    return await asyncio.wait_for(waiting, 1)
+    return await asyncio.wait_for(waiting, 60)
 
 
 async def test_a_journal_that_fails_keeps_nobody_waiting(ledger):
@@ -84,7 +83,7 @@ class Disk:
 
     def _sync(self):
         self.begun += 1
-        assert self._through.acquire(timeout=5)
+        assert self._through.acquire(timeout=60)
         if self.error is not None:
             raise self.error
         self._real()
@@ -103,7 +102,7 @@ async def test_nobody_is_answered_before_the_sync_that_contains_the_change(ledge
     assert not any(task.done() for task in (first, second))
     slow.let_through()
     await soon(first)
-    await until(lambda: not ledger.dirty)
+    await until(lambda: not ledger.dirty and slow.begun == 2)
     idle = asyncio.create_task(disk.durable())  # changes nothing, but must not tell of what may yet be lost
     await asyncio.sleep(0.02)
     assert (second.done(), idle.done(), slow.begun) == (False, False, 2)
@@ -334,11 +333,15 @@ def test_lines_that_a_power_failure_damaged_are_written_again(ledger, tmp_path, 
 # ---------------------------------------------------------------- the clock
 
 
-class Jumping(SystemClock):
+@pytest.fixture(autouse=True)
+def _quick_housekeeping(monkeypatch):
+    monkeypatch.setattr("rillflow.dataflow.service.HOUSEKEEPING", 0.01)
+
+
+class Jumping(FakeClock):
     """A wall clock that somebody sets."""
 
-    def __init__(self):
-        self.by = 0.0
+    by = 0.0
 
     def now(self):
         return super().now() + self.by
@@ -351,22 +354,25 @@ async def test_a_wall_clock_that_jumps_ahead_takes_no_lease_away(tmp_path):
         leases = (await run.lease()).leases
         await run.done(leases[0])
         clock.by = 7200.0
-        await asyncio.sleep(0.5)
+        await run.pass_time(clock, 2)
         assert (await run.client.status()).nodes == 1
         assert [await run.done(lease) for lease in leases[1:]] == [True, True, True]
         batch = (await run.ask("a")).batch
         clock.by = 14400.0
-        await asyncio.sleep(0.5)
+        await run.pass_time(clock, 2)
         assert await run.commit(batch, 1)
 
 
 async def test_a_wall_clock_that_is_set_back_keeps_no_lease_for_ever(tmp_path):
     clock = Jumping()
-    async with served(tmp_path, clock=clock, task_lease=0.6, node_timeout=0.6) as run:
+    async with served(tmp_path, clock=clock, task_lease=3.0, node_timeout=3.0) as run:
         first = (await run.lease()).leases  # to a node that dies
         clock.by = -7200.0
-        ask = LeaseTasks(node="n1", incarnation="a", want=100, versions={POLICY: 0}, wait=3)
-        again = (await run.client.lease_tasks(ask)).leases
+        ask = LeaseTasks(node="n1", incarnation="a", want=100, versions={POLICY: 0}, wait=20)
+        asked = asyncio.create_task(run.client.lease_tasks(ask))
+        await run.waits_for(lambda waits: any("node n1 waits for" in wait for wait in waits))
+        await run.pass_time(clock, 5)
+        again = (await soon(asked)).leases
         assert {lease.task.id for lease in again} == {lease.task.id for lease in first}
 
 
@@ -401,7 +407,7 @@ def test_a_task_that_went_wrong_is_not_left_to_others_for_as_long_as_the_clock_w
 
 async def test_news_wake_all_who_wait():
     news = News(0.0)
-    waiting = [asyncio.create_task(news.wait(5)) for _ in range(3)]
+    waiting = [asyncio.create_task(news.wait(60)) for _ in range(3)]
     await asyncio.sleep(0)
     assert news.waiting == 3
     news.tell()

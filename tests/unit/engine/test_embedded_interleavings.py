@@ -66,7 +66,7 @@ async def _played(kit: Any, model: Any, models: list[Any], moves: list[Any], slo
 
 async def test_a_prompt_of_one_token(kit: Any) -> None:
     model, plain = kit.pair()
-    async with asyncio.timeout(5), kit.running(model) as engine:
+    async with asyncio.timeout(60), kit.running(model) as engine:
         neighbour = asyncio.create_task(kit.ask(engine, kit.prompt(9), max_tokens=4))
         answer = await kit.ask(engine, [5], max_tokens=4)
         assert len((await neighbour).tokens) == 4
@@ -74,7 +74,7 @@ async def test_a_prompt_of_one_token(kit: Any) -> None:
 
 
 async def test_a_request_that_cannot_be_seated_is_answered(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with asyncio.timeout(5), kit.running(kit.build()) as engine:
+    async with asyncio.timeout(60), kit.running(kit.build()) as engine:
         monkeypatch.setattr(engine._core, "_choose", lambda best: 1 // 0)
         with pytest.raises(Exception, match="ZeroDivisionError"):
             await kit.ask(engine, kit.prompt(9), max_tokens=4)

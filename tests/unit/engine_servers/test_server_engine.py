@@ -208,7 +208,7 @@ async def test_a_server_that_does_not_do_what_it_is_told_is_started_again(monkey
 async def test_an_answer_that_stalls_is_lost() -> None:
     async with running() as engine:
         with pytest.raises(EngineLost, match="silent"):
-            async with asyncio.timeout(1.0):
+            async with asyncio.timeout(60):
                 await collect(engine, request(seed=STALLED), [])
         assert len(engine.asked) == 1
 
@@ -216,7 +216,7 @@ async def test_an_answer_that_stalls_is_lost() -> None:
 async def test_an_answer_that_the_server_gives_up_again_and_again_is_lost() -> None:
     async with running() as engine:
         with pytest.raises(EngineLost, match="gives up"):
-            async with asyncio.timeout(1.0):
+            async with asyncio.timeout(60):
                 await collect(engine, request(seed=GIVEN_UP), [])
         assert len(engine.asked) == TRIES
 
@@ -232,7 +232,7 @@ async def test_nobody_waits_for_a_server_that_does_not_come_back(monkeypatch: py
     async with running(start=start) as engine:
         engine.die()
         await until(lambda: engine.log.count("up") >= 4)
-        async with asyncio.timeout(1.0):
+        async with asyncio.timeout(60):
             await engine.pause()
             with pytest.raises(EngineLost, match="not there"):
                 await engine.load({}, 1)

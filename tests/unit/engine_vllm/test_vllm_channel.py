@@ -239,7 +239,7 @@ async def test_a_reply_does_not_wait_for_parts_to_gather(
 async def test_what_cannot_be_sent_ends_the_channel(client: ChannelClient) -> None:
     _, answer = ask(client, 2**70)
     with pytest.raises(EngineLost, match="broke"):
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(60):
             await answer.next()
 
 

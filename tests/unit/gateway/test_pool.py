@@ -251,7 +251,7 @@ async def test_a_cut_right_after_the_last_token(stop: bool, finish: str) -> None
     world = World(Forgetful(hand_out=True))
     world.engines[0].give(10 if stop else 20)
     call = Call(world.pool, asked)
-    await asyncio.wait_for(call.task, 10)
+    await asyncio.wait_for(call.task, 60)
     assert call.tokens == expected(asked)[: 10 if stop else 20]
     assert (call.chunks[-1].finish, call.chunks[-1].version) == (finish, 4)
     assert len(world.engines[0].requests) == 1
@@ -265,7 +265,7 @@ async def test_a_context_that_is_full_after_a_cut_is_an_end(two: World) -> None:
     await until(lambda: len(call.tokens) == 6)
     second.context = 8
     first.break_down()
-    await asyncio.wait_for(call.task, 10)
+    await asyncio.wait_for(call.task, 60)
     assert len(call.tokens) == 6
     assert call.chunks[-1].finish == "length"
 
@@ -277,7 +277,7 @@ async def test_a_draw_without_a_seed_stays_one_draw(two: World) -> None:
     await until(lambda: len(call.tokens) == 6)
     second.give(100)
     first.break_down()
-    await asyncio.wait_for(call.task, 10)
+    await asyncio.wait_for(call.task, 60)
     seeds = {asked.sampling.seed for engine in two.engines for asked in engine.requests}
     assert len(seeds) == 1
     assert None not in seeds

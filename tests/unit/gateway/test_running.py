@@ -93,7 +93,7 @@ async def test_a_call_sent_again_after_its_connection_broke_is_the_same_draw(str
     async with served() as gateway:
         gateway.engine.scripts += [[None], [chunk(WORD, finish="stop")], [chunk(WORD, finish="stop")]]
         broken = asyncio.create_task(gateway.call("POST", "/v1/chat/completions", json=body))
-        await asyncio.wait_for(gateway.engine.waiting.wait(), 10)
+        await asyncio.wait_for(gateway.engine.waiting.wait(), 60)
         broken.cancel()
         await asyncio.gather(broken, return_exceptions=True)
         await until(lambda: bool(gateway.engine.aborted))
@@ -142,9 +142,9 @@ async def test_a_stream_in_which_nothing_happens_shows_that_it_lives(monkeypatch
         async with http.post(f"{gateway.url}/v1/chat/completions", json=body, headers=headers) as response:
             read = b""
             while read.count(b": waiting\n\n") < 2:
-                read += await asyncio.wait_for(response.content.readany(), 10)
+                read += await asyncio.wait_for(response.content.readany(), 60)
             gateway.engine.gate.set()
-            read += await asyncio.wait_for(response.content.read(), 10)
+            read += await asyncio.wait_for(response.content.read(), 60)
     events = [event for event in read.split(b"\n\n") if event and not event.startswith(b":")]
     assert events[-1] == b"data: [DONE]"
     said = [

@@ -484,7 +484,7 @@ def test_policies_must_be_named_alike() -> None:
 async def test_a_client_that_goes_aborts_its_generation(bench: Bench, stream: bool) -> None:
     bench.engine.scripts.append([chunk(RENDERER.encode("some")), None, chunk([1])])
     call = asyncio.create_task(read_all(bench, stream))
-    await asyncio.wait_for(bench.engine.waiting.wait(), 5)
+    await asyncio.wait_for(bench.engine.waiting.wait(), 60)
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
     await until(lambda: bool(bench.engine.aborted))
@@ -505,7 +505,7 @@ async def read_all(bench: Bench, stream: bool) -> None:
 async def test_closing_a_session_cuts_its_calls(bench: Bench) -> None:
     bench.engine.scripts += [says(RENDERER, "done"), [*[chunk([1])] * 20, None]]
     call = asyncio.create_task(bench.ask(n=2))
-    await asyncio.wait_for(bench.engine.waiting.wait(), 5)
+    await asyncio.wait_for(bench.engine.waiting.wait(), 60)
     assert bench.gateway.sessions.close("s1").samples("policy") == []
     with pytest.raises(openai.NotFoundError):
         await call

@@ -63,21 +63,21 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_a_failing_service_is_asked_again() -> None:
     dataflow = Failing([RillflowError("disk I/O error")], [RillflowError("disk I/O error")])
-    await asyncio.wait_for(make(dataflow).run(), 5)
+    await asyncio.wait_for(make(dataflow).run(), 60)
     assert not dataflow.lease
     assert not dataflow.beat
 
 
 async def test_a_wrong_token_ends_the_node() -> None:
     with pytest.raises(Unauthorized):
-        await asyncio.wait_for(make(Failing([Unauthorized("wrong token")], [])).run(), 5)
+        await asyncio.wait_for(make(Failing([Unauthorized("wrong token")], [])).run(), 60)
 
 
 async def test_without_engines_no_task_is_asked_for() -> None:
     engines = NoEngines()
     engines.serving = None
     dataflow = Failing([], [])
-    await asyncio.wait_for(make(dataflow, engines).run(), 5)
+    await asyncio.wait_for(make(dataflow, engines).run(), 60)
     assert not dataflow.asked
     assert [beat.versions for beat in dataflow.beats][:1] == [{}]
 

@@ -156,7 +156,7 @@ async def test_an_agent_that_goes_away_is_a_timeout(tmp_path: Path) -> None:
     async with World(tmp_path, 1, episode_timeout=0.5) as world:
         async with Feed(world.url, TOKEN) as feed:
             (task,) = await taken(feed, 1)
-            with suppress(openai.NotFoundError):  # on a busy machine the half second may be over
+            with suppress(openai.APIStatusError):  # the half second may be over; the outcome is the same
                 await say(task)
         await world.dataflow.until(1)
         async with Feed(world.url, TOKEN) as feed:

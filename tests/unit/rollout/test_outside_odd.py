@@ -41,7 +41,7 @@ async def test_a_task_may_be_long(tmp_path: Path) -> None:
     """Longer than what an HTTP client takes for a line."""
     document = "word " * 200_000
     long = Task(id="g.0", prompt=Prompt(id="p", payload={"text": document}), group="g", place=0, lane="train", seed=0)
-    async with World(tmp_path, [long, task(1)]) as world, Feed(world.url, TOKEN, capacity=2, patience=2.0) as feed:
+    async with World(tmp_path, [long, task(1)]) as world, Feed(world.url, TOKEN, capacity=2, patience=20.0) as feed:
         got: list[OutsideTask] = []
         async with asyncio.timeout(20):
             async for one in feed:

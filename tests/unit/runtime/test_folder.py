@@ -80,7 +80,7 @@ def test_many_runs_at_the_same_moment_get_a_folder_each(tmp_path: Path) -> None:
     recipe, start = load_recipe("quickstart"), threading.Barrier(8)
 
     def create(_: int) -> Path:
-        start.wait(10)
+        start.wait(60)
         return RunFolder.create(recipe, tmp_path / "runs", now=0.0).root
 
     with ThreadPoolExecutor(8) as pool:
@@ -124,9 +124,9 @@ def test_a_process_waits_for_its_predecessor_to_go(folder: RunFolder) -> None:
 
     thread = threading.Thread(target=predecessor)
     thread.start()
-    assert held.wait(5)
-    with folder.locked("trainer-agent", 10.0):
-        assert thread.join(5) is None
+    assert held.wait(60)
+    with folder.locked("trainer-agent", 60.0):
+        assert thread.join(60) is None
         assert not thread.is_alive()
 
 

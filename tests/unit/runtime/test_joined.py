@@ -34,7 +34,7 @@ async def life(ready: bool, signals: int, leaves: bool) -> tuple[int, bool]:
             os.kill(os.getpid(), signal.SIGTERM)
 
     sending = asyncio.create_task(send())
-    code = await asyncio.wait_for(_until_gone(_wait(gone), departure, 30.0, lambda: ready), 10)
+    code = await asyncio.wait_for(_until_gone(_wait(gone), departure, 30.0, lambda: ready), 60)
     await sending
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().remove_signal_handler(number)

@@ -59,7 +59,7 @@ async def running(folder: RunFolder) -> AsyncIterator[asyncio.subprocess.Process
     try:
         yield process
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.wait(), 20) == STOPPED
+        assert await asyncio.wait_for(process.wait(), 60) == STOPPED
     finally:
         if process.returncode is None:
             process.kill()

@@ -17,9 +17,9 @@ from rillflow.runtime import supervisor as module
 from rillflow.runtime.process import GIVE_UP
 from rillflow.runtime.supervisor import ProcessSpec, Supervised, Supervisor
 
-SLEEPER = "import time; time.sleep(60)"
-STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
-PARENT = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', %r]); time.sleep(60)" % SLEEPER  # noqa: UP031
+SLEEPER = "import time; time.sleep(600)"
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+PARENT = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', %r]); time.sleep(600)" % SLEEPER  # noqa: UP031
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Supervisor:
     return Supervisor(tmp_path, restarts=2, threads=1, grace=0.5)
 
 
-async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - the operating system sends no event for this
             await asyncio.sleep(0.01)
@@ -64,7 +64,7 @@ async def test_a_killed_process_is_started_again(supervisor: Supervisor) -> None
 
 async def test_a_process_that_keeps_dying_ends_the_run_with_its_log(supervisor: Supervisor) -> None:
     process = supervisor.start(spec("raise SystemExit('no luck today')"))
-    await supervisor.wait(10.0)
+    await supervisor.wait(60)
     with pytest.raises(RunError, match="no luck today"):
         supervisor.check()
     assert process.starts == 3
@@ -73,7 +73,7 @@ async def test_a_process_that_keeps_dying_ends_the_run_with_its_log(supervisor: 
 
 async def test_a_process_that_finished_is_left_alone(supervisor: Supervisor) -> None:
     process = supervisor.start(spec("pass"))
-    assert await supervisor.wait(10.0)
+    assert await supervisor.wait(60)
     assert process.starts == 1
     supervisor.check()
     await supervisor.stop()
@@ -88,14 +88,14 @@ async def test_stop_leaves_none_behind(supervisor: Supervisor, code: str) -> Non
         await until(lambda: "up" in process.log_path.read_text())
     people = family(process)
     await supervisor.stop()
-    await until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in people), 5.0)
+    await until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in people))
 
 
 async def test_stop_during_a_restart_pause(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_FIRST_PAUSE", 60.0)
+    monkeypatch.setattr(module, "_FIRST_PAUSE", 600.0)
     process = supervisor.start(spec("raise SystemExit(1)"))
     await until(lambda: process.starts == 1 and process.pid is None)
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(60):
         await supervisor.stop()
 
 
@@ -106,10 +106,10 @@ async def test_what_a_dead_process_had_started_goes_with_it(supervisor: Supervis
         f"print(child.pid, file=open({str(note)!r}, 'a')); sys.exit(1)"
     )
     supervisor.start(spec(code))
-    await supervisor.wait(20.0)
+    await supervisor.wait(60)
     children = [int(line) for line in note.read_text().split()]
     assert len(children) == 3
-    await until(lambda: not any(alive(pid) for pid in children), 5.0)
+    await until(lambda: not any(alive(pid) for pid in children))
     await supervisor.stop()
 
 
@@ -146,7 +146,7 @@ async def test_deaths_count_without_progress_or_when_they_come_soon(supervisor: 
             supervisor.progressed()
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
-    await supervisor.wait(10.0)
+    await supervisor.wait(60)
     with pytest.raises(RunError, match="for the 3"):
         supervisor.check()
     await supervisor.stop()
@@ -154,7 +154,7 @@ async def test_deaths_count_without_progress_or_when_they_come_soon(supervisor: 
 
 async def test_a_process_that_says_it_is_no_use_is_not_started_again(supervisor: Supervisor) -> None:
     process = supervisor.start(spec(f"raise SystemExit({GIVE_UP})"))
-    await supervisor.wait(10.0)
+    await supervisor.wait(60)
     with pytest.raises(RunError, match="part"):
         supervisor.check()
     assert process.starts == 1
@@ -164,11 +164,11 @@ async def test_a_process_that_says_it_is_no_use_is_not_started_again(supervisor:
 async def test_nothing_is_started_again_once_the_run_has_ended(supervisor: Supervisor) -> None:
     kept, done = supervisor.start(spec(SLEEPER, "dataflow")), supervisor.start(spec(SLEEPER, "other"))
     await until(lambda: kept.pid is not None and done.pid is not None)
-    ending = asyncio.create_task(supervisor.finish(10.0, keep={"dataflow"}))
+    ending = asyncio.create_task(supervisor.finish(60.0, keep={"dataflow"}))
     await asyncio.sleep(0)
     assert done.pid is not None
     os.kill(done.pid, signal.SIGKILL)
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(60):
         await ending
     assert done.starts == 1
     supervisor.check()
@@ -182,7 +182,7 @@ async def test_a_process_that_is_let_go_ends_by_itself_and_is_not_started_again(
     assert not await supervisor.let_go("part", 0.05), "it has not ended yet"
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
-    assert await supervisor.let_go("part", 5.0)
+    assert await supervisor.let_go("part", 60.0)
     assert process.starts == 1
     assert list(supervisor.processes) == []
 
@@ -195,7 +195,7 @@ async def test_one_process_is_stopped_and_the_others_stay(supervisor: Supervisor
         await until(lambda: "up" in goes.log_path.read_text())
     people = family(goes)
     await supervisor.stop_one("goes", 0.3)
-    await until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in people), 5.0)
+    await until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in people))
     assert goes.starts == 1
     assert list(supervisor.processes) == [stays]
     assert supervisor.failures() == {}
@@ -206,10 +206,10 @@ async def test_one_process_is_stopped_and_the_others_stay(supervisor: Supervisor
 async def test_one_that_waits_for_its_next_life_is_stopped_too(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_FIRST_PAUSE", 60.0)
+    monkeypatch.setattr(module, "_FIRST_PAUSE", 600.0)
     process = supervisor.start(spec("raise SystemExit(1)"))
     await until(lambda: process.starts == 1 and process.pid is None)
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(60):
         await supervisor.stop_one("part", 3.0)
     assert list(supervisor.processes) == []
 
@@ -217,7 +217,7 @@ async def test_one_that_waits_for_its_next_life_is_stopped_too(
 async def test_who_finished_and_who_failed_are_told_apart_and_can_be_forgotten(supervisor: Supervisor) -> None:
     supervisor.start(spec("pass", "done"))
     supervisor.start(spec(f"raise SystemExit({GIVE_UP})", "failed"))
-    await supervisor.wait(20.0)
+    await supervisor.wait(60)
     assert supervisor.finished() == {"done"}
     assert supervisor.failures().keys() == {"failed"}
     supervisor.forget("failed")

@@ -161,7 +161,7 @@ def test_writers_never_share_a_file(tmp_path, written):
     start, places = threading.Barrier(len(writers)), [None] * len(writers)
 
     def work(n):
-        start.wait(10)
+        start.wait(60)
         places[n] = writers[n].write([{"tokens": b"%d" % n}])[0]
         writers[n].sync()
 
@@ -169,7 +169,7 @@ def test_writers_never_share_a_file(tmp_path, written):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert len({node(tmp_path, place.segment) for place in places}) == len(writers)
     assert read(tmp_path, places) == [b"%d" % n for n in range(len(writers))]
     assert kept(tmp_path) == []

@@ -217,7 +217,7 @@ def test_what_was_raised_comes_out_once(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_wait_for_background_work_has_a_deadline() -> None:
     release = threading.Event()
     background = Background("the work", deadline=0.05)
-    background.start(lambda: (release.wait(10), None)[1])
+    background.start(lambda: (release.wait(60), None)[1])
     assert background.busy
     with pytest.raises(DeadlineExceeded, match="the work has not ended"):
         background.settle()

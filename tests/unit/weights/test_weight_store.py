@@ -201,7 +201,7 @@ def test_threads_that_look_at_once_do_not_see_an_old_head_for_good(
     def slowly(data: bytes, key: bytes, what: str) -> Line:
         if threading.current_thread() is slow:
             has_read.set()
-            may_go_on.wait(10)
+            may_go_on.wait(60)
         return parse(data, key, what)
 
     class Watched(Folder):
@@ -209,13 +209,13 @@ def test_threads_that_look_at_once_do_not_see_an_old_head_for_good(
             super().__setattr__(name, value)
             if has_read.is_set() and threading.current_thread() is not slow:
                 may_go_on.set()
-                slow.join(10)
+                slow.join(60)
 
     reader = Watched(tmp_path)
     slow = threading.Thread(target=reader.line)
     monkeypatch.setattr(signing, "parse_line", slowly)
     slow.start()
-    assert has_read.wait(10)
+    assert has_read.wait(60)
     store.publish({"w": torch.ones(1)}, 1, 0)
     assert reader.line().head == 1
     assert reader.line().head == 1

@@ -152,13 +152,13 @@ def test_loop_thread_runs_and_times_out() -> None:
     async def value() -> int:
         return 3
 
-    assert thread.run(value(), 1.0) == 3
+    assert thread.run(value(), 60.0) == 3
     with pytest.raises(TimeoutError):
-        thread.run(asyncio.sleep(5), 0.05)
+        thread.run(asyncio.sleep(60), 0.05)
     thread.close()
 
 
-async def _sent(url: str, head: bytes, wait: float = 5.0) -> bytes:
+async def _sent(url: str, head: bytes, wait: float = 60.0) -> bytes:
     """What the service answers to raw bytes, before or after it hangs up."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
     try:

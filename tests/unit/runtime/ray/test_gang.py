@@ -19,7 +19,7 @@ from rillflow.runtime.process import GIVE_UP
 from rillflow.runtime.ray.gang import Gang, Member, Place, Room
 from rillflow.runtime.supervisor import Supervisor
 
-SLEEP = "import time; print('up', flush=True); time.sleep(60)"
+SLEEP = "import time; print('up', flush=True); time.sleep(600)"
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def gang(
 
 
 async def until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, f"waited for: {what}"
         await asyncio.sleep(0.02)
@@ -69,7 +69,7 @@ async def test_a_gang_that_finishes_leaves_its_logs_and_nothing_else(tmp_path: P
     script = "import os, sys; print(os.environ['SECRET'], sys.argv[1:]); print('x' * 200_000)"
     process = gang(cluster, tmp_path, script, script, environment={"SECRET": "s3"})
     supervisor.add(process)
-    assert await supervisor.wait(20)
+    assert await supervisor.wait(60)
     supervisor.check()
     assert cluster.seats == []
     lines = [text(tmp_path, member).splitlines() for member in (0, 1)]
@@ -128,7 +128,7 @@ async def test_a_lost_node_does_not_count_and_another_one_is_waited_for(
 async def test_deaths_of_its_own_are_bounded(tmp_path: Path, supervisor: Supervisor) -> None:
     process = gang(FakeCluster("a"), tmp_path, "import sys; print('oh no'); sys.exit(7)")
     supervisor.add(process)
-    assert await supervisor.wait(30)
+    assert await supervisor.wait(60)
     with pytest.raises(RunError, match=r"gang ended with code 7 for the 3\. time(.|\n)*oh no"):
         supervisor.check()
 
@@ -136,7 +136,7 @@ async def test_deaths_of_its_own_are_bounded(tmp_path: Path, supervisor: Supervi
 async def test_who_gives_up_is_not_started_again(tmp_path: Path, supervisor: Supervisor) -> None:
     process = gang(FakeCluster("a"), tmp_path, "pass", f"import sys; print('never'); sys.exit({GIVE_UP})")
     supervisor.add(process)
-    assert await supervisor.wait(20)
+    assert await supervisor.wait(60)
     with pytest.raises(RunError, match=f"code {GIVE_UP}(.|\n)*never"):
         supervisor.check()
     assert process.starts == 1
@@ -145,7 +145,7 @@ async def test_who_gives_up_is_not_started_again(tmp_path: Path, supervisor: Sup
 async def test_without_room_it_says_so_and_in_the_end_fails(tmp_path: Path, supervisor: Supervisor) -> None:
     process = gang(FakeCluster("a", room=1), tmp_path, SLEEP, SLEEP, room=Room(0.2))
     supervisor.add(process)
-    assert await supervisor.wait(20)
+    assert await supervisor.wait(60)
     with pytest.raises(RunError, match="no room in the cluster for gang: it wants 2 times CPU 1; nodes have: 1 nodes"):
         supervisor.check()
 
@@ -158,7 +158,7 @@ async def test_who_waits_for_room_is_stopped_at_once(
     await until(lambda: len(cluster.waited) > 10, "it waits")
     with caplog.at_level(logging.WARNING):
         await until(lambda: "waits for room" in caplog.text, "it says so")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await supervisor.finish(4.0, keep=())
     supervisor.check()
 
@@ -167,7 +167,7 @@ async def test_stopped_members_have_time_for_their_last_words(tmp_path: Path, su
     polite = (
         "import signal, sys, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), print('saved', flush=True), sys.exit(0)))\n"
-        "print('up', flush=True); time.sleep(60)"
+        "print('up', flush=True); time.sleep(600)"
     )
     cluster = FakeCluster("a")
     supervisor.add(gang(cluster, tmp_path, polite, polite.replace("sleep(1)", "sleep(0)")))

@@ -182,7 +182,7 @@ async def test_line_and_manifest(reader: Reader, tmp_path: Path, url: str) -> No
     await asyncio.sleep(0.15)
     assert not waiting.done()
     publish(tmp_path / "weights", 8, {NAME: b"new"})
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         assert (await waiting).head == 8
     assert (await source.line(line, 30.0)).head == 8  # it is another one already
     assert (await source.line(await source.line(), 0.05)).head == 8

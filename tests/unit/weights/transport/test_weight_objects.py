@@ -308,7 +308,7 @@ def test_a_store_that_fails_holds_nobody_up_and_gets_the_newest_later(
 
     monkeypatch.setattr(MemoryFileSystem, "put_file", put)
     copies.poke()
-    assert failed.wait(10)
+    assert failed.wait(60)
     for version in range(1, 8):
         store.publish(tensors(version), version, version - 1)
         store.prune(1)
