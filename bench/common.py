@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 _PACKAGES = ("torch", "transformers", "rillflow")
@@ -60,8 +61,8 @@ class Report:
         row = {"name": name, "ours": ours, "peer": peer, "unit": unit, "ratio": ratio, "goal": goal, "met": met}
         self.results.append(row | ({"reason": reason} if reason else {}))
 
-    def finish(self, destination: str | None) -> None:
-        """Print the table to stderr and write the object where `--json` says."""
+    def finish(self, destination: str | None, **more: Any) -> None:
+        """Print the table to stderr and write the object, with `more` beside its keys, to the file of `--json`."""
         _print_table(self)
         if destination is None:
             return
@@ -70,13 +71,19 @@ class Report:
             "machine": machine(),
             "versions": versions(),
             "command": shlex.join(["python", "-m", f"bench.{self.bench}", *sys.argv[1:]]),
+            **more,
             "results": self.results,
         }
-        text = json.dumps(whole, indent=2) + "\n"
-        if destination == "-":
-            sys.stdout.write(text)
-        else:
-            Path(destination).write_text(text)
+        write_json(whole, destination)
+
+
+def write_json(whole: dict[str, Any], destination: str) -> None:
+    """Write an object to a file, or to stdout when `destination` is -."""
+    text = json.dumps(whole, indent=2) + "\n"
+    if destination == "-":
+        sys.stdout.write(text)
+    else:
+        Path(destination).write_text(text)
 
 
 def machine() -> dict[str, Any]:
@@ -136,13 +143,25 @@ def interleave(measures: Sequence[Callable[[int], float]], repeats: int) -> list
 
 def _print_table(report: Report) -> None:
     table = Table(title=f"bench {report.bench}")
+    add_columns(table)
+    for row in report.results:
+        table.add_row(*cells(row))
+    Console(stderr=True).print(table)
+
+
+def add_columns(table: Table) -> None:
+    """Add the columns of a result."""
     for heading in ("name", "ours", "peer", "unit", "ratio", "goal", "met"):
         table.add_column(heading, justify="left" if heading in {"name", "unit"} else "right")
-    for row in report.results:
-        met = {None: "-", True: "yes", False: "NO"}[row["met"]]
-        cells = (_number(row["ours"]), _number(row["peer"]), row["unit"], _number(row["ratio"]), _number(row["goal"]))
-        table.add_row(row["name"] + (f" ({row['reason']})" if "reason" in row else ""), *cells, met)
-    Console(stderr=True).print(table)
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """Return a result as the cells of a table."""
+    name = row["name"] + (f" ({row['reason']})" if "reason" in row else "")
+    met = {None: "-", True: "yes", False: "NO"}[row["met"]]
+    numbers = {column: _number(row[column]) for column in ("ours", "peer", "ratio", "goal")}
+    words = [name, numbers["ours"], numbers["peer"], row["unit"] or "", numbers["ratio"], numbers["goal"], met]
+    return [escape(word) for word in words]
 
 
 def _number(value: float | None) -> str:

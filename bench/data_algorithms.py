@@ -1,11 +1,11 @@
-"""Data algorithms at work: rollouts generated against reward reached, and which sampler lets less expire.
+"""Data algorithms at work: rollouts generated against reward reached.
 
     python -m bench.data_algorithms [--quick] [--seeds N …] [--steps N] [--json FILE] [--plot FILE]
 
 Trains the quickstart's tiny policy for the same number of optimizer steps and from the same seeds with each of five
 settings (vanilla, dynamic sampling, + replay 0.3, + replay 0.5, + GRESO), in the manner of AstraFlow's Figure 9
 (arXiv 2605.15565, section 4.3). Rollouts are the episodes that had ended when the step was committed, counted in the
-run's ledger. Then the simulation of `bench.edf_simulation`: earliest deadline first against first in, first out.
+run's ledger.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import edf_simulation
 from bench.common import Report, parser
 from rillflow.dataflow.audit import audit
 
@@ -145,7 +144,6 @@ def main() -> None:
                 runs.append(train(variant, seed, steps, Path(folder)))
                 print(f"{variant}, seed {seed}: {runs[-1]}", file=sys.stderr)
     report_curves(report, curves, given.target)
-    edf_simulation.add_to(report)
     if given.plot:
         draw(curves, Path(given.plot))
     report.finish(given.json)

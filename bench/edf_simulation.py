@@ -21,7 +21,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from bench.common import Report
+from bench.common import Report, parser
 from rillflow.contracts import Sampler
 from rillflow.dataflow.hooks.samplers.earliest_deadline import EarliestDeadline
 from rillflow.dataflow.hooks.samplers.fifo import Fifo
@@ -167,17 +167,18 @@ def table(seeds: Sequence[int], worlds: Sequence[World]) -> Table:
     return found
 
 
-def add_to(report: Report) -> None:
-    """The comparison as rows of another benchmark's report: less expired is better; the bias is told, not judged."""
-    fifo, edf = (medians(name, range(5)) for name in ("fifo", "earliest_deadline"))
+def main() -> None:
+    arguments = parser(__doc__ or "").parse_args()
+    seeds = range(3 if arguments.quick else 5)
+    worlds = [World(sigma=sigma) for sigma in (0.3, 0.5, 0.7, 1.0)]
+    Console(stderr=True).print(table(seeds, worlds))
+    report = Report("edf_simulation")
+    fifo, edf = (medians(name, seeds) for name in ("fifo", "earliest_deadline"))
     share = "expired_share"
     report.add("expired, EDF (peer: FIFO)", edf[share], fifo[share], unit="of produced", goal=1.5, less_is_better=True)
     for name, found in (("EDF", edf), ("FIFO", fifo)):
         report.add(f"length of expired / all, {name}", found["length_bias"], None, unit="ratio")
-
-
-def main() -> None:
-    Console().print(table(range(5), [World(sigma=sigma) for sigma in (0.3, 0.5, 0.7, 1.0)]))
+    report.finish(arguments.json)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ one logsumexp and one gather per step. vLLM runs in processes of its own, before
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import math
@@ -158,7 +157,12 @@ def vllm_rates(python: str | None, threads: int, repeats: int) -> tuple[dict[str
         return rates, f"vLLM failed: {named[-1] if named else ran.returncode}" if ran.returncode else ""
 
 
-def main(arguments: argparse.Namespace) -> None:
+def main() -> None:
+    options = parser(__doc__ or "")
+    options.add_argument("--threads", type=int, default=1, help="torch threads, the same for all sides (default 1)")
+    options.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    options.add_argument("--vllm-python", metavar="PATH", help="a Python with vLLM's CPU build installed")
+    arguments = options.parse_args()
     torch.set_num_threads(arguments.threads)
     repeats = 3 if arguments.quick else 7
     report = Report("engine")
@@ -174,8 +178,4 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    options = parser(__doc__ or "")
-    options.add_argument("--threads", type=int, default=1, help="torch threads, the same for all sides (default 1)")
-    options.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    options.add_argument("--vllm-python", metavar="PATH", help="a Python with vLLM's CPU build installed")
-    main(options.parse_args())
+    main()

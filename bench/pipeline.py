@@ -179,7 +179,13 @@ def arguments() -> argparse.Namespace:
     made.add_argument("--only", help="some of the pipelines, with commas", default=",".join(PIPELINES))
     made.add_argument("--runs", type=Path, help="keep the runs, with their pictures, in this folder")
     made.add_argument("--steps", type=int, help="optimizer steps of each run")
-    return made.parse_args()
+    given = made.parse_args()
+    chosen = given.only.split(",")
+    if unknown := set(chosen) - set(PIPELINES):
+        made.error(f"there is no pipeline {', '.join(sorted(unknown))}: choose of {', '.join(PIPELINES)}")
+    if given.json is not None and "multiplexed" not in chosen:
+        made.error("--json compares the others with multiplexed: add it to --only")
+    return given
 
 
 def main() -> None:

@@ -18,7 +18,6 @@ grows with the GPUs. `--validate` compares the model with real services and clie
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +30,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.common import Report, machine, parser, versions
+from bench.common import Report, parser
 from bench.scale_costs import Costs
 from bench.scale_ledger import measure_ledger
 from bench.scale_model import Outcome, Simulation
@@ -178,26 +177,6 @@ def add_points(report: Report, series: dict[tuple[str, str], list[Point]]) -> No
             report.add(name, 100 * share, 80.5, unit="% (peer: DistFlow's, published)", goal=1.0)
 
 
-def write(report: Report, costs: Costs, points: Sequence[Point], destination: str | None) -> None:
-    report.finish(None)
-    if destination is None:
-        return
-    whole: dict[str, Any] = {
-        "bench": report.bench,
-        "machine": machine(),
-        "versions": versions(),
-        "command": shlex.join(["python", "-m", f"bench.{report.bench}", *sys.argv[1:]]),
-        "costs": costs.dump(),
-        "points": [_plain(point) for point in points],
-        "results": report.results,
-    }
-    text = json.dumps(whole, indent=2) + "\n"
-    if destination == "-":
-        sys.stdout.write(text)
-    else:
-        Path(destination).write_text(text)
-
-
 def _plain(point: Point) -> dict[str, Any]:
     outcome = point.outcome
     return {
@@ -233,7 +212,7 @@ def main() -> None:
     report = Report("scale")
     if given.validate:
         validate(report, costs, quick=given.quick)
-        write(report, costs, [], given.json)
+        report.finish(given.json, costs=costs.dump(), points=[])
         return
     sizes = [size for size in (2**power for power in range(3, 13)) if size <= (256 if given.quick else given.most)]
     series: dict[tuple[str, str], list[Point]] = {}
@@ -242,10 +221,10 @@ def main() -> None:
     for points in series.values():
         show(points)
     add_points(report, series)
-    points = [point for some in series.values() for point in some]
+    points = [_plain(point) for some in series.values() for point in some]
     if given.picture is not None:
-        draw([_plain(point) for point in points], given.picture)
-    write(report, costs, points, given.json)
+        draw(points, given.picture)
+    report.finish(given.json, costs=costs.dump(), points=points)
 
 
 if __name__ == "__main__":

@@ -32,9 +32,22 @@ INSTALL = (
 Mounts = list[tuple[str, str]]
 
 
+def base_python() -> tuple[Path, Path]:
+    """Return the folder and the program of the Python installation behind this interpreter, without symbolic links.
+
+    A virtual environment may hold a copy of the program instead of a link to it; the copy does not run without the
+    environment, so the installation's own program is used then.
+    """
+    folder = Path(sys.base_prefix).resolve()
+    program = Path(sys.executable).resolve()
+    if not program.is_relative_to(folder):
+        program = (folder / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}").resolve()
+    return folder, program
+
+
 def python_command(home: str, control: int) -> list[str]:
-    """The interpreter that runs us, without its site and our environment."""
-    python = os.path.realpath(sys.executable)
+    """Return the command that runs this Python without its site packages and our environment."""
+    python = str(base_python()[1])
     start = f"import sys; sys.path.insert(0, {home!r}); from inside.zygote import main; main()"
     return [python, "-P", "-S", "-s", "-B", "-c", start, str(control)]
 
@@ -45,8 +58,9 @@ def command(packages: tuple[str, ...], control: int, seccomp: int) -> list[str]:
     if bwrap is None:
         raise SandboxError("bubblewrap (`bwrap`) is not installed: code cannot be run safely here", INSTALL)
     mounts: Mounts = [(str(INSIDE), f"{HOME}/inside"), *_package_mounts(packages)]
-    if not Path(sys.base_prefix).is_relative_to("/usr"):
-        mounts.append((sys.base_prefix, sys.base_prefix))
+    folder, _ = base_python()
+    if not folder.is_relative_to("/usr"):
+        mounts.append((str(folder), str(folder)))
     before: list[str] = []
     if os.geteuid() == 0:
         before, mounts = _as_another(mounts)

@@ -102,7 +102,7 @@ print(json.dumps({{
 
 def _parents() -> set[str]:
     """Where this Python lies has to be shown, with the folders above it."""
-    return {Path(sys.base_prefix).parts[1]}
+    return {Path(sys.base_prefix).resolve().parts[1]}
 
 
 def test_there_is_no_network(sandbox: Sandbox) -> None:
