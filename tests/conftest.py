@@ -1,22 +1,41 @@
-"""What all tests share: a scrubbed environment and small waits with deadlines."""
+"""What all tests share: a scrubbed environment, an amount of repetition, and collection that costs little."""
 
 from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 
 import hypothesis
 import pytest
 import torch
+from repetition import PROFILE, VARIABLE
 
 pytest_plugins = ["commands"]
 
 torch.set_num_threads(1)
 
+# Every worker imports the same modules, and so does every process that a test starts. Compile each of them once, also
+# on a machine that asks Python to write no bytecode.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # No deadline for examples: a busy machine must not fail a test.
-hypothesis.settings.register_profile("rillflow", deadline=None)
-hypothesis.settings.load_profile("rillflow")
+hypothesis.settings.register_profile("plain", deadline=None, max_examples=50)
+hypothesis.settings.register_profile("soak", deadline=None)
+hypothesis.settings.load_profile(PROFILE)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Iterator[None]:
+    """Keep the garbage collector from looking at modules and collected tests: none of them goes away."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -37,7 +56,8 @@ def pytest_runtest_makereport() -> Iterator[None]:
 def _scrubbed(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test depends on what the machine happens to have set."""
     for name in list(os.environ):
-        if name.startswith(("RILLFLOW_", "OPENAI_", "ANTHROPIC_")) and name != "RILLFLOW_DATA":
+        kept = name in {"RILLFLOW_DATA", VARIABLE}
+        if name.startswith(("RILLFLOW_", "OPENAI_", "ANTHROPIC_")) and not kept:
             monkeypatch.delenv(name)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")

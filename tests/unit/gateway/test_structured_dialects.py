@@ -16,10 +16,11 @@ from gateway_support import DEEPSEEK_LIKE, QWEN_LIKE
 from openai_support import CHAT_TOOLS, HERMES_CALL, STYLES, asking
 
 from rillflow.engine.grammars import compiled
-from rillflow.gateway import Renderer, anthropic_url
+from rillflow.gateway import anthropic_url
 from rillflow.gateway.dialects.structured import forced
 from rillflow.gateway.grammars import DEEPEST, LARGEST, Calls, composed, of_schema
 from rillflow.types import Grammar
+from tiny_policy import tiny_renderer
 
 SCHEMA = {"type": "object", "properties": {"box": {"type": "string"}}, "required": ["box"]}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
@@ -178,7 +179,7 @@ async def test_a_shape_comes_behind_the_reasoning(template: str, before: str) ->
 
 def test_markers_that_are_tokens_may_be_written_as_such() -> None:
     """A marker that no text can become is named by its id."""
-    renderer = Renderer.load("tiny")
+    renderer = tiny_renderer()
     made = composed(None, Calls([TOOL], "hermes", forced=True), None, renderer)
     assert made is not None
     ids = [renderer.encode(marker) for marker in ("<tool_call>", "</tool_call>")]
