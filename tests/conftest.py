@@ -9,12 +9,10 @@ from collections.abc import Iterator
 
 import hypothesis
 import pytest
-import torch
+
 from repetition import PROFILE, VARIABLE
 
 pytest_plugins = ["commands"]
-
-torch.set_num_threads(1)
 
 # Every worker imports the same modules, and so does every process that a test starts. Compile each of them once, also
 # on a machine that asks Python to write no bytecode.
@@ -22,7 +20,7 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # No deadline for examples: a busy machine must not fail a test.
-hypothesis.settings.register_profile("plain", deadline=None, max_examples=50)
+hypothesis.settings.register_profile("plain", deadline=None)
 hypothesis.settings.register_profile("soak", deadline=None)
 hypothesis.settings.load_profile(PROFILE)
 
@@ -50,6 +48,14 @@ def pytest_runtest_makereport() -> Iterator[None]:
         return (yield)
     finally:
         gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_torch_thread() -> None:
+    """Let torch compute in one thread: the workers share the cores. Import it only where tests run."""
+    import torch
+
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

@@ -13,9 +13,13 @@ from rillflow.agents.memory.task import TaskMemory
 from rillflow.agents.tools.embedding import Embedder
 from rillflow.errors import StorageError
 
-pytest.importorskip("qdrant_client")
 PENS = Remembered("How many pens are in the red box?", ["search red pens"], "12")
 CATS = Remembered("Who painted the cat on the wall?", ["search painters"], "Ann")
+
+
+@pytest.fixture(autouse=True)
+def _qdrant() -> None:
+    pytest.importorskip("qdrant_client")
 
 
 @pytest.fixture(scope="module")
