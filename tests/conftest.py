@@ -6,7 +6,9 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
+import certifi
 import hypothesis
 import pytest
 
@@ -58,12 +60,27 @@ def _one_torch_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return a file with one certificate authority.
+
+    A new HTTP client reads all authorities (50 ms). Tests make hundreds of clients, which talk to this machine only.
+    """
+    end = "-----END CERTIFICATE-----\n"
+    first = Path(certifi.where()).read_text().partition(end)[0]
+    file = tmp_path_factory.mktemp("authority") / "one.pem"
+    file.write_text(first[first.index("-----BEGIN CERTIFICATE-----") :] + end)
+    return str(file)
+
+
 @pytest.fixture(autouse=True)
-def _scrubbed(monkeypatch: pytest.MonkeyPatch) -> None:
+def _scrubbed(monkeypatch: pytest.MonkeyPatch, authority: str) -> None:
     """No test depends on what the machine happens to have set."""
     for name in list(os.environ):
         kept = name in {"RILLFLOW_DATA", VARIABLE}
         if name.startswith(("RILLFLOW_", "OPENAI_", "ANTHROPIC_")) and not kept:
             monkeypatch.delenv(name)
+    monkeypatch.setenv("SSL_CERT_FILE", authority)
+    monkeypatch.delenv("SSL_CERT_DIR", raising=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
