@@ -1,27 +1,46 @@
-"""What all tests share: a scrubbed environment and small waits with deadlines."""
+"""What all tests share: a scrubbed environment, an amount of repetition, and collection that costs little."""
 
 from __future__ import annotations
 
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
+import certifi
 import hypothesis
 import pytest
-import torch
+
+from repetition import PROFILE, VARIABLE
 
 pytest_plugins = ["commands", "needs", "pytester"]
 
-torch.set_num_threads(1)
+# Every worker imports the same modules, and so does every process that a test starts. Compile each of them once, also
+# on a machine that asks Python to write no bytecode.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # A shell without job control starts background commands with SIGINT ignored, and children inherit that. Tests send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadline for examples: a busy machine must not fail a test.
-hypothesis.settings.register_profile("rillflow", deadline=None)
-hypothesis.settings.load_profile("rillflow")
+hypothesis.settings.register_profile("plain", deadline=None)
+hypothesis.settings.register_profile("soak", deadline=None)
+hypothesis.settings.load_profile(PROFILE)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Iterator[None]:
+    """Keep the garbage collector from looking at modules and collected tests: none of them goes away."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -38,11 +57,35 @@ def pytest_runtest_makereport() -> Iterator[None]:
         gc.enable()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_torch_thread() -> None:
+    """Let torch compute in one thread: the workers share the cores. Import it only where tests run."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return a file with one certificate authority.
+
+    A new HTTP client reads all authorities (50 ms). Tests make hundreds of clients, which talk to this machine only.
+    """
+    end = "-----END CERTIFICATE-----\n"
+    first = Path(certifi.where()).read_text().partition(end)[0]
+    file = tmp_path_factory.mktemp("authority") / "one.pem"
+    file.write_text(first[first.index("-----BEGIN CERTIFICATE-----") :] + end)
+    return str(file)
+
+
 @pytest.fixture(autouse=True)
-def _scrubbed(monkeypatch: pytest.MonkeyPatch) -> None:
+def _scrubbed(monkeypatch: pytest.MonkeyPatch, authority: str) -> None:
     """No test depends on what the machine happens to have set."""
     for name in list(os.environ):
-        if name.startswith(("RILLFLOW_", "OPENAI_", "ANTHROPIC_")) and name != "RILLFLOW_DATA":
+        kept = name in {"RILLFLOW_DATA", VARIABLE}
+        if name.startswith(("RILLFLOW_", "OPENAI_", "ANTHROPIC_")) and not kept:
             monkeypatch.delenv(name)
+    monkeypatch.setenv("SSL_CERT_FILE", authority)
+    monkeypatch.delenv("SSL_CERT_DIR", raising=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")

@@ -11,14 +11,15 @@ from rillflow.agents.environments.stockroom import prompts
 from rillflow.agents.workflows.stockroom import play
 from rillflow.config import SamplingConfig
 from rillflow.contracts import SystemClock, TokenSource
-from rillflow.gateway import Gateway, Policy, Renderer, anthropic_url
+from rillflow.gateway import Gateway, Policy, anthropic_url
 from rillflow.gateway.trees.record import Sample
 from rillflow.rollout.episode import RunningEpisode
 from rillflow.types import Prompt, Task
+from tiny_policy import tiny_renderer
 
 
 async def play_episodes(engine: TokenSource, sampling: SamplingConfig, count: int) -> list[Sample]:
-    gateway = Gateway("token", {"agent": Policy(engine, Renderer.load("tiny"))}, {"agent": sampling})
+    gateway = Gateway("token", {"agent": Policy(engine, tiny_renderer())}, {"agent": sampling})
     url = await gateway.start()
     client = openai.AsyncOpenAI(api_key="unset", base_url=url, http_client=openai.DefaultAioHttpClient())
 

@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import openai
-from transformers import AutoTokenizer
 
 from rillflow.agents.surroundings import Surroundings
 from rillflow.config import SamplingConfig
 from rillflow.contracts import SystemClock
-from rillflow.gateway import Gateway, Policy, Renderer, anthropic_url
+from rillflow.gateway import Gateway, Policy, anthropic_url
 from rillflow.gateway.trees.record import Sample
 from rillflow.rollout.episode import RunningEpisode
 from rillflow.types import Chunk, GenerateRequest, Prompt, Task
-from rillflow.weights.models import model_folder
+from tiny_policy import tiny_renderer, tiny_tokenizer
 
 
 class SayingEngine:
@@ -28,7 +27,7 @@ class SayingEngine:
     context = 4096
 
     def __init__(self, texts: Sequence[str]) -> None:
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(model_folder("tiny"))
+        self.tokenizer: Any = tiny_tokenizer()
         self.said: list[list[int]] = []
         self.asked: list[str] = []
         self._texts = iter(texts)
@@ -58,7 +57,7 @@ async def play_scripted(
     play: Callable[[Any], Awaitable[Any]], payload: dict[str, Any], texts: Sequence[str], surroundings: Surroundings
 ) -> PlayedEpisode:
     engine = SayingEngine(texts)
-    gateway = Gateway("token", {"agent": Policy(engine, Renderer.load("tiny"))}, {"agent": SamplingConfig()})
+    gateway = Gateway("token", {"agent": Policy(engine, tiny_renderer())}, {"agent": SamplingConfig()})
     url = await gateway.start()
     client = openai.AsyncOpenAI(api_key="unset", base_url=url, http_client=openai.DefaultAioHttpClient())
     try:

@@ -11,12 +11,12 @@ import openai
 from rillflow.agents.surroundings import Surroundings
 from rillflow.config import SamplingConfig
 from rillflow.contracts import SystemClock
-from rillflow.gateway import Gateway, Policy, Renderer, SessionRecord, anthropic_url
+from rillflow.gateway import Gateway, Policy, SessionRecord, anthropic_url
 from rillflow.rollout.episode import RunningEpisode
 from rillflow.rollout.push import check_record, describe
 from rillflow.rollout.rewards import rewards_of
 from rillflow.types import Chunk, GenerateRequest, Prompt, Row, SampleMeta, Task
-from rillflow.weights.models import load_tokenizer
+from tiny_policy import tiny_renderer, tiny_tokenizer
 
 Say = Callable[[str], Awaitable[str]]
 
@@ -29,7 +29,7 @@ class AskedEngine:
     def __init__(self, say: Say) -> None:
         self.asked: list[str] = []
         self._say = say
-        self._tokenizer: Any = load_tokenizer("tiny")
+        self._tokenizer: Any = tiny_tokenizer()
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         asked = self._tokenizer.decode(request.tokens)
@@ -69,7 +69,7 @@ async def play_team(
 ) -> TeamPlayed:
     """Play, reward and describe an episode as a node does."""
     engines = {name: AskedEngine(say) for name, say in policies.items()}
-    served = {name: Policy(engine, Renderer.load("tiny")) for name, engine in engines.items()}
+    served = {name: Policy(engine, tiny_renderer()) for name, engine in engines.items()}
     gateway = Gateway("token", served, {name: SamplingConfig() for name in policies})
     url = await gateway.start()
     client = openai.AsyncOpenAI(api_key="unset", base_url=url, http_client=openai.DefaultAioHttpClient())

@@ -14,7 +14,8 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rillflow.weights.models import load_policy_model, load_tokenizer, pick_device
+from rillflow.weights.models import load_policy_model, pick_device
+from tiny_policy import tiny_tokenizer
 
 STEPS = 400
 RATE = 2e-3
@@ -37,7 +38,7 @@ def calls(name: str, **arguments: Any) -> dict[str, Any]:
 def taught(lessons: Sequence[Lesson]) -> PreTrainedModel:
     """The tiny policy, fitted until it knows the lessons: sampled greedily, it says them."""
     torch.manual_seed(0)
-    tokenizer = load_tokenizer("tiny")
+    tokenizer = tiny_tokenizer()
     model = load_policy_model("tiny", "fp32", pick_device("cpu"))
     batch = [_labelled(tokenizer, lesson) for lesson in lessons]
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)

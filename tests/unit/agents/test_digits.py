@@ -12,7 +12,7 @@ from rillflow.agents.workflows.coding import CASES, written_cases
 from rillflow.agents.workflows.solver_selector import choice_of
 from rillflow.agents.workflows.solver_verifier import verdict_of
 from rillflow.config.load import load_recipe
-from rillflow.weights.models import load_tokenizer
+from tiny_policy import tiny_tokenizer
 
 
 @pytest.mark.parametrize("task", [digits, formulas])
@@ -46,7 +46,7 @@ def test_lessons_of_the_digits() -> None:
     verdicts = [verdict_of(answer["content"]) for _, answer in said[1::3]]
     assert set(verdicts) == {"approve", "reject"}
     assert all(re.fullmatch(r"\d", answer["content"]) for _, answer in said[::3] + said[2::3])
-    tokenizer: Any = load_tokenizer("tiny")
+    tokenizer: Any = tiny_tokenizer()
     longest = max(len(tokenizer.encode(answer["content"])) for _, answer in said)
     assert longest < load_recipe("solver_verifier").policies["verifier"].sampling.max_tokens
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletionMessage
 from safetensors import safe_open
-from transformers import AutoTokenizer
 
 from rillflow.agents.environments import stockroom
 from rillflow.agents.workflows.stockroom import play
+from tiny_policy import tiny_tokenizer
 
 TINY = Path(stockroom.__file__).parents[2] / "assets" / "tiny"
 
@@ -28,7 +28,7 @@ def payload() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(TINY)
+    return tiny_tokenizer()
 
 
 def render(tokenizer: Any, messages: list[dict[str, Any]], tools: Any = None, generate: bool = False) -> str:

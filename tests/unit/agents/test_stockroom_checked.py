@@ -9,7 +9,7 @@ import pytest
 
 from rillflow.agents.environments import stockroom
 from rillflow.agents.workflows.stockroom_checked import judged, play
-from rillflow.weights.models import load_tokenizer
+from tiny_policy import tiny_tokenizer
 
 
 class Client:
@@ -63,7 +63,7 @@ def test_what_is_no_verdict_is_never_right(verdict: str | None) -> None:
 
 
 def test_verdicts_are_one_token_each_and_the_question_is_short() -> None:
-    tokenizer: Any = load_tokenizer("tiny")
+    tokenizer: Any = tiny_tokenizer()
     assert [len(tokenizer.encode(word)) for word in ("yes", "no")] == [1, 1]
     for prompt in stockroom.prompts("train", 64, 1):
         question = f"{prompt['payload']['question']} {'9' * 32}. Is it right?"

@@ -6,6 +6,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from ledger_machine import LedgerMachine
 
+from repetition import times
+
 
 def _settings(examples: int, steps: int) -> settings:
     return settings(
@@ -17,7 +19,7 @@ def _settings(examples: int, steps: int) -> settings:
 
 
 class TestLedgerMachine(LedgerMachine.TestCase):  # type: ignore[misc, name-defined]
-    settings = _settings(60, 30)
+    settings = _settings(times(30, 60), 30)
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from rillflow.errors import BadRequest, EngineError, EngineLost
 from rillflow.gateway.grammars import of_choices, of_lark, of_regex, of_schema
 from rillflow.types import Chunk, Grammar
 from rillflow.weights.models import load_policy_model, load_tokenizer, pick_device
+from tiny_policy import tiny_tokenizer
 
 SCHEMA = {
     "type": "object",
@@ -41,7 +42,7 @@ def tiny() -> Any:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return load_tokenizer("tiny")
+    return tiny_tokenizer()
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from repetition import times
+
 ASK, CUT, LOAD, WAIT, PAUSE = range(5)
 # Kind, then numbers that choose: a stem, how much of it, how many tokens of its own, how many to sample.
 MOVE = st.tuples(
@@ -22,7 +24,7 @@ MOVE = st.tuples(
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=times(10, 25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(moves=st.lists(MOVE, min_size=2, max_size=14), slots=st.integers(1, 4))
 def test_no_interleaving_changes_a_logprob(kit: Any, family: str, moves: list[Any], slots: int) -> None:
     models = [kit.build(family, seed=seed) for seed in (0, 1)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
+from functools import cache
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -82,7 +83,9 @@ def make_tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
     return fast
 
 
+@cache
 def make_renderer(template: str = CHATML) -> Renderer:
+    """Return the renderer that all tests of this process share."""
     return Renderer(make_tokenizer(template))
 
 

@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from functools import cache
 from typing import Any
 
 import aiohttp
@@ -22,8 +21,6 @@ from rillflow.gateway.sampling.fleet import Fleet
 from rillflow.gateway.sampling.manager import RolloutManager
 
 TOKEN = "the-run-token"
-
-_renderer = cache(make_renderer)
 
 
 class Served:
@@ -71,7 +68,7 @@ async def served(
     prepare: Callable[[Gateway], object] | None = None,
     **arguments: Any,
 ) -> AsyncIterator[Served]:
-    engine, renderer = ScriptedEngine(), _renderer(template)
+    engine, renderer = ScriptedEngine(), make_renderer(template)
     policy = Policy(engine, renderer, tools, reasoning)
     gateway = Gateway(
         TOKEN, {"policy": policy}, {"policy": SamplingConfig(temperature=0.7, top_k=5, max_tokens=50)}, **arguments

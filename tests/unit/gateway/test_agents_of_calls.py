@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 from openai_support import USER, asking
@@ -53,6 +52,8 @@ async def test_a_path_that_two_agents_made_is_of_the_first_whose_answer_trains_t
 
 
 async def test_any_client_can_say_it() -> None:
+    import anthropic
+
     async with served() as gateway:
         gateway.script("a")
         client = anthropic.AsyncAnthropic(

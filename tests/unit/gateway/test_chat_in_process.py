@@ -12,7 +12,8 @@ import pytest
 from counting_engine import CountingEngine
 from rillflow.agents.roles import PolicyRole
 from rillflow.config import GatewayConfig, SamplingConfig
-from rillflow.gateway import Gateway, Policy, Renderer, session_url
+from rillflow.gateway import Gateway, Policy, session_url
+from tiny_policy import tiny_renderer
 
 ASKED = [{"role": "user", "content": "How many?"}]
 
@@ -34,7 +35,7 @@ class Roles:
 
 @asynccontextmanager
 async def playing(**limits: int) -> AsyncIterator[Roles]:
-    policy = Policy(CountingEngine(context=256), Renderer.load("tiny"))
+    policy = Policy(CountingEngine(context=256), tiny_renderer())
     gateway = Gateway("token", {"agent": policy}, {"agent": SamplingConfig()}, limits=GatewayConfig(**limits))
     url = await gateway.start()
     key = gateway.sessions.open("s1", seed=3, group="g", deadline_seconds=120)

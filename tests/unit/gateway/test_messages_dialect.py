@@ -6,9 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-import anthropic
 import pytest
-from anthropic import AsyncAnthropic
 from gateway_support import CHATML, chunk
 from openai import AsyncOpenAI
 from serving import TOKEN, Served, served, until
@@ -29,8 +27,10 @@ class Agent:
     """The client of a running gateway's session."""
 
     def __init__(self, bench: Served) -> None:
+        import anthropic
+
         self.bench = bench
-        self.client = AsyncAnthropic(
+        self.client = anthropic.AsyncAnthropic(
             base_url=anthropic_url(bench.url, "s1"), api_key=bench.key, max_retries=0, timeout=10
         )
 
@@ -265,6 +265,8 @@ async def test_a_stop_sequence_in_a_stream(agent: Agent, bench: Served) -> None:
 
 
 async def test_an_error_in_a_stream_travels_in_it(agent: Agent, bench: Served) -> None:
+    import anthropic
+
     bench.engine.scripts.append([chunk(bench.renderer.encode("ab")), RuntimeError("broken")])
     with pytest.raises(anthropic.APIStatusError, match="broken"):
         await agent.events()
@@ -292,6 +294,8 @@ async def test_counting_is_what_a_call_is_given_and_leaves_no_trace(agent: Agent
 
 
 async def test_models_in_both_shapes(agent: Agent, bench: Served) -> None:
+    import anthropic
+
     page = await agent.client.models.list()
     assert [(model.type, model.id, model.display_name) for model in page.data] == [("model", "policy", "policy")]
     assert (page.has_more, page.first_id, page.last_id) == (False, "policy", "policy")
@@ -304,8 +308,12 @@ async def test_models_in_both_shapes(agent: Agent, bench: Served) -> None:
 
 
 async def test_the_key_alone_finds_its_session(bench: Served) -> None:
+    import anthropic
+
     bench.script("hi")
-    async with AsyncAnthropic(base_url=bench.url, auth_token=bench.key, api_key=None, max_retries=0) as client:
+    async with anthropic.AsyncAnthropic(
+        base_url=bench.url, auth_token=bench.key, api_key=None, max_retries=0
+    ) as client:
         said = await client.messages.create(model="policy", max_tokens=5, messages=[USER])
     assert said.content[0].text == "hi"  # type: ignore[union-attr]
 
@@ -367,6 +375,8 @@ async def test_max_tokens_is_required(bench: Served) -> None:
 
 
 async def test_errors_have_the_providers_shape(agent: Agent, bench: Served) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long: ") as overflow:
         await agent.ask({"role": "user", "content": "x" * 5000})
     assert overflow.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]

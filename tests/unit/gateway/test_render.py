@@ -90,7 +90,7 @@ def test_a_template_without_an_end_of_turn() -> None:
 
 
 def test_first_prompts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    renderer = make_renderer()
+    renderer = Renderer(make_tokenizer())
     tools = [{"type": "function", "function": {"name": "f"}}]
     first = renderer.first([USER], tools, b"f")
     monkeypatch.setattr(renderer, "_text", lambda *_, **__: pytest.fail("rendered again"))
@@ -98,7 +98,7 @@ def test_first_prompts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kept_prompts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    renderer = make_renderer()
+    renderer = Renderer(make_tokenizer())
     monkeypatch.setattr("rillflow.gateway.trees.render._CACHED_PROMPTS", 3)
     for number in range(5):
         renderer.first([message("user", str(number))], None, b"")

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sessionlog_support import Player, answers, view
 
+from repetition import times
 from rillflow.config import GatewayConfig
 from rillflow.errors import DiskFull
 from rillflow.gateway import Sessions
@@ -70,7 +71,7 @@ async def play(folder: Path, seed: int, steps: int) -> list[Moment]:
 
 
 @given(seed=st.integers(0, 2**32), steps=st.integers(1, 30))
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=times(12, 30))
 def test_restored_sessions_are_those_that_lived(seed: int, steps: int) -> None:
     async def check() -> None:
         with tempfile.TemporaryDirectory() as name:
@@ -85,7 +86,7 @@ def test_restored_sessions_are_those_that_lived(seed: int, steps: int) -> None:
 
 
 @given(seed=st.integers(0, 2**32), data=st.data())
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=times(12, 30))
 def test_cut_at_any_byte_every_acknowledged_answer_is_there(seed: int, data: st.DataObject) -> None:
     async def check() -> None:
         with tempfile.TemporaryDirectory() as name:

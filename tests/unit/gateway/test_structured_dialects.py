@@ -6,20 +6,19 @@ import json
 import re
 from typing import Any
 
-import anthropic
 import llguidance
 import llguidance.hf
 import openai
 import pytest
-from anthropic import AsyncAnthropic
 from gateway_support import DEEPSEEK_LIKE, QWEN_LIKE
 from openai_support import CHAT_TOOLS, HERMES_CALL, STYLES, asking
 
 from rillflow.engine.grammars import compiled
-from rillflow.gateway import Renderer, anthropic_url
+from rillflow.gateway import anthropic_url
 from rillflow.gateway.dialects.structured import forced
 from rillflow.gateway.grammars import DEEPEST, LARGEST, Calls, composed, of_schema
 from rillflow.types import Grammar
+from tiny_policy import tiny_renderer
 
 SCHEMA = {"type": "object", "properties": {"box": {"type": "string"}}, "required": ["box"]}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
@@ -82,13 +81,17 @@ async def test_no_shape_is_no_grammar() -> None:
 
 
 async def test_responses_and_messages_ask_in_their_own_words() -> None:
+    import anthropic
+
     async with asking() as asked:
         asked.script(SAID, SAID, SAID)
         form = {"type": "json_schema", "name": "answer", "schema": SCHEMA}
         said = await asked.respond(text={"format": form})
         assert said.text.format.type == "json_schema"
         assert accepts(asked, SAID)
-        client = AsyncAnthropic(base_url=anthropic_url(asked.served.url, "s1"), api_key=asked.served.key, max_retries=0)
+        client = anthropic.AsyncAnthropic(
+            base_url=anthropic_url(asked.served.url, "s1"), api_key=asked.served.key, max_retries=0
+        )
         body: Any = {"model": "policy", "max_tokens": 40, "messages": [{"role": "user", "content": "hello"}]}
         shape = {"type": "json_schema", "schema": SCHEMA}
         for extra in ({"output_config": {"format": shape}}, {"output_format": shape}):
@@ -145,13 +148,17 @@ async def test_a_shape_beside_tools_is_a_call_or_the_shape() -> None:
 
 
 async def test_the_other_dialects_force_calls_too() -> None:
+    import anthropic
+
     async with asking() as asked:
         asked.script(HERMES_CALL, HERMES_CALL, HERMES_CALL)
         tool: Any = {"type": "function", "name": "count", "parameters": SCHEMA}
         said = await asked.respond(tools=[tool], tool_choice={"type": "function", "name": "count"})
         assert said.output[0].name == "count"
         assert accepts(asked, HERMES_CALL)
-        client = AsyncAnthropic(base_url=anthropic_url(asked.served.url, "s1"), api_key=asked.served.key, max_retries=0)
+        client = anthropic.AsyncAnthropic(
+            base_url=anthropic_url(asked.served.url, "s1"), api_key=asked.served.key, max_retries=0
+        )
         body: Any = {"model": "policy", "max_tokens": 40, "messages": [{"role": "user", "content": "hello"}]}
         tools: Any = [{"name": "count", "input_schema": SCHEMA}]
         for choice in ({"type": "any"}, {"type": "tool", "name": "count"}):
@@ -178,7 +185,7 @@ async def test_a_shape_comes_behind_the_reasoning(template: str, before: str) ->
 
 def test_markers_that_are_tokens_may_be_written_as_such() -> None:
     """A marker that no text can become is named by its id."""
-    renderer = Renderer.load("tiny")
+    renderer = tiny_renderer()
     made = composed(None, Calls([TOOL], "hermes", forced=True), None, renderer)
     assert made is not None
     ids = [renderer.encode(marker) for marker in ("<tool_call>", "</tool_call>")]

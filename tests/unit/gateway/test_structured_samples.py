@@ -16,12 +16,13 @@ from openai import AsyncOpenAI
 from rillflow.agents.roles import PolicyRole
 from rillflow.config import SamplingConfig
 from rillflow.engine.embedded import EmbeddedEngine
-from rillflow.gateway import Gateway, Policy, Renderer, session_url
+from rillflow.gateway import Gateway, Policy, session_url
 from rillflow.gateway.sessions.frames import make, piece_of
 from rillflow.gateway.trees.tree import TokenTree
 from rillflow.trainer.batches import TRAINED_COLUMNS, make_rows
 from rillflow.types import BatchSample, Row
 from rillflow.weights.models import load_policy_model, load_tokenizer, pick_device
+from tiny_policy import tiny_renderer
 
 SCHEMA = {
     "type": "object",
@@ -40,7 +41,7 @@ def tiny() -> Any:
 async def playing() -> AsyncIterator[tuple[PolicyRole, Gateway]]:
     engine = EmbeddedEngine(tiny(), tokenizer=partial(load_tokenizer, "tiny"), context=512, slots=8)
     await engine.start()
-    gateway = Gateway("token", {"agent": Policy(engine, Renderer.load("tiny"))}, {"agent": SamplingConfig()})
+    gateway = Gateway("token", {"agent": Policy(engine, tiny_renderer())}, {"agent": SamplingConfig()})
     url = await gateway.start()
     key = gateway.sessions.open("s1", seed=3, group="g", deadline_seconds=120)
     client = AsyncOpenAI(base_url=session_url(url, "s1"), api_key=key, max_retries=0, timeout=60)

@@ -40,6 +40,7 @@ from rillflow.types import (
     TaskLeases,
     Units,
 )
+from tiny_policy import tiny_renderer
 
 TOKEN = "t" * 32
 
@@ -181,7 +182,7 @@ class World:
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> World:
-        renderer = Renderer.load("tiny")
+        renderer = tiny_renderer()
         sources = self._sources or dict.fromkeys(self._policies, Says(renderer))
         log = FileSessionLog(self.folder / "sessions")
         self.gateway = Gateway(

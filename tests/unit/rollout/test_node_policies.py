@@ -13,7 +13,7 @@ from rillflow.config import PolicyConfig
 from rillflow.contracts import Episode
 from rillflow.engine.build import build_engine
 from rillflow.types import Prompt, Task
-from rillflow.weights.models import load_tokenizer
+from tiny_policy import tiny_tokenizer
 
 POLICIES = ("solver", "checker")
 
@@ -43,7 +43,7 @@ async def test_each_policy_has_samples_and_rewards_of_its_own(tmp_path: Path) ->
     """And the shipped policy does judge: its verdicts are words, mostly yes or no."""
     world = await played(checked, tmp_path, 16)
     assert not world.dataflow.failed
-    tokenizer, verdicts = load_tokenizer("tiny"), []
+    tokenizer, verdicts = tiny_tokenizer(), []
     for done in world.dataflow.done:
         solver = [sample for sample in done.samples if sample.policy == "solver"]
         (checker,) = [sample for sample in done.samples if sample.policy == "checker"]

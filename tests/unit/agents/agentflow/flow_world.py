@@ -16,10 +16,11 @@ from rillflow.agents.tools.functions import tool_of
 from rillflow.agents.tools.toolbox import OpenToolbox
 from rillflow.config import SamplingConfig
 from rillflow.contracts import SystemClock
-from rillflow.gateway import Gateway, Policy, Renderer, anthropic_url
+from rillflow.gateway import Gateway, Policy, anthropic_url
 from rillflow.gateway.trees.record import SessionRecord
 from rillflow.rollout.episode import RunningEpisode
 from rillflow.types import Chunk, GenerateRequest, Lane, Prompt, Task
+from tiny_policy import tiny_renderer
 
 ROW = next(iter(tally.prompts("train", 1, 3)))
 PAYLOAD: dict[str, Any] = ROW["payload"]
@@ -39,7 +40,7 @@ class Script:
     context = 4096
 
     def __init__(self, answers: Sequence[str]) -> None:
-        self._renderer = Renderer.load("tiny")
+        self._renderer = tiny_renderer()
         self._answers = list(answers)
         self.prompts: list[str] = []
         self.requests: list[GenerateRequest] = []
@@ -64,7 +65,7 @@ class Seen:
 async def played(*answers: str, lane: Lane = "train", payload: Mapping[str, Any] = PAYLOAD, **options: Any) -> Seen:
     """One episode; what is left of the script when it ends was not asked for."""
     script = Script(answers)
-    gateway = Gateway("token", {"planner": Policy(script, Renderer.load("tiny"))}, {"planner": SamplingConfig()})
+    gateway = Gateway("token", {"planner": Policy(script, tiny_renderer())}, {"planner": SamplingConfig()})
     url = await gateway.start()
     client = openai.AsyncOpenAI(api_key="unset", base_url=url, http_client=openai.DefaultAioHttpClient(), max_retries=0)
     task = Task(id="t.0", prompt=Prompt(id="p", payload=dict(payload)), group="t", place=0, lane=lane, seed=0)

@@ -13,7 +13,8 @@ from rillflow.agents.rewards.registry import make_reward
 from rillflow.config import EngineConfig, PolicyConfig, SamplingConfig
 from rillflow.engine.build import build_engine
 from rillflow.errors import ConfigError, RewardError
-from rillflow.gateway import Gateway, Policy, Renderer
+from rillflow.gateway import Gateway, Policy
+from tiny_policy import tiny_renderer
 
 PAYLOAD = {"question": "How many cups are in box 3?", "answer": "17"}
 
@@ -131,7 +132,7 @@ async def test_a_policy_of_our_own_judges(monkeypatch: pytest.MonkeyPatch) -> No
     settings = PolicyConfig(model="tiny", engine=EngineConfig(slots=2, context=512, device="cpu"))
     engine = build_engine(settings, exact=False)
     await engine.start()
-    gateway = Gateway("token", {"agent": Policy(engine, Renderer.load("tiny"))}, {"agent": SamplingConfig()})
+    gateway = Gateway("token", {"agent": Policy(engine, tiny_renderer())}, {"agent": SamplingConfig()})
     url = await gateway.start()
     monkeypatch.setenv("JUDGE_API_KEY", gateway.sessions.open("judge", seed=1, group="judge", deadline_seconds=600))
     judge = Judge(url=f"{url}/s/judge/v1", model="agent", rubric="10: right. 0: wrong.", seconds=120, max_tokens=160)

@@ -8,7 +8,8 @@ import pytest
 
 from rillflow.agents.rewards.registry import make_reward
 from rillflow.errors import ConfigError, RewardError
-from rillflow.weights.models import load_tokenizer, model_folder
+from rillflow.weights.models import model_folder
+from tiny_policy import tiny_tokenizer
 
 ORDER = {"tags": ["think", "answer"]}
 
@@ -55,7 +56,7 @@ async def test_long_answers_are_punished_more_and_more(words: int, score: float)
 
 async def test_lengths_in_characters_and_tokens() -> None:
     text = "How many cups are there?"
-    ids = load_tokenizer("tiny").encode(text, add_special_tokens=False)
+    ids = tiny_tokenizer().encode(text, add_special_tokens=False)
     tokens = make_reward(
         "length", longest=2 * len(ids), margin=2 * len(ids), unit="tokens", model=str(model_folder("tiny"))
     )

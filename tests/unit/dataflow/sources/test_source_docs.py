@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from datasets import Dataset, DatasetDict
 
 from rillflow.config import load_recipe
 from rillflow.dataflow.sources import open_heldout, open_sources
@@ -24,6 +23,8 @@ def blocks(language):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """Where all that the page names lies."""
+    from datasets import Dataset, DatasetDict
+
     rows = [{"id": f"i{number}", "name": f"n{number}", "uid": f"u{number}"} for number in range(5)]
     for name in ("questions.jsonl", "heldout.jsonl"):
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -6,7 +6,6 @@ import sys
 from datetime import UTC, datetime
 
 import pytest
-from datasets import Dataset, DatasetDict
 from source_support import ids, jsonl, opened
 
 from rillflow.config import SourceConfig
@@ -20,10 +19,14 @@ def saved(folder, dataset, limit=None, id_key="id", **arguments):
 
 
 def table(count=3000):
+    from datasets import Dataset
+
     return Dataset.from_dict({"uid": [f"u{number}" for number in range(count)], "q": list(range(count))})
 
 
 def test_a_dataset_that_was_saved(tmp_path):
+    from datasets import Dataset
+
     when = datetime(2024, 5, 6, tzinfo=UTC)
     rows = Dataset.from_dict({"id": ["a", None], "l": [[1, 2], []], "t": [when, None]})
     source = opened(saved(tmp_path, rows))
@@ -44,6 +47,8 @@ def test_a_limit_and_a_format(tmp_path):
 
 
 def test_one_of_several_splits(tmp_path):
+    from datasets import DatasetDict
+
     splits = DatasetDict({"train": table(5), "test": table(2)})
     assert opened(saved(tmp_path, splits, split="test")).length == 2
     for split in ({}, {"split": "validation"}):
@@ -92,6 +97,8 @@ def test_bad_arguments(tmp_path, arguments, error, message):
     ],
 )
 def test_bad_rows_are_named(tmp_path, columns, message):
+    from datasets import Dataset
+
     with pytest.raises(DataError, match=message):
         opened(saved(tmp_path, Dataset.from_dict(columns)))
 

@@ -10,9 +10,9 @@ from lessons import writer
 from rillflow.agents.environments import stockroom
 from rillflow.errors import DataError
 from rillflow.gateway.trees.messages import Message, ToolCall, message
-from rillflow.gateway.trees.render import Renderer
 from rillflow.trainer.supervised.texts import Writer, Written
 from rillflow.weights.models import load_tokenizer
+from tiny_policy import tiny_renderer, tiny_tokenizer
 
 TOOLS: Any = stockroom.TOOLS
 CALL = message("assistant", "", [ToolCall("c", "count", '{"box": "red", "item": "cups"}')])
@@ -32,7 +32,7 @@ FORGETFUL = """{%- set ns = namespace(last=0) -%}
 
 def text(row: Written, *, marked: bool = False) -> str:
     tokens = [row.tokens[place] for place in row.marked] if marked else row.tokens
-    return str(load_tokenizer("tiny").decode(tokens))
+    return str(tiny_tokenizer().decode(tokens))
 
 
 def test_only_the_assistants_words_and_their_ends_are_trained() -> None:
@@ -42,14 +42,14 @@ def test_only_the_assistants_words_and_their_ends_are_trained() -> None:
 
 
 def test_a_conversation_has_the_tokens_of_its_text() -> None:
-    renderer = Renderer(load_tokenizer("tiny"))
+    renderer = tiny_renderer()
     (row,) = writer().conversation(PLAY, TOOLS, last=False, where="row 0")
     whole = renderer.text(PLAY, TOOLS, prompt=False)
     assert row.tokens == renderer.encode(whole.removesuffix("\n"))
 
 
 def test_the_context_of_an_answer_is_the_prompt_that_the_gateway_writes() -> None:
-    renderer = Renderer(load_tokenizer("tiny"))
+    renderer = tiny_renderer()
     (row,) = writer().conversation(PLAY, TOOLS, last=True, where="row 0")
     assert row.tokens[: row.marked[0]] == list(renderer.first(PLAY[:3], TOOLS, b"").tokens)
     assert text(row, marked=True) == "17<|im_end|>"
@@ -76,7 +76,7 @@ def test_a_conversation_without_an_answer_names_its_row() -> None:
 
 
 def test_texts_are_encoded_apart_and_end() -> None:
-    tokenizer = load_tokenizer("tiny")
+    tokenizer = tiny_tokenizer()
     row = writer().completion("How many", " cups")
     assert row.tokens == [*tokenizer.encode("How many"), *tokenizer.encode(" cups"), tokenizer.eos_token_id]
     assert row.marked == list(range(len(tokenizer.encode("How many")), len(row.tokens)))
@@ -91,7 +91,7 @@ def test_an_end_that_is_there_is_not_written_twice() -> None:
 def test_an_answer_is_scored_where_its_text_ends(answer: str | list[Message]) -> None:
     row = writer().scored(PLAY[:3], answer, TOOLS, "row 0")
     assert row.marked == [len(row.tokens) - 1]
-    assert text(row) == Renderer(load_tokenizer("tiny")).text(PLAY, TOOLS, prompt=False)
+    assert text(row) == tiny_renderer().text(PLAY, TOOLS, prompt=False)
 
 
 def test_steps_are_scored_at_their_last_tokens() -> None:
