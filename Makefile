@@ -5,11 +5,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Tests wait for each other's processes more than they compute; whole runs want a core each.
 PLAIN := -n 3 --dist worksteal
-WHOLE := -n 2 --dist worksteal
+WHOLE := -n 3 --dist worksteal
+# The files with whole runs: other files need not be imported to know that they have none.
+SLOW := $(shell grep -rlE --include='test_*.py' 'mark\.(slow|chaos)' tests)
+REPEATED := $(shell grep -rlE --include='test_*.py' 'mark\.soak' tests)
 BENCHES := engine wire dataflow two_policies data_algorithms gateway tree trainer catch_up pipeline elastic autoscaling endtoend scale sandbox structured solver_verifier agentflow
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-slow test-all test-agents test-oracle test-engines test-sglang lint format docs bench clean
+.PHONY: help setup quickstart test test-slow soak test-all test-agents test-oracle test-engines test-sglang lint format docs bench clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -31,8 +34,11 @@ quickstart: setup  ## train the tiny policy on this machine, in about three minu
 test: setup  ## the plain tests, ten minutes on two cores
 	$(BIN)/python -m pytest $(PLAIN)
 
-test-slow: setup  ## real training runs, killed processes, a Ray cluster: half an hour and more
-	$(BIN)/python -m pytest -m "slow or chaos" $(WHOLE) --durations=20
+test-slow: setup  ## real training runs, killed processes, a Ray cluster: a quarter of an hour
+	$(BIN)/python -m pytest -m "slow or chaos" $(WHOLE) --durations=20 $(SLOW)
+
+soak: setup  ## the long forms of the tests that repeat: ten minutes of chaos, 30 kills, 3,000 histories
+	RILLFLOW_SOAK=1 $(BIN)/python -m pytest -m soak $(WHOLE) --durations=0 $(REPEATED)
 
 test-all: setup  ## everything: also real training runs and killed processes
 	$(BIN)/python -m pytest -m "not engines and not oracle" $(WHOLE)

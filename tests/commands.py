@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,14 +97,40 @@ class Cli:
         return started
 
 
+@contextmanager
+def commands_in(folder: Path) -> Iterator[Cli]:
+    """Yield a `Cli` for a folder; nothing that it started is left running."""
+    cli = Cli(folder, [])
+    try:
+        yield cli
+    finally:
+        for started in cli.started:
+            if started.process.poll() is None:
+                started.process.kill()
+                started.process.wait(10)
+            if any(p.is_dir() for p in started.runs.iterdir()):
+                for _, process in all_processes_of(started.folder):
+                    process.kill()
+
+
 @pytest.fixture
 def cli(tmp_path: Path) -> Iterator[Cli]:
-    cli = Cli(tmp_path, [])
-    yield cli
-    for started in cli.started:
-        if started.process.poll() is None:
-            started.process.kill()
-            started.process.wait(10)
-        if any(p.is_dir() for p in started.runs.iterdir()):
-            for _, process in all_processes_of(started.folder):
-                process.kill()
+    with commands_in(tmp_path) as cli:
+        yield cli
+
+
+def scrub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove from the environment what the machine happens to have set."""
+    for name in list(os.environ):
+        if name.startswith(("RILLFLOW_", "OPENAI_", "ANTHROPIC_")) and name != "RILLFLOW_DATA":
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(scope="module")
+def shared_cli(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cli]:
+    """A `Cli` for runs that all tests of a module look at. They read the folders of these runs and change nothing."""
+    with pytest.MonkeyPatch.context() as monkeypatch, commands_in(tmp_path_factory.mktemp("shared")) as cli:
+        scrub(monkeypatch)
+        yield cli

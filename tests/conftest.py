@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterator
 
 import hypothesis
 import pytest
 import torch
+
+from commands import scrub
 
 pytest_plugins = ["commands"]
 
@@ -36,8 +37,4 @@ def pytest_runtest_makereport() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _scrubbed(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test depends on what the machine happens to have set."""
-    for name in list(os.environ):
-        if name.startswith(("RILLFLOW_", "OPENAI_", "ANTHROPIC_")) and name != "RILLFLOW_DATA":
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    scrub(monkeypatch)

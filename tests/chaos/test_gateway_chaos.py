@@ -1,4 +1,4 @@
-"""Two engine processes under 200 streaming sessions: weights every 50 ms, a kill -9, a freeze. No agent notices."""
+"""Two engine processes under many streaming sessions: weights every 50 ms, a kill -9, a freeze. No agent notices."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 from gateway_world import POLICY, World, world
 
+from soak import repetitions
+
 TURNS, TOKENS = 3, 80
-VERSIONS = 20
+SESSIONS, VERSIONS = repetitions((60, 10), (200, 20))
+EVERY = 0.05  # seconds between two versions
 
 Tokens = dict[str, dict[int, set[tuple[int, int]]]]
 
@@ -90,19 +93,15 @@ async def wait_for(condition: object, seconds: float, what: str) -> None:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    ("on_update", "sessions", "every"),
-    [("keep", 200, 0.05), ("refill", 200, 0.05)],
-)
-async def test_updates_and_a_kill_under_streaming_sessions(
-    tmp_path: Path, on_update: str, sessions: int, every: float
-) -> None:
-    async with world(tmp_path, every=every, on_update=on_update) as there:
+@pytest.mark.soak
+@pytest.mark.parametrize("on_update", ["keep", "refill"])
+async def test_updates_and_a_kill_under_streaming_sessions(tmp_path: Path, on_update: str) -> None:
+    async with world(tmp_path, every=EVERY, on_update=on_update) as there:
         there.publisher.start()
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=180)) as http:
             over = asyncio.Event()
-            agents = asyncio.gather(*(keep_playing(there, http, number, sessions, over) for number in range(sessions)))
+            agents = asyncio.gather(*(keep_playing(there, http, number, SESSIONS, over) for number in range(SESSIONS)))
             await wait_for(lambda: len(versions_served(there, 0, 1)) >= VERSIONS, 120, "versions of the first engine")
             await kill_amid_answers(there)
             await asyncio.sleep(1.0)
@@ -115,7 +114,7 @@ async def test_updates_and_a_kill_under_streaming_sessions(
         check_records(there, TURNS)
         assert len(versions_served(there, 1, 1)) >= VERSIONS
         assert there.pool.seams["engine_lost"] >= 1, there.pool.seams
-        assert there.pool.seams["weights"] >= sessions, there.pool.seams
+        assert there.pool.seams["weights"] >= SESSIONS, there.pool.seams
 
 
 @pytest.mark.chaos

@@ -1,7 +1,8 @@
-"""A training run in which something is killed, frozen or cut off every five seconds: it finishes and has learned.
+"""A training run in which something is killed, frozen or cut off every few seconds: it finishes and has learned.
 
 Two policies, three nodes, two units and two engine processes; the whole run is stopped at the end and resumed for its
-last step. Its length is RILLFLOW_CHAOS_SECONDS (600 is the full one).
+last step. The short form does every fault to every kind of process once; the long one takes ten minutes.
+RILLFLOW_CHAOS_SECONDS sets another length.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import yaml
 from mayhem import KINDS, Mayhem
 
 from commands import Cli, Started, all_processes_of, steps_of, wait_until
+from soak import repetitions
 
-SECONDS = float(os.environ.get("RILLFLOW_CHAOS_SECONDS", "120"))
+SECONDS = float(os.environ.get("RILLFLOW_CHAOS_SECONDS", repetitions("60", "600")))
+EVERY = repetitions(4.0, 5.0)
 SEED = int(os.environ.get("RILLFLOW_CHAOS_SEED", "1"))
 LEAST = 24  # steps that are enough to learn
 RUN = [
@@ -59,12 +62,13 @@ def finish(cli: Cli, run: Started) -> None:
 
 
 @pytest.mark.chaos
+@pytest.mark.soak
 @pytest.mark.timeout(900 + SECONDS)
 def test_a_run_under_faults_of_every_kind_finishes_and_learns(cli: Cli) -> None:
     run = cli.start("run", "two_policies", *RUN)
     wait_until(lambda: any(run.runs.iterdir()) and steps_of(run.folder) >= 2, "two steps", 240)
     folder = run.folder
-    mayhem = Mayhem(folder, SEED)
+    mayhem = Mayhem(folder, SEED, EVERY)
     mayhem.run(SECONDS, over=lambda: run.process.poll() is not None)
     story = "\n".join(mayhem.told)
     print(story, mayhem.faults, mayhem.kinds, steps_by_policy(folder))

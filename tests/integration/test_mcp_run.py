@@ -15,8 +15,8 @@ from commands import Cli, Started, processes_of, wait_until
 
 SERVER = "rillflow.agents.scripts.stockroom_mcp"
 SMALL = (
-    "trainer.steps=3", "trainer.batch_groups=8", "evaluation.every=0", "data.heldout.arguments.count=8",
-    "rollout.episodes=32",
+    "trainer.steps=3", "trainer.batch_groups=2", "evaluation.every=0", "data.heldout.arguments.count=8",
+    "rollout.episodes=16",
 )  # fmt: skip
 
 

@@ -6,6 +6,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from ledger_machine import LedgerMachine
 
+from soak import repetitions
+
 
 def _settings(examples: int, steps: int) -> settings:
     return settings(
@@ -16,11 +18,7 @@ def _settings(examples: int, steps: int) -> settings:
     )
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(repetitions(300, 1800))
 class TestLedgerMachine(LedgerMachine.TestCase):  # type: ignore[misc, name-defined]
-    settings = _settings(60, 30)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-class TestLedgerMachineForLonger(LedgerMachine.TestCase):  # type: ignore[misc, name-defined]
-    settings = _settings(500, 50)
+    settings = _settings(*repetitions((60, 30), (500, 50)))

@@ -11,6 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from session_world import ENDS, FOLLOWS, RENDERERS, WORDS, Answering, Ask, Change, Move, World, check
 
+from soak import repetitions
+
 ANSWERING = st.builds(
     Answering,
     word=st.integers(0, len(WORDS)),
@@ -34,7 +36,7 @@ MOVES: Any = st.lists(
     st.one_of(st.tuples(ASK), st.tuples(ASK), st.lists(ASK, min_size=2, max_size=3).map(tuple), CHANGE), max_size=14
 )
 TEMPLATE = st.sampled_from(sorted(RENDERERS))
-QUICK = settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
+EXAMPLES = repetitions(500, 3000)
 
 
 def play(template: str, moves: list[Move]) -> None:
@@ -42,15 +44,9 @@ def play(template: str, moves: list[Move]) -> None:
     check(world, asyncio.run(world.play(moves)))
 
 
-@QUICK
+@pytest.mark.soak
+@pytest.mark.timeout(repetitions(300, 1800))
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(TEMPLATE, MOVES)
 def test_what_trains_is_what_was_sampled(template: str, moves: list[Move]) -> None:
-    play(template, moves)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@settings(QUICK, max_examples=3000)
-@given(TEMPLATE, MOVES)
-def test_what_trains_is_what_was_sampled_at_length(template: str, moves: list[Move]) -> None:
     play(template, moves)
