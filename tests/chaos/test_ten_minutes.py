@@ -1,8 +1,8 @@
-"""A training run in which something is killed, frozen or cut off every few seconds: it finishes and has learned.
+"""A training run in which something is killed, frozen or cut off every few seconds: it finishes.
 
 Two policies, three nodes, two units and two engine processes; the whole run is stopped at the end and resumed for its
-last step. The short form does every fault to every kind of process once; the long one takes ten minutes.
-RILLFLOW_CHAOS_SECONDS sets another length.
+last step. The short form does every fault to every kind of process once. The long form takes ten minutes, after which
+the policies have learned; RILLFLOW_CHAOS_SECONDS sets another length.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import yaml
 from mayhem import KINDS, Mayhem
 
 from commands import Cli, Started, all_processes_of, steps_of, wait_until
-from soak import repetitions
+from soak import SOAK, repetitions
 
-SECONDS = float(os.environ.get("RILLFLOW_CHAOS_SECONDS", repetitions("60", "600")))
-EVERY = repetitions(4.0, 5.0)
+SECONDS = float(os.environ.get("RILLFLOW_CHAOS_SECONDS", repetitions("45", "600")))
+EVERY = repetitions(3.0, 5.0)
 SEED = int(os.environ.get("RILLFLOW_CHAOS_SEED", "1"))
-LEAST = 24  # steps that are enough to learn
+LEAST = repetitions(4, 24)  # steps of each policy; 24 are enough to learn
 RUN = [
     "trainer.steps=1000",
     "trainer.batch_groups=4",
@@ -36,7 +36,7 @@ RUN = [
     "rollout.nodes=3",
     "rollout.engines=2",
     "rollout.episodes=24",
-    "data.heldout.arguments={split: heldout, count: 64, seed: 2}",
+    f"data.heldout.arguments={{split: heldout, count: {repetitions(8, 64)}, seed: 2}}",
     "runtime.restarts=1000",
 ]
 
@@ -77,6 +77,7 @@ def test_a_run_under_faults_of_every_kind_finishes_and_learns(cli: Cli) -> None:
     assert set(mayhem.kinds) == set(KINDS), mayhem.kinds
     finish(cli, run)
     before, *_, after = json.loads((folder / "summary.json").read_text())["heldout"]
-    assert after["reward"] >= before["reward"] + 0.15, f"{story}\n{before} {after}"
+    if SOAK:
+        assert after["reward"] >= before["reward"] + 0.15, f"{story}\n{before} {after}"
     audited = json.loads(cli.run("audit", str(folder), "--json").output())
     assert audited["balanced"], f"{story}\n{audited}"

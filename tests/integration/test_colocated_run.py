@@ -9,7 +9,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from commands import Cli, processes_of, steps_of, wait_until
+from commands import Cli, processes_of
 from trained_tokens import trained_samples
 
 SHORT = [
@@ -58,19 +58,4 @@ def test_episodes_that_training_cuts_go_on_under_the_next_weights(cli: Cli) -> N
     assert any(len(np.unique(sample.version_T)) > 1 for sample in samples), "no sample spans two versions"
     assert all(sample.trained_at - sample.version_T.min() <= 2 for sample in samples)
     assert all(sample.version_T.max() <= sample.trained_at for sample in samples)
-    assert json.loads(cli.run("audit", str(run.folder), "--json").output())["balanced"]
-
-
-@pytest.mark.slow
-def test_ctrl_c_stops_it_and_it_goes_on(cli: Cli) -> None:
-    run = cli.start("run", "quickstart_colocated", *SHORT, "trainer.steps=40")
-    wait_until(lambda: any(run.runs.iterdir()) and steps_of(run.folder) >= 2, "two steps", 120)
-    run.interrupt()
-    assert run.wait(15.0) == 130
-    assert processes_of(run.folder) == {}
-    before = steps_of(run.folder)
-    resumed = cli.start("resume", str(run.folder))
-    wait_until(lambda: steps_of(run.folder) >= before + 3, "more steps", 120)
-    resumed.interrupt()
-    assert resumed.wait(15.0) == 130
     assert json.loads(cli.run("audit", str(run.folder), "--json").output())["balanced"]

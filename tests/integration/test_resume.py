@@ -21,7 +21,7 @@ DETERMINISTIC = [
     "trainer.batch_groups=2",
     "trainer.checkpoint_every=2",
     "dataflow.group_size=4",
-    "data.heldout.arguments={split: heldout, count: 4, seed: 2}",
+    "data.heldout=null",
 ]
 
 

@@ -11,13 +11,13 @@ from commands import Cli, all_processes_of, steps_of, wait_until
 
 RUN = [
     "trainer.steps=7",
-    "trainer.batch_groups=4",
+    "trainer.batch_groups=2",
     "trainer.checkpoint_every=2",
     "policies.checker.trainer.steps=5",
     "policies.checker.trainer.keep_checkpoints=1",
     "dataflow.units.count=2",
     "dataflow.units.drop_after=1",
-    "data.heldout.arguments.count=16",
+    "data.heldout.arguments.count=8",
 ]
 STEPS = {"solver": 7, "checker": 5}
 
