@@ -15,6 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from scrubbing import scrub
+
 
 @dataclass
 class Started:
@@ -117,15 +119,6 @@ def commands_in(folder: Path) -> Iterator[Cli]:
 def cli(tmp_path: Path) -> Iterator[Cli]:
     with commands_in(tmp_path) as cli:
         yield cli
-
-
-def scrub(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove from the environment what the machine happens to have set."""
-    for name in list(os.environ):
-        if name.startswith(("RILLFLOW_", "OPENAI_", "ANTHROPIC_")) and name != "RILLFLOW_DATA":
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
 
 
 @pytest.fixture(scope="module")

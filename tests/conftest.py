@@ -9,7 +9,7 @@ import hypothesis
 import pytest
 import torch
 
-from commands import scrub
+from scrubbing import scrub
 
 pytest_plugins = ["commands"]
 
