@@ -26,7 +26,7 @@ from rillflow.runtime.folder import RunFolder
 from rillflow.weights import FolderStore
 from soak import SOAK, repetitions
 
-STEPS = repetitions(40, 80)
+STEPS = repetitions(20, 80)
 RUN = [
     f"trainer.steps={STEPS}",
     "trainer.batch_groups=2",
