@@ -93,7 +93,7 @@ class Cli:
         self.started.append(Started(process, runs, log))
         return self.started[-1]
 
-    def run(self, *arguments: str, seconds: float = 240.0, code: int = 0) -> Started:
+    def run(self, *arguments: str, seconds: float = 600.0, code: int = 0) -> Started:
         started = self.start(*arguments)
         assert started.wait(seconds) == code, started.output()[-4000:]
         return started

@@ -20,6 +20,16 @@ hypothesis.settings.register_profile("rillflow", deadline=None)
 hypothesis.settings.load_profile("rillflow")
 
 
+SLOW_SECONDS = 1800  # until a slow test is taken for one that hangs; it usually takes one or two minutes
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give whole runs more time than plain tests have: other runs beside them need the same cores."""
+    for item in items:
+        if item.get_closest_marker("slow") or item.get_closest_marker("chaos"):
+            item.add_marker(pytest.mark.timeout(SLOW_SECONDS))
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_makereport() -> Iterator[None]:
     """Disable the garbage collector while a report is made.

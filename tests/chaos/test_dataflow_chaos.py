@@ -20,8 +20,8 @@ from rillflow.types import Units
 from rillflow.wire import Client
 from soak import repetitions
 
-pytestmark = [pytest.mark.chaos, pytest.mark.soak, pytest.mark.timeout(330)]
-SECONDS = 280.0
+pytestmark = [pytest.mark.chaos, pytest.mark.soak]
+SECONDS = 900.0  # one usually takes less than a minute
 KILLS, CUTS = repetitions((6, 6), (21, 20))
 
 

@@ -28,7 +28,6 @@ def end_and_wait_for_another(folder: Path, role: str, number: signal.Signals) ->
 
 
 @pytest.mark.chaos
-@pytest.mark.timeout(900)
 def test_each_process_is_ended_by_each_signal(cli: Cli) -> None:
     run = cli.start("run", "quickstart", *RUN)
     wait_until(lambda: any(run.runs.iterdir()), "the run folder")
@@ -36,9 +35,9 @@ def test_each_process_is_ended_by_each_signal(cli: Cli) -> None:
     for number in (signal.SIGKILL, signal.SIGTERM):
         for role in ROLES:
             wanted = steps_of(folder) + 1
-            wait_until(lambda wanted=wanted: steps_of(folder) >= wanted, f"step {wanted}", 240)
+            wait_until(lambda wanted=wanted: steps_of(folder) >= wanted, f"step {wanted}", 600)
             end_and_wait_for_another(folder, role, number)
-    assert run.wait(240) == 0, run.output()[-4000:]
+    assert run.wait(600) == 0, run.output()[-4000:]
     assert json.loads((folder / "summary.json").read_text())["steps"] == STEPS
     audited = json.loads(cli.run("audit", str(folder), "--json").output())
     assert audited["balanced"], audited

@@ -11,7 +11,7 @@ from bench.cross_region_parts import make_model
 from bench.far_links import Region, why_not
 from soak import SOAK, repetitions
 
-pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.soak]
 
 SIZE = Size(128, 2, 4, 2.0, (Region("east", 20, 0.3), Region("west", 10, 0.3)))
 

@@ -12,7 +12,7 @@ from bench.elastic import OVERRIDES, Run
 from commands import Cli, wait_until
 from rillflow.dataflow.audit import audit
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 STEP = 0.02  # seconds of a decode step: device time that is emulated, as in the bench
 

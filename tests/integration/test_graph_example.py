@@ -24,7 +24,6 @@ SHORT = ["trainer.steps=3", "trainer.batch_groups=2", "data.heldout.arguments.co
 
 @pytest.mark.slow
 @pytest.mark.soak
-@pytest.mark.timeout(900)
 def test_the_example_as_it_is_written(cli: Cli) -> None:
     text = PAGE.read_text()
     files = dict(FILE.findall(text))

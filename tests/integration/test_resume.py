@@ -49,14 +49,14 @@ def test_engine_and_trainer_agree_to_the_bit(alone: Path) -> None:
 @pytest.mark.parametrize("recipe", ["quickstart", "quickstart_colocated"])
 def test_killed_and_resumed_is_bit_identical(cli: Cli, alone: Path, recipe: str) -> None:
     run = cli.start("run", recipe, *DETERMINISTIC)
-    wait_until(lambda: any(run.runs.iterdir()) and steps_of(run.folder) >= 3, "three steps", 180)
+    wait_until(lambda: any(run.runs.iterdir()) and steps_of(run.folder) >= 3, "three steps", 600)
     folder = run.folder
     victims = processes_of(folder)
     run.process.kill()
     for victim in victims.values():
         victim.kill()
-    run.wait(10)
-    wait_until(lambda: processes_of(folder) == {}, "all processes to be gone", 10)
+    run.wait(120)
+    wait_until(lambda: processes_of(folder) == {}, "all processes to be gone", 120)
     assert steps_of(folder) < 6, "killed too late to show anything"
 
     cli.run("resume", str(folder))

@@ -54,7 +54,7 @@ def test_ctrl_c_stops_everything_soon(cli: Cli, moment: str) -> None:
 
 def interrupt_and_check(run: Started) -> None:
     run.interrupt()
-    assert run.wait(15.0) == 130  # five seconds on a machine with nothing else to do
+    assert run.wait(60) == 130  # five seconds on an idle machine
     assert processes_of(run.folder) == {}
     assert "rillflow resume" in run.output()
     assert json.loads((run.folder / "state.json").read_text())["state"] == "stopped"
@@ -62,10 +62,10 @@ def interrupt_and_check(run: Started) -> None:
 
 def test_a_running_run_is_closed_measured_and_alone_and_stops_on_ctrl_c(cli: Cli) -> None:
     run = cli.start("run", "quickstart", *SHORT, "trainer.steps=200")
-    wait_until(lambda: any(run.runs.iterdir()) and steps_of(run.folder) >= 2, "two steps", 120)
+    wait_until(lambda: any(run.runs.iterdir()) and steps_of(run.folder) >= 2, "two steps", 600)
     token = json.loads((run.folder / "run.json").read_text())["token"]
     names, folder = {"dataflow", "unit-0", "rollout-0", "trainer-agent"}, run.folder / "endpoints"
-    wait_until(lambda: {path.stem for path in folder.glob("*.json")} == names, "every process to listen", 60)
+    wait_until(lambda: {path.stem for path in folder.glob("*.json")} == names, "every process to listen", 600)
     services = {path.stem: json.loads(path.read_text())["url"] for path in folder.glob("*.json")}
     for url in services.values():
         assert url.startswith("http://127.0.0.1:")

@@ -18,7 +18,11 @@ def _settings(examples: int, steps: int) -> settings:
     )
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(repetitions(300, 1800))
 class TestLedgerMachine(LedgerMachine.TestCase):  # type: ignore[misc, name-defined]
-    settings = _settings(*repetitions((60, 30), (500, 50)))
+    settings = _settings(60, 30)
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+class TestLedgerMachineForLonger(LedgerMachine.TestCase):  # type: ignore[misc, name-defined]
+    settings = _settings(repetitions(100, 500), 50)

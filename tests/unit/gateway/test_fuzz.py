@@ -143,7 +143,6 @@ def test_requests_of_another_form(target: Target) -> None:
 
 @pytest.mark.slow
 @pytest.mark.soak
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("answered", [True, False])
 @pytest.mark.parametrize("mode", list(GenerationMode))
 def test_many_requests(target: Target, mode: GenerationMode, answered: bool) -> None:

@@ -36,7 +36,7 @@ MOVES: Any = st.lists(
     st.one_of(st.tuples(ASK), st.tuples(ASK), st.lists(ASK, min_size=2, max_size=3).map(tuple), CHANGE), max_size=14
 )
 TEMPLATE = st.sampled_from(sorted(RENDERERS))
-EXAMPLES = repetitions(500, 3000)
+QUICK = settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def play(template: str, moves: list[Move]) -> None:
@@ -44,9 +44,15 @@ def play(template: str, moves: list[Move]) -> None:
     check(world, asyncio.run(world.play(moves)))
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(repetitions(300, 1800))
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+@QUICK
 @given(TEMPLATE, MOVES)
 def test_what_trains_is_what_was_sampled(template: str, moves: list[Move]) -> None:
+    play(template, moves)
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+@settings(QUICK, max_examples=repetitions(300, 3000))
+@given(TEMPLATE, MOVES)
+def test_what_trains_is_what_was_sampled_at_length(template: str, moves: list[Move]) -> None:
     play(template, moves)

@@ -24,7 +24,6 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.soak
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("ranks", repetitions([3], [2, 3, 4]))
 def test_shards_are_published_as_the_whole_is(tmp_path: Path, ranks: int) -> None:
     def command(rank: int, rendezvous: str) -> list[str]:
