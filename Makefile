@@ -3,12 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Tests wait for each other's processes more than they compute; whole runs want a core each.
+# Tests wait for each other's processes more than they compute.
 PLAIN := -n 3 --dist worksteal
 WHOLE := -n 3 --dist worksteal
-# The files with whole runs: other files need not be imported to know that they have none.
-SLOW := $(shell grep -rlE --include='test_*.py' 'mark\.(slow|chaos)' tests)
-REPEATED := $(shell grep -rlE --include='test_*.py' 'mark\.soak' tests)
+# Files with slow tests, and with tests that have a long form. No other file is imported to find them.
+SLOW := $(sort $(shell grep -rlE --include='test_*.py' 'mark\.(slow|chaos)' tests))
+REPEATED := $(sort $(shell grep -rlE --include='test_*.py' 'mark\.soak' tests))
 BENCHES := engine wire dataflow two_policies data_algorithms gateway tree trainer catch_up pipeline elastic autoscaling endtoend scale sandbox structured solver_verifier agentflow
 
 .DEFAULT_GOAL := help
