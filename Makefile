@@ -2,14 +2,19 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Modules are compiled when they are first imported, and kept, whatever the caller's environment says.
+unexport PYTHONDONTWRITEBYTECODE
 LOCKS := requirements/build.txt requirements/cuda.txt
-# Tests wait for each other's processes more than they compute; whole runs want a core each.
+# Tests wait for each other's processes more than they compute.
 PLAIN := -n 3 --dist worksteal
-WHOLE := -n 2 --dist worksteal
+WHOLE := -n 3 --dist worksteal
+# Files with slow tests, and with tests that have a long form. No other file is imported to find them.
+SLOW := $(sort $(shell grep -rlE --include='test_*.py' 'mark\.(slow|chaos)' tests))
+REPEATED := $(sort $(shell grep -rlE --include='test_*.py' 'mark\.soak' tests))
 BENCHES := engine wire dataflow two_policies data_algorithms gateway tree trainer catch_up pipeline elastic autoscaling endtoend scale sandbox structured solver_verifier agentflow
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock quickstart test test-slow test-all test-agents test-oracle test-engines test-sglang test-newest lint format docs bench clean
+.PHONY: help setup lock quickstart test test-slow soak test-all test-agents test-oracle test-engines test-sglang test-newest lint format docs bench clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -37,8 +42,11 @@ quickstart: $(VENV)/.product  ## install Rillflow and train the tiny policy on t
 test: setup  ## the plain tests, five minutes on two cores
 	$(BIN)/python -m pytest $(PLAIN)
 
-test-slow: setup  ## real training runs, killed processes, a Ray cluster: half an hour and more
-	$(BIN)/python -m pytest -m "slow or chaos" $(WHOLE) --durations=20
+test-slow: setup  ## real training runs, killed processes, a Ray cluster: a quarter of an hour
+	$(BIN)/python -m pytest -m "slow or chaos" $(WHOLE) --durations=20 $(SLOW)
+
+soak: setup  ## the long forms of the tests that repeat: ten minutes of chaos, 30 kills, 3,000 histories
+	RILLFLOW_SOAK=1 $(BIN)/python -m pytest -m soak $(WHOLE) --durations=0 $(REPEATED)
 
 test-all: setup  ## everything: also real training runs and killed processes
 	$(BIN)/python -m pytest -m "not engines and not oracle" $(WHOLE)

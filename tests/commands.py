@@ -8,11 +8,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
+
+from scrubbing import scrub
 
 
 @dataclass
@@ -90,20 +93,37 @@ class Cli:
         self.started.append(Started(process, runs, log))
         return self.started[-1]
 
-    def run(self, *arguments: str, seconds: float = 240.0, code: int = 0) -> Started:
+    def run(self, *arguments: str, seconds: float = 600.0, code: int = 0) -> Started:
         started = self.start(*arguments)
         assert started.wait(seconds) == code, started.output()[-4000:]
         return started
 
 
+@contextmanager
+def commands_in(folder: Path) -> Iterator[Cli]:
+    """Yield a `Cli` for a folder; nothing that it started is left running."""
+    cli = Cli(folder, [])
+    try:
+        yield cli
+    finally:
+        for started in cli.started:
+            if started.process.poll() is None:
+                started.process.kill()
+                started.process.wait(60)
+            if any(p.is_dir() for p in started.runs.iterdir()):
+                for _, process in all_processes_of(started.folder):
+                    process.kill()
+
+
 @pytest.fixture
 def cli(tmp_path: Path) -> Iterator[Cli]:
-    cli = Cli(tmp_path, [])
-    yield cli
-    for started in cli.started:
-        if started.process.poll() is None:
-            started.process.kill()
-            started.process.wait(60)
-        if any(p.is_dir() for p in started.runs.iterdir()):
-            for _, process in all_processes_of(started.folder):
-                process.kill()
+    with commands_in(tmp_path) as cli:
+        yield cli
+
+
+@pytest.fixture(scope="module")
+def shared_cli(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cli]:
+    """A `Cli` for runs that all tests of a module look at. They read the folders of these runs and change nothing."""
+    with pytest.MonkeyPatch.context() as monkeypatch, commands_in(tmp_path_factory.mktemp("shared")) as cli:
+        scrub(monkeypatch)
+        yield cli

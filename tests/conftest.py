@@ -13,7 +13,8 @@ import certifi
 import hypothesis
 import pytest
 
-from repetition import PROFILE, VARIABLE
+from repetition import PROFILE
+from scrubbing import scrub
 
 pytest_plugins = ["commands", "needs", "pytester"]
 
@@ -41,6 +42,16 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+SLOW_SECONDS = 1800  # until a slow test is taken for one that hangs; it usually takes one or two minutes
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give whole runs more time than plain tests have: other runs beside them need the same cores."""
+    for item in items:
+        if item.get_closest_marker("slow") or item.get_closest_marker("chaos"):
+            item.add_marker(pytest.mark.timeout(SLOW_SECONDS))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -81,11 +92,6 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(autouse=True)
 def _scrubbed(monkeypatch: pytest.MonkeyPatch, authority: str) -> None:
     """No test depends on what the machine happens to have set."""
-    for name in list(os.environ):
-        kept = name in {"RILLFLOW_DATA", VARIABLE}
-        if name.startswith(("RILLFLOW_", "OPENAI_", "ANTHROPIC_")) and not kept:
-            monkeypatch.delenv(name)
+    scrub(monkeypatch)
     monkeypatch.setenv("SSL_CERT_FILE", authority)
     monkeypatch.delenv("SSL_CERT_DIR", raising=False)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")

@@ -18,10 +18,11 @@ from rillflow.clients.dataflow import DataflowClient
 from rillflow.storage import read_json
 from rillflow.types import Units
 from rillflow.wire import Client
+from soak import repetitions
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(330)]
-SECONDS = 280.0
-KILLS, CUTS = 21, 20
+pytestmark = [pytest.mark.chaos, pytest.mark.soak]
+SECONDS = 900.0  # one usually takes less than a minute
+KILLS, CUTS = repetitions((6, 6), (21, 20))
 
 
 class Killer:
@@ -57,7 +58,7 @@ def serves(role: Role) -> bool:
 
 
 async def test_kills_lose_nothing_and_nothing_is_trained_twice(tmp_path: Path) -> None:
-    prompts = 400
+    prompts = repetitions(120, 400)
     with Processes(make_loaded_run(tmp_path, prompts), 2) as processes:
         client = await processes.ready()
         load = Load(processes, client, client.units)
@@ -120,7 +121,9 @@ async def slow_down(far: Far) -> None:
         await asyncio.sleep(1.0)
 
 
-@pytest.mark.parametrize(("harm", "prompts"), [(cut_often, 200), (slow_down, 50)])
+@pytest.mark.parametrize(
+    ("harm", "prompts"), [(cut_often, repetitions(80, 200)), (slow_down, repetitions(20, 50))], ids=["cuts", "slow"]
+)
 async def test_a_bad_network_loses_nothing_and_nothing_is_trained_twice(
     tmp_path: Path, harm: object, prompts: int
 ) -> None:

@@ -62,14 +62,13 @@ def played(folder: Path, node: str) -> int:
 
 def further(folder: Path, steps: int) -> None:
     begin = steps_of(folder)
-    wait_until(lambda: steps_of(folder) >= begin + steps, f"{steps} more steps", 120)
+    wait_until(lambda: steps_of(folder) >= begin + steps, f"{steps} more steps", 600)
 
 
 @pytest.mark.chaos
-@pytest.mark.timeout(600)
 def test_a_freeze_of_twenty_seconds_ends_nothing(cli: Cli) -> None:
     run = cli.start("run", "quickstart", *RUN)
-    wait_until(lambda: any(run.runs.iterdir()) and steps_of(run.folder) >= 2, "two steps", 240)
+    wait_until(lambda: any(run.runs.iterdir()) and steps_of(run.folder) >= 2, "two steps", 600)
     folder = run.folder
     wait_until(lambda: all(played(folder, node) for node in ("rollout-0", "rollout-1")), "episodes of both nodes")
     there = by_name(folder)
@@ -77,7 +76,7 @@ def test_a_freeze_of_twenty_seconds_ends_nothing(cli: Cli) -> None:
     with frozen(there["rollout-0"], there["unit-0"]):
         further(folder, 2)  # the other node's episodes are enough, and rows go to the other unit
     before = played(folder, "rollout-0")
-    wait_until(lambda: played(folder, "rollout-0") > before, "episodes of the node that was frozen", 120)
+    wait_until(lambda: played(folder, "rollout-0") > before, "episodes of the node that was frozen", 600)
 
     for name in ("agent", "dataflow"):
         with frozen(there[name]):

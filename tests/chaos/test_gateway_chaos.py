@@ -1,4 +1,4 @@
-"""Two engine processes under 200 streaming sessions: weights every 50 ms, a kill -9, a freeze. No agent notices."""
+"""Two engine processes under many streaming sessions: weights every 50 ms, a kill -9, a freeze. No agent notices."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 from gateway_world import POLICY, World, world
 
+from soak import repetitions
+
 TURNS, TOKENS = 3, 80
-VERSIONS = 20
+SESSIONS, VERSIONS = repetitions((60, 10), (200, 20))
+EVERY = 0.05  # seconds between two versions
 
 Tokens = dict[str, dict[int, set[tuple[int, int]]]]
 
@@ -70,13 +73,13 @@ async def kill_amid_answers(world: World) -> None:
     It is frozen first and what it has sent is read: reading its log holds up this process, gateway included, for long
     enough that an engine left running could have said all it had to say.
     """
-    end = time.monotonic() + 60
+    end = time.monotonic() + 120
     while True:
         world.engines[0].signal(signal.SIGSTOP)
         await asyncio.sleep(0.2)
         if world.begun_on(0) >= 5:
             return world.engines[0].kill()
-        assert time.monotonic() < end, "waited 60 s for answers that have begun"
+        assert time.monotonic() < end, "waited 120 s for answers that have begun"
         world.engines[0].signal(signal.SIGCONT)
         await asyncio.sleep(0.2)
 
@@ -89,20 +92,15 @@ async def wait_for(condition: object, seconds: float, what: str) -> None:
 
 
 @pytest.mark.chaos
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    ("on_update", "sessions", "every"),
-    [("keep", 200, 0.05), ("refill", 200, 0.05)],
-)
-async def test_updates_and_a_kill_under_streaming_sessions(
-    tmp_path: Path, on_update: str, sessions: int, every: float
-) -> None:
-    async with world(tmp_path, every=every, on_update=on_update) as there:
+@pytest.mark.soak
+@pytest.mark.parametrize("on_update", ["keep", "refill"])
+async def test_updates_and_a_kill_under_streaming_sessions(tmp_path: Path, on_update: str) -> None:
+    async with world(tmp_path, every=EVERY, on_update=on_update) as there:
         there.publisher.start()
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=180)) as http:
             over = asyncio.Event()
-            agents = asyncio.gather(*(keep_playing(there, http, number, sessions, over) for number in range(sessions)))
+            agents = asyncio.gather(*(keep_playing(there, http, number, SESSIONS, over) for number in range(SESSIONS)))
             await wait_for(lambda: len(versions_served(there, 0, 1)) >= VERSIONS, 120, "versions of the first engine")
             await kill_amid_answers(there)
             await asyncio.sleep(1.0)
@@ -115,22 +113,21 @@ async def test_updates_and_a_kill_under_streaming_sessions(
         check_records(there, TURNS)
         assert len(versions_served(there, 1, 1)) >= VERSIONS
         assert there.pool.seams["engine_lost"] >= 1, there.pool.seams
-        assert there.pool.seams["weights"] >= sessions, there.pool.seams
+        assert there.pool.seams["weights"] >= SESSIONS, there.pool.seams
 
 
 @pytest.mark.chaos
-@pytest.mark.timeout(240)
 async def test_a_frozen_engine_is_left_and_used_again_when_it_wakes(tmp_path: Path) -> None:
     async with world(tmp_path, every=0.5) as there, aiohttp.ClientSession() as http:
         there.publisher.start()
         agents = asyncio.gather(*(there.play(http, f"s{n}", 2, 200, deadline=120) for n in range(40)))
-        await wait_for(lambda: there.begun_on(0) >= 5, 60, "answers that have begun")
+        await wait_for(lambda: there.begun_on(0) >= 5, 120, "answers that have begun")
         there.engines[0].signal(signal.SIGSTOP)
         frozen = time.monotonic()
         await agents
         await asyncio.sleep(max(0.0, 20.0 - (time.monotonic() - frozen)))
         assert not there.node.fleet.members.get("engine-0") or not there.node.fleet.members["engine-0"].up
         there.engines[0].signal(signal.SIGCONT)
-        await wait_for(lambda: len(there.node.fleet.ready(POLICY)) == 2, 30, "the engine to be back")
+        await wait_for(lambda: len(there.node.fleet.ready(POLICY)) == 2, 120, "the engine to be back")
         check_records(there, 2)
         assert there.pool.seams["engine_lost"] >= 1, there.pool.seams

@@ -1,7 +1,8 @@
-"""A training run in which something is killed, frozen or cut off every five seconds: it finishes and has learned.
+"""A training run in which something is killed, frozen or cut off every few seconds: it finishes.
 
 Two policies, three nodes, two units and two engine processes; the whole run is stopped at the end and resumed for its
-last step. Its length is RILLFLOW_CHAOS_SECONDS (600 is the full one).
+last step. The short form does every fault to every kind of process once. The long form takes ten minutes, after which
+the policies have learned; RILLFLOW_CHAOS_SECONDS sets another length.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import yaml
 from mayhem import KINDS, Mayhem
 
 from commands import Cli, Started, all_processes_of, steps_of, wait_until
+from soak import SOAK, repetitions
 
-SECONDS = float(os.environ.get("RILLFLOW_CHAOS_SECONDS", "120"))
+SECONDS = float(os.environ.get("RILLFLOW_CHAOS_SECONDS", repetitions("45", "600")))
+EVERY = repetitions(3.0, 5.0)
 SEED = int(os.environ.get("RILLFLOW_CHAOS_SEED", "1"))
-LEAST = 24  # steps that are enough to learn
+LEAST = repetitions(4, 24)  # steps of each policy; 24 are enough to learn
 RUN = [
     "trainer.steps=1000",
     "trainer.batch_groups=4",
@@ -33,7 +36,7 @@ RUN = [
     "rollout.nodes=3",
     "rollout.engines=2",
     "rollout.episodes=24",
-    "data.heldout.arguments={split: heldout, count: 64, seed: 2}",
+    f"data.heldout.arguments={{split: heldout, count: {repetitions(8, 64)}, seed: 2}}",
     "runtime.restarts=1000",
 ]
 
@@ -55,16 +58,16 @@ def finish(cli: Cli, run: Started) -> None:
     for name, steps in steps_by_policy(folder).items():
         recipe["policies"][name]["trainer"]["steps"] = max(steps + 1, LEAST)
     path.write_text(yaml.safe_dump(recipe, sort_keys=False))
-    cli.run("resume", str(folder), seconds=300.0)
+    cli.run("resume", str(folder), seconds=600)
 
 
 @pytest.mark.chaos
-@pytest.mark.timeout(900 + SECONDS)
+@pytest.mark.soak
 def test_a_run_under_faults_of_every_kind_finishes_and_learns(cli: Cli) -> None:
     run = cli.start("run", "two_policies", *RUN)
-    wait_until(lambda: any(run.runs.iterdir()) and steps_of(run.folder) >= 2, "two steps", 240)
+    wait_until(lambda: any(run.runs.iterdir()) and steps_of(run.folder) >= 2, "two steps", 600)
     folder = run.folder
-    mayhem = Mayhem(folder, SEED)
+    mayhem = Mayhem(folder, SEED, EVERY)
     mayhem.run(SECONDS, over=lambda: run.process.poll() is not None)
     story = "\n".join(mayhem.told)
     print(story, mayhem.faults, mayhem.kinds, steps_by_policy(folder))
@@ -73,6 +76,7 @@ def test_a_run_under_faults_of_every_kind_finishes_and_learns(cli: Cli) -> None:
     assert set(mayhem.kinds) == set(KINDS), mayhem.kinds
     finish(cli, run)
     before, *_, after = json.loads((folder / "summary.json").read_text())["heldout"]
-    assert after["reward"] >= before["reward"] + 0.15, f"{story}\n{before} {after}"
+    if SOAK:
+        assert after["reward"] >= before["reward"] + 0.15, f"{story}\n{before} {after}"
     audited = json.loads(cli.run("audit", str(folder), "--json").output())
     assert audited["balanced"], f"{story}\n{audited}"

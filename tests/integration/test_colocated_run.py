@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import sqlite3
 from contextlib import closing
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from commands import Cli, processes_of, steps_of, wait_until
+from commands import Cli, processes_of
 from trained_tokens import trained_samples
 
 SHORT = [
@@ -60,47 +59,3 @@ def test_episodes_that_training_cuts_go_on_under_the_next_weights(cli: Cli) -> N
     assert all(sample.trained_at - sample.version_T.min() <= 2 for sample in samples)
     assert all(sample.version_T.max() <= sample.trained_at for sample in samples)
     assert json.loads(cli.run("audit", str(run.folder), "--json").output())["balanced"]
-
-
-@pytest.mark.slow
-def test_ctrl_c_stops_it_and_it_goes_on(cli: Cli) -> None:
-    run = cli.start("run", "quickstart_colocated", *SHORT, "trainer.steps=40")
-    wait_until(lambda: any(run.runs.iterdir()) and steps_of(run.folder) >= 2, "two steps", 120)
-    run.interrupt()
-    assert run.wait(15.0) == 130
-    assert processes_of(run.folder) == {}
-    resumed = cli.start("resume", str(run.folder))
-    wait_until(lambda: steps_of(run.folder) >= 10, "more steps", 120)
-    resumed.interrupt()
-    assert resumed.wait(15.0) == 130
-    assert json.loads(cli.run("audit", str(run.folder), "--json").output())["balanced"]
-
-
-def final_weights(folder: Path) -> bytes:
-    weights = folder / "weights" / "agent"
-    head = json.loads((weights / "head.json").read_text())["head"]
-    return (weights / f"v{head:08d}" / "model.safetensors").read_bytes()
-
-
-@pytest.mark.slow
-def test_deterministic_it_resumes_bit_identically(cli: Cli) -> None:
-    """And gives the very weights of the asynchronous run: who samples when changes nothing."""
-    settings = [
-        *SHORT, "runtime.deterministic=true", "dataflow.staleness=0", "dataflow.group_size=4", "trainer.steps=6",
-        "trainer.checkpoint_every=2",
-    ]  # fmt: skip
-    expected = final_weights(cli.run("run", "quickstart", *settings).folder)
-    run = cli.start("run", "quickstart_colocated", *settings)
-    wait_until(lambda: any("colocated" in path.name for path in run.runs.iterdir()), "the run folder")
-    folder = next(path for path in run.runs.iterdir() if "colocated" in path.name)
-    wait_until(lambda: steps_of(folder) >= 3, "three steps", 180)
-    victims = processes_of(folder)
-    run.process.kill()
-    for victim in victims.values():
-        victim.kill()
-    run.wait(10)
-    wait_until(lambda: processes_of(folder) == {}, "all processes to be gone", 10)
-    assert steps_of(folder) < 6, "killed too late to show anything"
-    cli.run("resume", str(folder))
-    assert final_weights(folder) == expected
-    cli.run("audit", str(folder))

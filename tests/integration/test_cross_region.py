@@ -9,8 +9,9 @@ import pytest
 from bench.cross_region import Size, follow, region_pull
 from bench.cross_region_parts import make_model
 from bench.far_links import Region
+from soak import SOAK, repetitions
 
-pytestmark = [pytest.mark.needs("namespaces"), pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.needs("namespaces"), pytest.mark.slow, pytest.mark.soak]
 
 SIZE = Size(128, 2, 4, 2.0, (Region("east", 20, 0.3), Region("west", 10, 0.3)))
 
@@ -32,10 +33,11 @@ def test_far_pools_follow_by_deltas_and_relays_spare_the_link(root: Path) -> Non
         # What stands still is the engine, for as long as it writes; it does not wait for the link.
         assert all(one["pause"] <= one["apply"] for one in transfers), name
     used = {}
-    for kind in ("direct", "relay"):
+    for kind in repetitions(("relay",), ("direct", "relay")):
         other = root / kind
         other.mkdir()
         (other / "weights").symlink_to(root / "weights")
         used[kind] = region_pull(SIZE, other, relay=kind == "relay")["bytes"]
     assert whole < used["relay"] < 1.5 * whole
-    assert used["direct"] > 1.9 * whole
+    if SOAK:
+        assert used["direct"] > 1.9 * whole

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
@@ -12,9 +12,20 @@ from bench.elastic import OVERRIDES, Run
 from commands import Cli, wait_until
 from rillflow.dataflow.audit import audit
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 STEP = 0.02  # seconds of a decode step: device time that is emulated, as in the bench
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """A run without nodes, which the tests of this file share; the last one stops it."""
+    run = Run(tmp_path_factory.mktemp("elastic"), (*OVERRIDES, "trainer.batch_groups=2"))
+    try:
+        run.start()
+        yield run
+    finally:
+        run.close()
 
 
 def held(run: Run, name: str) -> int:
@@ -25,59 +36,50 @@ def done(run: Run, name: str) -> int:
     return next((node.completed for node in run.told().nodes if node.name == name), 0)
 
 
-def test_nodes_come_and_go_while_the_trainer_trains(tmp_path: Path, cli: Cli) -> None:
-    run = Run(tmp_path, (*OVERRIDES, "trainer.batch_groups=2"))
-    try:
-        run.start()
-        run.join("one", STEP)
-        run.wait_for(lambda: run.steps() > 0, "a first step")
-        trainer = run.services["trainer"].pid
-        # Three more, one of them slower; weights and samples travel over HTTP alone.
-        for name, step in (("two", STEP), ("three", STEP), ("slow", 4 * STEP)):
-            run.join(name, step)
-        run.wait_for(lambda: run.playing(["one", "two", "three", "slow"]), "four nodes to play")
-        steps = run.steps()
-        # One is retired by the command, one is asked to stop, one dies.
-        cli.run("retire", str(run.folder.root), "one", "--drain", "20")
-        run.nodes["two"].send_signal(signal.SIGTERM)
-        assert run.code("one") == 0
-        assert run.code("two") == 0
-        run.wait_for(lambda: held(run, "three") > 0, "the node to hold something")
-        run.nodes["three"].kill()
-        run.wait_for(lambda: run.playing(["slow"]), "the dead node to be noticed")
-        assert held(run, "three") == 0
-        # What is left of it goes on, and a node of an old name is a new one.
-        run.join("one", STEP)
-        before = done(run, "one")
-        run.wait_for(lambda: done(run, "one") > before, "the name to play again")
-        run.wait_for(lambda: run.steps() > steps + 2, "the trainer to go on")
-        assert run.services["trainer"].poll() is None
-        assert run.services["trainer"].pid == trainer
-        table = cli.run("nodes", str(run.folder.root)).output()
-        assert "slow" in table
-        run.stop()
-        assert run.code("slow") == run.code("one") == 0
-        states = {cause for cause, _ in run.count("SELECT cause, 1 FROM attempts WHERE state = 'returned'")}
-        assert states <= {"node_left", "node_gone", "stopped", "stale"}
-        assert run.count("SELECT state, count(*) FROM attempts WHERE state = 'failed' GROUP BY state") == []
-    finally:
-        run.close()
+def test_a_second_signal_ends_a_node_at_once(run: Run) -> None:
+    run.join("stuck", 2.0)  # its episodes take a minute
+    run.wait_for(lambda: held(run, "stuck") > 0, "the node to play")
+    time.sleep(1.0)
+    run.nodes["stuck"].send_signal(signal.SIGTERM)
+    run.wait_for(lambda: any(node.leaving for node in run.told().nodes), "the node to leave")
+    run.nodes["stuck"].send_signal(signal.SIGTERM)
+    assert run.code("stuck", 20) == 128 + signal.SIGTERM
+
+
+def test_nodes_come_and_go_while_the_trainer_trains(run: Run, cli: Cli) -> None:
+    run.join("one", STEP)
+    run.wait_for(lambda: run.steps() > 0, "a first step")
+    trainer = run.services["trainer"].pid
+    # Three more, one of them slower; weights and samples travel over HTTP alone.
+    for name, step in (("two", STEP), ("three", STEP), ("slow", 4 * STEP)):
+        run.join(name, step)
+    run.wait_for(lambda: run.playing(["one", "two", "three", "slow"]), "four nodes to play")
+    steps = run.steps()
+    # One is retired by the command, one is asked to stop, one dies.
+    cli.run("retire", str(run.folder.root), "one", "--drain", "20")
+    run.nodes["two"].send_signal(signal.SIGTERM)
+    assert run.code("one") == 0
+    assert run.code("two") == 0
+    run.wait_for(lambda: held(run, "three") > 0, "the node to hold something")
+    run.nodes["three"].kill()
+    run.wait_for(lambda: run.playing(["slow"]), "the dead node to be noticed")
+    assert held(run, "three") == 0
+    # What is left of it goes on, and a node of an old name is a new one.
+    run.join("one", STEP)
+    before = done(run, "one")
+    run.wait_for(lambda: done(run, "one") > before, "the name to play again")
+    run.wait_for(lambda: run.steps() > steps + 2, "the trainer to go on")
+    assert run.services["trainer"].poll() is None
+    assert run.services["trainer"].pid == trainer
+    table = cli.run("nodes", str(run.folder.root)).output()
+    assert "slow" in table
+    run.stop()
+    assert run.code("slow") == run.code("one") == 0
+    states = {cause for cause, _ in run.count("SELECT cause, 1 FROM attempts WHERE state = 'returned'")}
+    assert states <= {"node_left", "node_gone", "stopped", "stale"}
+    assert run.count("SELECT state, count(*) FROM attempts WHERE state = 'failed' GROUP BY state") == []
+    run.close()
     assert audit(run.folder.ledger).balanced
-
-
-def test_a_second_signal_ends_a_node_at_once(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    try:
-        run.start()
-        run.join("one", 2.0)  # its episodes take a minute
-        run.wait_for(lambda: held(run, "one") > 0, "the node to play")
-        time.sleep(1.0)
-        run.nodes["one"].send_signal(signal.SIGTERM)
-        run.wait_for(lambda: any(node.leaving for node in run.told().nodes), "the node to leave")
-        run.nodes["one"].send_signal(signal.SIGTERM)
-        assert run.code("one", 20) == 128 + signal.SIGTERM
-    finally:
-        run.close()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A real run whose nodes sample on engine processes; one of them is killed in the middle."""
+"""A real run whose nodes sample on engine processes: one joins by URL, one is killed in the middle."""
 
 from __future__ import annotations
 
@@ -9,38 +9,33 @@ import pytest
 
 from commands import Cli, all_processes_of, steps_of, wait_until
 
-SHORT = [
-    "trainer.steps=6",
+RUN = [
+    "trainer.steps=12",
     "trainer.batch_groups=2",
     "data.heldout.arguments={split: heldout, count: 4, seed: 2}",
     "rollout.episodes=16",
     "rollout.engines=2",
     "rollout.pause_after={seconds: 20, at_most: 5}",
+    "runtime.weights_server=true",
 ]
 
 
 @pytest.mark.slow
-def test_a_run_on_engine_processes_outlives_the_death_of_one(cli: Cli) -> None:
-    run = cli.start("run", "quickstart", *SHORT)
-    wait_until(lambda: any(run.runs.iterdir()) and steps_of(run.folder) >= 2, "two steps", 240)
-    victim = next(process for role, process in all_processes_of(run.folder) if role == "engine")
-    victim.kill()
-    assert run.wait(300) == 0, run.output()[-3000:]
-    summary = json.loads((run.folder / "summary.json").read_text())
-    assert summary["steps"] == 6
-    assert json.loads((run.folder / "state.json").read_text())["state"] == "finished"
-    assert json.loads(cli.run("audit", str(run.folder), "--json").output())["balanced"]
-
-
-@pytest.mark.slow
-def test_an_engine_joins_by_url_and_ends_with_the_run(tmp_path: Path, cli: Cli) -> None:
-    run = cli.start("run", "quickstart", *SHORT, "rollout.engines=1", "runtime.weights_server=true", "trainer.steps=12")
-    wait_until(lambda: any(run.runs.iterdir()) and (run.folder / "endpoints" / "weights.json").is_file(), "a run", 120)
+def test_an_engine_joins_by_url_and_one_dies(tmp_path: Path, cli: Cli) -> None:
+    run = cli.start("run", "quickstart", *RUN)
+    wait_until(lambda: any(run.runs.iterdir()) and (run.folder / "endpoints" / "weights.json").is_file(), "a run", 600)
     token = tmp_path / "token"
     token.write_text(json.loads((run.folder / "run.json").read_text())["token"])
     url = json.loads((run.folder / "endpoints" / "dataflow.json").read_text())["url"]
     engine = cli.start("engine", "--join", url, "--token-file", str(token), "--name", "far")
-    assert run.wait(300) == 0, run.output()[-3000:]
-    assert engine.wait(60) == 0, engine.output()[-3000:]
+    wait_until(lambda: steps_of(run.folder) >= 2, "two steps", 600)
+    victim = next(process for role, process in all_processes_of(run.folder) if role == "engine")
+    victim.kill()
+    assert run.wait(600) == 0, run.output()[-3000:]
+    assert engine.wait(120) == 0, engine.output()[-3000:]
     assert "engine far is there" in (run.folder / "logs" / "rollout-0.log").read_text()
     assert "the run has ended" in engine.output()
+    summary = json.loads((run.folder / "summary.json").read_text())
+    assert summary["steps"] == 12
+    assert json.loads((run.folder / "state.json").read_text())["state"] == "finished"
+    assert json.loads(cli.run("audit", str(run.folder), "--json").output())["balanced"]

@@ -47,7 +47,7 @@ def test_an_evaluation_that_is_stopped_leaves_its_records_and_goes_on(cli: Cli, 
     command = ("eval", "tiny", "--on", "reasoning_gym:chain_sum", "--limit", "150", "--samples", "2", "--out", "e")
     records = tmp_path / "e" / "records" / "reasoning_gym-chain_sum.jsonl"
     started = cli.start(*command, "engine.slots=1", "--max-tokens", "16")
-    wait_until(lambda: records.is_file() and records.read_bytes().count(b"\n") >= 3, "records", 120)
+    wait_until(lambda: records.is_file() and records.read_bytes().count(b"\n") >= 3, "records", 600)
     started.interrupt()
     assert started.wait(60) == 130, started.output()
     assert "the same command goes on" in started.output()

@@ -15,8 +15,8 @@ from commands import Cli, Started, processes_of, wait_until
 
 SERVER = "rillflow.agents.scripts.stockroom_mcp"
 SMALL = (
-    "trainer.steps=3", "trainer.batch_groups=8", "evaluation.every=0", "data.heldout.arguments.count=8",
-    "rollout.episodes=32",
+    "trainer.steps=3", "trainer.batch_groups=2", "evaluation.every=0", "data.heldout.arguments.count=8",
+    "rollout.episodes=16",
 )  # fmt: skip
 
 
@@ -40,11 +40,11 @@ def check(cli: Cli, run: Started) -> None:
 def test_over_stdio_with_a_server_that_dies(cli: Cli) -> None:
     run = cli.start("run", "mcp_stdio", *SMALL)
     wait_until(lambda: run.process.poll() is not None or (run.runs.is_dir() and any(run.runs.iterdir())), "a folder")
-    wait_until(lambda: servers_of(run) or run.process.poll() is not None, "the MCP server", 240)
+    wait_until(lambda: servers_of(run) or run.process.poll() is not None, "the MCP server", 600)
     (first,) = servers_of(run)
-    wait_until(lambda: "reward_mean" in _metrics(run) or run.process.poll() is not None, "the first step", 240)
+    wait_until(lambda: "reward_mean" in _metrics(run) or run.process.poll() is not None, "the first step", 600)
     first.kill()
-    assert run.wait(400) == 0, run.output()
+    assert run.wait(600) == 0, run.output()
     check(cli, run)
 
 

@@ -15,7 +15,7 @@ import pytest
 from commands import Cli, Started, all_processes_of, steps_of, wait_until
 from ray_nodes import Nodes, ray_cluster
 
-pytestmark = [pytest.mark.needs("ray"), pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.needs("ray"), pytest.mark.slow]
 
 SHORT = [
     "trainer.batch_groups=2",
@@ -34,12 +34,12 @@ def cluster() -> Iterator[Nodes]:
 
 def start(cli: Cli, cluster: Nodes, *overrides: str) -> Started:
     run = cli.start("run", "quickstart", *SHORT, *overrides, "--runtime", "ray", "--address", cluster.address)
-    wait_until(lambda: any(run.runs.iterdir()), "the run folder", 120)
+    wait_until(lambda: any(run.runs.iterdir()), "the run folder", 600)
     return run
 
 
 def check_end(cli: Cli, run: Started, steps: int) -> None:
-    assert run.wait(240) == 0, run.output()[-4000:]
+    assert run.wait(600) == 0, run.output()[-4000:]
     summary = json.loads((run.folder / "summary.json").read_text())
     assert summary["steps"] == steps
     assert json.loads((run.folder / "state.json").read_text())["state"] == "finished"
@@ -73,25 +73,12 @@ def maintain(folder: Path, *action: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_the_quickstart_runs_on_three_nodes(cli: Cli, cluster: Nodes) -> None:
-    cluster.add("rolls", rollout=1)
-    cluster.add("trains", train=1)
-    run = start(cli, cluster, "trainer.steps=3")
-    check_end(cli, run, steps=3)
-    logs = {path.stem: path.read_text() for path in (run.folder / "logs").iterdir()}
-    assert set(logs) == {"dataflow", "unit-0", "weights", "rollout-0", "trainer-agent"}
-    assert "gateway at http://" in logs["rollout-0"]
-    assert "metrics at http://" in logs["trainer-agent"]
-    cluster.remove("rolls")
-    cluster.remove("trains")
-
-
 def test_maintainers_find_their_nodes_and_a_stopped_run_leaves_nothing(cli: Cli, cluster: Nodes) -> None:
     cluster.add("both", rollout=2, train=1)
     run = start(cli, cluster, "trainer.steps=5000")
-    wait_until(lambda: steps_of(run.folder) >= 1, "the first step", 240)
+    wait_until(lambda: steps_of(run.folder) >= 1, "the first step", 600)
     maintain(run.folder, "start", "auto-1")
-    wait_until(lambda: len(nodes_of(run.folder)) == 2, "the maintainer's node", 120)
+    wait_until(lambda: len(nodes_of(run.folder)) == 2, "the maintainer's node", 600)
     assert maintain(run.folder, "nodes") == {"auto-1": True}
 
     token = json.loads((run.folder / "run.json").read_text())["token"]
@@ -103,37 +90,41 @@ def test_maintainers_find_their_nodes_and_a_stopped_run_leaves_nothing(cli: Cli,
     run.interrupt()
     assert run.wait(60) == 130
     assert "rillflow resume" in run.output()
-    wait_until(lambda: not nodes_of(run.folder) and not list(all_processes_of(run.folder)), "all to end", 30)
+    wait_until(lambda: not nodes_of(run.folder) and not list(all_processes_of(run.folder)), "all to end", 120)
     cluster.remove("both")
 
 
 def test_a_node_is_lost_and_one_added_during_a_run(cli: Cli, cluster: Nodes) -> None:
     """At first there is room for one node and the trainer, then for all; then where they were goes down."""
     cluster.add("first", rollout=1, train=1)
-    run = start(cli, cluster, "trainer.steps=14", "rollout.nodes=2")
-    wait_until(lambda: steps_of(run.folder) >= 3, "three steps", 240)
+    run = start(cli, cluster, "trainer.steps=8", "rollout.nodes=2")
+    wait_until(lambda: steps_of(run.folder) >= 3, "three steps", 600)
     assert len(nodes_of(run.folder)) == 1
     cluster.add("second", rollout=2, train=1)
-    wait_until(lambda: len(nodes_of(run.folder)) == 2, "the node that waited for room", 120)
+    wait_until(lambda: len(nodes_of(run.folder)) == 2, "the node that waited for room", 600)
     cluster.remove("first")
-    check_end(cli, run, steps=14)
+    check_end(cli, run, steps=8)
     assert "a node it was on has gone: placing it again" in run.output()
     assert "waits for room" in run.output()
     cluster.remove("second")
 
 
 def test_a_killed_actor_of_one_rank_restarts_all(cli: Cli, cluster: Nodes) -> None:
+    """On three nodes: the driver's, one that rolls out and one that trains."""
     cluster.add("rolls", rollout=1)
     cluster.add("trains", train=2)
     run = start(cli, cluster, "trainer.steps=6", "trainer.ranks=2")
-    wait_until(lambda: steps_of(run.folder) >= 3, "three steps", 240)
+    wait_until(lambda: steps_of(run.folder) >= 3, "three steps", 600)
     before = [rank(run.folder, number) for number in (0, 1)]
     actor = before[1].parent()
     assert actor is not None
     actor.kill()
-    wait_until(lambda: not any(process.is_running() for process in before), "both ranks end", 60)
+    wait_until(lambda: not any(process.is_running() for process in before), "both ranks end", 120)
     check_end(cli, run, steps=6)
     assert "all of trainer-agent end, to begin anew" in run.output()
-    assert {"trainer-agent", "trainer-agent-rank1"} <= {path.stem for path in (run.folder / "logs").iterdir()}
+    logs = {path.stem: path.read_text() for path in (run.folder / "logs").iterdir()}
+    assert set(logs) == {"dataflow", "unit-0", "weights", "rollout-0", "trainer-agent", "trainer-agent-rank1"}
+    assert "gateway at http://" in logs["rollout-0"]
+    assert "metrics at http://" in logs["trainer-agent"]
     cluster.remove("rolls")
     cluster.remove("trains")

@@ -21,7 +21,7 @@ def test_the_parts_of_a_reward_are_in_the_ledger(cli: Cli) -> None:
     short = "{name: length, options: {longest: 2, margin: 2, unit: characters}, weight: 0.5}"
     parts = f"reward=[{{reasoning_gym: {{strict: true}}}}, {short}]"
     run = cli.start("run", "reasoning_cpu", parts, *SMALL)
-    assert run.wait(400) == 0, run.output()
+    assert run.wait(600) == 0, run.output()
     with sqlite3.connect(run.folder / "ledger.sqlite") as ledger:
         rows = ledger.execute("SELECT reward, metrics FROM tasks WHERE state = 'done'").fetchall()
     assert rows

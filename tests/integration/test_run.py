@@ -8,7 +8,7 @@ import urllib.request
 
 import pytest
 
-from commands import Cli, processes_of, steps_of, wait_until
+from commands import Cli, Started, processes_of, steps_of, wait_until
 
 SHORT = [
     "trainer.steps=3",
@@ -41,7 +41,7 @@ def test_a_short_run_leaves_what_it_promises(cli: Cli) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["at once", "starting", "training"])
+@pytest.mark.parametrize("moment", ["at once", "starting"])
 def test_ctrl_c_stops_everything_soon(cli: Cli, moment: str) -> None:
     run = cli.start("run", "quickstart", *SHORT, "trainer.steps=200")
     match moment:
@@ -49,21 +49,23 @@ def test_ctrl_c_stops_everything_soon(cli: Cli, moment: str) -> None:
             wait_until(lambda: any(run.runs.iterdir()), "the run folder")
         case "starting":
             wait_until(lambda: any(run.runs.iterdir()) and "rollout" in processes_of(run.folder), "the node")
-        case "training":
-            wait_until(lambda: any(run.runs.iterdir()) and steps_of(run.folder) >= 2, "two steps", 120)
+    interrupt_and_check(run)
+
+
+def interrupt_and_check(run: Started) -> None:
     run.interrupt()
-    assert run.wait(15.0) == 130  # five seconds on a machine with nothing else to do
+    assert run.wait(60) == 130  # five seconds on an idle machine
     assert processes_of(run.folder) == {}
     assert "rillflow resume" in run.output()
     assert json.loads((run.folder / "state.json").read_text())["state"] == "stopped"
 
 
-def test_a_running_run_is_closed_measured_and_alone(cli: Cli) -> None:
+def test_a_running_run_is_closed_measured_and_alone_and_stops_on_ctrl_c(cli: Cli) -> None:
     run = cli.start("run", "quickstart", *SHORT, "trainer.steps=200")
-    wait_until(lambda: any(run.runs.iterdir()) and steps_of(run.folder) >= 1, "the first step", 120)
+    wait_until(lambda: any(run.runs.iterdir()) and steps_of(run.folder) >= 2, "two steps", 600)
     token = json.loads((run.folder / "run.json").read_text())["token"]
     names, folder = {"dataflow", "unit-0", "rollout-0", "trainer-agent"}, run.folder / "endpoints"
-    wait_until(lambda: {path.stem for path in folder.glob("*.json")} == names, "every process to listen", 60)
+    wait_until(lambda: {path.stem for path in folder.glob("*.json")} == names, "every process to listen", 600)
     services = {path.stem: json.loads(path.read_text())["url"] for path in folder.glob("*.json")}
     for url in services.values():
         assert url.startswith("http://127.0.0.1:")
@@ -73,8 +75,7 @@ def test_a_running_run_is_closed_measured_and_alone(cli: Cli) -> None:
         assert "rillflow_requests_total" in text
     second = cli.run("resume", str(run.folder), code=2)
     assert "another process is running" in second.output()
-    run.interrupt()
-    run.wait(15.0)
+    interrupt_and_check(run)
 
 
 def fetch(url: str, token: str) -> tuple[int, str]:

@@ -45,14 +45,13 @@ def plays(folder: Path) -> str | None:
 
 def wait_for_steps(folder: Path, more: int) -> None:
     wanted = steps_of(folder) + more
-    wait_until(lambda: steps_of(folder) >= wanted, f"{more} more steps", 180)
+    wait_until(lambda: steps_of(folder) >= wanted, f"{more} more steps", 600)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_tags_change_while_the_run_trains(cli: Cli) -> None:
     run = cli.start("run", "quickstart", *SHORT)
-    wait_until(lambda: any(run.runs.iterdir()) and steps_of(run.folder) >= 1, "the first step", 180)
+    wait_until(lambda: any(run.runs.iterdir()) and steps_of(run.folder) >= 1, "the first step", 600)
     folder = run.folder
     first = trainer_of(folder)
     before = workers(cli, folder)
@@ -63,25 +62,25 @@ def test_tags_change_while_the_run_trains(cli: Cli) -> None:
     # A spare worker gets a tag: a node more. The one that was there first loses its own: it drains and goes.
     workers(cli, folder, SPARE, "rollout")
     new = f"rollout-{SPARE}"
-    wait_until((folder / "endpoints" / f"{new}.json").is_file, "the new node", 180)
+    wait_until((folder / "endpoints" / f"{new}.json").is_file, "the new node", 600)
     workers(cli, folder, NODE, "none")
-    wait_until(lambda: f"name {NODE}" not in nodes(folder), f"{NODE} to go", 60)
+    wait_until(lambda: f"name {NODE}" not in nodes(folder), f"{NODE} to go", 600)
     assert f"name {new}" in nodes(folder)
     wait_for_steps(folder, 2)
     assert trainer_of(folder) == first, "the trainer has noticed nothing"
 
     # The trainer may not play any more; then it may again. Each time it goes on from its checkpoint.
     workers(cli, folder, TRAINER, "-rollout")
-    wait_until(lambda: plays(folder) == "", "a trainer that does not play", 120)
+    wait_until(lambda: plays(folder) == "", "a trainer that does not play", 600)
     wait_for_steps(folder, 2)
     workers(cli, folder, TRAINER, "+rollout")
-    wait_until(lambda: plays(folder) == "by the recipe", "a trainer that plays", 120)
+    wait_until(lambda: plays(folder) == "by the recipe", "a trainer that plays", 600)
     wait_for_steps(folder, 2)
 
     refused = cli.run("tags", str(folder), TRAINER, "-train", code=2)
     assert "no worker can train agent" in refused.output()
     run.interrupt()
-    assert run.wait(10.0) == 130
+    assert run.wait(60) == 130
     assert not list(all_processes_of(folder))
     audited = json.loads(cli.run("audit", str(folder), "--json").output())
     assert audited["balanced"]

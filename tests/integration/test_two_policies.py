@@ -9,7 +9,17 @@ import pytest
 
 from commands import Cli, all_processes_of, steps_of, wait_until
 
-RUN = ["trainer.steps=5", "trainer.checkpoint_every=2", "dataflow.units.count=2"]
+RUN = [
+    "trainer.steps=7",
+    "trainer.batch_groups=2",
+    "trainer.checkpoint_every=2",
+    "policies.checker.trainer.steps=5",
+    "policies.checker.trainer.keep_checkpoints=1",
+    "dataflow.units.count=2",
+    "dataflow.units.drop_after=1",
+    "data.heldout.arguments.count=8",
+]
+STEPS = {"solver": 7, "checker": 5}
 
 
 def audited(cli: Cli, folder: Path) -> dict[str, dict[str, int]]:
@@ -18,13 +28,9 @@ def audited(cli: Cli, folder: Path) -> dict[str, dict[str, int]]:
     return dict(report)
 
 
-@pytest.mark.slow
-def test_both_policies_train_at_their_own_pace(cli: Cli) -> None:
-    run = cli.run("run", "two_policies", *RUN, "policies.checker.trainer.steps=3")
-    summary = json.loads((run.folder / "summary.json").read_text())
-    assert {name: policy["steps"] for name, policy in summary["policies"].items()} == {"solver": 5, "checker": 3}
-    assert (run.folder / "reward.png").is_file()
-    audited(cli, run.folder)
+def steps_by_policy(folder: Path) -> dict[str, int]:
+    summary = json.loads((folder / "summary.json").read_text())
+    return {name: policy["steps"] for name, policy in summary["policies"].items()}
 
 
 def checkpoints_of(folder: Path, policy: str) -> list[str]:
@@ -32,35 +38,29 @@ def checkpoints_of(folder: Path, policy: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_killed_as_a_whole_it_goes_on(cli: Cli) -> None:
+def test_killed_as_a_whole_both_policies_go_on_at_their_own_pace(cli: Cli) -> None:
     """Of two trainers at different steps, one of which keeps a single checkpoint."""
-    steps = {"solver": 7, "checker": 5}
-    run = cli.start(
-        "run", "two_policies", "trainer.steps=7", "trainer.checkpoint_every=2", "trainer.batch_groups=4",
-        "policies.checker.trainer.steps=5", "policies.checker.trainer.keep_checkpoints=1", "dataflow.units.count=2",
-        "dataflow.units.drop_after=1",
-    )  # fmt: skip
+    run = cli.start("run", "two_policies", *RUN)
     wait_until(lambda: any(run.runs.iterdir()), "the run folder")
     folder = run.folder
-    wait_until(lambda: all(checkpoints_of(folder, name) for name in steps), "a checkpoint of each", 180)
+    wait_until(lambda: all(checkpoints_of(folder, name) for name in STEPS), "a checkpoint of each", 600)
     run.process.kill()
     for _, process in all_processes_of(folder):
         process.kill()
-    run.wait(10)
-    wait_until(lambda: not list(all_processes_of(folder)), "all processes to be gone", 10)
-    assert steps_of(folder) < sum(steps.values()), "killed too late to show anything"
+    run.wait(120)
+    wait_until(lambda: not list(all_processes_of(folder)), "all processes to be gone", 120)
+    assert steps_of(folder) < sum(STEPS.values()), "killed too late to show anything"
 
     cli.run("resume", str(folder))
-    summary = json.loads((folder / "summary.json").read_text())
-    assert {name: policy["steps"] for name, policy in summary["policies"].items()} == steps
+    assert steps_by_policy(folder) == STEPS
+    assert (folder / "reward.png").is_file()
     assert len(checkpoints_of(folder, "checker")) == 1
     audited(cli, folder)
 
     recipe = folder / "recipe.yaml"  # more steps for one of them: the other has nothing left to do
     recipe.write_text(recipe.read_text().replace("steps: 5\n", "steps: 6\n"))
     cli.run("resume", str(folder))
-    summary = json.loads((folder / "summary.json").read_text())
-    assert {name: policy["steps"] for name, policy in summary["policies"].items()} == steps | {"checker": 6}
+    assert steps_by_policy(folder) == STEPS | {"checker": 6}
     audited(cli, folder)
 
 
@@ -69,12 +69,15 @@ def test_an_interrupted_run_leaves_no_process(cli: Cli) -> None:
     run = cli.start("run", "two_policies", *RUN)
     wait_until(lambda: any(run.runs.iterdir()), "the run folder")
     folder = run.folder
-    wait_until(lambda: steps_of(folder) >= 1, "a step", 120)
+    wait_until(lambda: steps_of(folder) >= 1, "a step", 600)
     run.interrupt()
-    assert run.wait(20) == 130, run.output()[-4000:]
+    assert run.wait(60) == 130, run.output()[-4000:]
     assert not list(all_processes_of(folder))
     assert "resume" in run.output()
     audited(cli, folder)
+
+
+DAMAGED = ["trainer.steps=12", "trainer.batch_groups=4", "evaluation.every=0", "data.heldout.arguments.count=8"]
 
 
 def flip_bits(folder: Path) -> None:
@@ -91,12 +94,12 @@ def flip_bits(folder: Path) -> None:
 
 @pytest.mark.chaos
 def test_damaged_rows_are_set_aside_and_their_episodes_played_again(cli: Cli) -> None:
-    run = cli.start("run", "quickstart", "trainer.steps=12", "trainer.batch_groups=4", "evaluation.every=0")
+    run = cli.start("run", "quickstart", *DAMAGED)
     wait_until(lambda: any(run.runs.iterdir()), "the run folder")
     folder = run.folder
     for turn in range(3):
-        wait_until(lambda turn=turn: steps_of(folder) >= 2 * turn + 2, f"step {2 * turn + 2}", 120)
+        wait_until(lambda turn=turn: steps_of(folder) >= 2 * turn + 2, f"step {2 * turn + 2}", 600)
         flip_bits(folder)
-    assert run.wait(240) == 0, run.output()[-4000:]
+    assert run.wait(600) == 0, run.output()[-4000:]
     counts = audited(cli, folder)["counts"]
     assert counts["quarantined"] > 0, counts

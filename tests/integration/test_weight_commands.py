@@ -42,7 +42,7 @@ def listening(started: Started) -> str:
         found[:] = re.findall(r"http://127\.0\.0\.1:\d+(?=, cache)", started.output())
         return bool(found)
 
-    wait_until(said, "the relay", 120)
+    wait_until(said, "the relay", 600)
     return found[0]
 
 
@@ -59,7 +59,7 @@ async def _read(url: str, folder: RunFolder, cache: Path) -> bytes:
 def served(cli: Cli, folder: RunFolder) -> tuple[Started, str]:
     folder.forget_endpoint("weights")
     server = cli.start("weights", str(folder.root))
-    wait_until(lambda: folder.endpoint("weights"), "the weight server", 120)
+    wait_until(lambda: folder.endpoint("weights"), "the weight server", 600)
     return server, str(folder.endpoint("weights"))
 
 
@@ -74,7 +74,7 @@ def test_from_the_run_through_a_relay(cli: Cli, folder: RunFolder, monkeypatch: 
 
     for process in (server, relay):  # both end by a signal, and the relay has what it fetched
         process.process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 128 + signal.SIGTERM, process.output()
+        assert process.wait(120) == 128 + signal.SIGTERM, process.output()
     alone = cli.start("relay", "--upstream", url, "--cache", str(cli.cwd / "relay"), "--limit", "0.1")
     assert asyncio.run(_read(listening(alone), folder, cli.cwd / "b")) == DATA
     for process in cli.started:
@@ -84,7 +84,7 @@ def test_from_the_run_through_a_relay(cli: Cli, folder: RunFolder, monkeypatch: 
 def test_the_server_comes_back_where_it_was(cli: Cli, folder: RunFolder) -> None:
     server, url = served(cli, folder)
     server.process.kill()
-    server.process.wait(10)
+    server.process.wait(120)
     cli.start("weights", str(folder.root))
     assert asyncio.run(_until(lambda: _read(url, folder, cli.cwd / "a"))) == DATA
 

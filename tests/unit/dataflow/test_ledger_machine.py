@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, settings
 from ledger_machine import LedgerMachine
 
 from repetition import times
+from soak import repetitions
 
 
 def _settings(examples: int, steps: int) -> settings:
@@ -23,6 +24,6 @@ class TestLedgerMachine(LedgerMachine.TestCase):  # type: ignore[misc, name-defi
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.soak
 class TestLedgerMachineForLonger(LedgerMachine.TestCase):  # type: ignore[misc, name-defined]
-    settings = _settings(500, 50)
+    settings = _settings(repetitions(100, 500), 50)

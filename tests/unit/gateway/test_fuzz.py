@@ -23,6 +23,7 @@ from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.openapi import description
 from rillflow.types import Chunk, GenerateRequest
 from rillflow.wire import LoopThread
+from soak import repetitions
 
 LIMITS = GatewayConfig(body=1 << 16, messages=8, tools=4, choices=4, stops=4, tokens=4096)
 CHECKS = (
@@ -142,10 +143,10 @@ def test_requests_of_another_form(target: Target) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.soak
 @pytest.mark.parametrize("answered", [True, False])
 @pytest.mark.parametrize("mode", list(GenerationMode))
 def test_many_requests(target: Target, mode: GenerationMode, answered: bool) -> None:
-    seen = fuzz(target, 80, mode, answered=answered)
+    seen = fuzz(target, repetitions(20, 80), mode, answered=answered)
     if answered and mode is GenerationMode.POSITIVE:
         assert all(200 in seen["/s/{session}" + path] for path in CALLS), seen

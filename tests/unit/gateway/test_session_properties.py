@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from session_world import ENDS, FOLLOWS, RENDERERS, WORDS, Answering, Ask, Change, Move, World, check
 
 from repetition import times
+from soak import repetitions
 
 ANSWERING = st.builds(
     Answering,
@@ -51,8 +52,8 @@ def test_what_trains_is_what_was_sampled(template: str, moves: list[Move]) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-@settings(QUICK, max_examples=3000)
+@pytest.mark.soak
+@settings(QUICK, max_examples=repetitions(300, 3000))
 @given(TEMPLATE, MOVES)
 def test_what_trains_is_what_was_sampled_at_length(template: str, moves: list[Move]) -> None:
     play(template, moves)

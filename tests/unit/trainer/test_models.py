@@ -62,7 +62,6 @@ def test_layers_are_found_in_order(folder: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore")  # of the compiler's own
 def test_compiled_layers_give_the_same_for_any_length(folder: str) -> None:
     torch._dynamo.reset()

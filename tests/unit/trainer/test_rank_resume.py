@@ -13,7 +13,7 @@ from test_rank_runs import CALM, STEPS, Run, assert_same_curves, curve, started
 
 from rillflow.config import write_resolved
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.slow
 
 LIVES: list[dict[str, Any]] = [
     {"ranks": 4, "sharding": "fsdp", "steps": 3},

@@ -26,9 +26,10 @@ from rillflow.types import CommitBatch
 from rillflow.weights import FolderStore
 from rillflow.weights.signing import check, key_of
 from rillflow.wire import LoopThread
+from soak import SOAK, repetitions
 
 # Processes take long to load their libraries where there are more of them than cores.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 STEPS = 12
 # Adam divides by the size of a gradient: without a larger eps the rounding of tiny ones would grow with every step.
@@ -79,7 +80,7 @@ def started(tmp_path: Path, total: int, **trainer: Any) -> Iterator[Run]:
         yield Run(folder, peer, process)
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(120)
         thread.run(peer.stop(), 10)
         thread.close()
         peer.unit.close()
@@ -115,7 +116,10 @@ ALGORITHMS = {
     "ppo": {"algorithm": "ppo", "critic": {"lr": 2e-3}},
     "whitened": {"algorithm": "reinforce_plus_plus"},
     "updates": {"algorithm": "dapo", "updates": 2, "epochs": 2},
+    "whitened updates": {"algorithm": "reinforce_plus_plus", "updates": 2, "epochs": 2},
 }
+# Ranks of a run with a critic are in test_rank_resume, four ranks that share nothing below.
+CURVES = repetitions(["grpo", "whitened updates"], list(ALGORITHMS))
 
 
 VARIANTS: list[dict[str, Any]] = [
@@ -126,13 +130,14 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.soak
+@pytest.mark.parametrize("name", CURVES)
 def test_ranks_shards_and_micro_batches_give_the_same_curve(tmp_path: Path, name: str) -> None:
     algorithm: dict[str, Any] = ALGORITHMS[name]
     expected = curve(tmp_path / "one", micro_tokens=64, **algorithm)
     losses = [metrics["loss"] for metrics in expected[0]]
     assert len({round(loss, 7) for loss in losses}) == STEPS
-    for number, variant in enumerate(VARIANTS if name == "grpo" else VARIANTS[:1]):
+    for number, variant in enumerate(VARIANTS if SOAK and name == "grpo" else VARIANTS[:1]):
         assert_same_curves(curve(tmp_path / str(number), **algorithm, **variant), expected)
 
 
@@ -165,7 +170,7 @@ def wait_for(done: Callable[[], bool], run: Run, seconds: float = 300.0) -> None
         time.sleep(0.05)
 
 
-def gone(processes: list[psutil.Process], seconds: float = 10.0) -> bool:
+def gone(processes: list[psutil.Process], seconds: float = 60.0) -> bool:
     """Whether they have ended; nobody may be there to collect orphans."""
     deadline = time.monotonic() + seconds
     while any(map(alive, processes)) and time.monotonic() < deadline:
@@ -188,7 +193,7 @@ def test_a_killed_rank_takes_all_down_with_a_clear_log(tmp_path: Path, sharding:
         ranks = run.ranks()
         assert sorted(ranks) == [0, 1, 2]
         ranks[victim].kill()
-        assert run.ends(15.0) == 128 + signal.SIGKILL
+        assert run.ends(60.0) == 128 + signal.SIGKILL
         assert gone(list(ranks.values()))
         assert f"rank {victim} ended with code -9: all end, to begin anew" in run.log()
         assert "was left alone" in run.log(2)
@@ -224,7 +229,7 @@ def test_sigterm_to_the_launcher_leaves_a_checkpoint_to_go_on_from(tmp_path: Pat
         wait_for(lambda: len(run.peer.commits) >= 3, run)
         ranks = list(run.ranks().values())
         run.process.terminate()
-        assert run.ends(30.0) == STOPPED
+        assert run.ends(120.0) == STOPPED
         assert gone(ranks)
         done = run.peer.commits[-1].version
         assert Checkpoints(run.folder.checkpoints("p"), 2).versions() == [done]

@@ -19,11 +19,6 @@ PENS = Remembered("How many pens are in the red box?", ["search red pens"], "12"
 CATS = Remembered("Who painted the cat on the wall?", ["search painters"], "Ann")
 
 
-@pytest.fixture(autouse=True)
-def _qdrant() -> None:
-    pytest.importorskip("qdrant_client")
-
-
 @pytest.fixture(scope="module")
 def embedder() -> Embedder:
     return Embedder.load()

@@ -12,7 +12,8 @@ import pytest
 from bench.sandbox import bwrap_line
 from rillflow.agents.sandbox import Sandbox, SandboxConfig
 from rillflow.agents.sandbox.bubblewrap import base_python
-from tests.sandboxed import need_sandbox
+
+pytestmark = pytest.mark.needs("bubblewrap")
 
 
 def _linked(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -31,7 +32,6 @@ def _copied(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 @pytest.mark.parametrize("change", [_linked, _copied])
 def test_programs_run_with_any_interpreter(change, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    need_sandbox()
     expected = base_python()
     change(monkeypatch, tmp_path)
     assert base_python() == expected
@@ -42,7 +42,6 @@ def test_programs_run_with_any_interpreter(change, monkeypatch: pytest.MonkeyPat
 
 
 def test_plain_bubblewrap_shows_an_installation_below_tmp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    need_sandbox()
     program = tmp_path / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
     program.parent.mkdir()
     program.write_text("#!/bin/sh\necho ran\n")

@@ -13,6 +13,7 @@ from publishing_rank import EVERY, KEY, VERSIONS
 from rillflow.trainer.parallel.launch import launch
 from rillflow.weights import FolderStore
 from rillflow.weights.signing import check
+from soak import repetitions
 
 RANK = Path(__file__).with_name("publishing_rank.py")
 
@@ -22,8 +23,8 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.soak
+@pytest.mark.parametrize("ranks", repetitions([3], [2, 3, 4]))
 def test_shards_are_published_as_the_whole_is(tmp_path: Path, ranks: int) -> None:
     def command(rank: int, rendezvous: str) -> list[str]:
         return [sys.executable, str(RANK), str(rank), str(ranks), rendezvous, str(tmp_path)]

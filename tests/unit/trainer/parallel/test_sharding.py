@@ -15,13 +15,15 @@ from rillflow.errors import ConfigError
 from rillflow.trainer.parallel.launch import launch
 from rillflow.trainer.parallel.peers import Alone
 from rillflow.trainer.parallel.sharding import entered, shard, whole
+from soak import repetitions
 
 RANK = Path(__file__).with_name("sharded_rank.py")
 BF16 = "ignore:mkldnn_matmul failed:UserWarning"  # of a CPU that computes bf16 in software
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.soak
+@pytest.mark.parametrize("ranks", repetitions([3], [2, 3, 4]))
 def test_shards_compute_what_the_whole_does(tmp_path: Path, ranks: int) -> None:
     def command(rank: int, rendezvous: str) -> list[str]:
         return [sys.executable, "-W", "error", "-W", BF16, str(RANK), str(rank), str(ranks), rendezvous]
