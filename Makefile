@@ -9,7 +9,7 @@ WHOLE := -n 2 --dist worksteal
 BENCHES := engine wire dataflow two_policies data_algorithms gateway tree trainer catch_up pipeline elastic autoscaling endtoend scale sandbox structured solver_verifier agentflow
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-slow test-all test-agents test-oracle test-engines test-sglang lint format docs bench clean
+.PHONY: help setup check quickstart test coverage mutants test-slow test-all test-agents test-oracle test-engines test-sglang lint format docs bench clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -28,8 +28,22 @@ $(STAMP): pyproject.toml constraints.txt
 quickstart: setup  ## train the tiny policy on this machine, in about three minutes
 	$(BIN)/rillflow run quickstart
 
+check: setup  ## format, lint, types and the tests that your change touches
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/mypy
+	$(BIN)/python -m scripts.touched_tests --run
+
 test: setup  ## the plain tests, ten minutes on two cores
 	$(BIN)/python -m pytest $(PLAIN)
+
+coverage: setup  ## the plain tests with branch coverage of src, also in the processes that they start
+	$(BIN)/coverage erase
+	$(BIN)/python -m pytest $(PLAIN) --cov --cov-context=test --cov-report=
+	$(BIN)/coverage report | tail -n 1
+
+mutants: setup  ## do the tests notice small changes of src? 60 of them, with the tests of the last `make coverage`
+	$(BIN)/python -m scripts.mutants --json mutants.json $(if $(wildcard .coverage),--coverage .coverage)
 
 test-slow: setup  ## real training runs, killed processes, a Ray cluster: half an hour and more
 	$(BIN)/python -m pytest -m "slow or chaos" $(WHOLE) --durations=20

@@ -10,7 +10,7 @@ import hypothesis
 import pytest
 import torch
 
-pytest_plugins = ["commands", "needs", "pytester"]
+pytest_plugins = ["commands", "durations", "needs", "pytester"]
 
 torch.set_num_threads(1)
 
