@@ -14,7 +14,7 @@ REPEATED := $(sort $(shell grep -rlE --include='test_*.py' 'mark\.soak' tests))
 BENCHES := engine wire dataflow two_policies data_algorithms gateway tree trainer catch_up pipeline elastic autoscaling endtoend scale sandbox structured solver_verifier agentflow
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock quickstart test test-slow soak test-all test-agents test-oracle test-engines test-sglang test-newest lint format docs bench clean
+.PHONY: help setup check lock quickstart test coverage mutants test-slow soak test-all test-agents test-oracle test-engines test-sglang test-newest lint format docs bench clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -39,8 +39,22 @@ lock:  ## resolve all versions anew into requirements/
 quickstart: $(VENV)/.product  ## install Rillflow and train the tiny policy on this machine, in about three minutes
 	$(BIN)/rillflow run quickstart
 
+check: setup  ## format, lint, types and the tests that your change touches
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/mypy
+	$(BIN)/python -m scripts.touched_tests --run
+
 test: setup  ## the plain tests, five minutes on two cores
 	$(BIN)/python -m pytest $(PLAIN)
+
+coverage: setup  ## the plain tests with branch coverage of src, also in the processes that they start
+	$(BIN)/coverage erase
+	$(BIN)/python -m pytest $(PLAIN) --cov --cov-context=test --cov-report=
+	$(BIN)/coverage report | tail -n 1
+
+mutants: setup  ## do the tests notice small changes of src? 60 of them, with the tests of the last `make coverage`
+	$(BIN)/python -m scripts.mutants --json mutants.json $(if $(wildcard .coverage),--coverage .coverage)
 
 test-slow: setup  ## real training runs, killed processes, a Ray cluster: a quarter of an hour
 	$(BIN)/python -m pytest -m "slow or chaos" $(WHOLE) --durations=20 $(SLOW)

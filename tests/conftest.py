@@ -16,7 +16,7 @@ import pytest
 from repetition import PROFILE
 from scrubbing import scrub
 
-pytest_plugins = ["commands", "needs", "pytester"]
+pytest_plugins = ["commands", "durations", "needs", "pytester"]
 
 # Every worker imports the same modules, and so does every process that a test starts. Compile each of them once, also
 # on a machine that asks Python to write no bytecode.
