@@ -162,7 +162,9 @@ def end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         leader = psutil.Process(process.pid)
         family = [leader, *leader.children(recursive=True)]
-        os.killpg(process.pid, signal.SIGTERM)
+        for one in family:
+            with suppress(psutil.NoSuchProcess):
+                one.terminate()
         for one in psutil.wait_procs(family, timeout=GRACE)[1]:
             one.kill()
         process.wait(GRACE)
