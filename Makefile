@@ -6,7 +6,6 @@ STAMP := $(VENV)/.installed
 # Tests wait for each other's processes more than they compute; whole runs want a core each.
 PLAIN := -n 3 --dist worksteal
 WHOLE := -n 2 --dist worksteal
-BENCHES := engine wire dataflow two_policies data_algorithms gateway tree trainer catch_up pipeline elastic autoscaling endtoend scale sandbox structured solver_verifier agentflow
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart test test-slow test-all test-agents test-oracle test-engines test-sglang lint format docs bench clean
@@ -66,8 +65,8 @@ format: setup  ## put the code into shape
 docs: setup  ## serve the documentation on localhost
 	$(BIN)/mkdocs serve
 
-bench: setup  ## every performance claim, quickly
-	for name in $(BENCHES); do $(BIN)/python -m bench.$$name --quick --json - || exit 1; done
+bench: setup  ## every quick bench, with its peers' environments; ends with one table (`python -m bench --help`)
+	$(BIN)/python -m bench --quick
 
 clean:  ## remove the virtual environment and caches (never runs/)
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache site
