@@ -11,7 +11,6 @@ WHOLE := -n 3 --dist worksteal
 # Files with slow tests, and with tests that have a long form. No other file is imported to find them.
 SLOW := $(sort $(shell grep -rlE --include='test_*.py' 'mark\.(slow|chaos)' tests))
 REPEATED := $(sort $(shell grep -rlE --include='test_*.py' 'mark\.soak' tests))
-BENCHES := engine wire dataflow two_policies data_algorithms gateway tree trainer catch_up pipeline elastic autoscaling endtoend scale sandbox structured solver_verifier agentflow
 
 .DEFAULT_GOAL := help
 .PHONY: help setup check lock quickstart test coverage mutants test-slow soak test-all test-agents test-oracle test-engines test-sglang test-newest lint format docs bench clean
@@ -97,8 +96,8 @@ format: setup  ## put the code into shape
 docs: setup  ## serve the documentation on localhost
 	$(BIN)/mkdocs serve
 
-bench: setup  ## every performance claim, quickly
-	for name in $(BENCHES); do $(BIN)/python -m bench.$$name --quick --json - || exit 1; done
+bench: setup  ## every quick bench, with its peers' environments; ends with one table (`python -m bench --help`)
+	$(BIN)/python -m bench --quick
 
 clean:  ## remove the virtual environment and caches (never runs/)
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache site

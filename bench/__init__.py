@@ -1,1 +1,1 @@
-"""Every performance claim, measured side by side with its peer. Run as `python -m bench.NAME --quick --json -`."""
+"""Every performance claim, measured side by side with its peer. `python -m bench` runs them all."""

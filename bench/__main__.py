@@ -32,7 +32,7 @@ from rich.table import Table
 from bench.common import add_columns, cells, machine, versions, write_json
 from bench.registry import BENCHES, ENVIRONMENTS, ROOT, Bench, Environment
 
-LEAST_DEADLINE, WHOLE_DEADLINE, ENVIRONMENT_DEADLINE = 10.0, 240.0, 60.0  # minutes
+LEAST_DEADLINE, WHOLE_DEADLINE, ENVIRONMENT_DEADLINE = 20.0, 240.0, 60.0  # minutes
 PATIENCE = 10  # times a bench's usual minutes
 GRACE = 20.0  # seconds between SIGTERM and SIGKILL
 HEARTBEAT = 60.0  # seconds between two lines of progress where there is no terminal
@@ -162,7 +162,9 @@ def end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         leader = psutil.Process(process.pid)
         family = [leader, *leader.children(recursive=True)]
-        os.killpg(process.pid, signal.SIGTERM)
+        for one in family:
+            with suppress(psutil.NoSuchProcess):
+                one.terminate()
         for one in psutil.wait_procs(family, timeout=GRACE)[1]:
             one.kill()
         process.wait(GRACE)

@@ -111,7 +111,7 @@ def _rillflow(command: Sequence[str]) -> None:
 
 def main() -> None:
     arguments = parser(__doc__ or "")
-    arguments.add_argument("--seeds", type=int, default=3, help="how many seeds")
+    arguments.add_argument("--seeds", type=int, help="how many seeds; default 3, with --quick 1")
     arguments.add_argument("--keep", type=Path, help="folder in which the runs stay")
     given = arguments.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -120,7 +120,7 @@ def main() -> None:
         steps, collect = (QUICK, QUICK) if given.quick else (STEPS, COLLECT)
         bench = Bench(folder, steps=steps, collect=collect)
         found: dict[str, list[Outcome]] = {name: [] for name in (*ARMS, "collection")}
-        for seed in range(given.seeds):
+        for seed in range(given.seeds or (1 if given.quick else 3)):
             found["collection"].append(bench.collection(seed))
             for name in ARMS:
                 found[name].append(bench.arm(name, seed))

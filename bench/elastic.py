@@ -119,7 +119,9 @@ class Run:
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"waited {seconds:.0f} s for {what}: see {self.folder.root / 'logs'}")
+                for log in sorted((self.folder.root / "logs").iterdir()):
+                    print(f"--- {log.name}\n{log.read_text()[-1000:]}", file=sys.stderr)
+                raise TimeoutError(f"waited {seconds:.0f} s for {what}")
             time.sleep(0.1)
 
     # ------------------------------------------------------------ the service

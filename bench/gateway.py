@@ -38,6 +38,7 @@ from rillflow.gateway import Renderer
 
 TOKENS, PARTS, TURNS = 32, 4, 8
 AGENTS = (1, 64, 512)
+START_DEADLINE = 300  # seconds; the proxy starts in 10 on two quiet cores
 DEFAULT_PEER = Path(".venv-litellm")
 CONFIG = """\
 model_list:
@@ -116,7 +117,7 @@ def litellm(folder: Path, upstream: int) -> Iterator[int | None]:
         environment = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_MASTER_KEY": PEER_KEY}
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=name)
         try:
-            _wait_for(f"http://127.0.0.1:{port}/health/liveliness", process)
+            _wait_for(f"http://127.0.0.1:{port}/health/liveliness", process, Path(name) / "log")
             yield port
         finally:
             process.terminate()
@@ -131,15 +132,15 @@ def _free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def _wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 120
+def _wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_DEADLINE
     while time.monotonic() < deadline and process.poll() is None:
         try:
             with urllib.request.urlopen(url, timeout=5):
                 return
         except (urllib.error.URLError, OSError):
             time.sleep(0.5)
-    raise RuntimeError(f"{url} did not come up")
+    raise RuntimeError(f"{url} did not answer within {START_DEADLINE} s; LiteLLM said:\n{log.read_text()[-2000:]}")
 
 
 class Comparison:

@@ -125,5 +125,5 @@ BENCHES: dict[str, Bench] = {
     "agentflow": Bench(1),
     "agents_gpu": Bench(10, needs=(gpu, partial(packages, "vllm"))),
     "async_gpu": Bench(10, needs=(gpu, partial(packages, "vllm", "trl"))),
-    "weights_gpu": Bench(5, needs=(gpu,)),
+    "weights_gpu": Bench(5, needs=(gpu, partial(packages, "triton"))),
 }

@@ -1,8 +1,8 @@
 """Deltas of weights: how small they are and how fast they are made and applied, beside the formats of others.
 
-The versions are real (`bench.weights_train`): consecutive ones of SmolLM2-135M, trained with the trainer's AdamW; the
-first run trains them, a quarter of an hour on two cores, and keeps them in the folder `--pairs`. Every format gives the
-new version back, bit for bit (checked), before it is measured.
+The versions are real (`bench.weights_train`): consecutive ones of SmolLM2-135M, trained with the trainer's AdamW. The
+first run trains them and keeps them in the folder `--pairs`; --quick trains with one of the three learning rates. Every
+format gives the new version back, bit for bit (checked), before it is measured.
 
 * conditioned bound: the entropy of positions and changes given the exponents of the old weights, with the frequencies
   of the model as a whole. What it takes to tell the frequencies counts nothing.
@@ -334,16 +334,16 @@ def main() -> None:
     arguments.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what they are trained on")
     options = arguments.parse_args()
     folder = Folder(options.pairs.expanduser(), options.device)
-    for rate in RATES:
+    rates = RATES[:1] if options.quick else RATES
+    for rate in rates:
         folder.make(rate)
     torch.set_num_threads(1)
     report = Report("weights")
     repeats = 3 if options.quick else 7
-    for rate in RATES:
+    for rate in rates:
         case = version(*folder.pair(rate, WARM + 1))
         sizes(report, rate, case)
-        if rate == RATES[0] or not options.quick:
-            speeds(report, rate, Bench(case), repeats)
+        speeds(report, rate, Bench(case), repeats)
         if rate == RATES[0]:
             growth(report, Bench(case), repeats)
     other(report, f"lr {RATES[0]:g}, the first step", *folder.pair(RATES[0], 1))

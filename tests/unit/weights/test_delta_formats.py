@@ -127,7 +127,7 @@ def test_versions_are_trained_once_and_kept(tmp_path, monkeypatch):
     monkeypatch.setitem(weights_train.SHAPES, "1.7b", weights_train.SHAPES["tiny"])
     monkeypatch.setattr(weights_train, "_package", lambda: tmp_path / "model.gguf")
     monkeypatch.setattr(weights_train, "_smollm", lambda file: weights_train._random("cpu"))
-    monkeypatch.setattr(weights_train, "_questions", lambda file, device: weights_train._noise(2048, "cpu"))
+    monkeypatch.setattr(weights_train, "_text", lambda file, device: weights_train._noise(2048, "cpu"))
     monkeypatch.setattr(weights_train, "TOKENS", 4)
     folder = weights_train.Folder(tmp_path, "cpu")
     old, new = folder.pair(1e-6, weights_train.WARM + 1)
