@@ -18,7 +18,9 @@ from rillflow.runtime.process import GIVE_UP
 from rillflow.runtime.supervisor import ProcessSpec, Supervised, Supervisor
 
 SLEEPER = "import time; time.sleep(600)"
-STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+)
 PARENT = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', %r]); time.sleep(600)" % SLEEPER  # noqa: UP031
 
 
