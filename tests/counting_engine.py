@@ -126,7 +126,7 @@ class CountingEngine:
         return Chunk(tokens=[token], logprobs=[-1.0], raw_logprobs=[-1.0], version=self.version, finish=finish)
 
 
-async def until(condition: Any, seconds: float = 20.0) -> None:
+async def until(condition: Any, seconds: float = 60.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - what is waited for is a state, not an event
             await asyncio.sleep(0.001)

@@ -21,9 +21,11 @@ T = TypeVar("T")
 _TRIES = 3
 
 
-def as_peers(ranks: int, work: Callable[[Distributed], T], *, seconds: float = 20.0) -> list[T]:
+def as_peers(ranks: int, work: Callable[[Distributed], T], *, seconds: float = 60.0) -> list[T]:
     """What `work` gives on each rank. The first error of a rank is raised once all have ended."""
-    groups = _groups(ranks, seconds)
+    groups = _groups(ranks)
+    for group in groups:
+        group._set_default_timeout(timedelta(seconds=seconds))
     with ThreadPoolExecutor(ranks) as pool:
         running = [
             pool.submit(lambda rank: work(Distributed(rank, ranks, groups[rank])), rank) for rank in range(ranks)
@@ -31,13 +33,13 @@ def as_peers(ranks: int, work: Callable[[Distributed], T], *, seconds: float = 2
     return [future.result() for future in running]
 
 
-def _groups(ranks: int, seconds: float, tries: int = _TRIES) -> list[ProcessGroupGloo]:
+def _groups(ranks: int, tries: int = _TRIES) -> list[ProcessGroupGloo]:
     store = HashStore()
 
     def join(rank: int) -> ProcessGroupGloo:
         options = ProcessGroupGloo._Options()
         options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        options._timeout = timedelta(seconds=seconds)
+        options._timeout = timedelta(seconds=60.0)
         return ProcessGroupGloo(store, rank, ranks, options)
 
     with ThreadPoolExecutor(ranks) as pool:
@@ -47,4 +49,4 @@ def _groups(ranks: int, seconds: float, tries: int = _TRIES) -> list[ProcessGrou
     except RuntimeError as error:
         if tries == 1 or "connectFullMesh" not in str(error):
             raise
-    return _groups(ranks, seconds, tries - 1)
+    return _groups(ranks, tries - 1)

@@ -147,7 +147,7 @@ def alive(pid: int) -> bool:
 
 
 async def written(path: Path) -> int:
-    await asyncio.to_thread(wait_until, lambda: path.is_file() and path.read_text(), "the child", 20)
+    await asyncio.to_thread(wait_until, lambda: path.is_file() and path.read_text(), "the child", 60)
     return int(path.read_text())
 
 
@@ -160,21 +160,21 @@ async def test_a_cancelled_episode_takes_its_whole_group_along(world: World, tmp
     playing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await playing
-    await asyncio.to_thread(wait_until, lambda: not alive(child) and not alive(parent), "the group's end", 10)
+    await asyncio.to_thread(wait_until, lambda: not alive(child) and not alive(parent), "the group's end", 60)
     assert not world.left_over
 
 
 async def test_children_that_outlive_the_program_are_killed(world: World, tmp_path: Path) -> None:
     note = tmp_path / "pid"
-    await asyncio.wait_for(world.agent(SPAWNS.format(note=str(note)))(episode()), 20)
-    await asyncio.to_thread(wait_until, lambda: not alive(int(note.read_text())), "the child's end", 10)
+    await asyncio.wait_for(world.agent(SPAWNS.format(note=str(note)))(episode()), 60)
+    await asyncio.to_thread(wait_until, lambda: not alive(int(note.read_text())), "the child's end", 60)
 
 
 async def test_a_child_that_left_the_group_holds_nobody_up(world: World, tmp_path: Path) -> None:
     """It is not ours to kill, as the documentation says, but the pipe that it holds is not waited for."""
     note = tmp_path / "pid"
     code = SPAWNS.format(note=str(note)).replace("600)'])", "600)'], start_new_session=True)")
-    await asyncio.wait_for(world.agent(code)(episode()), 20)
+    await asyncio.wait_for(world.agent(code)(episode()), 60)
     psutil.Process(int(note.read_text())).kill()
 
 
@@ -196,13 +196,13 @@ def test_the_program_dies_with_the_node(world: World, tmp_path: Path) -> None:
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {tests!r})\n{code}", here, command, str(tmp_path / "n")]
     )
     try:
-        wait_until(lambda: note.is_file() and note.read_text(), "the child", 30)
+        wait_until(lambda: note.is_file() and note.read_text(), "the child", 60)
         child = int(note.read_text())
         assert alive(child)
     finally:
         node.kill()
         node.wait(60)
-    wait_until(lambda: not alive(child), "the child's end", 10)
+    wait_until(lambda: not alive(child), "the child's end", 60)
 
 
 def test_a_reaper_that_was_killed_is_replaced() -> None:
@@ -260,7 +260,7 @@ async def test_an_answer_that_is_no_file_is_none(world: World, made: str) -> Non
         for pipe in helped:
             os.close(os.open(pipe, os.O_RDWR))
 
-    help_later = threading.Timer(20.0, help_out)  # a node that hangs fails this test, and holds no other up
+    help_later = threading.Timer(60.0, help_out)  # a node that hangs fails this test, and holds no other up
     help_later.start()
     left = await agent(episode())
     help_later.cancel()
@@ -314,4 +314,4 @@ async def test_a_program_that_cannot_be_watched_over_is_killed(
     monkeypatch.setattr(Reaper, "watch", fails)
     with pytest.raises(OSError, match="Too many"):
         await agent(episode())
-    await asyncio.to_thread(wait_until, lambda: not psutil.pid_exists(started[0]), "its end", 20.0)
+    await asyncio.to_thread(wait_until, lambda: not psutil.pid_exists(started[0]), "its end", 60)

@@ -282,7 +282,7 @@ async def test_closing_while_puts_are_under_way(few, monkeypatch):
 
     monkeypatch.setattr(LocalWriter, "put", put)
     putting = asyncio.create_task(writer.put([row(3)]))
-    assert await asyncio.to_thread(came.wait, 10)
+    assert await asyncio.to_thread(came.wait, 60)
     closing = asyncio.create_task(writer.close())
     await asyncio.sleep(0.05)
     with pytest.raises(WireError, match="closed"):

@@ -29,12 +29,12 @@ class World:
     def __init__(self, **settings: Any) -> None:
         self.engine = CountingEngine(**settings)
         self.host = EngineHost("e", {"p": self.engine})
-        self.service = EngineService(self.host, TOKEN, idle=0.05)
+        self.service = EngineService(self.host, TOKEN, idle=0.02)
         self.remote: RemoteEngine
 
     async def start(self) -> None:
         self.url = await self.service.start()
-        self.remote = RemoteEngine("e", self.url, TOKEN, stall=0.5, connect=0.5)
+        self.remote = RemoteEngine("e", self.url, TOKEN, stall=20)
 
     async def stop(self) -> None:
         await self.remote.close()
@@ -103,7 +103,8 @@ async def test_closing_the_stream_aborts_the_request(slow: World) -> None:
 async def test_a_held_engine_is_silent_and_alive(slow: World) -> None:
     """Longer than the stall deadline: signs of life come all the time."""
     chunks: list[Chunk] = []
-    task = asyncio.create_task(collect(slow.remote, request(), chunks))
+    impatient = RemoteEngine("e", slow.url, TOKEN, stall=0.5)  # 25 times the pause between two signs
+    task = asyncio.create_task(collect(impatient, request(), chunks))
     slow.engine.give(2)
     await until(lambda: len(chunks) == 2)
     info = await slow.remote.hold("weights")
@@ -113,6 +114,7 @@ async def test_a_held_engine_is_silent_and_alive(slow: World) -> None:
     assert len(chunks) == 2
     await slow.remote.release("weights")
     await task
+    await impatient.close()
     assert tokens(chunks) == expected(request())
 
 
@@ -213,7 +215,7 @@ async def test_odd_answers_are_a_lost_engine(answer: bytes | None) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n")
         if answer is None:
-            await asyncio.sleep(1.0)
+            await reader.read()  # until the client has gone
         else:
             writer.write(answer)
         writer.close()

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from counting_engine import until
 from rillflow.engine.servers.process import ServerProcess, free_port
 
@@ -74,8 +76,10 @@ async def test_stopping_takes_its_children_along(tmp_path: Path) -> None:
     assert not _lives(child), "what it held is free for the next one"
 
 
-async def test_it_may_end_its_children_itself(tmp_path: Path) -> None:
+async def test_it_may_end_its_children_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They have memory of the machine to give back, which a signal of ours would keep them from."""
+    for name in ("_GENTLE_SECONDS", "_ORPHANS_SECONDS"):  # the child may still be starting
+        monkeypatch.setattr(f"rillflow.engine.servers.process.{name}", 60.0)
     log = tmp_path / "server.log"
     process = ServerProcess([sys.executable, "-c", _TIDY], environment=dict(os.environ), log=log)
     await process.start()

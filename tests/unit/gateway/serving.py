@@ -84,7 +84,7 @@ async def served(
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(1000):
+    for _ in range(12_000):
         if condition():
             return
         await asyncio.sleep(0.005)

@@ -25,7 +25,7 @@ def info(name: str, url: str = "http://127.0.0.1:1", version: int = 0, **known: 
 
 
 def open_engine(one: EngineInfo) -> RemoteEngine:
-    engine = RemoteEngine(one.name, one.url, TOKEN, stall=0.5, connect=0.5)
+    engine = RemoteEngine(one.name, one.url, TOKEN, stall=20, connect=20)
     engine.hear(one)
     return engine
 

@@ -31,7 +31,7 @@ class Agent:
 
         self.bench = bench
         self.client = anthropic.AsyncAnthropic(
-            base_url=anthropic_url(bench.url, "s1"), api_key=bench.key, max_retries=0, timeout=10
+            base_url=anthropic_url(bench.url, "s1"), api_key=bench.key, max_retries=0, timeout=60
         )
 
     async def ask(self, *messages: Any, **arguments: Any) -> Any:

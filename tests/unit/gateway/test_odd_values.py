@@ -97,15 +97,14 @@ class SlowToClose:
     context = 4096
 
     def __init__(self) -> None:
-        self.closing = asyncio.Event()
+        self.may_close = asyncio.Event()
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         renderer = make_renderer()
         try:
             yield chunk([*renderer.encode("hello"), renderer.stop_tokens[0]], finish="stop")
         finally:
-            self.closing.set()
-            await asyncio.sleep(0.2)
+            await asyncio.wait_for(self.may_close.wait(), 60)
 
 
 @pytest.mark.parametrize("leaves", ["connection", "session"])
@@ -113,7 +112,8 @@ class SlowToClose:
 async def test_an_answer_whose_end_was_seen_is_trained_whoever_goes_then(leaves: str, choices: int) -> None:
     async with served() as gateway:
         policies, sessions = gateway.gateway._policies, gateway.gateway.sessions
-        policies["policy"] = policies["policy"]._replace(engine=SlowToClose())
+        engine = SlowToClose()
+        policies["policy"] = policies["policy"]._replace(engine=engine)
         session = sessions.get("s1")
         async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=gateway.key, max_retries=0) as client:
             stream = await client.chat.completions.create(
@@ -130,6 +130,7 @@ async def test_an_answer_whose_end_was_seen_is_trained_whoever_goes_then(leaves:
                 await until(lambda: not session.at_work)
             record = sessions.close("s1")
             await stream.close()
+        engine.may_close.set()
         assert len(record.samples("policy")) == choices
         await until(lambda: not session.at_work)
         assert len(record.samples("policy")) == choices

@@ -39,7 +39,7 @@ class Talker:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(1000):
+    for _ in range(12_000):
         if condition():
             return
         await asyncio.sleep(0.005)

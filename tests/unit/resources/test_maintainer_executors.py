@@ -81,7 +81,7 @@ async def test_a_start_that_never_came_to_a_process_does_not_run(root: Path) -> 
 
 @pytest.fixture
 def stranger() -> Iterator[psutil.Popen]:
-    process = psutil.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    process = psutil.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
     yield process
     process.kill()
     process.wait()
@@ -147,7 +147,7 @@ def scheduler(tmp_path: Path) -> Iterator[str]:
             os.kill(int(job.read_text()), signal.SIGKILL)
 
 
-def by_command(root: Path, scheduler: str, *, alive: bool = True, deadline: float = 10.0) -> CommandExecutor:
+def by_command(root: Path, scheduler: str, *, alive: bool = True, deadline: float = 60.0) -> CommandExecutor:
     return CommandExecutor(
         root,
         start=f"{scheduler} submit {{node}} rollout --join {{url}} --name {{node}} --token-file {{token_file}}",
@@ -181,7 +181,7 @@ async def test_a_job_that_has_died_does_not_run_and_is_passed_over(root: Path, s
 
 
 async def wait_for_death(executor: CommandExecutor) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while (await executor.nodes())["auto-0"]:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.05)
@@ -199,7 +199,7 @@ async def test_without_a_command_for_it_a_node_counts_as_running_until_it_is_sto
 
 async def test_a_command_that_fails_says_so_and_the_node_stays_known(root: Path) -> None:
     executor = CommandExecutor(
-        root, start="echo no room >&2; exit 7", stop="exit 1", alive=None, url="u", token_file=root, deadline=5.0
+        root, start="echo no room >&2; exit 7", stop="exit 1", alive=None, url="u", token_file=root, deadline=60.0
     )
     with pytest.raises(RunError, match="code 7: no room"):
         await executor.start("auto-0")
@@ -210,11 +210,11 @@ async def test_a_command_that_fails_says_so_and_the_node_stays_known(root: Path)
 
 async def test_a_command_that_hangs_is_ended_with_all_that_it_started(root: Path) -> None:
     start = f"sleep 600 & echo $! > '{root}/child'; wait"
-    executor = CommandExecutor(root, start=start, stop="true", alive=None, url="u", token_file=root, deadline=0.5)
+    executor = CommandExecutor(root, start=start, stop="true", alive=None, url="u", token_file=root, deadline=1.0)
     with pytest.raises(RunError, match="still running"):
         await executor.start("auto-0")
     child = int((root / "child").read_text())
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.05)

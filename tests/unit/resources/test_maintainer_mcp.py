@@ -47,7 +47,7 @@ async def served(maintainer: Maintainer) -> AsyncIterator[str]:
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     serving = asyncio.create_task(serve_http(maintainer, TOKEN, 0, ready.set_result))
     try:
-        yield await asyncio.wait_for(ready, 20)
+        yield await asyncio.wait_for(ready, 60)
     finally:
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
@@ -68,7 +68,7 @@ async def failing(client: Client, tool: str, **arguments: Any) -> str:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 

@@ -32,7 +32,7 @@ def started(script: str, **environment: str) -> ScriptHost:
 
 
 def ended(host: RoleHost) -> int:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while host.running():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -60,21 +60,21 @@ def test_the_environment_is_added_to_and_names_the_parent() -> None:
 
 
 def test_a_signal_reaches_what_the_process_has_started() -> None:
-    script = "import subprocess, sys; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); p.wait()"
+    script = "import subprocess, sys; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); p.wait()"
     host = started(script)
     while not host.tail().endswith("\n"):
         time.sleep(0.02)
     host.signal(signal.SIGKILL)
     assert ended(host) == -signal.SIGKILL
     child = int(host.tail())
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().split()[2]:
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
 def test_one_at_a_time() -> None:
-    host = started("import time; time.sleep(60)")
+    host = started("import time; time.sleep(600)")
     with pytest.raises(RunError, match="runs here already"):
         host.start(json.dumps({"arguments": ["pass"], "environment": {}, "cwd": ""}))
     folder = Path(host.folder())

@@ -93,7 +93,7 @@ def test_training_goes_on_while_a_version_is_written(tmp_path: Path) -> None:
 
 
 def wait_for(condition: Any) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)

@@ -57,4 +57,5 @@ def test_a_batch_that_takes_long_to_answer_is_waited_for(thread: LoopThread, mon
     service = Slow(0.3)
     stream = stream_to(service, thread)
     assert asks_until_answered(stream, service) > 1
+    service.seconds = 0.1  # more than it waits at first, much less than it has seen
     assert asks_until_answered(stream, service) == 1, "it knows by now how long that takes"

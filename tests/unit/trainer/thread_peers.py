@@ -57,7 +57,7 @@ class ThreadPeers:
 def in_ranks(size: int, work: Callable[[ThreadPeers], T]) -> list[T]:
     """What each rank's `work` returns; the first error of one of them."""
     said: list[Any] = [None] * size
-    barrier = threading.Barrier(size, timeout=30)
+    barrier = threading.Barrier(size, timeout=120)
 
     def run(rank: int) -> T:
         try:

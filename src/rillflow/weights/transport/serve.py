@@ -149,7 +149,7 @@ class FilePart(Response):
             await asyncio.wait({sending, watching}, return_when=asyncio.FIRST_COMPLETED)
             if sending.done() and (error := sending.exception()) is not None:
                 # The reader must see that this is not the end of the file, at once.
-                log.warning("a transfer broke off: %s", error or "the reader takes nothing")
+                log.warning("a transfer broke off: %s", str(error) or "the reader takes nothing")
                 scope["extensions"]["rillflow"]["hang_up"]()
         finally:
             sending.cancel()

@@ -68,7 +68,7 @@ async def test_a_busy_sandbox_is_not_told_to_the_model() -> None:
         said, raised = sorted(
             await asyncio.gather(*both, return_exceptions=True), key=lambda one: not isinstance(one, str)
         )
-        assert said == "error: the program took too long"
+        assert said in {"error: the program took too long", "error: python took longer than 4 s"}
         assert isinstance(raised, SandboxError)
         assert "no turn" in raised.message
     finally:

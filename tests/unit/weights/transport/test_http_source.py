@@ -284,7 +284,7 @@ async def test_dripping_for_ever_ends_with_an_error(reader: Reader, url: str) ->
         source = reader(middle, stall=0.1, patience=0.5)
         with pytest.raises(Unavailable, match="what has come is kept"):
             await source.file(7, NAME)
-        seen.behave = well
+        seen.behave, source._patience = well, 20.0
         assert (await source.file(7, NAME)).read_bytes() == DATA
 
 

@@ -126,13 +126,16 @@ async def test_where_readers_wait_is_fetched_first(tmp_path: Path, monkeypatch: 
     async with (
         served(tmp_path / "weights") as origin,
         between(origin, slowly) as (upstream, seen),
-        relayed(upstream, tmp_path / "relay") as (url, _),
+        relayed(upstream, tmp_path / "relay") as (url, shelf),
         client(url) as http,
     ):
         whole = asyncio.create_task(_get(http, PATH))
         await seen.asked.wait()
         last = asyncio.create_task(_get(http, PATH, f"bytes={SIZE - 1000}-"))
-        await asyncio.sleep(0.2)
+        (flight,) = shelf._flights.values()
+        async with asyncio.timeout(60):
+            while SIZE - 1000 not in flight.download._wanted:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         wanted.set()
         assert await last == DATA[-1000:]
         assert await whole == DATA

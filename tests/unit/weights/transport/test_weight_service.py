@@ -181,14 +181,16 @@ async def test_a_version_that_is_removed_is_read_to_its_end(tmp_path: Path, http
 
 
 async def test_a_reader_that_takes_nothing_is_cut_off(
-    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     publish(tmp_path / "weights", 8, {"model.bin": bytes(64 << 20)})
     monkeypatch.setattr(serve, "SEND_SECONDS", 0.2)
     async with connected(url) as line:
         auth = f"host: x\r\nauthorization: {BEARER['authorization']}"
         line.send(f"GET /weights/{POLICY}/8/model.bin HTTP/1.1\r\n{auth}\r\n\r\n".encode())
-        await asyncio.sleep(1.5)
+        async with asyncio.timeout(60):
+            while "the reader takes nothing" not in caplog.text:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
         assert len(await line.all()) < 64 << 20
 
 
