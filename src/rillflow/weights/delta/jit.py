@@ -2,13 +2,13 @@
 
 numba checks only the file of a function for changes, not those of the functions compiled into it, so here the kept
 code is valid only for this very state of all files of its folder, of the one above it and of this one. Nothing is kept
-where nothing can be written.
+where nothing can be written. One process of a machine compiles a function; the others wait for it and load the result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -16,7 +16,11 @@ from typing import Any, TypeVar, cast
 import numba
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 
+from rillflow.errors import StorageError
+from rillflow.storage.locks import LockHeld, locked
+
 F = TypeVar("F", bound=Callable[..., Any])
+_PATIENCE = 120.0  # seconds to wait for another process; then this one compiles the function too
 _LOOSE = {"contract", "reassoc", "nsz", "arcp"}
 
 
@@ -33,6 +37,32 @@ class _Kept(FunctionCache):
         state = _state(Path(function.__code__.co_filename).parent)
         base = self._impl.filename_base
         self._cache_file = IndexDataCacheFile(self._cache_path, base, state)  # type: ignore[no-untyped-call]
+        self._lock_file = Path(self._cache_path) / f"{base}.lock"
+        self._held: ExitStack | None = None
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Return the kept code, or None with the lock held: the caller compiles the function and saves it."""
+        found = super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+        if found is not None or self._held is not None:
+            return found
+        self._held = ExitStack()
+        with suppress(LockHeld, StorageError):
+            self._held.enter_context(locked(self._lock_file, _PATIENCE))
+        found = super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+        if found is not None:
+            self._let_go()
+        return found
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            super().save_overload(sig, data)  # type: ignore[no-untyped-call]
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self._held is not None:
+            self._held.close()
+            self._held = None
 
 
 def compiled(function: F) -> F:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from numba import types
 from numba.extending import is_jitted
 
+from rillflow.storage.locks import locked
 from rillflow.weights.delta import decode, encode, jit
 from rillflow.weights.delta.ahead import Ahead
 from rillflow.weights.delta.cpu import classes, reading, subsets, union, words, writing
@@ -51,6 +54,25 @@ def test_a_change_of_another_file_of_the_folder_counts(tmp_path: Path, monkeypat
     assert sum(kernel.stats.cache_hits.values()) == 1
     (tmp_path / "kernel_part.py").write_text(PART.format(20))
     assert fresh(tmp_path)(1) == 21
+
+
+def test_one_process_compiles_and_the_others_load_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "kernel_whole.py").write_text(KERNEL)
+    (tmp_path / "kernel_part.py").write_text(PART.format(1))
+    with ThreadPoolExecutor(1) as others:
+        first = fresh(tmp_path)
+        cache, context = first._cache, first.targetctx
+        signature = (types.int64,)
+        assert cache.load_overload(signature, context) is None, "it must be compiled"
+        waiting = others.submit(fresh(tmp_path)._cache.load_overload, signature, context)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.3)
+        first.compile(signature)
+        assert waiting.result(60) is not None
+    monkeypatch.setattr(jit, "_PATIENCE", 0.1)
+    with locked(cache._lock_file):
+        assert fresh(tmp_path)(1.0) == 2.0, "a lock that nobody lets go of holds up nobody for long"
 
 
 def test_what_encodes_is_compiled_ahead() -> None:
