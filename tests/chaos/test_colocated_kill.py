@@ -12,6 +12,7 @@ STEPS = 10
 RUN = [
     f"trainer.steps={STEPS}",
     "trainer.batch_groups=2",
+    "dataflow.group_size=4",
     "trainer.checkpoint_every=2",
     "dataflow.node_timeout=4",
     "dataflow.staleness=1",

@@ -19,6 +19,7 @@ FROZEN = 20.0
 RUN = [
     "trainer.steps=1000",
     "trainer.batch_groups=2",
+    "dataflow.group_size=4",
     "trainer.checkpoint_every=100",
     "dataflow.node_timeout=4",
     "dataflow.task_lease=8",

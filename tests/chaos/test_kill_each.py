@@ -14,6 +14,7 @@ STEPS = 24  # more than are made while eight processes are ended and started aga
 RUN = [
     f"trainer.steps={STEPS}",
     "trainer.batch_groups=2",
+    "dataflow.group_size=4",
     "trainer.checkpoint_every=3",
     "dataflow.node_timeout=4",
     "data.heldout.arguments={split: heldout, count: 8, seed: 2}",

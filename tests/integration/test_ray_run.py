@@ -97,13 +97,13 @@ def test_maintainers_find_their_nodes_and_a_stopped_run_leaves_nothing(cli: Cli,
 def test_a_node_is_lost_and_one_added_during_a_run(cli: Cli, cluster: Nodes) -> None:
     """At first there is room for one node and the trainer, then for all; then where they were goes down."""
     cluster.add("first", rollout=1, train=1)
-    run = start(cli, cluster, "trainer.steps=8", "rollout.nodes=2")
+    run = start(cli, cluster, "trainer.steps=14", "rollout.nodes=2")
     wait_until(lambda: steps_of(run.folder) >= 3, "three steps", 600)
     assert len(nodes_of(run.folder)) == 1
     cluster.add("second", rollout=2, train=1)
     wait_until(lambda: len(nodes_of(run.folder)) == 2, "the node that waited for room", 600)
     cluster.remove("first")
-    check_end(cli, run, steps=8)
+    check_end(cli, run, steps=14)
     assert "a node it was on has gone: placing it again" in run.output()
     assert "waits for room" in run.output()
     cluster.remove("second")

@@ -12,15 +12,22 @@ import pytest
 from test_rank_runs import CALM, STEPS, Run, assert_same_curves, curve, started
 
 from rillflow.config import write_resolved
+from soak import repetitions
 
 pytestmark = pytest.mark.slow
 
-LIVES: list[dict[str, Any]] = [
+SHORT: list[dict[str, Any]] = [
+    {"ranks": 4, "sharding": "fsdp", "steps": 4},
+    {"ranks": 2, "sharding": "none", "steps": 8},
+    {"ranks": 1, "sharding": "none", "steps": STEPS},
+]
+LONG: list[dict[str, Any]] = [
     {"ranks": 4, "sharding": "fsdp", "steps": 3},
     {"ranks": 2, "sharding": "fsdp", "steps": 6},
     {"ranks": 4, "sharding": "none", "steps": 9},
     {"ranks": 1, "sharding": "none", "steps": STEPS},
 ]
+LIVES = repetitions(SHORT, LONG)
 
 
 def go_on(run: Run, **trainer: Any) -> None:
@@ -35,6 +42,7 @@ def go_on(run: Run, **trainer: Any) -> None:
     assert code.returncode == 0, run.log()
 
 
+@pytest.mark.soak
 def test_four_ranks_then_two_then_one(tmp_path: Path) -> None:
     """With a critic, whose state is in the checkpoints, too."""
     ppo: dict[str, Any] = {"algorithm": "ppo", "critic": {"lr": 2e-3}, "checkpoint_every": 2}

@@ -26,7 +26,7 @@ from rillflow.types import CommitBatch
 from rillflow.weights import FolderStore
 from rillflow.weights.signing import check, key_of
 from rillflow.wire import LoopThread
-from soak import SOAK, repetitions
+from soak import repetitions
 
 # Processes take long to load their libraries where there are more of them than cores.
 pytestmark = pytest.mark.slow
@@ -118,7 +118,7 @@ ALGORITHMS = {
     "updates": {"algorithm": "dapo", "updates": 2, "epochs": 2},
     "whitened updates": {"algorithm": "reinforce_plus_plus", "updates": 2, "epochs": 2},
 }
-# Ranks of a run with a critic are in test_rank_resume, four ranks that share nothing below.
+# A run with a critic is in test_rank_resume.
 CURVES = repetitions(["grpo", "whitened updates"], list(ALGORITHMS))
 
 
@@ -137,7 +137,7 @@ def test_ranks_shards_and_micro_batches_give_the_same_curve(tmp_path: Path, name
     expected = curve(tmp_path / "one", micro_tokens=64, **algorithm)
     losses = [metrics["loss"] for metrics in expected[0]]
     assert len({round(loss, 7) for loss in losses}) == STEPS
-    for number, variant in enumerate(VARIANTS if SOAK and name == "grpo" else VARIANTS[:1]):
+    for number, variant in enumerate(VARIANTS[: repetitions(2, 4)] if name == "grpo" else VARIANTS[:1]):
         assert_same_curves(curve(tmp_path / str(number), **algorithm, **variant), expected)
 
 
@@ -154,10 +154,11 @@ def test_ranks_of_a_sharded_model_publish_deltas(tmp_path: Path) -> None:
         assert all(torch.equal(pulled[name], tensor.bfloat16()) for name, tensor in masters.items())
 
 
+@pytest.mark.soak
 def test_parts_leave_ranks_without_rows_and_train_the_same(tmp_path: Path) -> None:
     """Parts of one group of four rows among four ranks, and micro-batches of a row."""
     expected = curve(tmp_path / "one", stream_groups=1)
-    for number, sharding in enumerate(("none", "fsdp")):
+    for number, sharding in enumerate(repetitions(("fsdp",), ("none", "fsdp"))):
         got = curve(tmp_path / str(number), ranks=4, stream_groups=1, micro_tokens=8, sharding=sharding)
         assert_same_curves(got, expected)
 
