@@ -25,7 +25,7 @@ from rillflow.runtime.maintaining import end_nodes
 from rillflow.runtime.process import STOP_SIGNALS, bind_host, ignored, was_asked_to_stop
 from rillflow.runtime.reconcile import Reconciler
 from rillflow.runtime.supervisor import ProcessSpec, Supervised, Supervisor
-from rillflow.types import LookEngines, RetireNode, Status
+from rillflow.types import GOOD_ENDS, TARGET_REACHED, LookEngines, RetireNode, Status
 from rillflow.wire import Client
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ _NODE_GRACE = 3.0
 
 def ended_well(status: Status) -> bool:
     """Whether the run did what it was asked for; a run that trained on nothing did not."""
-    return status.reason in ("done", "out of prompts") and status.steps > 0
+    return status.reason == TARGET_REACHED or (status.reason in GOOD_ENDS and status.steps > 0)
 
 
 class LocalRun:
