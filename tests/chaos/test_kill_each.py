@@ -28,7 +28,7 @@ def end_and_wait_for_another(folder: Path, role: str, number: signal.Signals) ->
 @pytest.mark.chaos
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_each_process_is_ended_once(cli: Cli, number: signal.Signals) -> None:
-    run = cli.start("run", "quickstart", *RUN)
+    run = cli.start("run", "stockroom", *RUN)
     wait_until(lambda: any(run.runs.iterdir()), "the run folder")
     folder = run.folder
     for kills, role in enumerate(("rollout", "trainer", "unit", "dataflow"), 1):

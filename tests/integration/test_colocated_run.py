@@ -89,7 +89,7 @@ def test_deterministic_it_resumes_bit_identically(cli: Cli) -> None:
         *SHORT, "runtime.deterministic=true", "dataflow.staleness=0", "dataflow.group_size=4", "trainer.steps=6",
         "trainer.checkpoint_every=2",
     ]  # fmt: skip
-    expected = final_weights(cli.run("run", "quickstart", *settings).folder)
+    expected = final_weights(cli.run("run", "stockroom", *settings).folder)
     run = cli.start("run", "quickstart_colocated", *settings)
     wait_until(lambda: any("colocated" in path.name for path in run.runs.iterdir()), "the run folder")
     folder = next(path for path in run.runs.iterdir() if "colocated" in path.name)

@@ -21,7 +21,7 @@ SHORT = [
 
 @pytest.mark.slow
 def test_a_run_on_engine_processes_outlives_the_death_of_one(cli: Cli) -> None:
-    run = cli.start("run", "quickstart", *SHORT)
+    run = cli.start("run", "stockroom", *SHORT)
     wait_until(lambda: any(run.runs.iterdir()) and steps_of(run.folder) >= 2, "two steps", 240)
     victim = next(process for role, process in all_processes_of(run.folder) if role == "engine")
     victim.kill()
@@ -34,7 +34,7 @@ def test_a_run_on_engine_processes_outlives_the_death_of_one(cli: Cli) -> None:
 
 @pytest.mark.slow
 def test_an_engine_joins_by_url_and_ends_with_the_run(tmp_path: Path, cli: Cli) -> None:
-    run = cli.start("run", "quickstart", *SHORT, "rollout.engines=1", "runtime.weights_server=true", "trainer.steps=12")
+    run = cli.start("run", "stockroom", *SHORT, "rollout.engines=1", "runtime.weights_server=true", "trainer.steps=12")
     wait_until(lambda: any(run.runs.iterdir()) and (run.folder / "endpoints" / "weights.json").is_file(), "a run", 120)
     token = tmp_path / "token"
     token.write_text(json.loads((run.folder / "run.json").read_text())["token"])

@@ -33,14 +33,14 @@ def prompts_trained(folder: Path) -> list[float]:
 
 @pytest.mark.slow
 def test_killed_and_resumed_is_bit_identical(cli: Cli) -> None:
-    alone = cli.run("run", "quickstart", *DETERMINISTIC).folder
+    alone = cli.run("run", "stockroom", *DETERMINISTIC).folder
     expected = final_weights(alone)
     for step in (json.loads(line) for line in (alone / "metrics.jsonl").read_text().splitlines()):
         if "event" not in step:
             assert step["consistency/tokens"] > 0
             assert step["consistency/max"] == 0.0, "engine and trainer agree to the bit"
 
-    run = cli.start("run", "quickstart", *DETERMINISTIC)
+    run = cli.start("run", "stockroom", *DETERMINISTIC)
     wait_until(lambda: run.folder != alone and steps_of(run.folder) >= 3, "three steps", 180)
     folder = run.folder
     victims = processes_of(folder)

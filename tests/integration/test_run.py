@@ -19,7 +19,7 @@ SHORT = [
 
 
 def test_a_short_run_leaves_what_it_promises(cli: Cli) -> None:
-    run = cli.run("run", "quickstart", *SHORT)
+    run = cli.run("run", "stockroom", *SHORT)
     folder = run.folder
     for name in ("recipe.yaml", "metrics.jsonl", "reward.png", "summary.json", "state.json", "ledger.sqlite"):
         assert (folder / name).stat().st_size > 0, name
@@ -43,7 +43,7 @@ def test_a_short_run_leaves_what_it_promises(cli: Cli) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["at once", "starting", "training"])
 def test_ctrl_c_stops_everything_soon(cli: Cli, moment: str) -> None:
-    run = cli.start("run", "quickstart", *SHORT, "trainer.steps=200")
+    run = cli.start("run", "stockroom", *SHORT, "trainer.steps=200")
     match moment:
         case "at once":
             wait_until(lambda: any(run.runs.iterdir()), "the run folder")
@@ -59,7 +59,7 @@ def test_ctrl_c_stops_everything_soon(cli: Cli, moment: str) -> None:
 
 
 def test_a_running_run_is_closed_measured_and_alone(cli: Cli) -> None:
-    run = cli.start("run", "quickstart", *SHORT, "trainer.steps=200")
+    run = cli.start("run", "stockroom", *SHORT, "trainer.steps=200")
     wait_until(lambda: any(run.runs.iterdir()) and steps_of(run.folder) >= 1, "the first step", 120)
     token = json.loads((run.folder / "run.json").read_text())["token"]
     names, folder = {"dataflow", "unit-0", "rollout-0", "trainer-agent"}, run.folder / "endpoints"

@@ -91,7 +91,7 @@ def flip_bits(folder: Path) -> None:
 
 @pytest.mark.chaos
 def test_damaged_rows_are_set_aside_and_their_episodes_played_again(cli: Cli) -> None:
-    run = cli.start("run", "quickstart", "trainer.steps=12", "trainer.batch_groups=4", "evaluation.every=0")
+    run = cli.start("run", "stockroom", "trainer.steps=12", "trainer.batch_groups=4", "evaluation.every=0")
     wait_until(lambda: any(run.runs.iterdir()), "the run folder")
     folder = run.folder
     for turn in range(3):

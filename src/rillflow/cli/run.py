@@ -25,6 +25,7 @@ from rillflow.resources.workers import initial_workers
 from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.local import LocalRun, ended_well
 from rillflow.storage import write_json
+from rillflow.storage.startup import Starting
 from rillflow.types import DONE, TARGET_REACHED, Status
 
 console = Console(stderr=True)
@@ -47,12 +48,19 @@ class Where:
         """What a recipe must say to run there."""
         return ("runtime.weights_server=true",) if self.runtime == "ray" else ()
 
-    def run_of(self, folder: RunFolder, on_status: Callable[[Status], None], *, resume: bool) -> LocalRun:
+    def run_of(
+        self,
+        folder: RunFolder,
+        on_status: Callable[[Status], None],
+        on_starting: Callable[[list[Starting]], None],
+        *,
+        resume: bool,
+    ) -> LocalRun:
         if self.runtime == "local":
-            return LocalRun(folder, on_status, resume=resume)
+            return LocalRun(folder, on_status, resume=resume, on_starting=on_starting)
         from rillflow.runtime.ray.run import RayRun
 
-        return RayRun(folder, on_status, resume=resume, address=self.address)
+        return RayRun(folder, on_status, resume=resume, on_starting=on_starting, address=self.address)
 
 
 def show_recipe(recipe: BaseModel) -> None:
@@ -113,7 +121,7 @@ def run_folder(folder: RunFolder, where: Where | None = None, *, resume: bool = 
     board = TensorBoard(folder.metrics, curves, several=several) if recipe.observe.tensorboard else None
     started, since = time.monotonic(), time.time()
     try:
-        with Progress(recipe.name) as progress:
+        with Progress(recipe.name, target=recipe.evaluation.target) as progress:
             doors = Doors(folder, progress.say)
 
             def on_status(status: Status) -> None:
@@ -122,7 +130,8 @@ def run_folder(folder: RunFolder, where: Where | None = None, *, resume: bool = 
                 if board is not None:
                     board.update()
 
-            status = asyncio.run((where or Where()).run_of(folder, on_status, resume=resume).run())
+            run = (where or Where()).run_of(folder, on_status, progress.starting, resume=resume)
+            status = asyncio.run(run.run())
     except RunError as error:
         raise RunError(error.message, f"{error.hint}; then `rillflow resume {folder.root}` goes on") from error
     finally:

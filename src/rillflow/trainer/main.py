@@ -20,6 +20,7 @@ from rillflow.clients.dataflow import DataflowClient
 from rillflow.clients.payloads import PayloadReader
 from rillflow.config import Recipe
 from rillflow.contracts import Generator
+from rillflow.storage import startup
 from rillflow.storage.spans import Spans
 from rillflow.trainer.aside import MakesRoom
 from rillflow.trainer.batches import columns_of
@@ -77,6 +78,7 @@ def run_trainer(
     ):
         if peers.rank == 0:
             wire.listen(on_ready)
+        startup.doing("loading the model")
         loop = build_loop(
             recipe,
             policy,
