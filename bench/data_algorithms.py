@@ -58,7 +58,7 @@ class Curve:
 def train(variant: str, seed: int, steps: int, folder: Path) -> Curve:
     runs = folder / f"{variant.replace(' ', '_')}-{seed}"
     command = [
-        *(sys.executable, "-m", "rillflow", "run", "quickstart", "--runs", str(runs)),
+        *(sys.executable, "-m", "rillflow", "run", "stockroom", "--runs", str(runs)),
         *(f"seed={seed}", f"trainer.steps={steps}", "evaluation.every=3", "observe.plot=false"),
         f"data.prompts.arguments.count={PROMPTS}",
         *VARIANTS[variant],

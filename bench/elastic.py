@@ -84,7 +84,7 @@ class Run:
     """One run's processes."""
 
     def __init__(self, parent: Path, overrides: tuple[str, ...] = OVERRIDES) -> None:
-        self.folder = RunFolder.create(load_recipe("quickstart", overrides), parent)
+        self.folder = RunFolder.create(load_recipe("stockroom", overrides), parent)
         self.token = parent / "token"
         self.token.write_text(self.folder.token)
         self.services: dict[str, subprocess.Popen[bytes]] = {}

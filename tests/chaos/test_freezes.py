@@ -68,7 +68,7 @@ def further(folder: Path, steps: int) -> None:
 
 @pytest.mark.chaos
 def test_a_freeze_of_twenty_seconds_ends_nothing(cli: Cli) -> None:
-    run = cli.start("run", "quickstart", *RUN)
+    run = cli.start("run", "stockroom", *RUN)
     wait_until(lambda: any(run.runs.iterdir()) and steps_of(run.folder) >= 2, "two steps", 600)
     folder = run.folder
     wait_until(lambda: all(played(folder, node) for node in ("rollout-0", "rollout-1")), "episodes of both nodes")

@@ -30,7 +30,7 @@ def end_and_wait_for_another(folder: Path, role: str, number: signal.Signals) ->
 
 @pytest.mark.chaos
 def test_each_process_is_ended_by_each_signal(cli: Cli) -> None:
-    run = cli.start("run", "quickstart", *RUN)
+    run = cli.start("run", "stockroom", *RUN)
     wait_until(lambda: any(run.runs.iterdir()), "the run folder")
     folder = run.folder
     for number in (signal.SIGKILL, signal.SIGTERM):

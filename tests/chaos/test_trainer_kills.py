@@ -63,7 +63,7 @@ def plan(seed: int) -> list[tuple[str, int]]:
 @pytest.fixture
 def folder(cli: Cli) -> Iterator[RunFolder]:
     """A run whose parts are started by hand, all but the trainer."""
-    run = RunFolder.create(load_recipe("quickstart", RUN), cli.cwd / "runs")
+    run = RunFolder.create(load_recipe("stockroom", RUN), cli.cwd / "runs")
     started = [cli.start("dataflow", str(run.root))]
     wait_until(lambda: run.endpoint("dataflow") is not None, "the dataflow service")
     started += [cli.start("unit", str(run.root)), cli.start("rollout", str(run.root))]

@@ -59,7 +59,7 @@ def check(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_from_the_runs_folder(cli: Cli) -> None:
-    folder = cli.run("run", "quickstart", *TINY, seconds=600).folder
+    folder = cli.run("run", "stockroom", *TINY, seconds=600).folder
     check(folder)
     assert not (folder / "cache").exists()
     cli.run("audit", str(folder))
@@ -70,7 +70,7 @@ def test_from_the_runs_weight_server(cli: Cli) -> None:
     port = free_port()
     server = ["runtime.weights_server=true", f"runtime.weights_port={port}"]
     source = f"policies.agent.weights.source=http://127.0.0.1:{port}"
-    folder = cli.run("run", "quickstart", *TINY, *server, source, seconds=600).folder
+    folder = cli.run("run", "stockroom", *TINY, *server, source, seconds=600).folder
     check(folder)
     cache = folder / "cache" / "rollout-0" / "agent"
     assert cache.is_dir(), "the node has not fetched from the server"
@@ -83,7 +83,7 @@ def test_from_the_runs_weight_server(cli: Cli) -> None:
 def test_a_source_that_nobody_serves(cli: Cli) -> None:
     """The node says so, once, and plays on with what it has, as far as the staleness bound lets it."""
     source = f"policies.agent.weights.source=http://127.0.0.1:{free_port()}"
-    run = cli.start("run", "quickstart", *TINY, source)
+    run = cli.start("run", "stockroom", *TINY, source)
     said = "no newer version loaded, version 0 goes on"
 
     def log() -> str:

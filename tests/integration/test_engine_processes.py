@@ -22,7 +22,7 @@ RUN = [
 
 @pytest.mark.slow
 def test_an_engine_joins_by_url_and_one_dies(tmp_path: Path, cli: Cli) -> None:
-    run = cli.start("run", "quickstart", *RUN)
+    run = cli.start("run", "stockroom", *RUN)
     wait_until(lambda: any(run.runs.iterdir()) and (run.folder / "endpoints" / "weights.json").is_file(), "a run", 600)
     token = tmp_path / "token"
     token.write_text(json.loads((run.folder / "run.json").read_text())["token"])

@@ -20,7 +20,7 @@ SOURCES = ", ".join(
 
 def test_the_best_version_by_the_average_over_sources_is_kept_and_evaluated(cli: Cli) -> None:
     run = cli.run(
-        *("run", "quickstart", "trainer.steps=6", "trainer.batch_groups=2", "rollout.episodes=16"),
+        *("run", "stockroom", "trainer.steps=6", "trainer.batch_groups=2", "rollout.episodes=16"),
         *("evaluation.every=1", "policies.agent.weights.keep=1", "trainer.keep_checkpoints=1"),
         f"data.heldout=[{SOURCES}]",
     )

@@ -30,7 +30,7 @@ def disk(cli: Cli) -> Iterator[Path]:
 
 @pytest.mark.slow
 def test_a_full_disk(cli: Cli, disk: Path) -> None:
-    run = cli.run("run", "quickstart", *RUN, code=2)
+    run = cli.run("run", "stockroom", *RUN, code=2)
     assert "no space left" in run.output()
     assert "rillflow resume" in run.output()
     cli.run("audit", str(run.folder))

@@ -42,7 +42,7 @@ def slowed(step, data):
     return {"reward_R": data["reward_R"]}
 """
 RECIPE = """
-extends: quickstart
+extends: stockroom
 name: maintained
 workflow: paced:play
 data: {heldout: null}

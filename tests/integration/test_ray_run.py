@@ -33,7 +33,7 @@ def cluster() -> Iterator[Nodes]:
 
 
 def start(cli: Cli, cluster: Nodes, *overrides: str) -> Started:
-    run = cli.start("run", "quickstart", *SHORT, *overrides, "--runtime", "ray", "--address", cluster.address)
+    run = cli.start("run", "stockroom", *SHORT, *overrides, "--runtime", "ray", "--address", cluster.address)
     wait_until(lambda: any(run.runs.iterdir()), "the run folder", 600)
     return run
 

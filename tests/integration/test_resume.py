@@ -34,7 +34,7 @@ def final_weights(folder: Path) -> bytes:
 @pytest.fixture(scope="module")
 def alone(shared_cli: Cli) -> Path:
     """The folder of a run that nobody has killed."""
-    return shared_cli.run("run", "quickstart", *DETERMINISTIC).folder
+    return shared_cli.run("run", "stockroom", *DETERMINISTIC).folder
 
 
 def test_engine_and_trainer_agree_to_the_bit(alone: Path) -> None:
@@ -46,7 +46,7 @@ def test_engine_and_trainer_agree_to_the_bit(alone: Path) -> None:
         assert step["consistency/max"] == 0.0
 
 
-@pytest.mark.parametrize("recipe", ["quickstart", "quickstart_colocated"])
+@pytest.mark.parametrize("recipe", ["stockroom", "quickstart_colocated"])
 def test_killed_and_resumed_is_bit_identical(cli: Cli, alone: Path, recipe: str) -> None:
     run = cli.start("run", recipe, *DETERMINISTIC)
     wait_until(lambda: any(run.runs.iterdir()) and steps_of(run.folder) >= 3, "three steps", 600)

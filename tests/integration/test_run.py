@@ -19,7 +19,7 @@ SHORT = [
 
 
 def test_a_short_run_leaves_what_it_promises(cli: Cli) -> None:
-    run = cli.run("run", "quickstart", *SHORT)
+    run = cli.run("run", "stockroom", *SHORT)
     folder = run.folder
     for name in ("recipe.yaml", "metrics.jsonl", "reward.png", "summary.json", "state.json", "ledger.sqlite"):
         assert (folder / name).stat().st_size > 0, name
@@ -43,7 +43,7 @@ def test_a_short_run_leaves_what_it_promises(cli: Cli) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["at once", "starting"])
 def test_ctrl_c_stops_everything_soon(cli: Cli, moment: str) -> None:
-    run = cli.start("run", "quickstart", *SHORT, "trainer.steps=200")
+    run = cli.start("run", "stockroom", *SHORT, "trainer.steps=200")
     match moment:
         case "at once":
             wait_until(lambda: any(run.runs.iterdir()), "the run folder")
@@ -61,7 +61,7 @@ def interrupt_and_check(run: Started) -> None:
 
 
 def test_a_running_run_is_closed_measured_and_alone_and_stops_on_ctrl_c(cli: Cli) -> None:
-    run = cli.start("run", "quickstart", *SHORT, "trainer.steps=200")
+    run = cli.start("run", "stockroom", *SHORT, "trainer.steps=200")
     wait_until(lambda: any(run.runs.iterdir()) and steps_of(run.folder) >= 2, "two steps", 600)
     token = json.loads((run.folder / "run.json").read_text())["token"]
     names, folder = {"dataflow", "unit-0", "rollout-0", "trainer-agent"}, run.folder / "endpoints"

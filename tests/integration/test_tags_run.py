@@ -50,7 +50,7 @@ def wait_for_steps(folder: Path, more: int) -> None:
 
 @pytest.mark.slow
 def test_tags_change_while_the_run_trains(cli: Cli) -> None:
-    run = cli.start("run", "quickstart", *SHORT)
+    run = cli.start("run", "stockroom", *SHORT)
     wait_until(lambda: any(run.runs.iterdir()) and steps_of(run.folder) >= 1, "the first step", 600)
     folder = run.folder
     first = trainer_of(folder)

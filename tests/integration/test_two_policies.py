@@ -94,7 +94,7 @@ def flip_bits(folder: Path) -> None:
 
 @pytest.mark.chaos
 def test_damaged_rows_are_set_aside_and_their_episodes_played_again(cli: Cli) -> None:
-    run = cli.start("run", "quickstart", *DAMAGED)
+    run = cli.start("run", "stockroom", *DAMAGED)
     wait_until(lambda: any(run.runs.iterdir()), "the run folder")
     folder = run.folder
     for turn in range(3):

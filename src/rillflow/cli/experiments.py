@@ -49,7 +49,7 @@ def run(
 @app.command()
 def resume(folder: RunArgument, runtime: RuntimeOption = "local", address: AddressOption = None) -> None:
     """Go on with a run that was stopped, killed or failed, exactly where it was."""
-    from rillflow.cli.run import Where, check, has_finished, run_folder
+    from rillflow.cli.run import Where, check, has_finished, how_to_train_on, run_folder
     from rillflow.runtime.folder import RunFolder
 
     with clear_errors():
@@ -58,7 +58,7 @@ def resume(folder: RunArgument, runtime: RuntimeOption = "local", address: Addre
         if has_finished(opened):
             reason = opened.state()["reason"]
             errors.print(f"{folder} has finished ({reason}): nothing to resume", highlight=False, soft_wrap=True)
-            errors.print(f"to train on, raise trainer.steps in {opened.root / 'recipe.yaml'}", soft_wrap=True)
+            errors.print(f"to train on, {how_to_train_on(opened)}", highlight=False, soft_wrap=True)
             return
         check(opened.recipe)
         with signals_held():

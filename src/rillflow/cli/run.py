@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel
@@ -25,7 +25,8 @@ from rillflow.resources.workers import initial_workers
 from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.local import LocalRun, ended_well
 from rillflow.storage import write_json
-from rillflow.types import Status
+from rillflow.storage.startup import Starting
+from rillflow.types import DONE, TARGET_REACHED, Status
 
 console = Console(stderr=True)
 INTERRUPTED = 130
@@ -47,12 +48,19 @@ class Where:
         """What a recipe must say to run there."""
         return ("runtime.weights_server=true",) if self.runtime == "ray" else ()
 
-    def run_of(self, folder: RunFolder, on_status: Callable[[Status], None], *, resume: bool) -> LocalRun:
+    def run_of(
+        self,
+        folder: RunFolder,
+        on_status: Callable[[Status], None],
+        on_starting: Callable[[list[Starting]], None],
+        *,
+        resume: bool,
+    ) -> LocalRun:
         if self.runtime == "local":
-            return LocalRun(folder, on_status, resume=resume)
+            return LocalRun(folder, on_status, resume=resume, on_starting=on_starting)
         from rillflow.runtime.ray.run import RayRun
 
-        return RayRun(folder, on_status, resume=resume, address=self.address)
+        return RayRun(folder, on_status, resume=resume, on_starting=on_starting, address=self.address)
 
 
 def show_recipe(recipe: BaseModel) -> None:
@@ -87,13 +95,21 @@ def check(recipe: Recipe) -> None:
 
 
 def has_finished(folder: RunFolder) -> bool:
-    """Whether a run has nothing left to do; one that is done can be given more steps."""
-    state = folder.state()
+    """Whether a run has nothing left to do; one that is done can be given more steps, one that has reached its target a
+    higher one."""
+    state, recipe = folder.state(), folder.recipe
     if state["state"] != "finished":
         return False
-    metrics, policies = read_metrics(folder.metrics, folder.recipe.policy), folder.recipe.policies
-    done = all(len(metrics.of(name)) >= policy.trainer.steps for name, policy in policies.items())
-    return state["reason"] != "done" or done
+    metrics = read_metrics(folder.metrics, recipe.policy)
+    reached = metrics.reached(recipe.evaluation.target) is not None
+    done = all(len(metrics.of(name)) >= policy.trainer.steps for name, policy in recipe.policies.items())
+    return reached or done or state["reason"] not in (DONE, TARGET_REACHED)
+
+
+def how_to_train_on(folder: RunFolder) -> str:
+    """What to change in the recipe of a run that has finished."""
+    setting = "evaluation.target" if folder.state()["reason"] == TARGET_REACHED else "trainer.steps"
+    return f"raise {setting} in {folder.root / 'recipe.yaml'}"
 
 
 def run_folder(folder: RunFolder, where: Where | None = None, *, resume: bool = False) -> int:
@@ -105,7 +121,7 @@ def run_folder(folder: RunFolder, where: Where | None = None, *, resume: bool = 
     board = TensorBoard(folder.metrics, curves, several=several) if recipe.observe.tensorboard else None
     started, since = time.monotonic(), time.time()
     try:
-        with Progress(recipe.name) as progress:
+        with Progress(recipe.name, target=recipe.evaluation.target) as progress:
             doors = Doors(folder, progress.say)
 
             def on_status(status: Status) -> None:
@@ -114,7 +130,8 @@ def run_folder(folder: RunFolder, where: Where | None = None, *, resume: bool = 
                 if board is not None:
                     board.update()
 
-            status = asyncio.run((where or Where()).run_of(folder, on_status, resume=resume).run())
+            run = (where or Where()).run_of(folder, on_status, progress.starting, resume=resume)
+            status = asyncio.run(run.run())
     except RunError as error:
         raise RunError(error.message, f"{error.hint}; then `rillflow resume {folder.root}` goes on") from error
     finally:
@@ -148,7 +165,7 @@ class Doors:
 def _conclude(folder: RunFolder, status: Status, seconds: float, since: float) -> int:
     recipe = folder.recipe
     metrics = read_metrics(folder.metrics, recipe.policy)
-    summary = summarise(metrics, status, seconds, since)
+    summary = summarise(metrics, status, seconds, since, target=recipe.evaluation.target)
     write_json(folder.root / "summary.json", summary)
     plot = folder.root / "reward.png" if recipe.observe.plot and metrics.steps else None
     if plot is not None:
@@ -156,7 +173,20 @@ def _conclude(folder: RunFolder, status: Status, seconds: float, since: float) -
         draw_timeline(folder)
     console.print(summary_table(summary, folder.root, plot))
     if ended_well(status):
+        if summary["target"] is not None and not summary["target"]["reached"]:
+            console.print(_missed(summary, folder), highlight=False, soft_wrap=True)
         return 0
     console.print(Text.assemble(("the run failed: ", "bold red"), status.reason), soft_wrap=True)
     console.print(Text.assemble(("what to do: ", "bold"), f"the logs are in {folder.root / 'logs'}"), soft_wrap=True)
     return 1
+
+
+def _missed(summary: dict[str, Any], folder: RunFolder) -> str:
+    """What to say of a run that has done its steps below its target."""
+    target, steps = summary["target"]["reward"], summary["steps"]
+    rewards = [found["reward"] for found in summary["heldout"] if found["reward"] is not None]
+    best = f"the best was {max(rewards):.3f}" if rewards else "no evaluation has a reward"
+    return (
+        f"the held-out reward did not reach its target {target:g} within {steps} steps: {best}\n"
+        f"to train on, {how_to_train_on(folder)}, then `rillflow resume {folder.root}`"
+    )

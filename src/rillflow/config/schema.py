@@ -226,6 +226,11 @@ class RolloutConfig(Section):
 class EvaluationConfig(Section):
     every: NonNegative = Field(0, description="versions between evaluations; 0: before and after training only")
     repeats: Positive = Field(1, description="episodes of each held-out prompt")
+    target: Annotated[float, Field(allow_inf_nan=False)] | None = Field(
+        None,
+        description="held-out reward that ends the run, as soon as an evaluation without failed episodes has reached "
+        "it; trainer.steps stays the upper bound",
+    )
 
 
 class ObserveConfig(Section):
@@ -306,6 +311,7 @@ class Recipe(Section):
         if self.runtime.deterministic and any(bounds.values()):
             raise ValueError("runtime.deterministic needs dataflow.staleness=0: only on-policy runs are repeatable")
         self._check_workers()
+        self._check_target()
         for role, policy_name in self.roles.items():
             if policy_name not in self.policies:
                 raise ValueError(f"roles.{role} names {policy_name!r}; there is {', '.join(self.policies)}")
@@ -314,6 +320,20 @@ class Recipe(Section):
                 if other not in self.policies:
                     raise ValueError(f"policies.{name}.trains_on names {other!r}; there is {', '.join(self.policies)}")
         return self
+
+    def _check_target(self) -> None:
+        if self.evaluation.target is None:
+            return
+        if not self.data.heldout:
+            raise ValueError(
+                "evaluation.target needs data.heldout: it is a reward on held-out prompts, and the recipe has none; "
+                "give some, or evaluation.target=null"
+            )
+        if not self.evaluation.every:
+            raise ValueError(
+                "evaluation.target needs evaluation.every above 0: without evaluations during training it cannot end "
+                "the run; set it, or evaluation.target=null"
+            )
 
     def _check_workers(self) -> None:
         if self.resources.workers is not None:

@@ -266,11 +266,21 @@ class Batches(Part):
 
     # ------------------------------------------------------------ giving back
 
+    @property
+    def any_leased(self) -> bool:
+        """Whether a trainer works on a batch."""
+        return bool(self._db.value("SELECT 1 FROM batches WHERE state = 'leased' LIMIT 1"))
+
     def release_all(self, why: str, policy: str | None = None) -> None:
         """Give up every leased batch, of one policy or of all; its fresh shares are ready again."""
         for row in self._db.all("SELECT id, policy FROM batches WHERE state = 'leased'"):
             if policy in (None, row["policy"]):
                 self.release(row["id"], why)
+
+    def release_incomplete(self, why: str) -> None:
+        """Give up the leased batches that lack groups. The others have all that their commit needs."""
+        for row in self._db.all("SELECT id FROM batches WHERE state = 'leased' AND complete = 0"):
+            self.release(row["id"], why)
 
     def expire(self) -> None:
         for row in self._db.all("SELECT id FROM batches WHERE state = 'leased' AND deadline < ?", (self._clock.now(),)):

@@ -2,6 +2,9 @@
 
 Phases: training -> finishing (enough steps of all policies, or no prompts left: the final evaluation) -> ended. A run
 that was stopped keeps what is outstanding, so that it can be resumed; a run that is done has nothing outstanding.
+
+A run that reaches its target is finishing, too: it leases no batch and plays no evaluation any more, and ends when the
+batches that trainers work on have been committed or given back. It never ends with a step half done.
 """
 
 from __future__ import annotations
@@ -20,9 +23,9 @@ from rillflow.dataflow.shares import Shares
 from rillflow.dataflow.streams import SKIPPED_IN_A_ROW, Streams
 from rillflow.dataflow.tables import NEWEST
 from rillflow.dataflow.tasks import Tasks
-from rillflow.types import Phase
+from rillflow.types import DONE, GOOD_ENDS, OUT_OF_PROMPTS, TARGET_REACHED, Phase
 
-DONE, OUT_OF_PROMPTS, TOO_MANY_FAILURES = "done", "out of prompts", "too many failures"
+TOO_MANY_FAILURES = "too many failures"
 _MOST_SKIPPED = 1000  # positions that one call of `admit` passes over, so that a strict curator blocks nobody
 _FLAT_AFTER = 5  # batches' worth of groups without a step before it is said that they tell nothing apart
 
@@ -61,17 +64,27 @@ class Course(Part):
         self._db.set_meta("reason", reason)
 
     def reopen(self, resume: bool) -> None:
-        """A run that was given more steps or prompts goes on; one that was stopped only when it is resumed."""
+        """Go on where the run was given more steps, more prompts or a higher target; one that was stopped goes on only
+        when it is resumed."""
         if self.phase == "training":
             return
-        more = {DONE: bool(self._parts.lineage.unfinished()), OUT_OF_PROMPTS: not self.exhausted}
-        if more.get(self.reason) or (resume and self.reason not in (DONE, OUT_OF_PROMPTS)):
+        more = {
+            DONE: bool(self._parts.lineage.unfinished()),
+            OUT_OF_PROMPTS: not self.exhausted,
+            TARGET_REACHED: not self._parts.evaluations.reached,
+        }
+        if more.get(self.reason) or (resume and self.reason not in GOOD_ENDS):
             self._db.clear_counter("failures_in_a_row")
             self._enter("training", "")
 
     def go_on(self) -> None:
-        """A rollback took steps back: a run that had ended with them has not."""
-        if self.reason in (DONE, OUT_OF_PROMPTS):
+        """A rollback took steps back: a run that had ended with them has not. One that had reached its target before
+        them needs none of what came back."""
+        if self.reason not in GOOD_ENDS:
+            return
+        if self._parts.evaluations.reached:
+            self._finish(TARGET_REACHED)
+        else:
             self._enter("training", "")
 
     def stop(self, reason: str) -> None:
@@ -86,12 +99,22 @@ class Course(Part):
         phase = self.phase
         if phase == "training":
             phase = self._train_on()
-        if phase == "finishing" and not self._parts.evaluations.running:
+        if phase == "finishing":
+            self._end_finished()
+
+    def _end_finished(self) -> None:
+        """End a finishing run once nothing is at work for it. The last evaluation may have reached the target."""
+        if self.reason != TARGET_REACHED and self._parts.evaluations.reached:
+            self._finish(TARGET_REACHED)
+        self._expire_the_rest()
+        if not self._parts.evaluations.running and not self._parts.batches.any_leased:
             self._enter("ended", self.reason)
 
     def _train_on(self) -> Phase:
         if self._db.counter("failures_in_a_row") >= self._rules.max_failures:
             self.stop(f"{TOO_MANY_FAILURES}: {self._db.meta('last_failure', '')}")
+        elif self._parts.evaluations.reached:
+            self._finish(TARGET_REACHED)
         elif not self._parts.lineage.unfinished():
             self._finish(DONE)
         elif self.exhausted and self._parts.groups.outstanding == 0:
@@ -104,15 +127,24 @@ class Course(Part):
         return self.phase
 
     def _finish(self, reason: str) -> None:
+        """Train no further: play the final evaluation, or none where the target has been reached."""
+        self._enter("finishing", reason)
+        if reason == TARGET_REACHED:
+            self._parts.batches.release_incomplete("run_ended")
+            self._parts.evaluations.cancel()
+        else:
+            self._parts.batches.release_all("run_ended")
+            self._parts.evaluations.schedule(final=True)
+        self._expire_the_rest()
+
+    def _expire_the_rest(self) -> None:
+        """Expire what no trainer will take any more; a batch that was given back makes some of it."""
         groups = self._parts.groups
-        self._parts.batches.release_all("run_ended")
         for row in self._db.all("SELECT id FROM groups WHERE lane = 'train' AND state = 'playing' ORDER BY ord"):
             groups.end(row["id"], "expired", "run_ended")
         for share in self._db.all("SELECT * FROM shares WHERE state = 'ready' ORDER BY ord"):
             self._parts.shares.end(share, "expired", "run_ended")
             groups.close(share["grp"])
-        self._enter("finishing", reason)
-        self._parts.evaluations.schedule(final=True)
 
     @property
     def exhausted(self) -> bool:

@@ -9,6 +9,9 @@ The reward of a round is the mean over its episodes; where the prompts are of se
 means, each counting the same, and nothing where one of them has none. The best round is the one with the highest
 reward, the latest of equals: the versions that it names, and those of rounds that run, are `wanted` in the weight
 stores.
+
+A run with a target ends as soon as a round has `reached` it. Such a round has ended without a failed episode, and no
+version that it names has died. Rounds that still run at that moment are cancelled.
 """
 
 from __future__ import annotations
@@ -55,12 +58,27 @@ class Evaluations(Part):
 
     def _asked(self, step: int, heads: dict[str, int] | None) -> bool:
         """Whether there is a round of this step; with `heads`, of these very versions: others may have gone on."""
-        rows = self._db.all("SELECT versions FROM rounds WHERE step = ? AND state != 'orphaned'", (step,))
+        rows = self._db.all(
+            "SELECT versions FROM rounds WHERE step = ? AND state NOT IN ('orphaned', 'cancelled')", (step,)
+        )
         return any(heads is None or json.loads(row["versions"]) == heads for row in rows)
 
     @property
     def running(self) -> bool:
         return bool(self._db.value("SELECT 1 FROM rounds WHERE state = 'running' LIMIT 1"))
+
+    @property
+    def reached(self) -> bool:
+        """Return whether a round has reached the run's target, if it has one."""
+        if self._rules.target is None:
+            return False
+        rows = self._db.all(
+            "SELECT versions FROM rounds WHERE state = 'ended' AND failed = 0 AND reward >= ?", (self._rules.target,)
+        )
+        return any(self._lives(json.loads(row["versions"])) for row in rows)
+
+    def _lives(self, versions: dict[str, int]) -> bool:
+        return not any(self._lineage.died(policy, version, version) for policy, version in versions.items())
 
     def waiting_for(self) -> str:
         """What a running round still needs, or nothing when none is running."""
@@ -146,6 +164,11 @@ class Evaluations(Part):
         for row in self._db.all("SELECT id FROM groups WHERE lane = 'eval' AND round = ?", (number,)):
             self._rows.release(row["id"])
 
+    def cancel(self) -> None:
+        """End the running rounds without a result: the run has reached its target."""
+        for row in self._db.all("SELECT id FROM rounds WHERE state = 'running'"):
+            self._void(row["id"], "cancelled", "run_ended")
+
     def orphan(self, policy: str, checkpoint: int) -> None:
         """Versions of the policy after `checkpoint` died.
 
@@ -162,12 +185,16 @@ class Evaluations(Part):
         if policy != self._rules.policy:
             return
         for row in self._db.all("SELECT id FROM rounds WHERE version > ? AND state != 'orphaned'", (checkpoint,)):
-            for group in self._db.all(
-                "SELECT id FROM groups WHERE lane = 'eval' AND round = ? AND state = 'playing'", (row["id"],)
-            ):
-                self._groups.end(group["id"], "expired", "rolled_back")
-            self._db.run("UPDATE rounds SET state = 'orphaned' WHERE id = ?", (row["id"],))
-            self._release(row["id"])
+            self._void(row["id"], "orphaned", "rolled_back")
+
+    def _void(self, number: int, state: str, cause: str) -> None:
+        """End a round that has no result; those of its groups that still play expire."""
+        for group in self._db.all(
+            "SELECT id FROM groups WHERE lane = 'eval' AND round = ? AND state = 'playing'", (number,)
+        ):
+            self._groups.end(group["id"], "expired", cause)
+        self._db.run("UPDATE rounds SET state = ? WHERE id = ?", (state, number))
+        self._release(number)
 
     def results(self) -> list[Evaluation]:
         """The latest results, in the order of their steps."""

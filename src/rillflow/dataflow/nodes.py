@@ -198,6 +198,12 @@ class Nodes(Part):
         return int(self._db.value(_HEALTHY))
 
     @property
+    def seen(self) -> float | None:
+        """When a node was heard of last, or None if none ever was."""
+        found: float | None = self._db.value("SELECT max(seen) FROM nodes")
+        return found
+
+    @property
     def taking(self) -> int:
         """Nodes that take tasks."""
         return int(self._db.value(f"SELECT count(*) FROM nodes WHERE {_TAKING}"))

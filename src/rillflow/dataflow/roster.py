@@ -35,6 +35,12 @@ class Roster(Part):
     def count(self) -> int:
         return int(self._db.value("SELECT count(*) FROM units WHERE state = 'healthy'"))
 
+    @property
+    def seen(self) -> float | None:
+        """When a unit was heard of last, or None if none ever was."""
+        found: float | None = self._db.value("SELECT max(seen) FROM units")
+        return found
+
     def silent(self) -> list[str]:
         """Units that were not heard of for too long; they count as gone from now on."""
         rows = self._db.all(

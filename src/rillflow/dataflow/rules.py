@@ -63,6 +63,7 @@ class Rules:
     epochs: int | None = None
     evaluate_every: int = 0
     repeats: int = 1
+    target: float | None = None  # the held-out reward that ends the run
     balance_every: int = 10
 
     def __post_init__(self) -> None:
@@ -122,6 +123,7 @@ class Rules:
             epochs=recipe.data.epochs,
             evaluate_every=recipe.evaluation.every,
             repeats=recipe.evaluation.repeats,
+            target=recipe.evaluation.target,
             balance_every=flow.balance_every,
         )
 

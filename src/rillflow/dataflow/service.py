@@ -98,6 +98,7 @@ class DataflowService(Service):
         self._turns = Turns(clock)
         self._fetches = Fetches(clock)
         self._told: tuple[int, dict[str, int], str] = (0, {}, "")
+        self._started = self._clock.monotonic()
         self._waits: dict[int, Callable[[], str]] = {}
         self._housekeeper: asyncio.Task[None] | None = None
         self.registry.register(LedgerGauges(ledger))
@@ -376,10 +377,16 @@ class DataflowService(Service):
     async def _status(self) -> Status:
         waits = [why() for why in list(self._waits.values())]
         if self._ledger.phase != "ended" and self._ledger.nodes.healthy == 0:
-            waits.append("no rollout node is there")
+            waits.append(self._absent("rollout node", self._ledger.nodes.seen))
         if self._ledger.phase != "ended" and self._ledger.roster.count == 0:
-            waits.append("no storage unit is there")
+            waits.append(self._absent("storage unit", self._ledger.roster.seen))
         return report.status(self._ledger, waits)
+
+    def _absent(self, what: str, seen: float | None) -> str:
+        """What to say while no process of a kind is alive that the run needs; one was `seen` last at that time."""
+        if seen is None:
+            return f"waiting for the first {what} to start ({self._clock.monotonic() - self._started:.0f} s)"
+        return f"waiting for a {what}: the last one was heard of {max(self._clock.now() - seen, 0.0):.0f} s ago"
 
     async def _balance(self) -> Balance:
         return self._ledger.balances.now()

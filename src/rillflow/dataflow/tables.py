@@ -12,7 +12,8 @@ States:
     batches   leased -> committed -> rolled_back, or leased -> released
     stage_batches  leased -> done, or released
     steps     live or orphaned: one row for every committed version of a policy
-    rounds    running -> ended, or orphaned by a rollback: one row for every evaluation
+    rounds    running -> ended, or orphaned by a rollback, or cancelled when the run has reached its target: one row for
+              every evaluation
     nodes     healthy -> gone (not heard of for too long), or left (it said so); healthy again when it is heard of
     units     healthy or gone
     segments  live -> dropping (its unit is told) -> dropped

@@ -18,6 +18,7 @@ from rillflow.engine.follow import follow
 from rillflow.engine.host import EngineHost, tell_busy
 from rillflow.engine.service import EngineService
 from rillflow.errors import RillflowError, RunError
+from rillflow.storage import startup
 from rillflow.storage.spans import open_spans
 from rillflow.weights.delta.ahead import Ahead
 from rillflow.weights.models import DTYPES
@@ -47,6 +48,7 @@ async def run_engine(
     """
     exact = recipe.runtime.deterministic
     logs = weights.parent / "logs"
+    startup.doing("loading the model")
     engines = {policy: build_engine(settings, exact=exact, logs=logs) for policy, settings in recipe.policies.items()}
     served = EngineHost(name, engines)
     service = EngineService(served, token)
@@ -72,6 +74,7 @@ async def run_engine(
     prepared = _prepare_deltas(recipe)  # while servers start
     try:
         await served.start()
+        startup.doing("fetching the newest weights")
         for ahead in prepared:
             await asyncio.to_thread(ahead.wait, PREPARE_DEADLINE)
         await asyncio.gather(*(refresher.refresh() for refresher in refreshers))

@@ -25,6 +25,13 @@ class Metrics:
         """The steps of one policy."""
         return [step for step in self.steps if step["policy"] == policy]
 
+    def reached(self, target: float | None) -> dict[str, Any] | None:
+        """Return the first evaluation that has reached `target`; one with failed episodes does not count."""
+        if target is None:
+            return None
+        found = (done for done in self.evaluations if done["reward"] is not None and not done["failed"])
+        return next((done for done in found if done["reward"] >= target), None)
+
     def roll_back(self, line: dict[str, Any], first: str) -> None:
         kept, policy = int(line["version"]), line["policy"]
         self.rollbacks.append(line)

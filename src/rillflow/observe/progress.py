@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
@@ -14,9 +14,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rillflow.storage.startup import Starting
 from rillflow.types import PolicyStatus, Status
 
 _PLAIN_EVERY = 5.0
+_LONG = 5.0  # seconds in one stage of a start after which they are shown
 _SHOWN_EVALUATIONS = 8
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -32,16 +34,23 @@ def sparkline(values: list[float], width: int = 40) -> str:
 
 
 class Progress:
-    """Shows each status it is given; `with Progress(…) as progress: progress.show(status)`."""
+    """Shows each status it is given; `with Progress(…) as progress: progress.show(status)`.
 
-    def __init__(self, title: str, console: Console | None = None) -> None:
+    `starting` tells it which processes have not started yet: until the first samples come, there is little else to
+    show. `target` is the held-out reward that ends the run.
+    """
+
+    def __init__(self, title: str, console: Console | None = None, *, target: float | None = None) -> None:
         self._title = title
+        self._target = target
+        self._parts: Sequence[Starting] = ()
+        self._begun = False
         self._console = console or Console(file=sys.stderr)
         self._live = Live(console=self._console, refresh_per_second=4) if self._console.is_terminal else None
         self._rewards: list[float] = []
         self._step = -1
         self._started = time.monotonic()
-        self._printed = 0.0
+        self._printed: float | None = None
 
     def __enter__(self) -> Progress:
         if self._live is not None:
@@ -54,15 +63,25 @@ class Progress:
         if self._live is not None:
             self._live.stop()
 
+    def starting(self, parts: Sequence[Starting]) -> None:
+        """Show these processes, which have not started yet, here and in every status until the next call."""
+        self._parts = parts
+        if not self._begun:
+            self._draw(Text(self._startup(), style="yellow"), self._startup(), now=False)
+
     def show(self, status: Status) -> None:
+        self._begun = True
         if status.reward is not None and status.steps != self._step:
             self._step = status.steps
             self._rewards.append(status.reward)
+        self._draw(self._panel(status), self._line(status), now=status.phase == "ended")
+
+    def _draw(self, panel: RenderableType, line: str, *, now: bool) -> None:
         if self._live is not None:
-            self._live.update(self._panel(status))
-        elif time.monotonic() - self._printed >= _PLAIN_EVERY or status.phase == "ended":
+            self._live.update(panel)
+        elif now or self._printed is None or time.monotonic() - self._printed >= _PLAIN_EVERY:
             self._printed = time.monotonic()
-            self._console.print(self._line(status), highlight=False, markup=False, soft_wrap=True)
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def say(self, line: str) -> None:
         """Something that stays to be read, above the view."""
@@ -80,9 +99,22 @@ class Progress:
             "time": f"{time.monotonic() - self._started:.0f} s",
         }
 
+    def _startup(self) -> str:
+        """What each process does that has not started yet."""
+        parts = "; ".join(_part(part) for part in self._parts) or "nothing has been started yet"
+        return f"starting ({time.monotonic() - self._started:.0f} s): {parts}"
+
+    def _waits(self, status: Status) -> list[str]:
+        """What the run waits for, first of all for its processes."""
+        if not self._parts or status.phase == "ended":
+            return status.waits
+        return [f"starting: {'; '.join(_part(part) for part in self._parts)}", *status.waits]
+
     def _line(self, status: Status) -> str:
+        if self._parts and not _has_samples(status):
+            return self._startup()
         numbers = "  ".join(f"{name} {value}" for name, value in self._numbers(status).items())
-        waits = f"  ({status.waits[0]})" if status.waits else ""
+        waits = f"  ({first})" if (first := next(iter(self._waits(status)), "")) else ""
         others = list(status.policies.items())[1:]
         steps = "".join(f"  {name} {policy.steps}/{policy.total_steps}" for name, policy in others)
         return f"[{status.phase}] {numbers}{steps}{waits}"
@@ -99,11 +131,23 @@ class Progress:
             rows.append(_policies(status.policies))
         if self._rewards:
             rows.append(Text(f"reward  {sparkline(self._rewards)}", style="green"))
+        target = "" if self._target is None else f" (the run ends at {self._target:g})"
         for evaluation in status.evaluations[-_SHOWN_EVALUATIONS:]:
-            rows.append(Text(f"held-out reward at version {evaluation.version}: {evaluation.reward:.3f}", style="cyan"))
-        if status.waits:
-            rows.append(Text("; ".join(status.waits[:3]), style="yellow"))
+            heldout = f"held-out reward at version {evaluation.version}: {evaluation.reward:.3f}{target}"
+            rows.append(Text(heldout, style="cyan"))
+        if waits := self._waits(status):
+            rows.append(Text("; ".join(waits[:3]), style="yellow"))
         return Panel(Group(*rows), title=self._title, subtitle=f"{status.phase}  (Ctrl-C stops)")
+
+
+def _part(part: Starting) -> str:
+    return f"{part.process}: {part.doing}" + (f" ({part.seconds:.0f} s)" if part.seconds >= _LONG else "")
+
+
+def _has_samples(status: Status) -> bool:
+    """Whether the run has anything to show yet: a group that is ready, a step or an evaluation."""
+    ready = any(policy.ready for policy in status.policies.values())
+    return ready or status.steps > 0 or bool(status.evaluations) or status.phase == "ended"
 
 
 def _policies(policies: Mapping[str, PolicyStatus]) -> Table:

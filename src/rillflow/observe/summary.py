@@ -11,8 +11,11 @@ from rillflow.observe.metrics import Metrics
 from rillflow.types import Status
 
 
-def summarise(metrics: Metrics, status: Status, seconds: float, since: float = 0.0) -> dict[str, Any]:
-    """The figures people ask for first. `seconds` began at `since`: a resumed run has older steps, too."""
+def summarise(
+    metrics: Metrics, status: Status, seconds: float, since: float = 0.0, *, target: float | None = None
+) -> dict[str, Any]:
+    """The figures people ask for first. `seconds` began at `since`: a resumed run has older steps, too. `target` is the
+    held-out reward that was to end the run."""
     steps = metrics.steps
     recent = sum(int(step["samples"]) for step in steps if step["time"] >= since)
     evaluations = [_evaluation(line) for line in metrics.evaluations]
@@ -29,6 +32,7 @@ def summarise(metrics: Metrics, status: Status, seconds: float, since: float = 0
         "wait_fraction": status.wait_fraction,
         "rollbacks": len(metrics.rollbacks),
         "heldout": evaluations,
+        "target": None if target is None else _target(metrics, target),
         "counts": status.counts,
     }
 
@@ -42,6 +46,8 @@ def summary_table(summary: dict[str, Any], folder: Path, plot: Path | None) -> T
         for source, after in last.get("by_source", {}).items():
             before = first.get("by_source", {}).get(source)
             table.add_row(f"  {source}", f"{_reward(before)} before, {_reward(after)} after")
+    if summary["target"] is not None:
+        table.add_row("target", _reached(summary["target"]))
     table.add_row("optimizer steps", _steps(summary))
     table.add_row("time", f"{summary['seconds']:.0f} s, {summary['samples_per_second']:.1f} trained samples/s")
     table.add_row("staleness", f"mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']:.0f}")
@@ -87,6 +93,18 @@ def _apart(seen: dict[str, float]) -> str:
 def _evaluation(line: dict[str, Any]) -> dict[str, Any]:
     sources = line.get("by_source")
     return {"version": line["version"], "reward": line["reward"]} | ({"by_source": sources} if sources else {})
+
+
+def _target(metrics: Metrics, target: float) -> dict[str, Any]:
+    round = metrics.reached(target)
+    where = {} if round is None else {"version": round["version"], "step": round["step"]}
+    return {"reward": target, "reached": round is not None, **where}
+
+
+def _reached(target: dict[str, Any]) -> str:
+    if not target["reached"]:
+        return f"{target['reward']:g} was not reached"
+    return f"{target['reward']:g} was reached by version {target['version']} (step {target['step']})"
 
 
 def _reward(reward: float | None) -> str:

@@ -26,7 +26,7 @@ from rillflow.rollout.late import LateRewards
 from rillflow.rollout.leaving import Departure
 from rillflow.rollout.node import Node
 from rillflow.rollout.push import Pusher
-from rillflow.storage import read_json, write_json
+from rillflow.storage import read_json, startup, write_json
 from rillflow.wire import Client
 from rillflow.wire.collecting import keep_what_is_there
 
@@ -58,10 +58,12 @@ async def run_node(
     clock, feed = SystemClock() if handover is None else handover.clock, Feed()
     late = LateRewards(clock)
     async with AsyncExitStack() as stack:
+        startup.doing("opening the workflow and its tools")
         cast = await stack.enter_async_context(open_cast(recipe, feed, folder))
         dataflow = DataflowClient(Client(dataflow_url, token, peer="dataflow"))
         writer = UnitWriter(dataflow.units, token, segment_bytes=recipe.dataflow.units.segment_bytes)
         sessions = FileSessionLog(folder / "sessions")
+        startup.doing("loading the model")
         engines = node_engines(
             recipe,
             name=name,
@@ -82,8 +84,10 @@ async def run_node(
             stack.push_async_callback(close)
         episodes = cast.episodes(gateway, Pusher(name, dataflow, writer, recipe.untrained), late, clock)
         going_on = episodes.going_on(gateway.sessions.restore())
+        startup.doing("preparing the environment")
         await cast.prepare()
         await engines.start()
+        startup.doing("starting the gateway")
         if handover is not None:
             await handover.attach(engines, episodes)
             stack.callback(handover.detach)

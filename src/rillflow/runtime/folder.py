@@ -7,6 +7,7 @@ metrics.jsonl    one line per step              units/           payloads (stora
 weights/         published versions             checkpoints/     trainers' own
 workers.json     workers, tags, assignments     timeline/        who did what when
 gateway/         sessions, one folder per node  tensorboard/     event files
+starting/        what each process does at its start
 reward.png, summary.json at the end
 """
 

@@ -25,7 +25,8 @@ from rillflow.runtime.maintaining import end_nodes
 from rillflow.runtime.process import STOP_SIGNALS, bind_host, ignored, was_asked_to_stop
 from rillflow.runtime.reconcile import Reconciler
 from rillflow.runtime.supervisor import ProcessSpec, Supervised, Supervisor
-from rillflow.types import LookEngines, RetireNode, Status
+from rillflow.storage.startup import Starting, starting
+from rillflow.types import GOOD_ENDS, TARGET_REACHED, LookEngines, RetireNode, Status
 from rillflow.wire import Client
 
 log = logging.getLogger(__name__)
@@ -43,16 +44,28 @@ _NODE_GRACE = 3.0
 
 def ended_well(status: Status) -> bool:
     """Whether the run did what it was asked for; a run that trained on nothing did not."""
-    return status.reason in ("done", "out of prompts") and status.steps > 0
+    return status.reason == TARGET_REACHED or (status.reason in GOOD_ENDS and status.steps > 0)
 
 
 class LocalRun:
-    """Starts, watches and ends the processes of one run folder."""
+    """Starts, watches and ends the processes of one run folder.
 
-    def __init__(self, folder: RunFolder, on_status: Callable[[Status], None], *, resume: bool = False) -> None:
+    `on_status` gets each look at the run; `on_starting` gets, before it and until the service answers, the processes
+    that have not started yet.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        on_status: Callable[[Status], None],
+        *,
+        resume: bool = False,
+        on_starting: Callable[[list[Starting]], None] = lambda parts: None,
+    ) -> None:
         self._folder = folder
         self._recipe = folder.recipe
         self._on_status = on_status
+        self._on_starting = on_starting
         self._resume = resume
         runtime = self._recipe.runtime
         self.supervisor = Supervisor(folder.root / "logs", runtime.restarts, runtime.threads)
@@ -205,6 +218,7 @@ class LocalRun:
         deadline = asyncio.get_running_loop().time() + self._recipe.runtime.start_timeout
         while asyncio.get_running_loop().time() < deadline:
             self.supervisor.check()
+            self._on_starting(self._starting())
             url = self._folder.endpoint("dataflow")
             if url is not None and process.pid is not None and (client := await self._reached(url)):
                 return client
@@ -230,6 +244,7 @@ class LocalRun:
         while True:
             self._heed_deaths()
             self._workers.look()
+            self._on_starting(self._starting())
             try:
                 status = await client.status(deadline=5.0)
             except DeadlineExceeded:
@@ -246,6 +261,16 @@ class LocalRun:
             if status.phase == "ended":
                 return status
             await asyncio.sleep(POLL)
+
+    def _starting(self) -> list[Starting]:
+        """The processes that have not started yet, or not again. The run does not wait for optional ones."""
+        now = time.time()
+        parts = (
+            starting(self._folder.root, process.spec.name, process.began, now)
+            for process in self.supervisor.processes
+            if process.spec.name not in self._optional
+        )
+        return [part for part in parts if part is not None]
 
     def _note_progress(self, status: Status) -> None:
         """Steps of all policies count; a rollback is no progress until what it took back is made good."""

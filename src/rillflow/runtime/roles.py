@@ -25,6 +25,7 @@ from rillflow.runtime.process import (
     prepare,
     run_until_signal,
 )
+from rillflow.storage import startup
 from rillflow.storage.spans import open_spans
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ PREDECESSOR_WAIT = 15.0
 
 def dataflow_role(folder: RunFolder, *, resume: bool = False) -> int:
     """`resume` lets a run go on that had ended without having finished."""
+    startup.report_to(folder.root, "dataflow", "opening the ledger")
     from rillflow.dataflow.main import serve
 
     recipe = folder.recipe
@@ -52,7 +54,7 @@ def dataflow_role(folder: RunFolder, *, resume: bool = False) -> int:
             folder.token,
             host=bind_host(recipe),
             port=port,
-            on_ready=lambda url: folder.publish_endpoint("dataflow", url),
+            on_ready=startup.and_ready(lambda url: folder.publish_endpoint("dataflow", url)),
             resume=resume,
         )
 
@@ -62,10 +64,11 @@ def dataflow_role(folder: RunFolder, *, resume: bool = False) -> int:
 
 
 def unit_role(folder: RunFolder, name: str) -> int:
+    _check_name(name)
+    startup.report_to(folder.root, name, "importing")
     from rillflow.dataflow.units.main import serve_unit
 
     recipe = folder.recipe
-    _check_name(name)
 
     async def main() -> None:
         await serve_unit(
@@ -76,7 +79,7 @@ def unit_role(folder: RunFolder, name: str) -> int:
             await wait_for_endpoint(folder, "dataflow"),
             host=bind_host(recipe),
             port=0,  # its peers hear from the dataflow service where it listens now
-            on_ready=lambda own: folder.publish_endpoint(name, own),
+            on_ready=startup.and_ready(lambda own: folder.publish_endpoint(name, own)),
         )
 
     prepare()
@@ -86,6 +89,7 @@ def unit_role(folder: RunFolder, name: str) -> int:
 
 def weights_role(folder: RunFolder, *, host: str | None = None, port: int | None = None) -> int:
     """Serve the weights of all policies. Other hosts reach it where `host` is one of theirs to reach."""
+    startup.report_to(folder.root, "weights", "importing")
     from rillflow.weights.transport.serve import serve_weights
 
     recipe = folder.recipe
@@ -95,7 +99,7 @@ def weights_role(folder: RunFolder, *, host: str | None = None, port: int | None
         await serve_weights(
             folder.root / "weights",
             folder.token,
-            on_ready=lambda own: folder.publish_endpoint("weights", own),
+            on_ready=startup.and_ready(lambda own: folder.publish_endpoint("weights", own)),
             host=host or bind_host(recipe),
             port=used,  # relays and nodes look for it there
         )
@@ -106,10 +110,11 @@ def weights_role(folder: RunFolder, *, host: str | None = None, port: int | None
 
 
 def engine_role(folder: RunFolder, name: str) -> int:
+    _check_name(name)
+    startup.report_to(folder.root, name, "importing torch")
     from rillflow.engine.main import run_engine
 
     recipe = folder.recipe
-    _check_name(name)
     _use_threads(recipe.runtime.threads)
 
     async def main() -> None:
@@ -119,7 +124,7 @@ def engine_role(folder: RunFolder, name: str) -> int:
             dataflow_url=await wait_for_endpoint(folder, "dataflow"),
             token=folder.token,
             weights=folder.root / "weights",
-            on_ready=lambda own: folder.publish_endpoint(name, own),
+            on_ready=startup.and_ready(lambda own: folder.publish_endpoint(name, own)),
             host=bind_host(recipe),
         )
 
@@ -129,10 +134,11 @@ def engine_role(folder: RunFolder, name: str) -> int:
 
 
 def rollout_role(folder: RunFolder, name: str) -> int:
+    _check_name(name)
+    startup.report_to(folder.root, name, "importing torch")
     from rillflow.rollout.main import run_node
 
     recipe = folder.recipe
-    _check_name(name)
     _use_threads(recipe.runtime.threads)
 
     async def main() -> None:
@@ -146,7 +152,7 @@ def rollout_role(folder: RunFolder, name: str) -> int:
                 token=folder.token,
                 weights=folder.root / "weights",
                 folder=folder.gateway(name),
-                on_ready=lambda own: folder.publish_endpoint(name, own),
+                on_ready=startup.and_ready(lambda own: folder.publish_endpoint(name, own)),
                 host=bind_host(recipe),
                 port=folder.last_port(name),  # agents from outside look for their sessions there
             )
@@ -208,6 +214,9 @@ def _all_ranks(folder: RunFolder, policy: str, ranks: int, playing: frozenset[in
 
 
 def _one_rank(folder: RunFolder, policy: str, place: Place, playing: frozenset[int]) -> int:
+    name = f"trainer-{policy}"
+    if place.rank == 0:  # it speaks for all ranks
+        startup.report_to(folder.root, name, "importing torch")
     from rillflow.runtime.hosted import Rests, run_hosted
     from rillflow.trainer.main import run_trainer
     from rillflow.trainer.parallel.launch import LEFT_ALONE
@@ -217,7 +226,6 @@ def _one_rank(folder: RunFolder, policy: str, place: Place, playing: frozenset[i
     recipe = folder.recipe
     _use_threads(recipe.runtime.threads)
     url = asyncio.run(wait_for_endpoint(folder, "dataflow"))
-    name = f"trainer-{policy}"
     plays = place.rank in playing
 
     def train(generator: Generator | None = None) -> bool:
@@ -276,6 +284,7 @@ def _use_threads(threads: int) -> None:
 
 async def wait_for_endpoint(folder: RunFolder, process: str) -> str:
     """Where `process` listens; RunError when it has not said so in time."""
+    startup.doing(f"waiting for the {process} service")
     deadline = asyncio.get_running_loop().time() + _ENDPOINT_WAIT
     while (url := folder.endpoint(process)) is None:
         if asyncio.get_running_loop().time() > deadline:

@@ -47,6 +47,7 @@ class Supervised:
         self.spec = spec
         self.log_path = log_path
         self.starts = 0
+        self.began = 0.0  # when it was started last, in seconds since the epoch
         self.keep_alive = True
         self._deaths = 0
         self._since = 0.0
@@ -83,6 +84,7 @@ class Supervised:
     async def _run_once(self) -> int:
         self.starts += 1
         self._since = time.monotonic()
+        self.began = time.time()
         with open(self.log_path, "ab") as output:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,

@@ -40,6 +40,7 @@ from rillflow.clients.payloads import DamagedRows
 from rillflow.config import TrainerConfig, WeightsConfig
 from rillflow.contracts import Clock, Generator, SystemClock
 from rillflow.errors import LeaseLost, RillflowError, RunError
+from rillflow.storage import startup
 from rillflow.storage.spans import NoSpans, Spans
 from rillflow.trainer.batches import Rows
 from rillflow.trainer.checkpoint import Checkpoints, State, random_state, restore_random
@@ -151,6 +152,7 @@ class TrainerLoop:
     def run(self) -> bool:
         """Whether it has done what there was to do: False when somebody has stopped it, or another rank."""
         self._begin()
+        startup.ready()
         try:
             with self._spans.doing("train"):
                 stopped = self._train()
@@ -187,7 +189,9 @@ class TrainerLoop:
 
     def _begin(self) -> None:
         """Restore, take over the line and learn which version number comes next."""
+        startup.doing("reading the last checkpoint")
         self._version = self._saved = self._restore()
+        startup.doing("publishing the first weights" if self._version == 0 else "taking up the published weights")
         weights = self._weights()
         self._on_first(lambda: self._take_over(weights))
         self._next = msgspec.json.decode(self._peers.first(msgspec.json.encode(self._next)), type=int)

@@ -20,6 +20,7 @@ from rillflow.clients.dataflow import DataflowClient
 from rillflow.clients.payloads import PayloadReader
 from rillflow.config import Recipe
 from rillflow.contracts import Generator
+from rillflow.storage import startup
 from rillflow.storage.spans import Spans
 from rillflow.trainer.aside import MakesRoom
 from rillflow.trainer.batches import columns_of
@@ -77,6 +78,7 @@ def run_trainer(
     ):
         if peers.rank == 0:
             wire.listen(on_ready)
+        startup.doing("loading the model")
         loop = build_loop(
             recipe,
             policy,
@@ -252,9 +254,11 @@ def _nothing() -> None:
 
 def _publishes_first(recipe: Recipe, policy: str, generator: Generator | None) -> bool:
     """Where a delay would gain nothing, because nodes may not sample on before they have the new weights; and where any
-    commit may end the run, because the prompts do. Where every trainer samples by itself nobody waits for the store."""
+    commit may be the last, because prompts run out or the target is reached. Where every trainer samples by itself
+    nobody waits for the store."""
     alone = generator is not None and recipe.mode == "colocated"
-    return (recipe.staleness(policy) == 0 and not alone) or recipe.data.epochs is not None
+    may_end = recipe.data.epochs is not None or recipe.evaluation.target is not None
+    return (recipe.staleness(policy) == 0 and not alone) or may_end
 
 
 class Gauges:

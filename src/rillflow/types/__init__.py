@@ -5,7 +5,7 @@ reader can map them without a copy; `column_dtype` is the one place that says wh
 """
 
 from rillflow.types.agents import Observation, Said, Scored, ToolUse
-from rillflow.types.base import Lane, Phase, Wire
+from rillflow.types.base import DONE, GOOD_ENDS, OUT_OF_PROMPTS, TARGET_REACHED, Lane, Phase, Wire
 from rillflow.types.batches import (
     Batch,
     BatchReply,
@@ -66,6 +66,10 @@ from rillflow.types.units import (
 
 __all__ = [
     "COLUMNS",
+    "DONE",
+    "GOOD_ENDS",
+    "OUT_OF_PROMPTS",
+    "TARGET_REACHED",
     "Ack",
     "AskTurn",
     "Batch",

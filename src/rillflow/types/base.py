@@ -9,6 +9,10 @@ import msgspec
 Lane = Literal["train", "eval"]
 Phase = Literal["training", "finishing", "ended"]
 
+# Why a run has ended, where it did what it was asked for.
+DONE, OUT_OF_PROMPTS, TARGET_REACHED = "done", "out of prompts", "target reached"
+GOOD_ENDS = (DONE, OUT_OF_PROMPTS, TARGET_REACHED)
+
 
 class Wire(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, gc=False):
     """Base of everything that travels: keyword-only, immutable, unknown fields refused.

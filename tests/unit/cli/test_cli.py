@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,35 @@ def test_a_finished_run_goes_on_when_it_is_given_more_steps(tmp_path: Path, monk
     write_resolved(load_recipe(recipe(tmp_path), ["trainer.steps=2"]), folder.root / "recipe.yaml")
     assert runner.invoke(app, ["resume", str(folder.root)]).exit_code == 0
     assert started == [folder.root]
+
+
+def test_a_run_that_reached_its_target_goes_on_when_it_is_given_a_higher_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Path] = []
+    monkeypatch.setattr("rillflow.cli.run.run_folder", lambda folder, where, resume: started.append(folder.root) or 0)
+
+    def resume(*changes: str) -> str:
+        write_resolved(load_recipe("quickstart", [*changes, "trainer.steps=3"]), folder.root / "recipe.yaml")
+        result = runner.invoke(app, ["resume", str(folder.root)])
+        assert result.exit_code == 0
+        return result.output
+
+    folder = RunFolder.create(load_recipe("quickstart"), tmp_path / "runs")
+    folder.set_state("finished", "target reached")
+    lines = [
+        {"seq": 1, "event": "evaluation", "step": 0, "version": 0, "reward": 0.95, "failed": 1},
+        {"seq": 2, "policy": "agent", "step": 1, "version": 1},
+        {"seq": 3, "event": "evaluation", "step": 1, "version": 1, "reward": 0.9, "failed": 0},
+    ]
+    folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    output = resume("evaluation.target=0.9")
+    assert "has finished (target reached): nothing to resume" in output
+    assert "raise evaluation.target in" in output
+    assert not started
+    resume("evaluation.target=0.94")
+    resume("evaluation.target=null")
+    assert started == [folder.root, folder.root]
 
 
 @pytest.mark.parametrize("command", ["dataflow", "rollout", "trainer"])

@@ -64,6 +64,8 @@ def test_files_are_relative_to_the_recipe(recipe_file: Path) -> None:
         ("trainer: {graph: [{functio: x}]}", "trainer.graph.0.functio; did you mean 'function'"),
         ("trainer: {nodes: [{function: x, idd: y}]}", "trainer.nodes.0.idd; did you mean 'id'"),
         ("runtime: {mode: colocated}\nrollout: {nodes: 2}", "raise trainer.ranks, not rollout.nodes"),
+        ("evaluation: {target: 0.9, every: 1}", "evaluation.target needs data.heldout"),
+        ("evaluation: {target: .nan}", "evaluation.target: Input should be a finite number"),
         ("policies: {a: {model: tiny, trains_on: [b]}}", "policies.a.trains_on names 'b'"),
         ("policies: {a: {model: tiny, trains_on: []}}", "policies.a.trains_on: List should have at least 1 item"),
         ("policies: {a: {model: tiny, stages: [x, x]}}", "policies.a.stages: it names one twice"),
@@ -72,6 +74,12 @@ def test_files_are_relative_to_the_recipe(recipe_file: Path) -> None:
 def test_mistakes_are_named(recipe_file: Path, line: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
         load_recipe(with_lines(recipe_file, line))
+
+
+def test_a_target_needs_evaluations_while_the_run_trains() -> None:
+    assert load_recipe("quickstart", ["evaluation.target=0.5", "evaluation.every=3"]).evaluation.target == 0.5
+    with pytest.raises(ConfigError, match=r"evaluation\.target needs evaluation\.every above 0"):
+        load_recipe("quickstart", ["evaluation.target=0.5", "evaluation.every=0"])
 
 
 def test_missing_key_is_named(recipe_file: Path) -> None:

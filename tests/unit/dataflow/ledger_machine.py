@@ -47,8 +47,9 @@ class LedgerMachine(RuleBasedStateMachine):
         heldout=st.booleans(),
         size=st.integers(1, 2),
         replay=st.booleans(),
+        goal=st.sampled_from([None, 1.0]),
     )
-    def start(self, bound: int, kind: str, heldout: bool, size: int, replay: bool) -> None:
+    def start(self, *, bound: int, kind: str, heldout: bool, size: int, replay: bool, goal: float | None) -> None:
         self.folder = Path(tempfile.mkdtemp(dir=_SHM if _SHM.is_dir() else None))
         found = {name: {"staleness": bound} | rules for name, rules in KINDS[kind].items()}
         filters = [("zero_variance", ZeroVariance())]
@@ -61,6 +62,7 @@ class LedgerMachine(RuleBasedStateMachine):
             group_size=size,
             attempts=2,
             evaluate_every=2,
+            target=goal,
             unit_timeout=60.0,
             drop_after=20.0,
             group_deadline=100.0,
@@ -279,6 +281,9 @@ class LedgerMachine(RuleBasedStateMachine):
         """A whole batch, under a new attempt."""
         name = self.name(who)
         batch = self.world.ask(policy=name).batch
+        if self.world.ledger.phase != "training":
+            assert batch is None, "a run that has reached its target leases no batch"
+            return  # what the trainer holds may still be committed
         self.streams.pop(name, None)
         self.batches.pop(name, None)
         if batch is not None:
@@ -412,6 +417,12 @@ class LedgerMachine(RuleBasedStateMachine):
         if hasattr(self, "world"):
             report = examine(self.world.ledger.db._connection)
             assert report.balanced, [identity for identity in report.identities if not identity.ok]
+
+    @invariant()
+    def a_run_that_has_ended_has_nothing_outstanding(self) -> None:
+        if hasattr(self, "world") and self.world.ledger.phase == "ended":
+            assert self.world.ledger.groups.outstanding == 0
+            assert not self.world.ledger.evaluations.running
 
     @invariant()
     def trained_once_on_the_live_lines(self) -> None:

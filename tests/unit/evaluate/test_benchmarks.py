@@ -82,7 +82,7 @@ def test_several_held_out_sources_follow_one_another_and_name_themselves(own_dat
 
 def test_one_held_out_source_needs_no_list_and_none_is_none() -> None:
     assert len(load_recipe("quickstart").data.heldout) == 1
-    assert load_recipe("quickstart", ["data.heldout=null"]).data.heldout == []
+    assert load_recipe("stockroom", ["data.heldout=null"]).data.heldout == []
 
 
 def test_unknown_names_and_missing_files_say_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from rillflow.observe.plot import plot_reward, running_mean
 from rillflow.observe.progress import Progress, sparkline
 from rillflow.observe.summary import summarise, summary_table
 from rillflow.observe.tensorboard import TensorBoard
+from rillflow.storage.startup import Starting
 from rillflow.types import Evaluation, PolicyStatus, Status
 
 
@@ -160,6 +161,80 @@ def test_plain_progress_prints_lines() -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "step 3/10" in text
     assert "(trainer agent: 3 of 8 groups ready)" in text
+
+
+STARTING = [Starting("trainer-agent", "loading the model", 2.0), Starting("rollout-0", "importing torch", 11.6)]
+PARTS = "trainer-agent: loading the model; rollout-0: importing torch (12 s)"
+
+
+def shown(*statuses: Status, parts: list[Starting] = STARTING, terminal: bool = False) -> str:
+    console = Console(file=io.StringIO(), width=160, force_terminal=terminal)
+    with Progress("run", console, target=0.9) as progress:
+        progress.starting(parts)
+        for found in statuses:
+            progress.show(found)
+    return str(console.file.getvalue())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_run_that_starts_says_what_each_part_does(terminal: bool) -> None:
+    text = shown(terminal=terminal)
+    assert "starting (0 s): " in text
+    assert PARTS in text
+
+
+def test_a_run_without_samples_shows_its_start_and_no_empty_numbers() -> None:
+    early = status(steps=0, reward=None, evaluations=[], phase="training", waits=["waiting for the first rollout node"])
+    console = Console(file=io.StringIO(), width=160)
+    progress = Progress("run", console)
+    progress._parts = STARTING
+    assert progress._line(early) == f"starting (0 s): {PARTS}"
+    progress._parts = []
+    assert "step 0/10" in progress._line(early)
+    assert "(waiting for the first rollout node)" in progress._line(early)
+
+
+def test_a_process_that_is_started_again_is_shown_beside_the_numbers() -> None:
+    again = [Starting("trainer-agent", "loading the model", 6.2)]
+    text = shown(status(phase="training"), parts=again, terminal=True)
+    assert "starting: trainer-agent: loading the model (6 s)" in text
+    assert "3/10" in text
+    progress = Progress("run", Console(file=io.StringIO(), width=160))
+    progress._parts = again
+    line = progress._line(status(phase="training"))
+    assert "step 3/10" in line
+    assert "(starting: trainer-agent: loading the model (6 s))" in line
+
+
+def test_a_run_that_has_ended_waits_for_no_process() -> None:
+    text = shown(status(phase="ended"))
+    assert "step 3/10" in text
+    assert text.count("trainer-agent") == 1, "only in the line before any status"
+
+
+def test_the_target_stands_beside_the_held_out_reward() -> None:
+    assert "(the run ends at 0.9)" in shown(status(), parts=[], terminal=True)
+
+
+def test_the_summary_says_whether_the_target_was_reached(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    rounds = [(0, 0.2, 0), (2, 0.9, 1), (4, 0.8, 0), (6, None, 8)]
+    write(
+        path,
+        [
+            {"event": "evaluation", "step": step, "version": step, "reward": reward, "failed": failed}
+            for step, reward, failed in rounds
+        ],
+    )
+    metrics = read_metrics(path, "agent")
+    console = Console(file=io.StringIO(), width=120)
+    for target in (0.9, 0.5, None):
+        summary = summarise(metrics, status(reason="done"), 1.0, target=target)
+        console.print(summary_table(summary, tmp_path, None))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "0.9 was not reached" in text, "a round with a failed episode does not count"
+    assert "0.5 was reached by version 4 (step 4)" in text
+    assert text.count("│ target ") == 2
 
 
 def test_live_progress_shows_everything() -> None:

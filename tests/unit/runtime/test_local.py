@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from rillflow.config import load_recipe
 from rillflow.errors import BadRequest, DeadlineExceeded, RunError, Unavailable
 from rillflow.resources.placement import Placed
 from rillflow.runtime.folder import RunFolder
-from rillflow.runtime.local import LocalRun
+from rillflow.runtime.local import LocalRun, ended_well
 from rillflow.runtime.process import signals_held
-from rillflow.runtime.supervisor import ProcessSpec
+from rillflow.runtime.supervisor import ProcessSpec, Supervised
+from rillflow.storage.startup import Stage, Starting, stage_path
 from rillflow.types import Ack, EngineInfo, Engines, LookEngines, PolicyStatus, RetireNode, Status
 
 
@@ -155,6 +158,7 @@ class Recorded:
 
     def __init__(self) -> None:
         self.started: list[ProcessSpec] = []
+        self.processes: list[Supervised] = []
         self.kept: set[str] = set()
         self.failing: dict[str, BaseException] = {}
         self.gone: set[str] = set()
@@ -312,3 +316,60 @@ async def test_a_node_that_loses_its_tag_is_retired_through_the_service(
     assert service.asked == [RetireNode(node="rollout-0", drain=7.0)] * len(answers)
     assert recorded.let_gone == [("rollout-0", patience)]
     assert [name for name, _ in recorded.stopped] == ([] if patience else ["rollout-0"])
+
+
+def supervised(folder: RunFolder, name: str, began: float) -> Supervised:
+    process = Supervised(ProcessSpec(name, ()), folder.log(name), restarts=0, threads=0)
+    process.began = began
+    return process
+
+
+async def test_who_waits_for_a_run_is_told_what_has_not_started_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load_recipe("quickstart", ["resources.scaling.enabled=true"])
+    folder = RunFolder.create(recipe, tmp_path)
+    phases = iter([status(), status(phase="ended", reason="done")])
+    run, recorded = await recorded_run(folder, monkeypatch, Service(lambda: next(phases)))
+    told: list[list[Starting]] = []
+    run._on_starting = told.append
+    began = time.time() - 20.0
+    recorded.processes = [
+        supervised(folder, name, began) for name in ("dataflow", "rollout-0", "trainer-agent", "maintainer")
+    ]
+    (folder.root / "starting").mkdir()
+    for name, stage in (("dataflow", Stage("ready", began + 1)), ("trainer-agent", Stage("loading", began + 15))):
+        stage_path(folder.root, name).write_bytes(msgspec.json.encode(stage))
+    await run._run()
+    assert len(told) == 2
+    node, trainer = told[0]
+    assert (node.process, node.doing) == ("rollout-0", "starting the process")
+    assert (trainer.process, trainer.doing) == ("trainer-agent", "loading")
+    assert node.seconds >= 20.0 > trainer.seconds >= 5.0
+
+
+async def test_a_start_is_shown_before_the_service_answers(tmp_path: Path) -> None:
+    told: list[list[Starting]] = []
+    recipe = load_recipe("quickstart", ["runtime.start_timeout=0.2"])
+    run = LocalRun(RunFolder.create(recipe, tmp_path), lambda status: None, on_starting=told.append)
+    supervisor: Any = run.supervisor
+    process = supervised(run._folder, "dataflow", time.time())
+    supervisor.start = lambda spec: process
+    supervisor._running = {process: asyncio.get_running_loop().create_future()}
+    with pytest.raises(RunError, match="did not start in time"):
+        await run._start_dataflow()
+    assert {(part.process, part.doing) for parts in told for part in parts} == {("dataflow", "starting the process")}
+
+
+@pytest.mark.parametrize(
+    ("reason", "steps", "well"),
+    [
+        ("done", 3, True),
+        ("done", 0, False),
+        ("target reached", 0, True),
+        ("target reached", 3, True),
+        ("stopped", 3, False),
+    ],
+)
+def test_a_run_that_reached_its_target_ended_well(reason: str, steps: int, well: bool) -> None:
+    assert ended_well(status(phase="ended", reason=reason, steps=steps)) == well

@@ -26,6 +26,7 @@ from rillflow.engine.servers.layout import Tainted
 from rillflow.engine.servers.updates import Update
 from rillflow.engine.stream import Stream
 from rillflow.errors import EngineError, EngineLost, QueueFull, RillflowError, WeightsError
+from rillflow.storage import startup
 from rillflow.types import Chunk, EngineStats, FinishReason, GenerateRequest
 from rillflow.wire import take_short_turns
 
@@ -40,6 +41,7 @@ _SETTLE_SECONDS = 5.0  # new weights wait no longer for answers that have had no
 _WHOLE_SECONDS = 30.0  # likewise, where one of them was sampled anew from its beginning
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # before a server that died is started again
 _WEIGHTS_SECONDS = 60.0  # a server that was started again waits no longer for newer weights than the initial ones
+_NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 _DOWN, _PAUSED, _UPDATE, _WEIGHTS = "down", "paused", "update", "weights"
 
 
@@ -139,6 +141,7 @@ class ServerEngine(ABC):
     async def start(self) -> None:
         if self._supervisor is None:
             take_short_turns()  # this process streams answers, and decodes weights meanwhile
+            startup.doing(f"waiting for {_NAMES.get(self.settings.kind, self.settings.kind)} to load the model")
             try:
                 await self.bring_up()
             except BaseException:

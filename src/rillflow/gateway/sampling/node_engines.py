@@ -25,6 +25,7 @@ from rillflow.errors import RillflowError
 from rillflow.gateway.sampling.fleet import Fleet
 from rillflow.gateway.sampling.manager import RolloutManager
 from rillflow.gateway.sampling.pool import EnginePool
+from rillflow.storage import startup
 from rillflow.storage.spans import SpanLog, Spans, open_spans
 from rillflow.types import EngineInfo, Engines, LookEngines
 from rillflow.weights.refresh import Refresher, StoreSupply
@@ -80,6 +81,7 @@ class NodeEngines:
         """Own engines begin with the newest weights; engine processes are looked for once."""
         if self._host is not None:
             await self._host.start()
+        startup.doing("fetching the newest weights")
         await asyncio.gather(*(refresher.refresh() for refresher in self._refreshers.values()))
         await self.look()
 

@@ -26,6 +26,7 @@ from rillflow.runtime.process import HOST_ENV, STOP_SIGNALS, role_environment
 from rillflow.runtime.ray.gang import Gang, Member, Place, Room
 from rillflow.runtime.supervisor import Supervised
 from rillflow.storage import write_json
+from rillflow.storage.startup import Starting
 from rillflow.types import Status
 
 log = logging.getLogger(__name__)
@@ -43,9 +44,10 @@ class RayRun(LocalRun):
         on_status: Callable[[Status], None],
         *,
         resume: bool = False,
+        on_starting: Callable[[list[Starting]], None] = lambda parts: None,
         address: str | None = None,
     ) -> None:
-        super().__init__(folder, on_status, resume=resume)
+        super().__init__(folder, on_status, resume=resume, on_starting=on_starting)
         if not self._recipe.runtime.weights_server:
             raise RunError(
                 "nodes of a cluster fetch weights over HTTP, and this run serves none",

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGloo, TCPStore
 
+from rillflow.storage import startup
 from rillflow.trainer.parallel.address import Place, listen, parse
 from rillflow.trainer.parallel.distributed import Distributed, left_alone
 from rillflow.trainer.parallel.peers import Alone, PeerLost, Peers
@@ -52,6 +53,7 @@ def connect(place: Place, device: torch.device, *, start: float = START, patienc
     if place.ranks == 1:
         yield Alone()
         return
+    startup.doing("waiting for the other ranks")
     host, port = parse(place.rendezvous)
     hosted = host_store(listen(host, port)) if place.rank == 0 and not _answers(host, port) else None
     address = _address_towards(host, port)
