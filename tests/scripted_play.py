@@ -16,7 +16,7 @@ from rillflow.gateway import Gateway, Policy, Renderer, anthropic_url
 from rillflow.gateway.trees.record import Sample
 from rillflow.rollout.episode import RunningEpisode
 from rillflow.types import Chunk, GenerateRequest, Prompt, Task
-from rillflow.weights.models import model_folder
+from rillflow.weights.model_folder import model_folder
 
 
 class SayingEngine:

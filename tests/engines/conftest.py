@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rillflow.weights.models import model_folder
+from rillflow.weights.model_folder import model_folder
 
 pytest.register_assert_rewrite("contract")
 
