@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rillflow.weights.models import model_folder
+from rillflow.weights.model_folder import model_folder
 
 CONTEXT = 1024
 LONGEST = 900

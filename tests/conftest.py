@@ -13,7 +13,6 @@ import certifi
 import hypothesis
 import pytest
 
-from repetition import PROFILE
 from scrubbing import scrub
 
 pytest_plugins = ["commands", "durations", "needs", "pytester"]

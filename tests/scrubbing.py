@@ -10,7 +10,7 @@ import pytest
 def scrub(monkeypatch: pytest.MonkeyPatch) -> None:
     """Remove from the environment what the machine happens to have set."""
     for name in list(os.environ):
-        kept = name in {"RILLFLOW_DATA", "RILLFLOW_SOAK", "RILLFLOW_TEST_PROFILE"}
+        kept = name in {"RILLFLOW_DATA", "RILLFLOW_SOAK"}
         if name.startswith(("RILLFLOW_", "OPENAI_", "ANTHROPIC_")) and not kept:
             monkeypatch.delenv(name)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

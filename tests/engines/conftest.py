@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from needs import VLLM_PYTHON, require
-from rillflow.weights.models import model_folder
+from rillflow.weights.model_folder import model_folder
 
 pytest.register_assert_rewrite("contract")
 

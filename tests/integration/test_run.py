@@ -9,6 +9,7 @@ import urllib.request
 import pytest
 
 from commands import Cli, Started, processes_of, steps_of, wait_until
+from loaded_modules import LoadedModules
 
 SHORT = [
     "trainer.steps=3",
@@ -18,7 +19,10 @@ SHORT = [
 ]
 
 
-def test_a_short_run_leaves_what_it_promises(cli: Cli) -> None:
+def test_a_short_run_leaves_what_it_promises(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = LoadedModules(cli.cwd / "loaded")
+    for name, value in loaded.environment.items():
+        monkeypatch.setenv(name, value)
     run = cli.run("run", "stockroom", *SHORT)
     folder = run.folder
     for name in ("recipe.yaml", "metrics.jsonl", "reward.png", "summary.json", "state.json", "ledger.sqlite"):
@@ -31,6 +35,8 @@ def test_a_short_run_leaves_what_it_promises(cli: Cli) -> None:
     assert json.loads((folder / "state.json").read_text())["state"] == "finished"
     assert str(folder) in run.output().replace("\n", "")
     assert processes_of(folder) == {}
+    for light in ("run", "dataflow", "unit"):  # `run` draws a plot with matplotlib at its end
+        assert not {"torch", "transformers", "numba", "openai", "aiohttp", "pandas"} & loaded.of(light), light
 
     report = cli.run("audit", str(folder), "--json")
     audited = json.loads(report.output())

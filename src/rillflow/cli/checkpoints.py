@@ -12,7 +12,7 @@ from rillflow.config.load import FIT, parse
 from rillflow.errors import RunError
 from rillflow.runtime.folder import RunFolder
 from rillflow.weights.gguf import SUFFIX, model_from_gguf
-from rillflow.weights.models import model_folder
+from rillflow.weights.model_folder import model_folder
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import secrets
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, Literal
 
 import typer
-import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -29,6 +27,8 @@ def environments(
     option: OptionsOption = None,
 ) -> None:
     """List the environments that agents can act in, or serve one to others."""
+    import asyncio
+
     from rillflow.agents.environments.registry import ENVIRONMENTS
 
     with clear_errors():
@@ -50,11 +50,15 @@ def play(
     option: OptionsOption = None,
 ) -> None:
     """Step through an environment in the terminal."""
+    import asyncio
+
     with clear_errors():
         asyncio.run(_play(environment, agent, seed, split, _options(option)))
 
 
 def _options(given: list[str] | None) -> dict[str, Any]:
+    import yaml
+
     options = {}
     for item in given or ():
         name, equals, value = item.partition("=")
@@ -65,6 +69,8 @@ def _options(given: list[str] | None) -> dict[str, Any]:
 
 
 async def _serve(name: str, host: str, port: int, options: dict[str, Any]) -> None:
+    import asyncio
+
     from rillflow.agents.environments.openenv_server import OpenEnvServer
     from rillflow.agents.environments.registry import environment_factory
 
@@ -101,6 +107,8 @@ Choose = Callable[[list[str] | None], Awaitable[str]]
 
 
 def _chooser(environment: Any, agent: Agent, seed: int) -> Choose:
+    import asyncio
+
     draw = random.Random(seed)
     plan: list[str] = []
 

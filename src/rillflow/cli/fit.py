@@ -32,7 +32,7 @@ def check(recipe: FitRecipe) -> None:
     from rillflow.dataflow.sources import open_source
     from rillflow.trainer.graph.planner import plan
     from rillflow.trainer.supervised.functions import graph_of
-    from rillflow.weights.models import model_folder
+    from rillflow.weights.model_folder import model_folder
 
     model_folder(recipe.model)
     plan(graph_of(recipe), ranks=recipe.trainer.ranks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -77,6 +76,8 @@ def _judge(by: str, url: str | None, model: str | None, key_variable: str | None
 
 def _write(path: Path, episodes: Sequence[Played], judge: Endpoint | None) -> int:
     """How many steps have no label."""
+    import asyncio
+
     from rillflow.agents.agentflow.judge import label_by_judge
     from rillflow.agents.agentflow.labels import label_by_returns
     from rillflow.storage import write_atomic

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rillflow.cli.timeline import draw_timeline
-from rillflow.config import Recipe
+from rillflow.config import Recipe, TrainerConfig
 from rillflow.errors import ConfigError, RunError
 from rillflow.observe.metrics import read_metrics
 from rillflow.observe.plot import plot_reward
@@ -74,9 +74,8 @@ def check(recipe: Recipe) -> None:
     from rillflow.dataflow.hooks import Hooks
     from rillflow.dataflow.sources import open_heldout, open_sources
     from rillflow.resources.placement import plan
-    from rillflow.rollout.players import check_players
-    from rillflow.trainer.graph.builtin import chain_of
-    from rillflow.weights.models import model_folder
+    from rillflow.rollout.loading import check_players
+    from rillflow.weights.model_folder import model_folder
 
     check_players(recipe)
     check_tools(recipe.tools)
@@ -86,12 +85,25 @@ def check(recipe: Recipe) -> None:
         for model in (policy.model, kl.reference if kl else None, critic.model if critic else None):
             if model is not None:
                 model_folder(model)
-        chain_of(policy.trainer, recipe.mode)
+        if may_not_plan(policy.trainer):
+            from rillflow.trainer.graph.builtin import chain_of  # loads torch
+
+            chain_of(policy.trainer, recipe.mode)
     Hooks.of(recipe.dataflow)
     prompts = open_sources(recipe.data.prompts, seed=recipe.seed, shuffle=False)
     warning = warning_of(prompts, open_heldout(recipe.data.heldout, seed=recipe.seed))
     if warning is not None:
         console.print(f"[yellow]warning:[/] {warning}", highlight=False, soft_wrap=True)
+
+
+def may_not_plan(trainer: TrainerConfig) -> bool:
+    """Return whether the step graph of a trainer has to be planned to know that it can be.
+
+    The graphs of the built-in algorithms can be, unless the recipe adds nodes or a loss. Options that exclude each
+    other concern a critic (`ppo`) and rewards of single answers.
+    """
+    own = trainer.graph is not None or bool(trainer.nodes) or trainer.loss is not None
+    return own or trainer.algorithm == "ppo" or trainer.step_rewards is not None
 
 
 def has_finished(folder: RunFolder) -> bool:

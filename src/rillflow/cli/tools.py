@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import secrets
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from rillflow.cli.app import app, clear_errors, errors
-from rillflow.config import ToolConfig
-from rillflow.contracts import Toolbox
 from rillflow.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rillflow.config import ToolConfig
+    from rillflow.contracts import Toolbox
 
 TOKEN = "RILLFLOW_TOOLS_TOKEN"
 _PLAIN = ("calculator", "python")  # shipped tools that need no options
@@ -38,6 +39,8 @@ def tools(
 
     Over HTTP every call has to show the token in RILLFLOW_TOOLS_TOKEN; where that is not set one is made and printed.
     """
+    import asyncio
+
     with clear_errors():
         if port and serve != "http":
             raise ConfigError("--port is where an MCP server listens", "give --serve http with it")
@@ -45,9 +48,10 @@ def tools(
 
 
 def _configs(recipe: str | None, overrides: list[str]) -> list[ToolConfig]:
+    from rillflow.config import ToolConfig, load_recipe
+
     if recipe is None:
         return [ToolConfig(name=name) for name in _PLAIN]
-    from rillflow.config import load_recipe
 
     found = load_recipe(recipe, overrides).tools
     if not found:

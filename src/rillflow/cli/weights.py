@@ -11,7 +11,6 @@ from rich.console import Console
 from rillflow.errors import ConfigError
 from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.process import prepare, run_until_signal
-from rillflow.weights.transport.relay import serve_relay
 from rillflow.weights.transport.serve import reading_token
 
 TOKEN_VARIABLE = "RILLFLOW_WEIGHTS_TOKEN"
@@ -27,6 +26,8 @@ def print_token(folder: RunFolder) -> None:
 
 def relay(upstream: str, cache: Path, *, gigabytes: float, host: str, port: int) -> int:
     """Serve until a signal comes; returns the code that the process ends with."""
+    from rillflow.weights.transport.relay import serve_relay
+
     token = os.environ.get(TOKEN_VARIABLE, "")
     if not token:
         raise ConfigError(

@@ -13,7 +13,7 @@ from rillflow.dataflow.sources.naming import source_names
 from rillflow.errors import ConfigError
 from rillflow.evaluate.votes import Kind
 from rillflow.gateway.trees.render import Renderer
-from rillflow.weights.models import model_folder
+from rillflow.weights.model_folder import model_folder
 
 HELDOUT = "heldout"
 GRADING = "rillflow.evaluate.grading:reward"

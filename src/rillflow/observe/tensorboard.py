@@ -10,10 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event
-from tensorboardX.summary import scalar
-
+from rillflow.observe.event_file import EventFile
 from rillflow.observe.metrics import MetricsReader
 
 log = logging.getLogger(__name__)
@@ -27,7 +24,7 @@ class TensorBoard:
         self._several = several
         self._reader = MetricsReader(metrics)
         self._folder = folder
-        self._writer: EventsWriter | None = None
+        self._file: EventFile | None = None
         self._broken = False
 
     def update(self) -> None:
@@ -37,23 +34,23 @@ class TensorBoard:
         try:
             for line in self._reader.new():
                 self._write(line)
-            if self._writer is not None:
-                self._writer.flush()
+            if self._file is not None:
+                self._file.flush()
         except OSError as error:
             log.warning("no more TensorBoard files: %s", error)
             self._give_up()
 
     def close(self) -> None:
-        if self._writer is not None and not self._broken:
+        if self._file is not None and not self._broken:
             self.update()
-            self._writer.close()
+        if self._file is not None and not self._broken:
+            self._file.close()
 
     def _give_up(self) -> None:
         self._broken = True
-        if self._writer is not None:
-            # Its own close would flush first, fail again and leave the file open.
-            with suppress(OSError):
-                self._writer._py_recordio_writer.close()
+        if self._file is not None:
+            with suppress(OSError):  # closing flushes first
+                self._file.close()
 
     def _write(self, line: dict[str, Any]) -> None:
         match line.get("event"):
@@ -66,9 +63,8 @@ class TensorBoard:
                 self._write_scalars("heldout/", values, int(line["version"]), line["time"])
 
     def _write_scalars(self, prefix: str, values: dict[str, Any], step: int, time: float) -> None:
-        if self._writer is None:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._writer = EventsWriter(str(self._folder / "events"))
+        if self._file is None:
+            self._file = EventFile(self._folder)
         for name, value in values.items():
             if isinstance(value, int | float) and name not in ("step", "version", "time", "seq"):
-                self._writer.write_event(Event(wall_time=time, step=step, summary=scalar(prefix + name, value)))
+                self._file.add(prefix + name, float(value), step, time)

@@ -25,7 +25,8 @@ from rillflow.gateway.trees.render import Renderer
 from rillflow.rollout.episode import Reward
 from rillflow.rollout.episodes import Episodes
 from rillflow.rollout.late import LateRewards
-from rillflow.rollout.players import Player, load_player, load_reward
+from rillflow.rollout.loading import load_reward
+from rillflow.rollout.players import Player, load_player
 from rillflow.rollout.push import Ends
 
 

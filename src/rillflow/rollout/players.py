@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from rillflow.agents.command import CommandAgent, words_of
-from rillflow.agents.environments.registry import environment_factory
-from rillflow.agents.rewards.registry import load_reward as load_named_reward
-from rillflow.config import Recipe, resolve_object
-from rillflow.errors import ConfigError
+from rillflow.agents.command import CommandAgent
+from rillflow.config import Recipe
 from rillflow.gateway.feed import EndSession, Feed, Offer, OutsideTask
-from rillflow.rollout.episode import EpisodeFailed, Reward, RunningEpisode, Workflow, play
+from rillflow.rollout.episode import EpisodeFailed, RunningEpisode, Workflow, play
+from rillflow.rollout.loading import load_workflow
 
 UNTAKEN_SECONDS = 10.0  # a task that no agent takes for so long goes back
 
@@ -157,29 +154,4 @@ def load_player(recipe: Recipe, feed: Feed, folder: Path) -> Player:
         return OutsidePlayer(feed)
     if recipe.command is not None:
         return CommandPlayer(CommandAgent(recipe.command, folder))
-    return WorkflowPlayer(_load_workflow(recipe))
-
-
-def load_reward(recipe: Recipe) -> Reward | None:
-    reward = load_named_reward(recipe.reward) if recipe.reward else None
-    if reward is not None and not callable(reward):
-        raise ConfigError(f"reward {recipe.reward} is not a function", "write `def reward(payload, answer):`")
-    return reward
-
-
-def check_players(recipe: Recipe) -> None:
-    """Fail where a look can tell that no episode could be played."""
-    if recipe.workflow is not None:
-        _load_workflow(recipe)
-    if recipe.command is not None:
-        words_of(recipe.command)
-    if recipe.environment is not None:
-        environment_factory(recipe.environment.name, recipe.environment.options)
-    load_reward(recipe)
-
-
-def _load_workflow(recipe: Recipe) -> Workflow:
-    workflow: Workflow = resolve_object(recipe.workflow or "")
-    if not inspect.iscoroutinefunction(workflow):
-        raise ConfigError(f"workflow {recipe.workflow} is not an async function", "write `async def play(episode):`")
-    return workflow
+    return WorkflowPlayer(load_workflow(recipe))

@@ -191,7 +191,7 @@ def _with_episodes(recipe: Recipe, episodes: int | None) -> Recipe:
 
 def _check_code(recipe: Recipe) -> None:
     """The workflow, command and reward are this host's own copies."""
-    from rillflow.rollout.players import check_players
+    from rillflow.rollout.loading import check_players
 
     try:
         check_players(recipe)

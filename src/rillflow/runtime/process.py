@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import ctypes
 import faulthandler
 import logging
 import os
@@ -106,6 +104,8 @@ def prepare() -> None:
 def _die_with(parent: int) -> None:
     """SIGTERM when the supervisor dies, by the kernel where it can, by looking once a second elsewhere."""
     if sys.platform == "linux":
+        import ctypes
+
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     threading.Thread(target=_watch, args=(parent,), name="parent-watch", daemon=True).start()
 
@@ -121,6 +121,7 @@ def _watch(parent: int) -> None:
 
 def run_until_signal(main: Coroutine[Any, Any, None]) -> int:
     """Run `main`; SIGTERM or SIGINT cancels it. Returns the code that the process ends with."""
+    import asyncio
 
     async def guarded() -> int:
         task = asyncio.ensure_future(main)
@@ -147,6 +148,8 @@ class LoopWatchdog:
         self._seconds = seconds
 
     async def run(self) -> None:
+        import asyncio
+
         try:
             while True:
                 faulthandler.dump_traceback_later(self._seconds, exit=True)

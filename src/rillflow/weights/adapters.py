@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import msgspec
 import torch
 
 from rillflow.errors import CorruptData
@@ -21,14 +20,6 @@ if TYPE_CHECKING:
     from rillflow.contracts import Tensors
 
 A, B = ".lora_A", ".lora_B"
-
-
-class AdapterFacts(msgspec.Struct, frozen=True):
-    """What a manifest says of an adapter: `base` is the version whose weights it belongs to."""
-
-    rank: int
-    alpha: float
-    base: int
 
 
 @dataclass(frozen=True)

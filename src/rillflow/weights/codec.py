@@ -11,12 +11,12 @@ import struct
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 
 from rillflow.errors import CorruptData, WeightsError
+from rillflow.weights.manifest import TensorFacts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,11 +42,6 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-
-
-class TensorFacts(msgspec.Struct, frozen=True):
-    dtype: str
-    shape: list[int]
 
 
 def tensor_facts(tensor: torch.Tensor) -> TensorFacts:

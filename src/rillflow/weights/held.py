@@ -18,8 +18,8 @@ import torch
 
 from rillflow.contracts import Change, Patch
 from rillflow.errors import CorruptData, WeightsError
-from rillflow.weights.codec import TensorFacts, tensor_facts
-from rillflow.weights.manifest import VersionManifest
+from rillflow.weights.codec import tensor_facts
+from rillflow.weights.manifest import TensorFacts, VersionManifest
 
 if TYPE_CHECKING:
     from rillflow.contracts import Tensors

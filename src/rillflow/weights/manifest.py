@@ -17,8 +17,6 @@ from typing import Annotated
 import msgspec
 
 from rillflow.errors import CorruptData
-from rillflow.weights.adapters import AdapterFacts
-from rillflow.weights.codec import TensorFacts
 from rillflow.weights.sealed import FileFacts, Manifest
 
 DELTA = "delta"
@@ -32,6 +30,19 @@ FOLDER_NAME = re.compile(r"v(\d{8,})")
 
 def folder_name(version: int) -> str:
     return f"v{version:08d}"
+
+
+class TensorFacts(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: list[int]
+
+
+class AdapterFacts(msgspec.Struct, frozen=True):
+    """What a manifest says of an adapter: `base` is the version whose weights it belongs to."""
+
+    rank: int
+    alpha: float
+    base: int
 
 
 class VersionManifest(Manifest, frozen=True, kw_only=True):

@@ -7,13 +7,12 @@ a hub unless the name has the form `org/name` and no folder of that name exists.
 from __future__ import annotations
 
 import platform
-import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from rillflow.errors import ConfigError
+from rillflow.weights.model_folder import model_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -21,25 +20,7 @@ if TYPE_CHECKING:
 Dtype = Literal["fp32", "bf16"]
 
 DTYPES: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_TINY = Path(__file__).resolve().parent.parent / "assets" / "tiny"
 _SCORE = "score.weight"
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-
-
-def model_folder(name: str) -> Path:
-    """Where the model is: the shipped `tiny`, a folder, or a hub name `org/name` passed through as it is."""
-    folder = _TINY if name == "tiny" else Path(name).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ConfigError(f"{folder} is not a model folder: it has no config.json", "check policies.*.model")
-        return folder
-    if _HUB_NAME.fullmatch(name):
-        return Path(name)
-    raise ConfigError(
-        f"there is no model folder {name}",
-        "policies.*.model is `tiny`, the path of a Hugging Face model folder, or a hub name `org/name`; hub models are "
-        "best downloaded first (`hf download org/name --local-dir FOLDER`) and named by their folder",
-    )
 
 
 def load_policy_model(name: str, dtype: Dtype, device: torch.device) -> PreTrainedModel:

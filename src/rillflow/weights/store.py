@@ -30,10 +30,10 @@ import torch
 from rillflow.errors import CorruptData, WeightsError
 from rillflow.storage import write_atomic
 from rillflow.weights import sealed, signing
-from rillflow.weights.adapters import Adapter, AdapterFacts
+from rillflow.weights.adapters import Adapter
 from rillflow.weights.codec import encode, tensor_facts, unique
 from rillflow.weights.folder import Folder
-from rillflow.weights.manifest import DELTA, HEAD, Line, VersionManifest, as_hexadecimal
+from rillflow.weights.manifest import DELTA, HEAD, AdapterFacts, Line, VersionManifest, as_hexadecimal
 from rillflow.weights.retention import kept
 from rillflow.weights.route import route
 

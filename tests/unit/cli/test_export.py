@@ -18,7 +18,8 @@ from rillflow.runtime.folder import RunFolder
 from rillflow.trainer.checkpoint import Checkpoints, State
 from rillflow.weights import FolderStore, export
 from rillflow.weights.adapters import Adapter
-from rillflow.weights.models import load_policy_model, load_tokenizer, model_folder
+from rillflow.weights.model_folder import model_folder
+from rillflow.weights.models import load_policy_model, load_tokenizer
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 

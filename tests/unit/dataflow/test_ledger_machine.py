@@ -6,7 +6,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 from ledger_machine import LedgerMachine
 
-from repetition import times
 from soak import repetitions
 
 
@@ -20,7 +19,7 @@ def _settings(examples: int, steps: int) -> settings:
 
 
 class TestLedgerMachine(LedgerMachine.TestCase):  # type: ignore[misc, name-defined]
-    settings = _settings(times(30, 60), 30)
+    settings = _settings(repetitions(30, 60), 30)
 
 
 @pytest.mark.slow

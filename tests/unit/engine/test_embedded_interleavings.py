@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from repetition import times
+from soak import repetitions
 
 ASK, CUT, LOAD, WAIT, PAUSE = range(5)
 # Kind, then numbers that choose: a stem, how much of it, how many tokens of its own, how many to sample.
@@ -25,7 +25,7 @@ MOVE = st.tuples(
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
 @settings(
-    max_examples=times(10, 25),
+    max_examples=repetitions(10, 25),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from session_world import ENDS, FOLLOWS, RENDERERS, WORDS, Answering, Ask, Change, Move, World, check
 
-from repetition import times
 from soak import repetitions
 
 ANSWERING = st.builds(
@@ -37,7 +36,7 @@ MOVES: Any = st.lists(
     st.one_of(st.tuples(ASK), st.tuples(ASK), st.lists(ASK, min_size=2, max_size=3).map(tuple), CHANGE), max_size=14
 )
 TEMPLATE = st.sampled_from(sorted(RENDERERS))
-QUICK = settings(max_examples=times(150, 500), deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=repetitions(150, 500), deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def play(template: str, moves: list[Move]) -> None:

@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sessionlog_support import Player, answers, view
 
-from repetition import times
 from rillflow.config import GatewayConfig
 from rillflow.errors import DiskFull
 from rillflow.gateway import Sessions
@@ -24,6 +23,7 @@ from rillflow.gateway.sessions.session import Session
 from rillflow.gateway.sessions.sessionlog import FileSessionLog
 from rillflow.storage import log as frame_log
 from rillflow.storage.log import file_path
+from soak import repetitions
 
 # How long the log was, what the sessions were and which answers they had, and whom the step before concerned.
 Moment = tuple[int, dict[str, dict[str, Any]], dict[str, dict[str, tuple[int, ...]]], str]
@@ -71,7 +71,7 @@ async def play(folder: Path, seed: int, steps: int) -> list[Moment]:
 
 
 @given(seed=st.integers(0, 2**32), steps=st.integers(1, 30))
-@settings(deadline=None, max_examples=times(12, 30))
+@settings(deadline=None, max_examples=repetitions(12, 30))
 def test_restored_sessions_are_those_that_lived(seed: int, steps: int) -> None:
     async def check() -> None:
         with tempfile.TemporaryDirectory() as name:
@@ -86,7 +86,7 @@ def test_restored_sessions_are_those_that_lived(seed: int, steps: int) -> None:
 
 
 @given(seed=st.integers(0, 2**32), data=st.data())
-@settings(deadline=None, max_examples=times(12, 30))
+@settings(deadline=None, max_examples=repetitions(12, 30))
 def test_cut_at_any_byte_every_acknowledged_answer_is_there(seed: int, data: st.DataObject) -> None:
     async def check() -> None:
         with tempfile.TemporaryDirectory() as name:

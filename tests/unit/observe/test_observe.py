@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 from rich.console import Console
-from tensorboardX.event_file_writer import EventsWriter
 
+from rillflow.observe.event_file import EventFile
 from rillflow.observe.metrics import MetricsReader, read_metrics
 from rillflow.observe.plot import plot_reward, running_mean
 from rillflow.observe.progress import Progress, sparkline
@@ -142,12 +142,12 @@ def test_several_policies_are_shown_at_their_own_steps(terminal: bool) -> None:
 
 
 def test_curves_that_cannot_be_written_fail_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: EventsWriter) -> None:
+    def full(self: EventFile) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     path = tmp_path / "metrics.jsonl"
     board = TensorBoard(path, tmp_path / "tb")
-    monkeypatch.setattr(EventsWriter, "flush", full)
+    monkeypatch.setattr(EventFile, "flush", full)
     write(path, [step(1, 0.1)])
     board.update()
     board.close()

@@ -10,7 +10,8 @@ import pytest
 from rillflow.config import Recipe
 from rillflow.errors import ConfigError
 from rillflow.gateway.feed import Feed
-from rillflow.rollout.players import CommandPlayer, OutsidePlayer, WorkflowPlayer, check_players, load_player
+from rillflow.rollout.loading import check_players
+from rillflow.rollout.players import CommandPlayer, OutsidePlayer, WorkflowPlayer, load_player
 
 PLAY = "rillflow.agents.workflows.stockroom:play"
 

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rillflow.errors import ConfigError
-from rillflow.weights.models import load_policy_model, load_tokenizer, model_folder, pick_device
+from rillflow.weights.model_folder import model_folder
+from rillflow.weights.models import load_policy_model, load_tokenizer, pick_device
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from rillflow.errors import CorruptData
-from rillflow.weights.codec import TensorFacts
-from rillflow.weights.manifest import Entry, Line, VersionManifest
+from rillflow.weights.manifest import Entry, Line, TensorFacts, VersionManifest
 from rillflow.weights.sealed import FileFacts, as_text
 from rillflow.weights.signing import check, key_of, parse_line, parse_manifest, signed
 

@@ -12,15 +12,17 @@ import json
 import os
 import secrets
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from openai import AsyncOpenAI, OpenAIError
 from pydantic import Field, PrivateAttr
 
 from rillflow.agents.rewards.answers import text_of
 from rillflow.agents.rewards.shipped import ShippedReward
 from rillflow.config.base import Positive, Seconds
 from rillflow.errors import ConfigError, RewardError
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
 
 _MOST = 1 << 15  # characters of an answer that the judge reads, its beginning and its end
 _BEST = 10
@@ -117,6 +119,8 @@ class Judge(ShippedReward):
         return [{"role": "user", "content": text}]
 
     async def _graded(self, messages: list[Any]) -> float:
+        from openai import AsyncOpenAI, OpenAIError
+
         wrong = ""
         # The retries are ours: they share one deadline with those of verdicts that are none.
         client = AsyncOpenAI(base_url=self.url, api_key=os.environ.get(self.key_variable, ""), max_retries=0)

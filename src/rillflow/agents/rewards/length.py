@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
-from tokenizers import Tokenizer
 
 from rillflow.agents.rewards.answers import text_of
 from rillflow.agents.rewards.shipped import ShippedReward
@@ -47,4 +46,6 @@ class Length(ShippedReward):
 
     @cached_property
     def _tokenizer(self) -> Any:
+        from tokenizers import Tokenizer
+
         return Tokenizer.from_file(str(Path(self.model or "") / "tokenizer.json"))

@@ -20,7 +20,8 @@ import msgspec
 import torch
 
 from rillflow.errors import ConfigError, RewardError
-from rillflow.weights.models import load_scalar_model, load_tokenizer, model_folder, pick_device
+from rillflow.weights.model_folder import model_folder
+from rillflow.weights.models import load_scalar_model, load_tokenizer, pick_device
 
 MOST_WAITING = 4096  # rows
 _BATCH_TOKENS = 16_384  # of one forward pass, padding counted

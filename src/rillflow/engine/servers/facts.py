@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from rillflow.errors import ConfigError, WeightsError
-from rillflow.weights.models import DTYPES, Dtype, model_folder
+from rillflow.weights.model_folder import model_folder
+from rillflow.weights.models import DTYPES, Dtype
 
 if TYPE_CHECKING:
     from rillflow.contracts import Change, Patch, Tensors

@@ -28,7 +28,8 @@ from rillflow.errors import BadRequest, ConfigError
 from rillflow.gateway.trees.messages import Body, Message
 from rillflow.gateway.trees.probes import PROBES, STAND_IN, STAND_IN_CALLING, Probe
 from rillflow.gateway.trees.tree import Canonical
-from rillflow.weights.models import load_tokenizer, model_folder
+from rillflow.weights.model_folder import model_folder
+from rillflow.weights.models import load_tokenizer
 
 Tools = list[Body] | None
 

@@ -27,9 +27,10 @@ from rillflow.errors import ConfigError
 from rillflow.trainer.models import decoder_layers
 from rillflow.trainer.parallel.peers import Peers
 from rillflow.trainer.slices import share
-from rillflow.weights.codec import TensorFacts, tensor_facts
+from rillflow.weights.codec import tensor_facts
 from rillflow.weights.delta.container import Part
 from rillflow.weights.delta.pieces import can_begin
+from rillflow.weights.manifest import TensorFacts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

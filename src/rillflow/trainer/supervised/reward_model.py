@@ -28,7 +28,8 @@ from rillflow.trainer.supervised.examples import SEPARATOR, Example, Examples, w
 from rillflow.trainer.supervised.functions import STEP_LOSS, StepLossName
 from rillflow.trainer.supervised.shapes import Answered, Stepwise, read_row
 from rillflow.trainer.supervised.texts import Writer, Written
-from rillflow.weights.models import Dtype, model_folder, pick_device
+from rillflow.weights.model_folder import model_folder
+from rillflow.weights.models import Dtype, pick_device
 
 FACTS = "rillflow.json"
 

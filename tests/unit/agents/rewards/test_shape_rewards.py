@@ -8,7 +8,7 @@ import pytest
 
 from rillflow.agents.rewards.registry import make_reward
 from rillflow.errors import ConfigError, RewardError
-from rillflow.weights.models import model_folder
+from rillflow.weights.model_folder import model_folder
 from tiny_policy import tiny_tokenizer
 
 ORDER = {"tags": ["think", "answer"]}

@@ -24,7 +24,7 @@ from rillflow.trainer.supervised.losses import (
     pair_slopes,
     step_losses,
 )
-from rillflow.weights.models import model_folder
+from rillflow.weights.model_folder import model_folder
 
 CPU = torch.device("cpu")
 ROWS = {

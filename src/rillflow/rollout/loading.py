@@ -1,0 +1,43 @@
+"""The user's workflow and reward function, by the names that a recipe gives them.
+
+`rillflow run` checks both before it starts anything, so importing this module loads neither torch nor a client.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING
+
+from rillflow.agents.command import words_of
+from rillflow.agents.environments.registry import environment_factory
+from rillflow.agents.rewards.registry import load_reward as load_named_reward
+from rillflow.config import Recipe, resolve_object
+from rillflow.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rillflow.rollout.episode import Reward, Workflow
+
+
+def load_reward(recipe: Recipe) -> Reward | None:
+    reward = load_named_reward(recipe.reward) if recipe.reward else None
+    if reward is not None and not callable(reward):
+        raise ConfigError(f"reward {recipe.reward} is not a function", "write `def reward(payload, answer):`")
+    return reward
+
+
+def check_players(recipe: Recipe) -> None:
+    """Fail where a look can tell that no episode could be played."""
+    if recipe.workflow is not None:
+        load_workflow(recipe)
+    if recipe.command is not None:
+        words_of(recipe.command)
+    if recipe.environment is not None:
+        environment_factory(recipe.environment.name, recipe.environment.options)
+    load_reward(recipe)
+
+
+def load_workflow(recipe: Recipe) -> Workflow:
+    workflow: Workflow = resolve_object(recipe.workflow or "")
+    if not inspect.iscoroutinefunction(workflow):
+        raise ConfigError(f"workflow {recipe.workflow} is not an async function", "write `async def play(episode):`")
+    return workflow
