@@ -19,7 +19,7 @@ def _settings(examples: int, steps: int) -> settings:
 
 
 class TestLedgerMachine(LedgerMachine.TestCase):  # type: ignore[misc, name-defined]
-    settings = _settings(repetitions(30, 60), 30)
+    settings = _settings(30, 30)
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ MOVE = st.tuples(
 )
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
 @settings(
     max_examples=repetitions(10, 25),

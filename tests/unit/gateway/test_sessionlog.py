@@ -71,6 +71,7 @@ async def play(folder: Path, seed: int, steps: int) -> list[Moment]:
 
 
 @given(seed=st.integers(0, 2**32), steps=st.integers(1, 30))
+@pytest.mark.soak
 @settings(deadline=None, max_examples=repetitions(12, 30))
 def test_restored_sessions_are_those_that_lived(seed: int, steps: int) -> None:
     async def check() -> None:
@@ -86,6 +87,7 @@ def test_restored_sessions_are_those_that_lived(seed: int, steps: int) -> None:
 
 
 @given(seed=st.integers(0, 2**32), data=st.data())
+@pytest.mark.soak
 @settings(deadline=None, max_examples=repetitions(12, 30))
 def test_cut_at_any_byte_every_acknowledged_answer_is_there(seed: int, data: st.DataObject) -> None:
     async def check() -> None:
