@@ -23,7 +23,7 @@ SHORT = [
 def test_a_short_run_is_on_policy_to_the_token(cli: Cli) -> None:
     run = cli.run("run", "quickstart_colocated", *SHORT, "evaluation.every=2")
     folder = run.folder
-    assert {path.stem for path in (folder / "logs").iterdir()} == {"dataflow", "unit-0", "trainer-agent"}
+    assert {path.stem for path in (folder / "logs").iterdir()} == {"dataflow", "forkserver", "unit-0", "trainer-agent"}
     assert {path.stem for path in (folder / "endpoints").iterdir()} >= {"trainer-agent", "colocated-0"}
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["steps"] == 4

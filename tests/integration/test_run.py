@@ -28,7 +28,8 @@ def test_a_short_run_leaves_what_it_promises(cli: Cli, monkeypatch: pytest.Monke
     for name in ("recipe.yaml", "metrics.jsonl", "reward.png", "summary.json", "state.json", "ledger.sqlite"):
         assert (folder / name).stat().st_size > 0, name
     assert list((folder / "tensorboard").iterdir())
-    assert {p.stem for p in (folder / "logs").iterdir()} == {"dataflow", "unit-0", "rollout-0", "trainer-agent"}
+    started = {"dataflow", "forkserver", "unit-0", "rollout-0", "trainer-agent"}
+    assert {p.stem for p in (folder / "logs").iterdir()} == started
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["steps"] == 3
     assert [e["version"] for e in summary["heldout"]] == [0, 3]

@@ -259,6 +259,11 @@ class RuntimeConfig(Section):
         "last five minutes in which the run got on are forgotten",
     )
     start_timeout: Seconds = 120.0
+    preload: bool = Field(
+        True,
+        description="import torch once, in a process that trainers and nodes of this machine are forked from (Linux); "
+        "false starts each by itself",
+    )
     weights_server: bool = Field(
         False, description="serve the run's weights over HTTP, for nodes and relays that do not see its folder"
     )

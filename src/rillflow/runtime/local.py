@@ -22,6 +22,7 @@ from rillflow.resources.placement import Placed, maintainers, services
 from rillflow.resources.priorities import measured, with_rooflines
 from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.maintaining import end_nodes
+from rillflow.runtime.preloaded import Preloaded, available
 from rillflow.runtime.process import STOP_SIGNALS, bind_host, ignored, was_asked_to_stop
 from rillflow.runtime.reconcile import Reconciler
 from rillflow.runtime.supervisor import ProcessSpec, Supervised, Supervisor
@@ -40,6 +41,7 @@ _PORT_PATIENCE = 5.0
 # For the dataflow service to hear that a node is to go, and, beyond its time to drain, for its process to end.
 _RETIRE_PATIENCE = 30.0
 _NODE_GRACE = 3.0
+_HEAVY = ("engine", "rollout", "trainer")  # the roles that import torch
 
 
 def ended_well(status: Status) -> bool:
@@ -68,7 +70,8 @@ class LocalRun:
         self._on_starting = on_starting
         self._resume = resume
         runtime = self._recipe.runtime
-        self.supervisor = Supervisor(folder.root / "logs", runtime.restarts, runtime.threads)
+        self._preloaded = self._fork_server()
+        self.supervisor = Supervisor(folder.root / "logs", runtime.restarts, runtime.threads, preloaded=self._preloaded)
         self._client: DataflowClient | None = None
         self._workers = Reconciler(self._recipe, folder.workers, self)
         self._optional = {process.name for process in maintainers(self._recipe)}
@@ -97,6 +100,13 @@ class LocalRun:
                     await self._client.close()
             self._note_end(status)
             return status
+
+    def _fork_server(self) -> Preloaded | None:
+        """Return what starts the processes that import torch, where one fork server can do that for all of them."""
+        runtime = self._recipe.runtime
+        if not runtime.preload or not available():
+            return None
+        return Preloaded(self._folder.root, self._folder.log("forkserver"), runtime.threads)
 
     async def _begin(self) -> None:
         """Before anything is started."""
@@ -131,6 +141,8 @@ class LocalRun:
             await asyncio.gather(running, interrupted, return_exceptions=True)
 
     async def _run(self) -> Status:
+        if self._preloaded is not None:
+            self._preloaded.begin()
         self._client = await self._start_dataflow()
         around = services(self._recipe)
         for process in around:
@@ -161,7 +173,8 @@ class LocalRun:
 
     def _launch(self, process: Placed) -> Supervised:
         """Every process of the run is started here."""
-        return self.supervisor.start(ProcessSpec(process.name, process.arguments(self._folder.root)))
+        heavy = process.role in _HEAVY
+        return self.supervisor.start(ProcessSpec(process.name, process.arguments(self._folder.root), heavy))
 
     # ------------------------------------------------------------ what the tags ask for (reconcile.Carrier)
 

@@ -26,7 +26,7 @@ STOPPED = 128 + signal.SIGTERM
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _held: list[int] = []
 _PR_SET_PDEATHSIG = 1
-_PARENT_ENV = "RILLFLOW_PARENT"
+PARENT_ENV = "RILLFLOW_PARENT"
 HOST_ENV = "RILLFLOW_HOST"
 _ORPHAN_POLL = 1.0
 
@@ -72,7 +72,7 @@ def bind_host(recipe: Recipe) -> str:
 
 def child_environment(threads: int) -> dict[str, str]:
     """The environment of a supervised process: it knows its parent, and its libraries their share of the cores."""
-    return os.environ | role_environment(threads) | {_PARENT_ENV: str(os.getpid())}
+    return os.environ | role_environment(threads) | {PARENT_ENV: str(os.getpid())}
 
 
 def role_environment(threads: int) -> dict[str, str]:
@@ -96,7 +96,7 @@ def prepare() -> None:
     for library in ("httpx", "httpx2", "openai"):  # a line for each call would drown everything else
         logging.getLogger(library).setLevel(logging.WARNING)
     faulthandler.enable()
-    parent = int(os.environ.get(_PARENT_ENV, "0"))
+    parent = int(os.environ.get(PARENT_ENV, "0"))
     if parent:
         _die_with(parent)
 

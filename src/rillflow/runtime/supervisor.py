@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rillflow.errors import RunError
+from rillflow.runtime.preloaded import Forked, Preloaded
 from rillflow.runtime.process import GIVE_UP, child_environment
 
 log = logging.getLogger(__name__)
@@ -38,12 +39,15 @@ class ProcessSpec:
 
     name: str
     arguments: tuple[str, ...]
+    heavy: bool = False  # it imports torch, which the fork server has done already
 
 
 class Supervised:
     """One process and its restarts."""
 
-    def __init__(self, spec: ProcessSpec, log_path: Path, restarts: int, threads: int) -> None:
+    def __init__(
+        self, spec: ProcessSpec, log_path: Path, restarts: int, threads: int, preloaded: Preloaded | None = None
+    ) -> None:
         self.spec = spec
         self.log_path = log_path
         self.starts = 0
@@ -53,12 +57,13 @@ class Supervised:
         self._since = 0.0
         self._restarts = restarts
         self._threads = threads
-        self._process: asyncio.subprocess.Process | None = None
+        self._preloaded = preloaded if spec.heavy else None
+        self._process: asyncio.subprocess.Process | Forked | None = None
 
     @property
     def pid(self) -> int | None:
         """Of the running process; None between two starts."""
-        return self._process.pid if self._process is not None and self._process.returncode is None else None
+        return self._process.pid if self._process is not None and not _has_ended(self._process) else None
 
     async def run(self) -> None:
         """Until it finishes by itself (code 0). RunError when it gave up, or died once too often."""
@@ -67,10 +72,10 @@ class Supervised:
             if code == GIVE_UP or self._deaths > self._restarts:
                 often = "" if code == GIVE_UP else f" for the {self._deaths}. time"
                 raise RunError(
-                    f"{self.spec.name} ended with code {code}{often}\n{self._tail()}",
+                    f"{self.spec.name} {_how(code)}{often}\n{self._tail()}",
                     f"the whole log is {self.log_path}",
                 )
-            log.warning("%s ended with code %s: starting it again", self.spec.name, code)
+            log.warning("%s %s: starting it again", self.spec.name, _how(code))
             await asyncio.sleep(min(_FIRST_PAUSE * 2 ** (self._deaths - 1), _LONGEST_PAUSE))
 
     def _wanted(self) -> bool:
@@ -81,12 +86,23 @@ class Supervised:
         if self.pid is not None and time.monotonic() - self._since >= SETTLED:
             self._deaths = 0
 
-    async def _run_once(self) -> int:
+    async def _run_once(self) -> int | None:
         self.starts += 1
         self._since = time.monotonic()
         self.began = time.time()
+        self._process = await self._start_process()
+        code = await self._process.wait()
+        self.signal(signal.SIGKILL)  # what it had started and not ended
+        return code
+
+    async def _start_process(self) -> asyncio.subprocess.Process | Forked:
+        environment = child_environment(self._threads)
+        if self._preloaded is not None:
+            forked = await self._preloaded.start(self.spec.arguments, environment, self.log_path)
+            if forked is not None:
+                return forked
         with open(self.log_path, "ab") as output:
-            self._process = await asyncio.create_subprocess_exec(
+            return await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
                 "rillflow",
@@ -94,12 +110,9 @@ class Supervised:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=child_environment(self._threads),
+                env=environment,
                 start_new_session=True,
             )
-        code = await self._process.wait()
-        self.signal(signal.SIGKILL)  # what it had started and not ended
-        return code
 
     def signal(self, number: signal.Signals) -> None:
         """To the whole group, so that what the process started goes with it."""
@@ -114,25 +127,37 @@ class Supervised:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._process.wait()
-        return self._process.returncode is not None
+        return _has_ended(self._process)
 
     def _tail(self) -> str:
         lines = self.log_path.read_text(errors="replace").splitlines()[-_LOG_TAIL:]
         return "\n".join(f"  | {line}" for line in lines)
 
 
+def _has_ended(process: asyncio.subprocess.Process | Forked) -> bool:
+    return process.returncode is not None or (isinstance(process, Forked) and process.lost)
+
+
+def _how(code: int | None) -> str:
+    return "was lost with the fork server" if code is None else f"ended with code {code}"
+
+
 class Supervisor:
     """All processes of a run on this machine."""
 
-    def __init__(self, logs: Path, restarts: int, threads: int, grace: float = 3.0) -> None:
+    def __init__(
+        self, logs: Path, restarts: int, threads: int, grace: float = 3.0, preloaded: Preloaded | None = None
+    ) -> None:
         self._logs = logs
+        self._preloaded = preloaded
         self._restarts = restarts
         self._threads = threads
         self._grace = grace
         self._running: dict[Supervised, asyncio.Task[None]] = {}
 
     def start(self, spec: ProcessSpec) -> Supervised:
-        return self.add(Supervised(spec, self._logs / f"{spec.name}.log", self._restarts, self._threads))
+        path = self._logs / f"{spec.name}.log"
+        return self.add(Supervised(spec, path, self._restarts, self._threads, self._preloaded))
 
     def add(self, process: Supervised) -> Supervised:
         self._running[process] = asyncio.create_task(process.run(), name=process.spec.name)
@@ -238,4 +263,6 @@ class Supervisor:
             # Also where the leader has gone: members of its group may still be there.
             process.signal(signal.SIGKILL)
         await asyncio.gather(*(process.wait(_KILL_WAIT) for process in alive))
+        if self._preloaded is not None:
+            await self._preloaded.close()
         self._running.clear()

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import psutil
@@ -14,6 +14,7 @@ import pytest
 
 from rillflow.errors import RunError
 from rillflow.runtime import supervisor as module
+from rillflow.runtime.preloaded import Preloaded, available
 from rillflow.runtime.process import GIVE_UP
 from rillflow.runtime.supervisor import ProcessSpec, Supervised, Supervisor
 
@@ -24,17 +25,31 @@ STUBBORN = (
 PARENT = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', %r]); time.sleep(600)" % SLEEPER  # noqa: UP031
 
 
-@pytest.fixture
-def supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Supervisor:
-    """Runs `python -c CODE` instead of `python -m rillflow …`, with short pauses."""
-    original = asyncio.create_subprocess_exec
-
-    async def python(executable: str, flag: str, name: str, code: str, **options: object) -> asyncio.subprocess.Process:
-        return await original(sys.executable, "-c", code, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", python)
+@pytest.fixture(
+    params=["plain", pytest.param("forked", marks=pytest.mark.skipif(not available(), reason="Linux only"))]
+)
+async def supervisor(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Supervisor]:
+    """Runs code instead of `rillflow …`, with short pauses: by `python -c`, or by a fork server."""
     monkeypatch.setattr(module, "_FIRST_PAUSE", 0.01)
-    return Supervisor(tmp_path, restarts=2, threads=1, grace=0.5)
+    if request.param == "plain":
+        original = asyncio.create_subprocess_exec
+
+        async def python(
+            executable: str, flag: str, name: str, code: str, **options: object
+        ) -> asyncio.subprocess.Process:
+            return await original(sys.executable, "-c", code, **options)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", python)
+        yield Supervisor(tmp_path, restarts=2, threads=1, grace=0.5)
+        return
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    preloaded = Preloaded(tmp_path, tmp_path / "forkserver.log", 1, ["forked_code"])
+    preloaded.begin()
+    yield Supervisor(tmp_path, restarts=2, threads=1, grace=0.5, preloaded=preloaded)
+    await preloaded.close()
 
 
 async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
@@ -44,7 +59,7 @@ async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 
 
 def spec(code: str, name: str = "part") -> ProcessSpec:
-    return ProcessSpec(name, (code,))
+    return ProcessSpec(name, (code,), heavy=True)
 
 
 def family(process: Supervised) -> list[psutil.Process]:

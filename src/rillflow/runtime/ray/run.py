@@ -60,6 +60,10 @@ class RayRun(LocalRun):
         # Where trainers roll out as well, the run gets on without nodes.
         self._node_room = Room(patience if self._recipe.mode == "asynchronous" else math.inf)
 
+    def _fork_server(self) -> None:
+        """Ray places what imports torch."""
+        return
+
     async def _begin(self) -> None:
         with _own_signals():
             self._cluster.connect(self._address, namespace_of(run_name(self._folder)))
