@@ -23,7 +23,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # No deadline for examples: a busy machine must not fail a test.
 hypothesis.settings.register_profile("plain", deadline=None)
-hypothesis.settings.register_profile("soak", deadline=None)
+hypothesis.settings.register_profile("soak", deadline=None, max_examples=500)
 hypothesis.settings.load_profile(PROFILE)
 
 

@@ -6,10 +6,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from typing import TypeVar
-
-T = TypeVar("T")
 
 VARIABLE = "RILLFLOW_TEST_PROFILE"
 PROFILES = ("plain", "soak")
@@ -22,8 +18,3 @@ if PROFILE not in PROFILES:
 def times(plain: int, soak: int) -> int:
     """Return how often to repeat."""
     return soak if PROFILE == "soak" else plain
-
-
-def grid(edges: Iterable[T], rest: Iterable[T]) -> list[T]:
-    """Return the cases of a parametrised test: the edges, and in the soak the rest too."""
-    return [*edges, *(rest if PROFILE == "soak" else ())]
