@@ -8,9 +8,8 @@ LOCKS := requirements/build.txt requirements/cuda.txt
 # Tests wait for each other's processes more than they compute.
 PLAIN := -n 3 --dist worksteal
 WHOLE := -n 3 --dist worksteal
-# Files with slow tests, and with tests that have a long form. No other file is imported to find them.
+# Files with slow tests. No other file is imported to find them.
 SLOW := $(sort $(shell grep -rlE --include='test_*.py' 'mark\.(slow|chaos)' tests))
-REPEATED := $(sort $(shell grep -rlE --include='test_*.py' 'mark\.soak' tests))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup check lock quickstart test coverage mutants test-slow soak test-all test-agents test-oracle test-engines test-sglang test-newest lint format docs bench clean
@@ -59,7 +58,7 @@ test-slow: setup  ## real training runs, killed processes, a Ray cluster: a quar
 	$(BIN)/python -m pytest -m "slow or chaos" $(WHOLE) --durations=20 $(SLOW)
 
 soak: setup  ## the long forms of the tests that repeat: ten minutes of chaos, 30 kills, 3,000 histories
-	RILLFLOW_SOAK=1 $(BIN)/python -m pytest -m soak $(WHOLE) --durations=0 $(REPEATED)
+	RILLFLOW_SOAK=1 $(BIN)/python -m pytest -m "soak or hypothesis" $(WHOLE) --durations=20
 
 test-all: setup  ## everything: also real training runs and killed processes
 	$(BIN)/python -m pytest -m "not engines and not oracle" $(WHOLE)

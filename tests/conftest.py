@@ -14,6 +14,7 @@ import hypothesis
 import pytest
 
 from scrubbing import scrub
+from soak import repetitions
 
 pytest_plugins = ["commands", "durations", "needs", "pytester"]
 
@@ -27,7 +28,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No time limits for examples or for drawing them: a busy machine must not fail a test.
-hypothesis.settings.register_profile("rillflow", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile(
+    "rillflow",
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    max_examples=repetitions(100, 500),
+)
 hypothesis.settings.load_profile("rillflow")
 
 
