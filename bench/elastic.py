@@ -115,7 +115,7 @@ class Run:
                 cwd=Path(__file__).resolve().parent.parent,
             )
 
-    def wait_for(self, condition: Callable[[], object], what: str, seconds: float = 180.0) -> None:
+    def wait_for(self, condition: Callable[[], object], what: str, seconds: float = 600.0) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > deadline:
