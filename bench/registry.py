@@ -43,7 +43,7 @@ class Environment:
         if not python.is_file():
             return False
         look = f"import importlib.metadata; importlib.metadata.version({self.package!r})"
-        return subprocess.run([python, "-c", look], capture_output=True, check=False, timeout=60).returncode == 0
+        return subprocess.run([python, "-c", look], capture_output=True, check=False, timeout=300).returncode == 0
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def bubblewrap() -> Missing | None:
     if shutil.which("bwrap") is None:
         return Missing("bubblewrap is not installed", "apt-get install bubblewrap")
     trial = ["bwrap", "--unshare-all", "--ro-bind", "/", "/", "true"]
-    done = subprocess.run(trial, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(trial, capture_output=True, text=True, check=False, timeout=300)
     return Missing(done.stderr.strip(), "rillflow sandbox") if done.returncode else None
 
 

@@ -141,6 +141,12 @@ def test_versions_are_trained_once_and_kept(tmp_path, monkeypatch):
     assert all(torch.equal(new[name], weight) for name, weight in folder.pair(1e-6, weights_train.WARM + 1)[1].items())
 
 
+def test_documentation_is_enough_text_where_gsm8k_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setenv("RILLFLOW_DATA", str(tmp_path))
+    long = [passage for passage in weights_train._passages() if len(passage.split()) >= weights_train.TOKENS]
+    assert len(long) >= weights_train.ROWS * (weights_train.WARM + 1)
+
+
 def test_noise_fills_the_quantisation_step_and_no_more():
     source = torch.Generator().manual_seed(0)
     four = torch.randint(16, (64, 32), generator=source) * 0.1 - 0.4
