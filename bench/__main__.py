@@ -77,18 +77,19 @@ class Suite:
         return outcomes
 
     def make(self, environment: Environment) -> str:
-        """Call the environment's script unless its package is installed. Return how it failed, or an empty string."""
+        """Run the environment's command unless its package is installed. Return how it failed, or an empty string."""
         if environment.ready():
             return ""
         label, log = f"making {environment.folder}", self.folder / f"{environment.folder}.log"
-        self._tell(f"{label} with {environment.script}")
+        command = " ".join(environment.command)
+        self._tell(f"{label} with `{command}`")
         started = time.monotonic()
-        failure = self._run(["bash", environment.script, environment.folder], log, ENVIRONMENT_DEADLINE, label)
+        failure = self._run(list(environment.command), log, ENVIRONMENT_DEADLINE, label)
         if not failure and not environment.ready():
             failure = f"{environment.package} is not installed in {environment.folder}"
         if failure:
-            self._tell_failure(f"{environment.script} failed: {failure}", log)
-            return f"{environment.script} failed: {failure}"
+            self._tell_failure(f"{command} failed: {failure}", log)
+            return f"{command} failed: {failure}"
         self._tell(f"made {environment.folder} in {time.monotonic() - started:.0f} s")
         return ""
 

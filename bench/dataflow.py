@@ -1,6 +1,6 @@
 """The dataflow layer against TransferQueue, and how its cost grows.
 
-    scripts/make_transferqueue_venv.sh
+    bash scripts/make_venv.sh .venv-transferqueue transferqueue
     python -m bench.dataflow [--quick] [--json FILE] [--peer PYTHON] [--only abcg]
 
 Side by side in one run, taking turns, with data of the same shape. TransferQueue keeps it in memory (its default
@@ -77,7 +77,10 @@ class Peer:
 @contextmanager
 def peer_of(python: Path) -> Iterator[Peer | None]:
     if not python.is_file():
-        print(f"no peer: {python} is missing; run scripts/make_transferqueue_venv.sh", file=sys.stderr)
+        print(
+            f"no peer: {python} is missing; run `bash scripts/make_venv.sh .venv-transferqueue transferqueue`",
+            file=sys.stderr,
+        )
         yield None
         return
     peer = Peer(python)

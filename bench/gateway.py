@@ -1,6 +1,6 @@
 """The gateway against the LiteLLM proxy, in front of the same upstream, and what a session costs.
 
-    scripts/make_litellm_venv.sh
+    bash scripts/make_venv.sh .venv-litellm litellm
     python -m bench.gateway [--quick] [--json FILE] [--peer FOLDER] [--only labr]
 
 Side by side in one run, taking turns: the bare upstream, LiteLLM (one worker, defaults, a master key) and our gateway
@@ -106,7 +106,7 @@ def litellm(folder: Path, upstream: int) -> Iterator[int | None]:
     """Its port; None where it is not installed."""
     program = folder / "bin" / "litellm"
     if not program.is_file():
-        print(f"no peer: {program} is missing; run scripts/make_litellm_venv.sh", file=sys.stderr)
+        print(f"no peer: {program} is missing; run `bash scripts/make_venv.sh .venv-litellm litellm`", file=sys.stderr)
         yield None
         return
     with tempfile.TemporaryDirectory() as name, open(Path(name) / "log", "wb") as output:

@@ -31,11 +31,11 @@ class Missing(NamedTuple):
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment with a peer, made by a script."""
+    """A virtual environment with a peer, made by a command."""
 
     folder: str
-    package: str  # the distribution that the script installs last
-    script: str
+    package: str  # the distribution of the peer
+    command: tuple[str, ...]
 
     def ready(self) -> bool:
         """Return whether the environment holds its package."""
@@ -94,11 +94,16 @@ def network_namespaces() -> Missing | None:
     return Missing(reason, "apt-get install iproute2" if os.geteuid() == 0 else "sudo python -m bench cross_region")
 
 
+def locked(name: str, package: str) -> Environment:
+    """Return the environment of the lock file requirements/NAME.txt."""
+    return Environment(f".venv-{name}", package, ("bash", "scripts/make_venv.sh", f".venv-{name}", name))
+
+
 ENVIRONMENTS: dict[str, Environment] = {
-    "litellm": Environment(".venv-litellm", "litellm", "scripts/make_litellm_venv.sh"),
-    "oracle": Environment(".venv-oracle", "trl", "scripts/make_oracle_venv.sh"),
-    "transferqueue": Environment(".venv-transferqueue", "TransferQueue", "scripts/make_transferqueue_venv.sh"),
-    "vllm": Environment(".venv-vllm", "vllm", "scripts/make_vllm_venv.sh"),
+    "litellm": locked("litellm", "litellm"),
+    "oracle": locked("oracle", "trl"),
+    "transferqueue": locked("transferqueue", "TransferQueue"),
+    "vllm": Environment(".venv-vllm", "vllm", ("bash", "scripts/make_vllm_venv.sh", ".venv-vllm")),
 }
 
 BENCHES: dict[str, Bench] = {

@@ -105,6 +105,12 @@ def _resets() -> str:
     return "" if can_cut() else "this user or kernel cannot reset connections with `ss -K`"
 
 
+def _fork() -> str:
+    from rillflow.runtime.preloaded import available
+
+    return "" if available() else "processes are forked on Linux only"
+
+
 def _gpu() -> str:
     import torch
 
@@ -124,6 +130,7 @@ NEEDS: dict[str, Need] = {
     "mounts": Need(_mounts, _AS_ROOT),
     "namespaces": Need(_namespaces, f"apt-get install iproute2, and {_AS_ROOT}"),
     "resets": Need(_resets, f"apt-get install iproute2, and {_AS_ROOT}"),
+    "fork": Need(_fork, "run the tests on Linux"),
     "data": Need(_data, "put the files of docs/evaluation.md into ../shared/data, or set RILLFLOW_DATA"),
     "cuda": Need(_gpu, "run the tests on a machine with a CUDA GPU", ci=False),
     "alfworld": Need(_alfworld, "pip install alfworld, alfworld-download, and set ALFWORLD_DATA", ci=False),

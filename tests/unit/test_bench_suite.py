@@ -65,7 +65,7 @@ def test_every_bench_is_registered() -> None:
 
 def test_every_environment_has_its_script() -> None:
     assert {bench.environment for bench in BENCHES.values()} == {"", *ENVIRONMENTS}
-    assert all((ROOT / environment.script).is_file() for environment in ENVIRONMENTS.values())
+    assert all((ROOT / environment.command[1]).is_file() for environment in ENVIRONMENTS.values())
 
 
 def test_every_bench_takes_the_shared_arguments(
@@ -145,7 +145,7 @@ def test_a_missing_environment_is_made_once(tmp_path: Path, monkeypatch: pytest.
     made = tmp_path / "made"
     (tmp_path / "make.sh").write_text(f"echo made >> {made}\n")
     monkeypatch.setattr(Environment, "ready", lambda _: made.exists())
-    environments = {"peer": Environment(".venv-none", "peer", str(tmp_path / "make.sh"))}
+    environments = {"peer": Environment(".venv-none", "peer", ("bash", str(tmp_path / "make.sh")))}
     benches = {name: script(WRITE, environment="peer") for name in ("one", "two")}
     assert [one.status for one in _suite(tmp_path).run_all(benches, environments)] == ["ran", "ran"]
     assert made.read_text() == "made\n"
@@ -153,7 +153,7 @@ def test_a_missing_environment_is_made_once(tmp_path: Path, monkeypatch: pytest.
 
 def test_an_environment_that_cannot_be_made_fails_its_benches_only(tmp_path: Path) -> None:
     (tmp_path / "make.sh").write_text("echo no such package; exit 1\n")
-    environments = {"peer": Environment(".venv-none", "peer", str(tmp_path / "make.sh"))}
+    environments = {"peer": Environment(".venv-none", "peer", ("bash", str(tmp_path / "make.sh")))}
     suite = _suite(tmp_path)
     outcomes = suite.run_all({"one": script(WRITE, environment="peer"), "two": script(WRITE)}, environments)
     assert [one.status for one in outcomes] == ["failed", "ran"]

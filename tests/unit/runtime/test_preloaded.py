@@ -15,11 +15,11 @@ import psutil
 import pytest
 
 from rillflow.runtime import preloaded as module
-from rillflow.runtime.preloaded import Forked, Preloaded, available
+from rillflow.runtime.preloaded import Forked, Preloaded
 from rillflow.runtime.process import PARENT_ENV
 from rillflow.runtime.supervisor import ProcessSpec, Supervisor
 
-pytestmark = pytest.mark.skipif(not available(), reason="processes are forked on Linux only")
+pytestmark = pytest.mark.needs("fork")
 
 TESTS = Path(__file__).parents[2]
 SECONDS = 60.0

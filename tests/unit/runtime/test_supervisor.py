@@ -14,7 +14,7 @@ import pytest
 
 from rillflow.errors import RunError
 from rillflow.runtime import supervisor as module
-from rillflow.runtime.preloaded import Preloaded, available
+from rillflow.runtime.preloaded import Preloaded
 from rillflow.runtime.process import GIVE_UP
 from rillflow.runtime.supervisor import ProcessSpec, Supervised, Supervisor
 
@@ -25,9 +25,7 @@ STUBBORN = (
 PARENT = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', %r]); time.sleep(600)" % SLEEPER  # noqa: UP031
 
 
-@pytest.fixture(
-    params=["plain", pytest.param("forked", marks=pytest.mark.skipif(not available(), reason="Linux only"))]
-)
+@pytest.fixture(params=["plain", pytest.param("forked", marks=pytest.mark.needs("fork"))])
 async def supervisor(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Supervisor]:
