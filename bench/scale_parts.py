@@ -210,7 +210,7 @@ def _serve(folder: Path) -> None:
     asyncio.run(serve_weights(folder / "weights", TOKEN, on_ready=ready))
 
 
-def _await(path: Path, seconds: float = 60.0) -> str:
+def _await(path: Path, seconds: float = 300.0) -> str:
     import time
 
     end = time.monotonic() + seconds

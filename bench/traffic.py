@@ -46,7 +46,7 @@ from rillflow.wire import Client
 
 Columns = dict[str, np.ndarray]
 
-START_SECONDS = 60.0
+START_SECONDS = 300.0
 COLUMNS = {
     "tokens": "<i4",
     "mask": "|u1",
