@@ -49,7 +49,7 @@ test: setup  ## the plain tests, five minutes on two cores
 coverage: setup  ## the plain tests with branch coverage of src, also in the processes that they start
 	$(BIN)/coverage erase
 	$(BIN)/python -m pytest $(PLAIN) --cov --cov-context=test --cov-report=
-	$(BIN)/coverage report | tail -n 1
+	$(BIN)/coverage report | grep -E '^(Name|TOTAL)'
 
 mutants: setup  ## do the tests notice small changes of src? 60 of them, with the tests of the last `make coverage`
 	$(BIN)/python -m scripts.mutants --json mutants.json $(if $(wildcard .coverage),--coverage .coverage)

@@ -3,8 +3,9 @@
     python -m scripts.mutants --count 60 --seed 0 --json before.json       # sample, run, record
     python -m scripts.mutants --mutants before.json --json after.json      # the same mutants on another tree
 
-A mutant is killed if a test fails with it that passes without it, or if the tests do not end in time. Each runs in a
-copy of the tree, never in place. Tests are those that executed the line (`--coverage`, recorded by `make coverage`),
+A mutant is killed if a test fails with it that passes without it, or if tests do not end in time that do without it. A
+test that fails or hangs either way makes the mutant "unsteady", which counts for nothing. Each mutant runs in a copy of
+the tree, never in place. Tests are those that executed the line (`--coverage`, recorded by `make coverage`),
 else the nearest ones of `scripts/touched_tests.py`.
 """
 
@@ -207,7 +208,7 @@ class Copies:
         self._root = root
         self._seconds = seconds
         self._free: SimpleQueue[Path] = SimpleQueue()
-        self._steady: dict[str, bool] = {}
+        self._steady: dict[tuple[str, ...], bool] = {}
         listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         names = subprocess.run(listed, cwd=root, capture_output=True, text=True, check=True, timeout=60).stdout
         for number in range(count):
@@ -254,16 +255,16 @@ class Copies:
                 code, output = self._pytest(tree, tests, self._seconds)
             finally:
                 path.write_text(source)
-            status, test = self._verdict(tree, code, output)
+            status, test = self._verdict(tree, tests, code, output)
         finally:
             self._free.put(tree)
         return replace(
             mutant, status=status, test=test, tests=len(tests), seconds=round(time.monotonic() - began, 1)
         )  # fmt: skip
 
-    def _verdict(self, tree: Path, code: int | None, output: str) -> tuple[str, str]:
+    def _verdict(self, tree: Path, tests: list[str], code: int | None, output: str) -> tuple[str, str]:
         if code is None:
-            return "timeout", ""
+            return ("timeout" if self._passes(tree, *tests) else "unsteady"), ""
         if code == 0:
             return "survived", ""
         if code == 5:  # every test is left out of plain runs
@@ -278,11 +279,11 @@ class Copies:
             )
         return ("killed" if self._passes(tree, test) else "unsteady"), test
 
-    def _passes(self, tree: Path, test: str) -> bool:
-        """Return whether a test passes without a mutant."""
-        if test not in self._steady:
-            self._steady[test] = self._pytest(tree, [test], self._seconds)[0] == 0
-        return self._steady[test]
+    def _passes(self, tree: Path, *tests: str) -> bool:
+        """Return whether tests pass in time without a mutant."""
+        if tests not in self._steady:
+            self._steady[tests] = self._pytest(tree, list(tests), self._seconds)[0] == 0
+        return self._steady[tests]
 
 
 # ---------------------------------------------------------------- the command
@@ -338,9 +339,7 @@ def main() -> int:
             results.append(one)
             each = (time.monotonic() - began) / len(results)
             left = each * (len(todo) - len(results)) / 60
-            print(
-                f"{len(results)}/{len(todo)} {one.status}: {one.file}:{one.line} ({left:.0f} minutes left)", flush=True
-            )
+            print(f"{len(results)}/{len(todo)} {_shown(one)} ({left:.0f} minutes left)", flush=True)
     results += gone
     _table(results)
     took = time.monotonic() - began

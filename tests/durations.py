@@ -20,7 +20,7 @@ class Durations:
             self._seconds[report.nodeid] = self._seconds.get(report.nodeid, 0.0) + report.duration
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        cache = session.config.cache
+        cache = getattr(session.config, "cache", None)  # missing with `-p no:cacheprovider`
         if cache is not None and self._seconds:
             rounded = {test: round(seconds, 3) for test, seconds in self._seconds.items()}
             cache.set(KEY, {**cache.get(KEY, {}), **rounded})
