@@ -19,8 +19,8 @@ torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# No deadline for examples: a busy machine must not fail a test.
-hypothesis.settings.register_profile("rillflow", deadline=None)
+# No time limits for examples or for drawing them: a busy machine must not fail a test.
+hypothesis.settings.register_profile("rillflow", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("rillflow")
 
 

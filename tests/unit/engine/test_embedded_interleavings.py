@@ -22,7 +22,9 @@ MOVE = st.tuples(
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(moves=st.lists(MOVE, min_size=2, max_size=14), slots=st.integers(1, 4))
 def test_no_interleaving_changes_a_logprob(kit: Any, family: str, moves: list[Any], slots: int) -> None:
     models = [kit.build(family, seed=seed) for seed in (0, 1)]

@@ -43,7 +43,8 @@ async def first_beat(dataflow: Dataflow) -> EngineInfo:
 
 
 async def test_an_engine_process_serves_and_sends_its_answers_away_when_it_is_stopped(tmp_path: Path) -> None:
-    folder = RunFolder.create(load_recipe("quickstart"), tmp_path)
+    # A long answer, which the signal cannot miss.
+    folder = RunFolder.create(load_recipe("quickstart", ["policies.agent.engine.context=512"]), tmp_path)
     policy = folder.recipe.policy
     dataflow = Dataflow(folder.token)
     folder.publish_endpoint("dataflow", await dataflow.start())

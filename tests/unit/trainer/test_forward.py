@@ -63,6 +63,7 @@ def test_log_probs_are_those_of_each_row_alone(settings: dict[str, Any], tied: b
     full_T, entropy_T = row_by_row(model, batch)
     expected = gradients(model, full_T)
     ours_T, spread_T = PolicyForward(model, TrainerConfig(head_tokens=3, **settings))(batch)
+    # fp32 sums in another order, by any BLAS: about 1e-6 off, and 1e-5 once gradients have added them up over tokens.
     assert torch.allclose(ours_T, full_T, atol=1e-5)
     assert torch.allclose(spread_T, entropy_T, atol=1e-5)
     found = gradients(model, ours_T)
@@ -96,7 +97,7 @@ def test_bf16_is_close_to_fp32() -> None:
     full_T, _ = PolicyForward(model, TrainerConfig())(batch)
     half_T, _ = PolicyForward(model.to(torch.bfloat16), TrainerConfig(dtype="bf16"))(batch)
     assert half_T.dtype is torch.float32
-    assert torch.allclose(full_T, half_T, atol=0.5)
+    assert torch.allclose(full_T, half_T, atol=0.5)  # bf16 has three digits: logits of some units are 0.1 off
 
 
 @pytest.fixture

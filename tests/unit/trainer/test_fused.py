@@ -52,6 +52,8 @@ def learnt(model: PreTrainedModel, tokens: torch.Tensor) -> tuple[torch.Tensor, 
     return logits.detach(), [part.grad.clone() for part in model.parameters() if part.grad is not None]
 
 
+# Two fp32 forwards that add in different orders are about 1e-6 of the largest value apart, and gradients, which add up
+# over tokens, 1e-5: 1e-4 and 1e-3 hold with every BLAS, with and without fused multiply-add.
 @pytest.mark.parametrize("name", MODELS)
 def test_the_same_numbers_and_gradients(name: str) -> None:
     torch.manual_seed(0)

@@ -49,7 +49,7 @@ def test_parts_give_the_gradients_of_the_whole(
     pieces = np.split(order, sorted(cuts))
     parts = [make_rows([samples[i] for i in piece], [payload[i] for i in piece]) for piece in pieces]
     split, metrics = trained(algorithm, parts, overlong=overlong)
-    for name, gradient in whole.items():
+    for name, gradient in whole.items():  # the same fp32 terms, added up part by part
         torch.testing.assert_close(split[name], gradient, rtol=2e-4, atol=2e-6)
     for name in expected.keys() - VAGUE:
         assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name

@@ -28,7 +28,7 @@ def taking(rows: Rows, keep_R: np.ndarray) -> Rows:
 def close(one: Worker, other: Worker) -> None:
     mine, theirs = one.masters(), other.masters()
     assert set(mine) == set(theirs)
-    for name in mine:
+    for name in mine:  # gradients that were added up in another order are about 1e-6 off in fp32, updates a little more
         torch.testing.assert_close(mine[name], theirs[name], rtol=1e-4, atol=2e-5)
 
 

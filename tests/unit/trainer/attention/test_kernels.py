@@ -43,6 +43,8 @@ def inputs(layout: Layout, heads: tuple[int, int], size: int, dtype: torch.dtype
 
 
 def assert_like_written_out(layout: Layout, kernel: str, dtype: torch.dtype, tolerance: float) -> None:
+    """Compare with fp64. Sums of some hundred terms in any order are about 100 roundings off at most: of 1e-16 in fp64,
+    of 6e-8 in fp32, and of 4e-3 in bf16, where only the inputs and the result are rounded."""
     ours, exact = inputs(layout, (4, 2), 16, dtype), inputs(layout, (4, 2), 16, dtype)
     exact = [part.detach().double().requires_grad_() for part in exact]
     out, expected = joined(layout, kernel)(Heads(*ours), SCALE), written_out(*exact, layout)
