@@ -163,9 +163,9 @@ def test_an_environment_that_cannot_be_made_fails_its_benches_only(tmp_path: Pat
 
 def test_an_environment_is_ready_when_it_holds_its_package(tmp_path: Path) -> None:
     folder = Path(sys.prefix)
-    assert Environment(str(folder), "rich", "").ready()
-    assert not Environment(str(folder), "no-such-package", "").ready()
-    assert not Environment(str(tmp_path / "none"), "rich", "").ready()
+    assert Environment(str(folder), "rich", ()).ready()
+    assert not Environment(str(folder), "no-such-package", ()).ready()
+    assert not Environment(str(tmp_path / "none"), "rich", ()).ready()
 
 
 def test_one_table_has_every_result(tmp_path: Path) -> None:
