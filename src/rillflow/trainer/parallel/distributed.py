@@ -35,6 +35,8 @@ _ROOM = _FRAME - _HEAD.size
 _LONGEST = 240  # characters of an error's message and of its hint: they must fit into a frame
 _PLACE = re.compile(r"^\[\S+\.\w+:\d+\] ")  # in the backend's own source
 _KINDS = ("total", "highest", "first", "everyone", "exchange", "add", "agree")
+# Built here: msgspec crashes where several threads decode a type for the first time.
+_ERROR = msgspec.msgpack.Decoder(ErrorBody)
 _BUCKET = 64 << 20  # bytes of small tensors that are added at once
 
 
@@ -132,7 +134,7 @@ class Distributed:
 
     def _raise(self, failed: dict[int, bytes], own: Exception | None) -> NoReturn:
         """The same decision everywhere: who wants to stop comes first, then the lowest rank."""
-        bodies = {rank: msgspec.msgpack.decode(body, type=ErrorBody) for rank, body in failed.items()}
+        bodies = {rank: _ERROR.decode(body) for rank, body in failed.items()}
         rank = min(bodies, key=lambda rank: (bodies[rank].kind != Stopped.__name__, rank))
         if rank == self.rank and own is not None:
             raise own

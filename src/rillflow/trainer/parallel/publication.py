@@ -50,6 +50,10 @@ class _Kind(msgspec.Struct, frozen=True):
     writer: str
 
 
+# Built here: msgspec crashes where several threads decode a type for the first time.
+_KIND = msgspec.json.Decoder(_Kind)
+
+
 class _Written(msgspec.Struct, frozen=True):
     """What a rank has written. `sums` are what its parts add to the fingerprints of the new tensors."""
 
@@ -102,7 +106,7 @@ class ShardPublisher(Publisher):
         delta = ready and base is not None and base == self._store.head()
         whole = base is None or not delta or self._store.whole_is_due(base)
         mine = _Kind(delta, whole, uuid.uuid4().hex)
-        return msgspec.json.decode(self._peers.first(msgspec.json.encode(mine)), type=_Kind)
+        return _KIND.decode(self._peers.first(msgspec.json.encode(mine)))
 
     def begin(self, version: int, parent: int) -> None:
         """Every rank writes; rank 0 makes the version visible once all have."""

@@ -41,7 +41,7 @@ class RankStream:
         if self._stop():
             self._peers.agree(Stopped())
         reply = self._asked(version, attempt, wait, have) if self._peers.rank == 0 else _SILENT
-        news = msgspec.msgpack.decode(self._peers.first(_without_samples(reply)), type=BatchReply)
+        news = _REPLY.decode(self._peers.first(_without_samples(reply)))
         if news.batch is None:
             return news
         if self._peers.rank:
@@ -93,6 +93,8 @@ class RankStream:
 
 
 _SILENT = BatchReply(batch=None, phase="training")
+# Built here: msgspec crashes where several threads decode a type for the first time.
+_REPLY = msgspec.msgpack.Decoder(BatchReply)
 
 
 def _without_samples(reply: BatchReply) -> bytes:

@@ -32,6 +32,10 @@ class _Column(msgspec.Struct, frozen=True, array_like=True):
     data: bytes
 
 
+# Built here: msgspec crashes where several threads decode a type for the first time.
+_COLUMNS = msgspec.msgpack.Decoder(list[_Column])
+
+
 class Redistribution:
     """Counts the bytes that have left this rank for others, and those that came from them."""
 
@@ -86,7 +90,7 @@ def _packed(data: Databuffer, index_R: Ints) -> bytes:
 
 
 def _unpacked(message: bytes) -> Columns:
-    columns = msgspec.msgpack.decode(message, type=list[_Column])
+    columns = _COLUMNS.decode(message)
     return {column.name: np.frombuffer(column.data, np.dtype(column.dtype)) for column in columns}
 
 
