@@ -369,3 +369,12 @@ async def test_an_answer_under_a_grammar_that_another_engine_began_is_refused() 
         begun = request(grammar=Grammar(kind="regex", text="a"))
         with pytest.raises(EngineError, match="cannot be continued"):
             engine.generate(GenerateRequest(id="r", tokens=begun.tokens, sampling=begun.sampling, begun=2))
+
+
+async def test_a_start_says_which_server_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    stages: list[str] = []
+    monkeypatch.setattr("rillflow.storage.startup.doing", stages.append)
+    engine = FakeServer()
+    await engine.start()
+    await engine.close()
+    assert stages == ["waiting for vLLM to load the model"]

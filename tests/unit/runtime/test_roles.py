@@ -18,6 +18,7 @@ from rillflow.errors import RunError
 from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.process import STOPPED
 from rillflow.runtime.roles import _playing_ranks, rollout_role, unit_role
+from rillflow.storage.startup import read_stage
 from rillflow.types import UnitBeat, UnitBeatReply, Units
 from rillflow.wire import Service
 
@@ -74,6 +75,7 @@ async def test_a_unit_tells_the_dataflow_service_where_it_is_and_keeps_its_name(
             await until(lambda: bool(dataflow.beats))
             first = dataflow.beats[-1].info
             assert first.url == folder.endpoint("unit-0")
+            await until(lambda: doing(folder, "unit-0") == "ready")
             assert Path(first.path) == folder.root / "units" / "unit-0"
             writer = UnitWriter(dataflow.units, folder.token, allow_local=False)
             (row,) = await writer.put([{"tokens": b"\0" * 4}])
@@ -85,6 +87,16 @@ async def test_a_unit_tells_the_dataflow_service_where_it_is_and_keeps_its_name(
             assert dataflow.beats[-1].info.unit == first.unit
     finally:
         await dataflow.stop()
+
+
+async def test_a_process_says_that_it_waits_for_the_dataflow_service(folder: RunFolder) -> None:
+    async with running(folder):
+        await until(lambda: doing(folder, "unit-0") == "waiting for the dataflow service")
+
+
+def doing(folder: RunFolder, process: str) -> str | None:
+    stage = read_stage(folder.root, process)
+    return stage.doing if stage is not None else None
 
 
 @pytest.mark.parametrize("role", [unit_role, rollout_role])

@@ -122,3 +122,14 @@ def test_a_run_that_ends_between_two_parts_has_finished(tmp_path: Path) -> None:
     store, checkpoints = NotedStore(tmp_path / "w", ledger), NotedCheckpoints(tmp_path / "c", ledger)
     assert TrainerLoop(ledger, Unigram(), store, checkpoints, TrainerConfig(batch_wait=5.0)).run()
     assert checkpoints.versions() == [1]
+
+
+def test_a_loop_says_what_it_does_before_its_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stages: list[str] = []
+    monkeypatch.setattr("rillflow.storage.startup.doing", stages.append)
+    ledger = Ledger(2)
+    start(tmp_path, ledger)
+    assert stages == ["reading the last checkpoint", "publishing the first weights", "ready"]
+    stages.clear()
+    start(tmp_path, ledger)
+    assert stages == ["reading the last checkpoint", "taking up the published weights", "ready"]

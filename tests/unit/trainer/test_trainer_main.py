@@ -201,3 +201,16 @@ def wait_until(done: Callable[[], bool]) -> None:
     while not done():
         assert time.monotonic() < deadline, "waited 60 s"
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("changes", "first"),
+    [
+        ([], False),
+        (["data.epochs=1"], True),
+        (["dataflow.staleness=0"], True),
+        (["evaluation.every=2", "evaluation.target=0.9"], True),
+    ],
+)
+def test_a_version_is_published_before_a_commit_that_may_end_the_run(changes: list[str], first: bool) -> None:
+    assert _publishes_first(load_recipe("stockroom", changes), "agent", None) == first
