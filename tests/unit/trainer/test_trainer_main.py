@@ -19,10 +19,10 @@ from dataflow_peer import TOKEN, Peer, recipe_for
 
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.clients.payloads import PayloadReader
-from rillflow.config import Recipe
+from rillflow.config import Recipe, load_recipe
 from rillflow.errors import LeaseLost
 from rillflow.trainer.checkpoint import Checkpoints
-from rillflow.trainer.main import run_trainer
+from rillflow.trainer.main import _publishes_first, run_trainer
 from rillflow.trainer.stream import RemoteStream
 from rillflow.types import CommitBatch
 from rillflow.weights import FolderStore
