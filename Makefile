@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # Tests wait for each other's processes more than they compute; whole runs want a core each.
 PLAIN := -n 3 --dist worksteal
 WHOLE := -n 2 --dist worksteal
-BENCHES := engine wire dataflow two_policies data_algorithms gateway tree trainer catch_up pipeline elastic autoscaling endtoend scale sandbox structured solver_verifier agentflow
+BENCHES := startup engine wire dataflow two_policies data_algorithms gateway tree trainer catch_up pipeline elastic autoscaling endtoend scale sandbox structured solver_verifier agentflow
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart test test-slow test-all test-agents test-oracle test-engines test-sglang lint format docs bench clean
