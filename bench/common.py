@@ -2,7 +2,8 @@
 
 `{"bench", "machine", "versions", "command", "results": [{"name", "ours", "peer", "unit", "ratio", "goal", "met"}]}`
 
-A ratio above 1 means we are better. A peer that cannot run leaves `peer`, `ratio` and `met` null and a `reason`.
+A ratio above 1 means we are better; the goal is a ratio, or in rows that say so in their bench an upper limit of ours.
+A peer that cannot run leaves `peer`, `ratio` and `met` null and a `reason`.
 """
 
 from __future__ import annotations
@@ -52,12 +53,16 @@ class Report:
         *,
         unit: str,
         goal: float | None = None,
+        limit: float | None = None,
         less_is_better: bool = False,
         reason: str = "",
     ) -> None:
-        """One row. `reason` says why there is no peer."""
+        """One row. `reason` says why there is no peer. A goal is a ratio, or a `limit` that ours must not exceed."""
         ratio = None if peer is None else (peer / ours if less_is_better else ours / peer)
-        met = None if ratio is None or goal is None else ratio >= goal
+        if limit is not None:
+            goal, met = limit, ours <= limit
+        else:
+            met = None if ratio is None or goal is None else ratio >= goal
         row = {"name": name, "ours": ours, "peer": peer, "unit": unit, "ratio": ratio, "goal": goal, "met": met}
         self.results.append(row | ({"reason": reason} if reason else {}))
 

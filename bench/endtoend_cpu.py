@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import psutil
+
 _EVERY = 0.25
 _TICK = os.sysconf("SC_CLK_TCK")
 
@@ -83,10 +85,10 @@ def _seconds(pid: int) -> float | None:
 def _role(pid: int) -> str:
     """`rillflow trainer …` is a trainer; of another module, its name."""
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
+        words = psutil.Process(pid).cmdline()
+    except psutil.Error:
         return ""
     if "-m" not in words[:-1]:
         return ""
-    module, *rest = words[words.index("-m") + 1 :]
+    module, *rest = [*words[words.index("-m") + 1 :], ""]
     return rest[0] if module == "rillflow" else module.rpartition(".")[2]

@@ -2,9 +2,9 @@
 
     supervisor ──socket──▶ fork server ──fork──▶ trainer, rollout node, engine process
 
-`python -m rillflow.runtime.forkserver FD RUN MODULE…` imports the modules and the classes of the run's models, then
-serves the socket `FD`: lines of JSON, in both directions.
+`python -m rillflow.runtime.forkserver` serves the socket that is its standard input: lines of JSON, in both directions.
 
+    → {"run", "modules"}                             first: import them, and the classes of the run's models
     → {"id", "arguments", "environment", "log"}     fork a process that runs `rillflow ARGUMENTS`
     → {"kill": id}                                   end it and its group; for a caller that has stopped waiting
     ← {"id", "pid"}, then {"id", "code"}             as `subprocess` has them: a signal's number is negative
@@ -42,9 +42,10 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     """Serve; in a forked child, run its command and end as `python -m rillflow` does."""
-    channel = socket.socket(fileno=int(sys.argv[1]))
+    channel = socket.socket(fileno=os.dup(0))
+    with open(os.devnull) as null:
+        os.dup2(null.fileno(), 0)
     setproctitle.getproctitle()  # finds the place of the title, for which the environment must be as it was
-    _preload(Path(sys.argv[2]), sys.argv[3:])
     request = Server(channel).serve()
     if request is not None:
         _run(request)
@@ -107,7 +108,9 @@ class Server:
         *lines, self._received = (self._received + received).split(b"\n")
         for line in lines:
             request = json.loads(line)
-            if "kill" in request:
+            if "modules" in request:
+                _preload(Path(request["run"]), request["modules"])
+            elif "kill" in request:
                 self._kill(request["kill"])
             elif self._fork(request):
                 return dict(request)

@@ -127,15 +127,11 @@ class Preloaded:
                 process = await asyncio.create_subprocess_exec(
                     sys.executable,
                     "-m",
-                    "rillflow.runtime.forkserver",
-                    str(its.fileno()),
-                    str(self._run),
-                    *self._modules,
-                    stdin=asyncio.subprocess.DEVNULL,
+                    "rillflow.runtime.forkserver",  # no arguments: the titles of children are longer than this
+                    stdin=its,
                     stdout=output,
                     stderr=output,
                     env=environment,
-                    pass_fds=(its.fileno(),),
                     start_new_session=True,
                 )
             reader, writer = await asyncio.open_connection(sock=own, limit=_MOST)
@@ -143,7 +139,9 @@ class Preloaded:
             own.close()
             log.warning("cannot start a fork server: %s", error)
             return None
-        return _Connection(process, reader, writer)
+        connection = _Connection(process, reader, writer)
+        connection.send({"run": str(self._run), "modules": list(self._modules)})
+        return connection
 
 
 class _Refused(Exception):
@@ -172,10 +170,10 @@ class _Connection:
         answer: asyncio.Future[Forked] = asyncio.get_running_loop().create_future()
         self._asked[number] = answer
         try:
-            self._send({"id": number, **request})
+            self.send({"id": number, **request})
             return await answer
         except BaseException:
-            self._send({"kill": number})
+            self.send({"kill": number})
             raise
         finally:
             self._asked.pop(number, None)
@@ -192,7 +190,7 @@ class _Connection:
             await self._process.wait()
         await self._listening
 
-    def _send(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: Mapping[str, Any]) -> None:
         if not self.lost and not self._writer.is_closing():
             self._writer.write(json.dumps(message).encode() + b"\n")
 
