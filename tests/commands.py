@@ -57,6 +57,11 @@ def processes_of(folder: Path) -> dict[str, psutil.Process]:
     return dict(all_processes_of(folder))
 
 
+def another_hash_seed() -> str:
+    """Return a PYTHONHASHSEED that this process does not have."""
+    return "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+
+
 def wait_until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
