@@ -128,7 +128,7 @@ class Preloaded:
                     sys.executable,
                     "-m",
                     "rillflow.runtime.forkserver",  # no arguments: the titles of children are longer than this
-                    stdin=its,
+                    stdin=its.fileno(),
                     stdout=output,
                     stderr=output,
                     env=environment,
