@@ -85,7 +85,7 @@ def _wall(command: Sequence[str]) -> float:
 def _peer(python: str) -> tuple[float | None, str]:
     """Processor seconds of importing TRL's trainer, or why they are not known."""
     if not Path(python).exists():
-        return None, "scripts/make_oracle_venv.sh makes TRL's environment"
+        return None, "`bash scripts/make_venv.sh .venv-oracle oracle` makes TRL's environment"
     seconds = []
     for _ in range(3):
         before = os.times()
