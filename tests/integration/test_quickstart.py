@@ -34,8 +34,7 @@ def test_the_quickstart_learns_and_ends_at_its_target(cli: Cli) -> None:
     metrics = read_metrics(folder / "metrics.jsonl", "agent")
     assert heldout[-1]["version"] <= len(metrics.steps) < recipe.policies["agent"].trainer.steps
     assert max(step["staleness_max"] for step in metrics.steps) <= 2
-    assert metrics.steps[0]["ratio_max"] < 2.0, "of two updates, the second one trains on what the first one changed"
-    assert metrics.steps[0]["consistency/max"] < 1e-4, "on fresh samples engine and trainer agree"
+    assert metrics.steps[0]["ratio_max"] < 1 + 1e-4, "on fresh samples engine and trainer agree"
     cli.run("audit", str(folder))
     assert "nothing to resume" in cli.run("resume", str(folder)).output()
     starts = re.findall(r"starting \(\d+ s\): .*", run.output())
