@@ -46,10 +46,11 @@ def made(folder: Path, *modules: str) -> Preloaded:
 
 @pytest.fixture
 async def preloaded(tmp_path: Path) -> AsyncIterator[Preloaded]:
+    before = psutil.Process().children()  # other tests of this process may have left workers for the next ones
     preloaded = made(tmp_path, "numpy", "forked_code")
     yield preloaded
     await preloaded.close()
-    assert psutil.Process().children() == []
+    assert set(psutil.Process().children()) <= set(before)
 
 
 async def start(preloaded: Preloaded, code: str, log: Path, *more: str, **environment: str) -> Forked:
@@ -153,6 +154,7 @@ async def test_a_killed_fork_server_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its children are killed, their codes are not known, and they are started again."""
+    before = psutil.Process().children()
     supervisor = Supervisor(tmp_path, restarts=2, threads=1, preloaded=made(tmp_path, "forked_code"))
     process = supervisor.start(ProcessSpec("part", (SLEEPER,), heavy=True))
     await until(lambda: process.pid is not None)
@@ -170,7 +172,7 @@ async def test_a_killed_fork_server_is_replaced(
     assert "was lost with the fork server" in caplog.text
     supervisor.check()
     await supervisor.stop()
-    assert psutil.Process().children() == []
+    assert set(psutil.Process().children()) <= set(before)
 
 
 @pytest.mark.parametrize("broken", ["there_is_no_such_module", "thread_beside"])
