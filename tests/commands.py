@@ -62,6 +62,17 @@ def another_hash_seed() -> str:
     return "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
 
 
+@contextmanager
+def frozen_trainer(folder: Path) -> Iterator[None]:
+    """Freeze the trainer of a run meanwhile: the run makes no step, however fast it is."""
+    trainer = processes_of(folder)["trainer"]
+    trainer.suspend()
+    try:
+        yield
+    finally:
+        trainer.resume()
+
+
 def wait_until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import Cli, all_processes_of, steps_of, wait_until
+from commands import Cli, all_processes_of, frozen_trainer, steps_of, wait_until
 
 RUN = [
     "trainer.steps=12",
@@ -27,13 +27,15 @@ def test_an_engine_joins_by_url_and_one_dies(tmp_path: Path, cli: Cli) -> None:
     token = tmp_path / "token"
     token.write_text(json.loads((run.folder / "run.json").read_text())["token"])
     url = json.loads((run.folder / "endpoints" / "dataflow.json").read_text())["url"]
-    engine = cli.start("engine", "--join", url, "--token-file", str(token), "--name", "far")
     wait_until(lambda: steps_of(run.folder) >= 2, "two steps", 600)
+    node = run.folder / "logs" / "rollout-0.log"
+    with frozen_trainer(run.folder):
+        engine = cli.start("engine", "--join", url, "--token-file", str(token), "--name", "far")
+        wait_until(lambda: "engine far is there" in node.read_text(), "the engine to join", 600)
     victim = next(process for role, process in all_processes_of(run.folder) if role == "engine")
     victim.kill()
     assert run.wait(600) == 0, run.output()[-3000:]
     assert engine.wait(120) == 0, engine.output()[-3000:]
-    assert "engine far is there" in (run.folder / "logs" / "rollout-0.log").read_text()
     assert "the run has ended" in engine.output()
     summary = json.loads((run.folder / "summary.json").read_text())
     assert summary["steps"] == 12

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 
-from commands import Cli, all_processes_of, steps_of, wait_until
+from commands import Cli, all_processes_of, frozen_trainer, steps_of, wait_until
 
 RUN = [
     "trainer.steps=7",
@@ -80,6 +81,18 @@ def test_an_interrupted_run_leaves_no_process(cli: Cli) -> None:
 DAMAGED = ["trainer.steps=12", "trainer.batch_groups=4", "evaluation.every=0", "data.heldout.arguments.count=8"]
 
 
+def wait_until_full(folder: Path) -> None:
+    """Wait until nodes write no more rows, because their trainer is as far behind as it may be."""
+    sizes = [-1]
+
+    def stands_still() -> bool:
+        time.sleep(1.0)
+        sizes.append(sum(len(path.read_bytes().rstrip(b"\0")) for path in (folder / "units").rglob("*.seg")))
+        return sizes[-1] == sizes[-2]
+
+    wait_until(stands_still, "the nodes to stop", 600)
+
+
 def flip_bits(folder: Path) -> None:
     """One bit in every 256 bytes of the rows that were written last: those that nobody has trained on yet."""
     for path in (folder / "units").rglob("*.seg"):
@@ -99,7 +112,9 @@ def test_damaged_rows_are_set_aside_and_their_episodes_played_again(cli: Cli) ->
     folder = run.folder
     for turn in range(3):
         wait_until(lambda turn=turn: steps_of(folder) >= 2 * turn + 2, f"step {2 * turn + 2}", 600)
-        flip_bits(folder)
+        with frozen_trainer(folder):
+            wait_until_full(folder)
+            flip_bits(folder)
     assert run.wait(600) == 0, run.output()[-4000:]
     counts = audited(cli, folder)["counts"]
     assert counts["quarantined"] > 0, counts

@@ -4,7 +4,7 @@
 
 `python -m rillflow.runtime.forkserver` serves the socket that is its standard input: lines of JSON, in both directions.
 
-    → {"run", "modules"}                             first: import them, and the classes of the run's models
+    → {"run", "modules"}                             import them; with transformers, the classes of the run's models too
     → {"id", "arguments", "environment", "log"}     fork a process that runs `rillflow ARGUMENTS`
     → {"kill": id}                                   end it and its group; for a caller that has stopped waiting
     ← {"id", "pid"}, then {"id", "code"}             as `subprocess` has them: a signal's number is negative

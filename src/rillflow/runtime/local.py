@@ -22,7 +22,7 @@ from rillflow.resources.placement import Placed, maintainers, services
 from rillflow.resources.priorities import measured, with_rooflines
 from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.maintaining import end_nodes
-from rillflow.runtime.preloaded import Preloaded, available
+from rillflow.runtime.preloaded import MODULES, Preloaded, available
 from rillflow.runtime.process import STOP_SIGNALS, bind_host, ignored, was_asked_to_stop
 from rillflow.runtime.reconcile import Reconciler
 from rillflow.runtime.supervisor import ProcessSpec, Supervised, Supervisor
@@ -106,7 +106,9 @@ class LocalRun:
         runtime = self._recipe.runtime
         if not runtime.preload or not available():
             return None
-        return Preloaded(self._folder.root, self._folder.log("forkserver"), runtime.threads)
+        # Where trainers also play, they import what nodes do.
+        modules = MODULES if self._recipe.mode == "asynchronous" else (*MODULES, "rillflow.runtime.hosted")
+        return Preloaded(self._folder.root, self._folder.log("forkserver"), runtime.threads, modules)
 
     async def _begin(self) -> None:
         """Before anything is started."""

@@ -23,17 +23,14 @@ from rillflow.runtime.process import child_environment
 
 log = logging.getLogger(__name__)
 
-# What trainers, rollout nodes and engine processes import.
-MODULES = (
-    "torch",
-    "transformers",
-    "rillflow.cli.main",
-    "rillflow.engine.main",
-    "rillflow.rollout.main",
-    "rillflow.runtime.hosted",
-    "rillflow.runtime.roles",
-    "rillflow.trainer.main",
-)
+# What all forked processes import, and what each role imports besides. The server imports the modules of a role when
+# the first process of that role is asked for: the trainer loads its model while the server imports the node's modules.
+MODULES = ("torch", "transformers", "rillflow.cli.main", "rillflow.runtime.roles")
+ROLE_MODULES: dict[str, tuple[str, ...]] = {
+    "trainer": ("rillflow.trainer.main",),
+    "rollout": ("rillflow.rollout.main",),
+    "engine": ("rillflow.engine.main",),
+}
 _REPLACEMENTS = 3  # of fork servers that died; then processes are started without one
 _PATIENCE = 120.0  # seconds for a fork server to import everything and fork
 _MOST = 1 << 20  # bytes of one message
@@ -79,7 +76,7 @@ class Preloaded:
         self._closed = False
 
     def begin(self) -> None:
-        """Start the fork server. Until it has imported everything, requests wait."""
+        """Start the fork server. Until it has imported what a request needs, the request waits."""
         if self._beginning is None:
             self._beginning = asyncio.create_task(self._connect(), name="fork server")
 
@@ -89,6 +86,7 @@ class Preloaded:
         if connection is None:
             return None
         request = {"arguments": list(arguments), "environment": dict(environment), "log": str(log_path)}
+        connection.send({"run": str(self._run), "modules": list(ROLE_MODULES.get(arguments[0], ()))})
         try:
             async with asyncio.timeout(_PATIENCE):
                 return await connection.ask(request)
