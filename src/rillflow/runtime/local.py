@@ -281,7 +281,7 @@ class LocalRun:
         """The processes that have not started yet, or not again. The run does not wait for optional ones."""
         now = time.time()
         parts = (
-            starting(self._folder.root, process.spec.name, process.began, now)
+            starting(self._folder.root, process.spec.name, process.began, now, process.first_stage)
             for process in self.supervisor.processes
             if process.spec.name not in self._optional
         )

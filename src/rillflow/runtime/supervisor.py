@@ -24,6 +24,7 @@ from pathlib import Path
 from rillflow.errors import RunError
 from rillflow.runtime.preloaded import Forked, Preloaded
 from rillflow.runtime.process import GIVE_UP, child_environment
+from rillflow.storage.startup import NOT_BEGUN
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,11 @@ class Supervised:
         self._threads = threads
         self._preloaded = preloaded if spec.heavy else None
         self._process: asyncio.subprocess.Process | Forked | None = None
+
+    @property
+    def first_stage(self) -> str:
+        """What the process waits for until it says what it does: the imports of the fork server, or its own start."""
+        return NOT_BEGUN if self._preloaded is None else "importing torch"
 
     @property
     def pid(self) -> int | None:

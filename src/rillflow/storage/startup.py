@@ -100,13 +100,13 @@ def read_stage(run: Path, process: str) -> Stage | None:
     return None
 
 
-def starting(run: Path, process: str, began: float, now: float) -> Starting | None:
-    """Return what a process does that was started at `began`; None when it is ready.
+def starting(run: Path, process: str, began: float, now: float, first: str = NOT_BEGUN) -> Starting | None:
+    """Return what a process does that was started at `began`; None when it is ready. `first` is its first stage.
 
     What it said before belongs to an earlier life. A process whose start is unknown (`began` is 0: another machine runs
     it) is believed, and not waited for when it says nothing.
     """
     stage = read_stage(run, process)
     if stage is None or stage.since < began:
-        return Starting(process, NOT_BEGUN, now - began) if began else None
+        return Starting(process, first, now - began) if began else None
     return None if stage.doing == READY else Starting(process, stage.doing, now - stage.since)

@@ -239,3 +239,12 @@ async def test_who_finished_and_who_failed_are_told_apart_and_can_be_forgotten(s
     supervisor.check()
     supervisor.forget("done")
     assert list(supervisor.processes) == []
+
+
+def test_a_process_that_is_forked_waits_for_imports_first(tmp_path: Path) -> None:
+    preloaded = Preloaded(tmp_path, tmp_path / "log", 1)
+    first = {
+        heavy: Supervised(ProcessSpec("part", (), heavy=heavy), tmp_path / "log", 1, 1, preloaded).first_stage
+        for heavy in (True, False)
+    }
+    assert first == {True: "importing torch", False: "starting the process"}

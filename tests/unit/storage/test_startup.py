@@ -49,6 +49,8 @@ def test_a_process_is_ready_once_others_can_reach_it(tmp_path: Path) -> None:
 
 def test_a_process_that_has_said_nothing_is_being_started(tmp_path: Path) -> None:
     assert starting(tmp_path, "unit-0", began=100.0, now=107.0) == Starting("unit-0", "starting the process", 7.0)
+    forked = starting(tmp_path, "rollout-0", began=100.0, now=107.0, first="importing torch")
+    assert forked == Starting("rollout-0", "importing torch", 7.0)
 
 
 def test_the_words_of_an_earlier_life_do_not_count(tmp_path: Path) -> None:
