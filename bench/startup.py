@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 HELP, FIRST_SAMPLE, NODE = 0.5, 8.0, 2.5  # seconds: the goals
 PROCESSES = {"dataflow": "dataflow", "unit": "unit-0", "rollout": "rollout-0"}  # endpoints by role
 _DEADLINE = 300.0
-_LOOK = 0.02
+_LOOK = 0.1
 
 
 @dataclass
