@@ -105,11 +105,14 @@ class Preloaded:
     async def _connected(self) -> _Connection | None:
         if self._closed or self._beginning is None:
             return None
-        connection = await asyncio.shield(self._beginning)
+        beginning = self._beginning
+        connection = await asyncio.shield(beginning)
         if connection is not None and connection.lost and self._left and connection.has_forked:
-            self._left -= 1
-            log.warning("the fork server has died: starting another")
-            self._beginning = asyncio.create_task(self._connect(), name="fork server")
+            await connection.close()
+            if self._beginning is beginning:  # nobody else has replaced it meanwhile
+                self._left -= 1
+                log.warning("the fork server has died: starting another")
+                self._beginning = asyncio.create_task(self._connect(), name="fork server")
             return await self._connected()
         return None if connection is None or connection.lost else connection
 
