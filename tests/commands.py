@@ -45,7 +45,10 @@ class Started:
 
 
 def all_processes_of(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
-    """The processes that work on a run folder, each with its role."""
+    """Yield the processes that work on a run folder, each with its role.
+
+    Read their command lines in `info`: a process that ends meanwhile has no other any more.
+    """
     for process in psutil.process_iter(["cmdline", "status"]):
         words = process.info["cmdline"] or []
         if str(folder) in words and process.info["status"] != psutil.STATUS_ZOMBIE:

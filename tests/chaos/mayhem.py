@@ -68,9 +68,9 @@ class Mayhem:
         there = [process for role, process in all_processes_of(self.folder) if role == kind]
         if not there:
             return
-        victim = self._random.choice(sorted(there, key=lambda process: process.cmdline()))
+        victim = self._random.choice(sorted(there, key=lambda process: process.info["cmdline"]))
         with suppress(psutil.NoSuchProcess):
-            name = victim.cmdline()[-1] if kind != "dataflow" else ""
+            name = victim.info["cmdline"][-1] if kind != "dataflow" else ""
             detail = self._do(fault, victim)
             self.faults[fault] += 1
             self.kinds[kind] += 1

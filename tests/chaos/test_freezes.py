@@ -35,7 +35,7 @@ def by_name(folder: Path) -> dict[str, psutil.Process]:
     """dataflow, unit-0, rollout-1, agent (the trainer of that policy), …"""
     found = {}
     for role, process in all_processes_of(folder):
-        words = process.cmdline()
+        words = process.info["cmdline"]
         found[role if role == "dataflow" else words[words.index(str(folder)) + 2]] = process
     return found
 

@@ -59,7 +59,7 @@ def rank(folder: Path, number: int) -> psutil.Process:
     return next(
         process
         for role, process in all_processes_of(folder)
-        if role == "trainer" and ["--rank", str(number)] == process.cmdline()[-4:-2]
+        if role == "trainer" and ["--rank", str(number)] == process.info["cmdline"][-4:-2]
     )
 
 

@@ -39,7 +39,7 @@ def trainer_of(folder: Path) -> psutil.Process | None:
 def plays(folder: Path) -> str | None:
     """What the trainer was told of who plays; None while there is no trainer."""
     trainer = trainer_of(folder)
-    words = trainer.cmdline() if trainer is not None else []
+    words = trainer.info["cmdline"] if trainer is not None else []
     return words[words.index("--playing") + 1] if "--playing" in words else None if not words else "by the recipe"
 
 
@@ -88,5 +88,5 @@ def test_tags_change_while_the_run_trains(cli: Cli) -> None:
 
 def nodes(folder: Path) -> str:
     """The rollout processes, as `name NAME` each."""
-    found = [process.cmdline() for role, process in all_processes_of(folder) if role == "rollout"]
+    found = [process.info["cmdline"] for role, process in all_processes_of(folder) if role == "rollout"]
     return " ".join(f"name {words[words.index('--name') + 1]} " for words in found)
