@@ -42,6 +42,7 @@ def test_a_short_run_is_on_policy_to_the_token(cli: Cli) -> None:
 @pytest.mark.slow
 def test_two_ranks_play_and_train_together(cli: Cli) -> None:
     folder = cli.run("run", "quickstart_colocated", *SHORT, "trainer.steps=3", "trainer.ranks=2").folder
+    assert "forking rank 1" in (folder / "logs" / "trainer-agent.log").read_text()
     with closing(sqlite3.connect(folder / "ledger.sqlite")) as ledger:
         played = dict(ledger.execute("SELECT name, completed FROM nodes"))
     assert played.keys() == {"colocated-0", "colocated-1"}

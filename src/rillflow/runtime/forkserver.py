@@ -16,28 +16,23 @@ and holds no file of the run. Its end ends its children (they are sent SIGTERM),
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib
 import json
 import os
-import runpy
 import selectors
 import signal
 import socket
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import setproctitle
-
 from rillflow.errors import RillflowError
+from rillflow.runtime.forking import become, unsafe, write_to
 from rillflow.runtime.process import PARENT_ENV
 
 _CHUNK = 1 << 16
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
@@ -45,10 +40,10 @@ def main() -> None:
     channel = socket.socket(fileno=os.dup(0))
     with open(os.devnull) as null:
         os.dup2(null.fileno(), 0)
-    setproctitle.getproctitle()  # finds the place of the title, for which the environment must be as it was
     request = Server(channel).serve()
     if request is not None:
-        _run(request)
+        write_to(Path(request["log"]))
+        become(request["arguments"], request["environment"])
 
 
 def _preload(run: Path, modules: Sequence[str]) -> None:
@@ -121,7 +116,7 @@ class Server:
     def _fork(self, request: dict[str, Any]) -> bool:
         """Return whether this is the child."""
         if (reason := unsafe()) is not None:
-            self._send({"id": request["id"], "error": reason})
+            self._send({"id": request["id"], "error": f"the fork server must not fork: {reason}"})
             return False
         request["environment"][PARENT_ENV] = str(os.getpid())
         grouped, group = os.pipe()
@@ -170,41 +165,6 @@ class Server:
     def _send(self, message: dict[str, Any]) -> None:
         with suppress(BrokenPipeError, ConnectionResetError):  # the next read finds that the other side has gone
             self._channel.sendall(json.dumps(message).encode() + b"\n")
-
-
-def unsafe() -> str | None:
-    """Return why this process must not fork, or None. Children of a process with threads inherit their locks."""
-    threads = len(os.listdir("/proc/self/task"))
-    if threads != 1:
-        return f"the fork server has {threads} threads"
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        return "the fork server has a CUDA context"
-    return None
-
-
-def _run(request: dict[str, Any]) -> None:
-    """Become the process that `python -m rillflow ARGUMENTS` would be."""
-    arguments: list[str] = request["arguments"]
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    null = os.open(os.devnull, os.O_RDONLY)
-    output = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-    for source, target in ((null, 0), (output, 1), (output, 2)):
-        os.dup2(source, target)
-    os.close(null)
-    os.close(output)
-    os.environ.clear()
-    os.environ.update(request["environment"])
-    setproctitle.setproctitle(" ".join([sys.executable, "-m", "rillflow", *arguments]))
-    sys.argv = ["rillflow", *arguments]
-    _renew_randomness()
-    runpy.run_module("rillflow", run_name="__main__", alter_sys=True)
-
-
-def _renew_randomness() -> None:
-    """Seed what a new process seeds from the system. `random` does so at each fork; torch begins with a fixed seed."""
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(None)
 
 
 if __name__ == "__main__":

@@ -88,8 +88,9 @@ def role_environment(threads: int) -> dict[str, str]:
     return environment
 
 
-def prepare() -> None:
-    """Call first in a role's process."""
+def prepare(*, may_fork: bool = False) -> None:
+    """Call first in a role's process. One that `may_fork` gets no thread, and so relies on the kernel alone to hear of
+    its parent's death."""
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
@@ -98,16 +99,19 @@ def prepare() -> None:
     faulthandler.enable()
     parent = int(os.environ.get(PARENT_ENV, "0"))
     if parent:
-        _die_with(parent)
+        _die_with(parent, look=not may_fork or sys.platform != "linux")
 
 
-def _die_with(parent: int) -> None:
+def _die_with(parent: int, *, look: bool) -> None:
     """SIGTERM when the supervisor dies, by the kernel where it can, by looking once a second elsewhere."""
     if sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    threading.Thread(target=_watch, args=(parent,), name="parent-watch", daemon=True).start()
+        if os.getppid() != parent:  # it died before this call
+            raise SystemExit(STOPPED)
+    if look:
+        threading.Thread(target=_watch, args=(parent,), name="parent-watch", daemon=True).start()
 
 
 def _watch(parent: int) -> None:

@@ -10,11 +10,14 @@ import logging
 import os
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from rillflow.contracts import Generator
 from rillflow.errors import RunError
+from rillflow.runtime import forking
 from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.process import (
     STOPPED,
@@ -183,9 +186,10 @@ def trainer_role(
         raise RunError(f"there is no policy {policy!r} in this run", f"one of: {', '.join(recipe.policies)}")
     ranks = ranks or recipe.policies[policy].trainer.ranks
     hosts = _playing_ranks(playing, ranks, by_default=recipe.mode != "asynchronous")
-    prepare()
     if rank is None and ranks > 1:
+        prepare(may_fork=True)
         return _all_ranks(folder, policy, ranks, hosts)
+    prepare()
     return _one_rank(folder, policy, Place(rank or 0, ranks, rendezvous), hosts)
 
 
@@ -201,16 +205,22 @@ def _playing_ranks(playing: str | None, ranks: int, *, by_default: bool) -> froz
 
 
 def _all_ranks(folder: RunFolder, policy: str, ranks: int, playing: frozenset[int]) -> int:
-    from rillflow.trainer.parallel.launch import launch
+    from rillflow.trainer.parallel.launch import Process, launch, start_process
 
-    def command(rank: int, rendezvous: str) -> list[str]:
+    def arguments(rank: int, rendezvous: str) -> list[str]:
         options = ("--rank", str(rank), "--ranks", str(ranks), "--rendezvous", rendezvous, "--playing", hosts)
-        return [sys.executable, "-m", "rillflow", "trainer", str(folder.root), "--policy", policy, *options]
+        return ["trainer", str(folder.root), "--policy", policy, *options]
+
+    def start(own: Sequence[str], environment: Mapping[str, str], log_path: Path | None) -> Process:
+        if forking.worthwhile():
+            log.info("forking rank %s", own[own.index("--rank") + 1])
+            return forking.ForkedChild(own, environment, log_path)
+        return start_process([sys.executable, "-m", "rillflow", *own], environment, log_path)
 
     name, hosts = f"trainer-{policy}", ",".join(map(str, sorted(playing)))
     with folder.locked(name, PREDECESSOR_WAIT):
         environment = child_environment(folder.recipe.runtime.threads)
-        return launch(command, ranks, environment, lambda rank: folder.log(f"{name}-rank{rank}"))
+        return launch(arguments, ranks, environment, lambda rank: folder.log(f"{name}-rank{rank}"), start)
 
 
 def _one_rank(folder: RunFolder, policy: str, place: Place, playing: frozenset[int]) -> int:

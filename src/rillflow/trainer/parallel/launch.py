@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
 from rillflow.trainer.parallel.address import listen
 
@@ -31,7 +32,24 @@ _LAST_WORDS = 3.0  # for ranks to notice that one has gone, and say so
 _STOP_GRACE = 60.0  # for the last checkpoint; a supervisor with less patience kills the whole group
 _TAIL = 15
 
-Process = subprocess.Popen[bytes]
+
+class Process(Protocol):
+    """What is asked of a started rank; `subprocess.Popen` has it."""
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int | None: ...
+    def kill(self) -> None: ...
+    def terminate(self) -> None: ...
+
+
+# Starts a process with this command and environment, which writes to the file, or where this process writes.
+Start = Callable[[Sequence[str], Mapping[str, str], Path | None], Process]
+
+
+def start_process(command: Sequence[str], environment: Mapping[str, str], log_path: Path | None) -> Process:
+    with ExitStack() as stack:
+        output = None if log_path is None else stack.enter_context(open(log_path, "ab"))
+        return subprocess.Popen(command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=output, stderr=output)
 
 
 def launch(
@@ -39,6 +57,7 @@ def launch(
     ranks: int,
     environment: Mapping[str, str],
     log_of: Callable[[int], Path],
+    start: Start = start_process,
 ) -> int:
     """Run `command(rank, rendezvous)` for every rank until all have finished: 0, or the code that ended them."""
     with ExitStack() as stack:
@@ -49,16 +68,7 @@ def launch(
         stack.callback(_end, started)
         stopping = stack.enter_context(_passing_signals(started))
         for rank in range(ranks):
-            output = stack.enter_context(open(logs[rank], "ab")) if rank else None
-            started.append(
-                subprocess.Popen(
-                    command(rank, rendezvous),
-                    env=dict(environment),
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                )
-            )
+            started.append(start(command(rank, rendezvous), environment, logs.get(rank)))
         from rillflow.trainer.parallel.rendezvous import host_store  # loads torch, as the ranks are doing by now
 
         store = host_store(server)
@@ -130,7 +140,7 @@ def _passing_signals(started: Sequence[Process]) -> Iterator[Callable[[], float 
         asked.append(time.monotonic())
         for process in started:
             if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
+                process.terminate()
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
