@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rillflow.runtime.preloaded import available
+from rillflow.runtime.warm import PATH_ENV
 from scrubbing import scrub
 
 
@@ -89,14 +92,50 @@ def steps_of(folder: Path) -> int:
     return sum(b'"step"' in line for line in metrics.read_bytes().splitlines()) if metrics.is_file() else 0
 
 
+class Warm:
+    """A `rillflow warm` that is started before the first run, and serves all runs of this test process."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="warm-")
+        self._process: subprocess.Popen[str] | None = None
+
+    def path(self) -> str:
+        path = f"{self._folder.name}/socket"
+        if self._process is None and available():
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "rillflow", "warm"],
+                env={**os.environ, PATH_ENV: path},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            assert self._process.stdout is not None
+            assert self._process.stdout.readline().startswith("ready")
+        return path
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate(timeout=60)
+        self._folder.cleanup()
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[Warm]:
+    warm = Warm()
+    yield warm
+    warm.close()
+
+
 @dataclass
 class Cli:
     """Starts `rillflow` commands in a folder of their own."""
 
     cwd: Path
     started: list[Started]
+    warm: Warm
 
     def start(self, *arguments: str) -> Started:
+        begins = arguments[0] in {"run", "resume"}
         log = self.cwd / f"command-{len(self.started)}.log"
         with open(log, "w") as output:
             process = subprocess.Popen(
@@ -105,7 +144,7 @@ class Cli:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 text=True,
-                env={**os.environ, "COLUMNS": "160", "NO_COLOR": "1"},
+                env={**os.environ, "COLUMNS": "160", "NO_COLOR": "1", PATH_ENV: self.warm.path() if begins else ""},
             )
         runs = self.cwd / "runs"
         runs.mkdir(exist_ok=True)
@@ -119,9 +158,9 @@ class Cli:
 
 
 @contextmanager
-def commands_in(folder: Path) -> Iterator[Cli]:
+def commands_in(folder: Path, warm: Warm) -> Iterator[Cli]:
     """Yield a `Cli` for a folder; nothing that it started is left running."""
-    cli = Cli(folder, [])
+    cli = Cli(folder, [], warm)
     try:
         yield cli
     finally:
@@ -135,14 +174,14 @@ def commands_in(folder: Path) -> Iterator[Cli]:
 
 
 @pytest.fixture
-def cli(tmp_path: Path) -> Iterator[Cli]:
-    with commands_in(tmp_path) as cli:
+def cli(tmp_path: Path, warm: Warm) -> Iterator[Cli]:
+    with commands_in(tmp_path, warm) as cli:
         yield cli
 
 
 @pytest.fixture(scope="module")
-def shared_cli(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cli]:
+def shared_cli(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Iterator[Cli]:
     """A `Cli` for runs that all tests of a module look at. They read the folders of these runs and change nothing."""
-    with pytest.MonkeyPatch.context() as monkeypatch, commands_in(tmp_path_factory.mktemp("shared")) as cli:
+    with pytest.MonkeyPatch.context() as monkeypatch, commands_in(tmp_path_factory.mktemp("shared"), warm) as cli:
         scrub(monkeypatch)
         yield cli

@@ -13,5 +13,6 @@ def scrub(monkeypatch: pytest.MonkeyPatch) -> None:
         kept = name in {"RILLFLOW_DATA", "RILLFLOW_SOAK"}
         if name.startswith(("RILLFLOW_", "OPENAI_", "ANTHROPIC_")) and not kept:
             monkeypatch.delenv(name)
+    monkeypatch.setenv("RILLFLOW_WARM", "")  # a test starts its own, or none
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")

@@ -36,10 +36,15 @@ _CHUNK = 1 << 16
 
 
 def main() -> None:
-    """Serve; in a forked child, run its command and end as `python -m rillflow` does."""
+    """Serve the socket that is standard input."""
     channel = socket.socket(fileno=os.dup(0))
     with open(os.devnull) as null:
         os.dup2(null.fileno(), 0)
+    serve(channel)
+
+
+def serve(channel: socket.socket) -> None:
+    """Serve until the other side has gone; in a forked child, run its command and end as `python -m rillflow` does."""
     request = Server(channel).serve()
     if request is not None:
         write_to(Path(request["log"]))

@@ -17,8 +17,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from rillflow.runtime import warm
 from rillflow.runtime.process import child_environment
 
 log = logging.getLogger(__name__)
@@ -118,23 +119,24 @@ class Preloaded:
 
     async def _connect(self) -> _Connection | None:
         own, its = socket.socketpair()
-        environment = child_environment(self._threads) | {
-            # A look for GPUs must not make a CUDA context, and numpy's BLAS must not start threads, before a fork.
-            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-            "OPENBLAS_NUM_THREADS": "1",
-        }
+        environment = server_environment(self._threads)
+        process: _Ends
         try:
             with its, open(self._log_path, "ab") as output:
-                process = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    "-m",
-                    "rillflow.runtime.forkserver",  # no arguments: the titles of children are longer than this
-                    stdin=its.fileno(),
-                    stdout=output,
-                    stderr=output,
-                    env=environment,
-                    start_new_session=True,
-                )
+                pid = await asyncio.to_thread(warm.fork_server, its, environment, self._log_path)
+                if pid is not None:
+                    process = _Adopted(pid)
+                else:
+                    process = await asyncio.create_subprocess_exec(
+                        sys.executable,
+                        "-m",
+                        "rillflow.runtime.forkserver",  # no arguments: the titles of children are longer than this
+                        stdin=its.fileno(),
+                        stdout=output,
+                        stderr=output,
+                        env=environment,
+                        start_new_session=True,
+                    )
             reader, writer = await asyncio.open_connection(sock=own, limit=_MOST)
         except OSError as error:
             own.close()
@@ -145,6 +147,45 @@ class Preloaded:
         return connection
 
 
+def server_environment(threads: int) -> dict[str, str]:
+    """Return the environment of a fork server."""
+    return child_environment(threads) | {
+        # A look for GPUs must not make a CUDA context, and numpy's BLAS must not start threads, before a fork.
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+
+
+class _Ends(Protocol):
+    """A process that can be waited for and killed."""
+
+    def kill(self) -> None: ...
+    async def wait(self) -> int | None: ...
+
+
+class _Adopted:
+    """A fork server that the warm process has forked; it is not this process's child, and its code is not known."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._watched = os.pidfd_open(pid)  # OSError where it has ended already
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._watched, signal.SIGKILL)
+
+    async def wait(self) -> int | None:
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+        loop.add_reader(self._watched, ended.set)
+        try:
+            await ended.wait()
+        finally:
+            loop.remove_reader(self._watched)
+        os.close(self._watched)
+        return None
+
+
 class _Refused(Exception):
     """Nothing was forked."""
 
@@ -152,9 +193,7 @@ class _Refused(Exception):
 class _Connection:
     """One fork server, from its start to its end."""
 
-    def __init__(
-        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    def __init__(self, process: _Ends, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.lost = False
         self.has_forked = False
         self._process, self._reader, self._writer = process, reader, writer

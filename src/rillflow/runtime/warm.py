@@ -1,0 +1,234 @@
+"""A process that has imported torch, from which the fork servers of later runs are forked: `rillflow warm`.
+
+    rillflow run ──socket──▶ warm process ──fork──▶ fork server of that run ──fork──▶ trainer, rollout node
+
+It imports other people's packages, and of Rillflow only what this file needs: changes of your own code count in the
+next run. A run that finds no warm process, or one that must not serve it (another interpreter, packages installed
+since, other settings in the environment), starts its fork server by itself.
+
+A request is one message: a line of JSON with the run's environment, working folder and log, and the file descriptor of
+the socket that its fork server shall serve. The answer is `{"pid"}` or `{"error"}`.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import importlib
+import json
+import logging
+import os
+import signal
+import site
+import socket
+import struct
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import setproctitle
+
+from rillflow.errors import RunError
+from rillflow.runtime import forkserver
+from rillflow.runtime.forking import unsafe, write_to
+
+log = logging.getLogger(__name__)
+
+# A path of its socket, for who wants several, or none (an empty value).
+PATH_ENV = "RILLFLOW_WARM"
+MODULES = ("torch", "torch.distributed", "transformers.modeling_utils", "transformers.models.auto", "openai", "aiohttp")
+# What libraries read when they are imported. OMP_NUM_THREADS is not among it: each role sets its own number of threads.
+_READ_EARLY = ("TORCH", "PYTORCH", "HF_", "TRANSFORMERS", "LD_", "PYTHON", "CUDA_", "MIMALLOC", "XDG_", "HOME")
+_ANSWER_WITHIN = 10.0
+_MOST = 1 << 20
+
+
+def socket_path() -> Path | None:
+    """Return where the warm process of this user and interpreter listens; None where `RILLFLOW_WARM` is empty."""
+    given = os.environ.get(PATH_ENV)
+    if given is not None:
+        return Path(given) if given else None
+    interpreter = hashlib.sha256(sys.prefix.encode()).hexdigest()[:12]
+    return Path(tempfile.gettempdir()) / f"rillflow-{os.getuid()}" / f"warm-{interpreter}.sock"
+
+
+def early_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the part of an environment that libraries read when they are imported."""
+    return {name: value for name, value in environment.items() if name.startswith(_READ_EARLY)}
+
+
+def packages_changed() -> dict[str, int]:
+    """Return when a package was last installed or removed, for each folder of packages."""
+    folders = {*site.getsitepackages(), *(entry for entry in sys.path if entry.endswith("-packages"))}
+    return {folder: os.stat(folder).st_mtime_ns for folder in folders if os.path.isdir(folder)}
+
+
+# ---------------------------------------------------------------- the run's side
+
+
+def fork_server(channel: socket.socket, environment: Mapping[str, str], log_path: Path) -> int | None:
+    """Let the warm process fork a fork server for `channel` and return its pid; None where none serves this process."""
+    path = socket_path()
+    if path is None or not path.exists() or path.parent.stat().st_uid != os.getuid():
+        return None
+    request = {
+        "python": [sys.executable, sys.prefix],
+        "environment": dict(environment),
+        "folder": os.getcwd(),
+        "log": str(log_path.absolute()),
+        "packages": packages_changed(),
+    }
+    message = json.dumps(request).encode() + b"\n"
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+            client.settimeout(_ANSWER_WITHIN)
+            client.connect(str(path))
+            socket.send_fds(client, [message[:1]], [channel.fileno()])
+            client.sendall(message[1:])
+            answer = json.loads(client.makefile("rb").readline() or b'{"error": "it has ended"}')
+    except (OSError, ValueError) as error:
+        log.info("the warm process at %s does not answer: %s", path, error)
+        return None
+    if "pid" not in answer:
+        log.info("the warm process does not serve this run: %s", answer["error"])
+        return None
+    return int(answer["pid"])
+
+
+# ---------------------------------------------------------------- the warm process
+
+
+def start(environment: Mapping[str, str]) -> NoReturn:
+    """Replace this process by the warm one, with the environment of a fork server."""
+    listen().close()  # says what is wrong, before it is too late for a clear error
+    os.execve(sys.executable, [sys.executable, "-m", "rillflow.runtime.warm"], dict(environment))
+
+
+def listen() -> socket.socket:
+    """Return the listening socket; RunError where there is a warm process already."""
+    path = socket_path()
+    if path is None:
+        raise RunError(f"{PATH_ENV} is empty, which turns warm processes off", f"unset {PATH_ENV}")
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.parent.stat().st_uid != os.getuid():
+        raise RunError(f"{path.parent} belongs to another user", f"set {PATH_ENV} to a path of your own")
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+        try:
+            other.connect(str(path))
+        except OSError:
+            path.unlink(missing_ok=True)  # of one that was killed
+        else:
+            server.close()
+            raise RunError(f"a warm process listens at {path} already", "stop it, or use it as it is")
+    before = os.umask(0o177)
+    try:
+        server.bind(str(path))
+    finally:
+        os.umask(before)
+    server.listen(64)
+    return server
+
+
+def preload() -> None:
+    """Import what runs need. Afterwards this process still has one thread only."""
+    gc.disable()
+    try:
+        for module in MODULES:
+            importlib.import_module(module)
+    finally:
+        gc.enable()
+    gc.freeze()
+
+
+def serve(server: socket.socket, early: Mapping[str, str]) -> tuple[dict[str, Any], socket.socket]:
+    """Fork a fork server for each request. Returns in the forked process only, with its request and its channel.
+
+    `early` is the environment in which the packages were imported.
+    """
+    own = {"python": [sys.executable, sys.prefix], "packages": packages_changed()}
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how fork servers end
+    while True:
+        client, _ = server.accept()
+        with client:
+            client.settimeout(_ANSWER_WITHIN)
+            try:
+                request, channel = _receive(client)
+            except (OSError, ValueError) as error:
+                log.warning("a request could not be read: %s", error)
+                continue
+            answer: dict[str, Any]
+            if (reason := _refusal(client, request, own, early)) is not None:
+                answer = {"error": reason}
+            elif (pid := os.fork()) == 0:
+                server.close()
+                return request, channel
+            else:
+                answer = {"pid": pid}
+            channel.close()
+            with suppress(OSError):
+                client.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def _receive(client: socket.socket) -> tuple[dict[str, Any], socket.socket]:
+    received, files, _, _ = socket.recv_fds(client, 1, 1)
+    if len(files) != 1:
+        raise ValueError("it carries no socket")
+    channel = socket.socket(fileno=files[0])
+    try:
+        line = client.makefile("rb").readline(_MOST)
+        return json.loads(received + line), channel
+    except BaseException:
+        channel.close()
+        raise
+
+
+def _refusal(
+    client: socket.socket, request: Mapping[str, Any], own: Mapping[str, Any], early: Mapping[str, str]
+) -> str | None:
+    """Return why this request must not be served, or None."""
+    _, user, _ = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    if user != os.getuid():
+        return "it belongs to another user"
+    if request["python"] != own["python"]:
+        return f"it runs {own['python'][0]}"
+    if request["packages"] != own["packages"]:
+        return "packages were installed since it started: start it again"
+    asked = early_environment(request["environment"])
+    if different := sorted(name for name in {*asked, *early} if asked.get(name) != early.get(name)):
+        return f"it has other values of {', '.join(different)}"
+    if (reason := unsafe()) is not None:
+        return reason
+    return None
+
+
+def main() -> None:
+    """Be the warm process, in the environment that `start` has made."""
+    server = listen()
+    early = early_environment(os.environ)  # packages add to it
+    try:
+        preload()
+        print(f"ready: runs on this machine start from here ({socket_path()}); Ctrl-C ends it", flush=True)
+        request, channel = serve(server, early)
+    except KeyboardInterrupt:
+        server.close()
+        if (path := socket_path()) is not None:
+            path.unlink(missing_ok=True)
+        return
+    os.setsid()
+    setproctitle.setproctitle(f"{sys.executable} -m rillflow.runtime.forkserver")
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    write_to(Path(request["log"]))
+    os.chdir(request["folder"])
+    sys.path[0] = request["folder"]
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    forkserver.serve(channel)
+
+
+if __name__ == "__main__":
+    main()
