@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -72,17 +71,19 @@ def _train(folder: RunFolder, recipe: FitRecipe) -> int:
 
 
 def _launch(folder: RunFolder, recipe: FitRecipe) -> int:
+    from rillflow.runtime.forking import start_ranks
     from rillflow.trainer.parallel.launch import launch
 
-    def command(rank: int, rendezvous: str) -> list[str]:
+    def arguments(rank: int, rendezvous: str) -> list[str]:
         place = ["--rank", str(rank), "--ranks", str(recipe.trainer.ranks), "--rendezvous", rendezvous]
-        return [sys.executable, "-m", "rillflow", "fit", "--resume", str(folder.root), *place]
+        return ["fit", "--resume", str(folder.root), *place]
 
     code = launch(
-        command,
+        arguments,
         recipe.trainer.ranks,
         child_environment(recipe.runtime.threads),
         lambda rank: folder.log(f"rank-{rank}"),
+        start_ranks(("rillflow.trainer.supervised.main", "transformers.modeling_utils")),
     )
     if code not in (0, STOPPED):
         raise RunError(

@@ -7,6 +7,8 @@ but its log, begins with the default signals, and ends by itself, never in its p
 from __future__ import annotations
 
 import ctypes
+import importlib
+import logging
 import multiprocessing
 import os
 import runpy
@@ -16,6 +18,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import setproctitle
+
+from rillflow.trainer.parallel.launch import Process, Start, start_process
+
+log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _RESET = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -32,9 +38,29 @@ def unsafe() -> str | None:
     return None
 
 
-def worthwhile() -> bool:
-    """Return whether a process forked from this one starts sooner than a new one, and safely."""
-    return sys.platform == "linux" and "torch" in sys.modules and unsafe() is None
+# A look for GPUs must not make a CUDA context, and numpy's BLAS must not start threads, before a fork.
+ENVIRONMENT = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+def start_ranks(modules: Sequence[str]) -> Start:
+    """Return what starts the ranks of a trainer with the arguments of `rillflow`: forked from this process, which
+    imports `modules` once for all of them, or as processes of their own where it must not fork."""
+    if sys.platform == "linux":
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        for module in modules:
+            importlib.import_module(module)
+    return _start_rank
+
+
+def _start_rank(arguments: Sequence[str], environment: Mapping[str, str], log_path: Path | None) -> Process:
+    rank = arguments[arguments.index("--rank") + 1]
+    reason = unsafe() if sys.platform == "linux" else "only Linux forks"
+    if reason is None:
+        log.info("forking rank %s", rank)
+        return ForkedChild(arguments, environment, log_path)
+    log.info("starting rank %s, which imports for itself: this process must not fork, %s", rank, reason)
+    return start_process([sys.executable, "-m", "rillflow", *arguments], environment, log_path)
 
 
 def become(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -49,13 +75,13 @@ def become(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
     runpy.run_module("rillflow", run_name="__main__", alter_sys=True)
 
 
-def write_to(log: Path | None) -> None:
-    """Let standard output and error go to `log`, or stay; nothing can be read from standard input."""
+def write_to(log_path: Path | None) -> None:
+    """Let standard output and error go to a file, or stay; nothing can be read from standard input."""
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    if log is not None:
-        output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    if log_path is not None:
+        output = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.close(output)
@@ -64,9 +90,9 @@ def write_to(log: Path | None) -> None:
 class ForkedChild:
     """A child of this process that runs `rillflow ARGUMENTS`; as of `subprocess.Popen`: poll, wait, kill, terminate."""
 
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path | None) -> None:
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], log_path: Path | None) -> None:
         self._process = multiprocessing.get_context("fork").Process(
-            target=_begin, args=(list(arguments), dict(environment), log)
+            target=_begin, args=(list(arguments), dict(environment), log_path)
         )
         # No signal may meet the parent's handlers in the child.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _RESET)
@@ -89,8 +115,8 @@ class ForkedChild:
         self._process.terminate()
 
 
-def _begin(arguments: list[str], environment: dict[str, str], log: Path | None) -> None:
-    write_to(log)
+def _begin(arguments: list[str], environment: dict[str, str], log_path: Path | None) -> None:
+    write_to(log_path)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     sys.stdin = os.fdopen(0, closefd=False)  # multiprocessing had opened another file for it
     for number in _RESET:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from rillflow.runtime import warm
+from rillflow.runtime import forking, warm
 from rillflow.runtime.process import child_environment
 
 log = logging.getLogger(__name__)
@@ -149,11 +149,7 @@ class Preloaded:
 
 def server_environment(threads: int) -> dict[str, str]:
     """Return the environment of a fork server."""
-    return child_environment(threads) | {
-        # A look for GPUs must not make a CUDA context, and numpy's BLAS must not start threads, before a fork.
-        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-    }
+    return child_environment(threads) | forking.ENVIRONMENT
 
 
 class _Ends(Protocol):

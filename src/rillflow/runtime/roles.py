@@ -9,16 +9,13 @@ import asyncio
 import logging
 import os
 import re
-import sys
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from rillflow.contracts import Generator
 from rillflow.errors import RunError
-from rillflow.runtime import forking
 from rillflow.runtime.folder import RunFolder
+from rillflow.runtime.forking import start_ranks
 from rillflow.runtime.process import (
     STOPPED,
     GiveUp,
@@ -205,21 +202,16 @@ def _playing_ranks(playing: str | None, ranks: int, *, by_default: bool) -> froz
 
 
 def _all_ranks(folder: RunFolder, policy: str, ranks: int, playing: frozenset[int]) -> int:
-    from rillflow.trainer.parallel.launch import Process, launch, start_process
+    from rillflow.trainer.parallel.launch import launch
 
     def arguments(rank: int, rendezvous: str) -> list[str]:
         options = ("--rank", str(rank), "--ranks", str(ranks), "--rendezvous", rendezvous, "--playing", hosts)
         return ["trainer", str(folder.root), "--policy", policy, *options]
 
-    def start(own: Sequence[str], environment: Mapping[str, str], log_path: Path | None) -> Process:
-        if forking.worthwhile():
-            log.info("forking rank %s", own[own.index("--rank") + 1])
-            return forking.ForkedChild(own, environment, log_path)
-        return start_process([sys.executable, "-m", "rillflow", *own], environment, log_path)
-
     name, hosts = f"trainer-{policy}", ",".join(map(str, sorted(playing)))
     with folder.locked(name, PREDECESSOR_WAIT):
         environment = child_environment(folder.recipe.runtime.threads)
+        start = start_ranks(("rillflow.trainer.main", "transformers.modeling_utils"))
         return launch(arguments, ranks, environment, lambda rank: folder.log(f"{name}-rank{rank}"), start)
 
 

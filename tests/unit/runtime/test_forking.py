@@ -83,13 +83,22 @@ def test_signals_meet_the_child_not_its_parents_handlers(tmp_path: Path) -> None
     assert not (tmp_path / "handled").exists()
 
 
-def test_a_process_with_threads_does_not_fork(tmp_path: Path) -> None:
+def test_a_process_with_threads_does_not_fork_its_ranks(tmp_path: Path) -> None:
+    """They are processes of their own then; the first one shows that `forked_code` is imported, the second does not."""
     printed = run_parent(
         tmp_path,
-        "import threading\nfrom rillflow.runtime import forking\n"
-        "sys.modules['torch'] = None\n"
-        "print(forking.worthwhile())\n"
+        "import logging, threading\nfrom rillflow.runtime.forking import start_ranks\n"
+        "logging.basicConfig(level=logging.INFO, stream=sys.stdout, format='%(message)s')\n"
+        "start = start_ranks(['numpy'])\n"
+        "assert 'numpy' in sys.modules and unsafe() is None, unsafe()\n"
+        "print(start(['pass', '--rank', '0'], os.environ, folder / 'log').wait(60))\n"
         "end = threading.Event(); threading.Thread(target=end.wait).start()\n"
-        "print(forking.worthwhile(), unsafe()); end.set()",
+        "print(start(['version', '--rank', '1'], os.environ, folder / 'log').wait(60), unsafe()); end.set()",
     )
-    assert printed.split("\n")[:2] == ["True", "False it has 2 threads"]
+    assert printed.splitlines() == [
+        "forking rank 0",
+        "0",
+        "starting rank 1, which imports for itself: this process must not fork, it has 2 threads",
+        "2 it has 2 threads",  # the real `rillflow version` knows no rank
+    ]
+    assert "No such option" in (tmp_path / "log").read_text()
