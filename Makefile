@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+RUNS := runs
 # Modules are compiled when they are first imported, and kept, whatever the caller's environment says.
 unexport PYTHONDONTWRITEBYTECODE
 LOCKS := requirements/build.txt requirements/cuda.txt
@@ -35,7 +36,7 @@ lock:  ## resolve all versions anew into requirements/
 	.venv-lock/bin/python scripts/lock.py
 
 quickstart: $(VENV)/.product  ## install Rillflow and train the tiny policy on this machine, in about three minutes
-	$(BIN)/rillflow run quickstart
+	$(BIN)/rillflow run quickstart --runs $(RUNS)
 
 check: setup  ## format, lint, types and the tests that your change touches
 	$(BIN)/ruff format .

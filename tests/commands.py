@@ -135,16 +135,20 @@ class Cli:
     warm: Warm
 
     def start(self, *arguments: str) -> Started:
-        begins = arguments[0] in {"run", "resume"}
+        warm = self.warm.path() if arguments[0] in {"run", "resume"} else ""
+        return self.start_command(sys.executable, "-m", "rillflow", *arguments, **{PATH_ENV: warm})
+
+    def start_command(self, *command: str, **environment: str) -> Started:
+        """Start any command whose run folders are made in `runs` here."""
         log = self.cwd / f"command-{len(self.started)}.log"
         with open(log, "w") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "rillflow", *arguments],
+                command,
                 cwd=self.cwd,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 text=True,
-                env={**os.environ, "COLUMNS": "160", "NO_COLOR": "1", PATH_ENV: self.warm.path() if begins else ""},
+                env={**os.environ, "COLUMNS": "160", "NO_COLOR": "1", **environment},
             )
         runs = self.cwd / "runs"
         runs.mkdir(exist_ok=True)
