@@ -42,6 +42,7 @@ async def first_beat(dataflow: Dataflow) -> EngineInfo:
     return engines[0]
 
 
+@pytest.mark.slow
 async def test_an_engine_process_serves_and_sends_its_answers_away_when_it_is_stopped(tmp_path: Path) -> None:
     # A long answer, which the signal cannot miss.
     folder = RunFolder.create(load_recipe("quickstart", ["policies.agent.engine.context=512"]), tmp_path)

@@ -105,6 +105,7 @@ print(json.dumps([drawn, seen.text]))
 
 
 @pytest.mark.needs("reasoning-gym")
+@pytest.mark.slow
 async def test_questions_of_reasoning_gym_are_the_same_in_every_process() -> None:
     """This dataset draws from sets, whose order depends on the hash seed of a process."""
     done = await asyncio.to_thread(

@@ -54,6 +54,7 @@ print(json.dumps([(p.id, p.source, p.payload) for p in (source.at(i) for i in ra
 """
 
 
+@pytest.mark.slow
 def test_the_same_prompts_in_every_process(tmp_path):
     """This dataset draws from sets, whose order depends on the hash seed of a process."""
     path = jsonl(tmp_path, *({"q": number} for number in range(50))).path

@@ -110,6 +110,7 @@ def test_recomputing_layers_changes_nothing() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's own, while it traces
+@pytest.mark.slow
 def test_layers_compile_without_a_break() -> None:
     model = grouped_model()
     compiled = copy.deepcopy(model)
