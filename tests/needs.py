@@ -117,6 +117,17 @@ def _gpu() -> str:
     return "" if torch.cuda.is_available() else "this machine has no CUDA GPU"
 
 
+def _textworld() -> str:
+    from rillflow.agents.environments.java import java_program
+    from rillflow.errors import ConfigError
+
+    try:
+        java_program()
+    except ConfigError as error:
+        return error.message
+    return _package("textworld_express")()
+
+
 def _alfworld() -> str:
     return _package("alfworld")() or _folder("ALFWORLD_DATA", ALFWORLD_DATA)()
 
@@ -159,7 +170,7 @@ NEEDS: dict[str, Need] = {
     "ray": Need(_package("ray"), _SETUP),
     "reasoning-gym": Need(_package("reasoning_gym"), _SETUP),
     "scienceworld": Need(_package("scienceworld"), _SETUP),
-    "textworld-express": Need(_package("textworld_express"), _SETUP),
+    "textworld-express": Need(_textworld, _SETUP),
 }
 
 

@@ -99,6 +99,8 @@ def test_on_a_gpu_it_goes_to_the_host(tmp_path: Path) -> None:
     for _ in range(2):
         there = torch.cuda.memory_allocated()
         aside.put()
-        assert there - torch.cuda.memory_allocated() == aside.bytes == 12_000_000
+        freed = there - torch.cuda.memory_allocated()
+        assert aside.bytes == 12_000_000
+        assert freed == pytest.approx(aside.bytes, abs=3 * 512)  # torch allocates multiples of 512 bytes
         aside.bring_back()
         assert all(torch.equal(one, two) for one, two in zip(tensors, before, strict=True))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from trainer_helpers import VOCAB, small_model
 from transformers import PreTrainedModel, Qwen3ForSequenceClassification
@@ -101,15 +102,14 @@ def test_bf16_is_close_to_fp32() -> None:
 
 
 @pytest.fixture
-def one_process() -> Iterator[None]:
+def one_process() -> Iterator[DeviceMesh]:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
+    yield init_device_mesh("cpu", (1,))
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("head", ["tied", "own", "odd"])
-def test_a_sharded_model_gives_the_same(head: str) -> None:
+def test_a_sharded_model_gives_the_same(head: str, one_process: DeviceMesh) -> None:
     class Odd(torch.nn.Linear):
         pass
 
@@ -122,8 +122,8 @@ def test_a_sharded_model_gives_the_same(head: str) -> None:
     batch = micro()
     plain, sharded = model(), model()
     for layer in sharded.model.layers:
-        fully_shard(layer)
-    fully_shard(sharded)
+        fully_shard(layer, mesh=one_process)
+    fully_shard(sharded, mesh=one_process)
     seen = []
     for one in (plain, sharded):
         score_T, _ = PolicyForward(one, TrainerConfig(head_tokens=3))(batch)

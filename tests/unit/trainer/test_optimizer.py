@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from trainer_helpers import VOCAB, small_model
@@ -248,16 +249,15 @@ def test_ranks_skip_together() -> None:
 
 
 @pytest.fixture
-def one_process() -> Iterator[None]:
+def one_process() -> Iterator[DeviceMesh]:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
+    yield init_device_mesh("cpu", (1,))
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.usefixtures("one_process")
-def test_shards_are_updated_as_whole_parameters_are() -> None:
+def test_shards_are_updated_as_whole_parameters_are(one_process: DeviceMesh) -> None:
     model = small_model()
-    fully_shard(model)
+    fully_shard(model, mesh=one_process)
     optimizer = Optimizer(model, config(), Alone())
     for step in range(3):
         optimizer.zero()
@@ -275,11 +275,10 @@ def test_shards_are_updated_as_whole_parameters_are() -> None:
         assert torch.allclose(weights[name], tensor, atol=1e-6), name
 
 
-@pytest.mark.usefixtures("one_process")
-def test_shards_continue_bit_for_bit() -> None:
+def test_shards_continue_bit_for_bit(one_process: DeviceMesh) -> None:
     def sharded(seed: int) -> tuple[PreTrainedModel, Optimizer]:
         model = small_model(seed=seed)
-        fully_shard(model)
+        fully_shard(model, mesh=one_process)
         return model, Optimizer(model, config(), Alone())
 
     model, first = sharded(0)

@@ -14,6 +14,8 @@ from rillflow.config import SourceConfig
 from rillflow.dataflow.sources import reasoning_gym as module
 from rillflow.errors import ConfigError, DataError
 
+pytestmark = pytest.mark.needs("reasoning-gym")
+
 
 def gym(name, limit=None, **arguments):
     return SourceConfig(reasoning_gym=name, arguments={"seed": 5, "size": 6} | arguments, limit=limit)
