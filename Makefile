@@ -7,7 +7,7 @@ RUNS := runs
 unexport PYTHONDONTWRITEBYTECODE
 LOCKS := requirements/build.txt requirements/cuda.txt
 # Tests wait for each other's processes more than they compute.
-PLAIN := -n 4 --dist worksteal
+PLAIN := -n 5 --dist worksteal
 WHOLE := -n 3 --dist worksteal
 # Files with slow tests. No other file is imported to find them.
 SLOW := $(sort $(shell grep -rlE --include='test_*.py' 'mark\.(slow|chaos)' tests))

@@ -20,6 +20,7 @@ SHORT = [
 ]
 
 
+@pytest.mark.slow
 def test_a_short_run_is_on_policy_to_the_token(cli: Cli) -> None:
     run = cli.run("run", "quickstart_colocated", *SHORT, "evaluation.every=2")
     folder = run.folder

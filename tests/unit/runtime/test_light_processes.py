@@ -18,6 +18,8 @@ from rillflow.config import load_recipe
 from rillflow.runtime.folder import RunFolder
 from rillflow.weights.transport.serve import reading_token
 
+pytestmark = pytest.mark.slow  # each command is a process of its own
+
 HEAVY = {"torch", "transformers", "matplotlib", "numba", "openai", "pandas", "tensorboardX", "ray", "datasets"}
 SECONDS = 60.0
 
