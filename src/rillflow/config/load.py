@@ -183,13 +183,16 @@ def _anchored(key: str, value: str, folder: Path) -> str:
 
 
 def _anchored_command(command: str, folder: Path) -> str:
-    """`python my_agent.py` runs in a folder of its own: words that are files beside the recipe become absolute."""
+    """`python my_agent.py` runs in a folder of its own: words that are files beside the recipe become absolute.
+
+    Links stay: the interpreter of a virtual environment is a link, and what it leads to knows none of its packages.
+    """
     try:
         words = shlex.split(command)
     except ValueError:
         return command  # refused, with the reason, when the command is looked at
     # Not `Path.is_file`, which raises where a word, a script say, is longer than any file's name.
-    files = {word: str((folder / word).resolve()) for word in words if os.path.isfile(folder / word)}
+    files = {word: os.path.abspath(folder / word) for word in words if os.path.isfile(folder / word)}
     return shlex.join(files.get(word, word) for word in words) if files else command
 
 

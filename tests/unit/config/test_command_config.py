@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -79,3 +80,17 @@ def test_variables_can_be_set_on_the_command_line(tmp_path: Path, monkeypatch: p
     name, _, value = given.partition("=")
     assert command is not None
     assert command.environment == {name: value.strip("'\"")}
+
+
+def test_the_interpreter_of_a_virtual_environment_stays_what_the_recipe_names(tmp_path: Path) -> None:
+    """It is a link to the interpreter that it was made with, which has none of its packages."""
+    venv = tmp_path / "venv" / "bin"
+    venv.mkdir(parents=True)
+    (venv / "python").symlink_to(sys.executable)
+    (tmp_path / "agent.py").write_text("")
+    tools = [{"mcp": {"command": "venv/bin/python agent.py"}}]
+    loaded = load_recipe(written(tmp_path, command="./venv/bin/python agent.py", tools=tools))
+    assert loaded.command is not None
+    assert loaded.tools[0].mcp is not None
+    for found in (loaded.command.run, loaded.tools[0].mcp.command):
+        assert shlex.split(str(found)) == [str(venv / "python"), str(tmp_path / "agent.py")]
