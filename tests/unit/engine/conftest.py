@@ -16,10 +16,16 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
 )
 
 from rillflow.engine.embedded import EmbeddedEngine
@@ -33,6 +39,11 @@ _FAMILIES: dict[str, Callable[..., Any]] = {
     "llama": lambda **size: LlamaForCausalLM(LlamaConfig(**size)),
     # Not known to the lean forward: runs through the library's own.
     "mistral": lambda **size: MistralForCausalLM(MistralConfig(sliding_window=None, **size)),
+    # Their layers see the latest 12 tokens only.
+    "mistral window": lambda **size: MistralForCausalLM(MistralConfig(sliding_window=12, **size)),
+    "mixtral window": lambda **size: MixtralForCausalLM(MixtralConfig(sliding_window=12, num_local_experts=4, **size)),
+    "phi3 window": lambda **size: Phi3ForCausalLM(Phi3Config(sliding_window=12, pad_token_id=0, **size)),
+    "starcoder2 window": lambda **size: Starcoder2ForCausalLM(Starcoder2Config(sliding_window=12, **size)),
 }
 
 

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import BloomConfig, BloomForCausalLM
 
-from rillflow.engine.embedded import core
+from rillflow.engine.embedded import EmbeddedEngine, core
+from rillflow.errors import EngineError
 
 FAMILIES = ["qwen3", "qwen2", "llama", "mistral"]
 
@@ -25,6 +27,30 @@ async def test_ragged_batch_equals_plain_forward(kit: Any, family: str) -> None:
         assert len(answer.tokens) == 4 + 3 * index
         assert answer.raw_logprobs == pytest.approx(kit.plain(reference, answer), abs=1e-5)
         assert answer.logprobs == answer.raw_logprobs
+
+
+@pytest.mark.parametrize("family", ["mistral window", "mixtral window", "phi3 window", "starcoder2 window"])
+async def test_a_sliding_window_is_that_of_the_plain_forward(kit: Any, family: str) -> None:
+    """In prompts that are longer than it, in answers that grow longer, and behind prefixes that are reused."""
+    model, reference = kit.pair(family)
+    shared = kit.prompt(30)
+    async with kit.running(model, slots=3) as engine:
+        first = await kit.ask(engine, shared, max_tokens=20, seed=1)
+        prompts = [shared, kit.prompt(3), first.prompt + first.tokens + kit.prompt(6, seed=9), [*shared, 5]]
+        answers = await asyncio.gather(*[kit.ask(engine, t, max_tokens=20, seed=2) for t in prompts])
+    for answer in (first, *answers):
+        assert answer.raw_logprobs == pytest.approx(kit.plain(reference, answer), abs=1e-5)
+
+
+def test_attention_that_we_do_not_compute_is_refused_at_the_start(kit: Any) -> None:
+    torch.manual_seed(0)
+    distant = BloomForCausalLM(BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4)).eval()
+    with pytest.raises(EngineError, match="the embedded engine cannot run BloomForCausalLM"):
+        EmbeddedEngine(distant, slots=2, context=64)
+    mixed = kit.build("qwen3")
+    mixed.config.layer_types = ["full_attention", "sliding_attention"]
+    with pytest.raises(EngineError, match="layers of kind sliding_attention"):
+        EmbeddedEngine(mixed, slots=2, context=64)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

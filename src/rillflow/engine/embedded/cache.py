@@ -21,7 +21,7 @@ from rillflow.engine.embedded.stretches import Stretch, stretches
 from rillflow.errors import EngineError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 class Columns(NamedTuple):
@@ -75,8 +75,10 @@ class KVCache:
         head_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        window: int | None = None,
     ) -> None:
         self.context = context
+        self.window = window  # how many of the latest tokens attention sees; None: all
         self.slots = slots
         self.heads = heads
         self.device = device
@@ -215,6 +217,8 @@ class KVCache:
     def mask(self, positions_RT: torch.Tensor, extent: int) -> torch.Tensor:
         """Additive, computed once a step: SDPA would turn a bool mask into this in every layer."""
         open_RTE = self._columns_C[:extent] <= positions_RT[:, :, None]
+        if self.window is not None:
+            open_RTE &= self._columns_C[:extent] > positions_RT[:, :, None] - self.window
         return torch.where(open_RTE, self._zero, self._closed)
 
     def _tensor(self, values: Array) -> torch.Tensor:
@@ -239,4 +243,14 @@ def make_cache(model: PreTrainedModel, slots: int, context: int) -> KVCache:
         head_size=head_size,
         dtype=model.dtype,
         device=model.device,
+        window=_window(config, context),
     )
+
+
+def _window(config: PreTrainedConfig, context: int) -> int | None:
+    """The sliding window of all layers, where sequences can be longer than it. Models whose layers differ name the kind
+    of each."""
+    if getattr(config, "layer_types", None) is not None or not getattr(config, "use_sliding_window", True):
+        return None
+    window: int | None = getattr(config, "sliding_window", None)
+    return window if window is not None and window < context else None

@@ -2,7 +2,8 @@
 
 Two implementations of one function. `LeanForward` runs the Llama family (Llama, Qwen2, Qwen3) with few, large
 operators: a small model's time is dispatch, and the library's own forward spends three quarters of it there.
-`LibraryForward` calls any other transformers model through a cache object. Both agree with a plain forward of the
+`LibraryForward` calls any other transformers model through a cache object, and refuses one whose own forward gives
+other logits than that. Both agree with a plain forward of the
 model within float rounding.
 
 Invariant: the lean forward keeps no second copy of the weights. The fused matrices are the storage, and the model's
@@ -48,11 +49,13 @@ def make_forward(model: Any, cache: KVCache, *, lean: bool = True) -> Forward:
             f"the embedded engine cannot run layers of kind {', '.join(sorted(kinds - {'full_attention'}))}",
             "use a model with full attention in every layer, or another engine",
         )
-    if lean and _is_lean(model):
+    if lean and cache.window is None and _is_lean(model):
         return LeanForward(model, cache)
     from rillflow.engine.embedded.library import LibraryForward
 
-    return LibraryForward(model, cache)
+    forward = LibraryForward(model, cache)
+    forward.check()
+    return forward
 
 
 def _is_lean(model: Any) -> bool:

@@ -1,4 +1,5 @@
-"""Any transformers causal model with full attention: its own forward, reading and writing our slots of KV cache.
+"""Any transformers causal model with full attention, or with one sliding window: its own forward, reading and writing
+our slots of KV cache.
 
 Shape suffixes: R rows, T tokens of a row, K kv heads, D head size, E columns read, V vocabulary.
 """
@@ -7,10 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
 from rillflow.engine.embedded.cache import Batch, KVCache
+from rillflow.errors import EngineError
+
+_CHECKED = 16  # tokens that a model is tried with
 
 
 class _SlotCache(Cache):  # type: ignore[misc]
@@ -41,6 +46,32 @@ class LibraryForward:
 
     def refresh(self) -> None:
         """Nothing is derived from the weights."""
+
+    @torch.inference_mode()
+    def check(self) -> None:
+        """EngineError where a few tokens have other logits than by the model's plain forward: it attends in a way that
+        our masks do not know, such as ALiBi's distances. The cache must be empty, and is so again."""
+        ids_T = np.arange(min(_CHECKED, self._cache.context)) % self._model.config.vocab_size
+        plain_V = self._model(input_ids=torch.from_numpy(ids_T)[None].to(self._model.device), use_cache=False).logits[
+            0, -1
+        ]
+        slot_R, width = np.zeros(1, np.int64), len(ids_T) // 2
+        try:
+            for start, part in ((0, ids_T[:width]), (width, ids_T[width:])):
+                batch = self._cache.prefill_batch(slot_R, part[None], slot_R + start, slot_R + len(part))
+                ours_RV = self(batch)
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            raise self._refused(f"{type(error).__name__}: {error}") from error
+        self._cache.clear()
+        apart = float((ours_RV[0] - plain_V).abs().max() / plain_V.abs().max().clamp(min=1e-6))
+        if not apart <= (1e-3 if plain_V.dtype == torch.float32 else 0.1):
+            raise self._refused(f"logits are {apart:.2g} of the largest one apart from the model's own")
+
+    def _refused(self, why: str) -> EngineError:
+        return EngineError(
+            f"the embedded engine cannot run {type(self._model).__name__}: {why:.300}",
+            "use a model of plain attention, or another engine",
+        )
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         mask_RTE = batch.mask_RTE
