@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rillflow.config.base import NonNegative, Positive, Section
 
@@ -76,11 +76,17 @@ class AlgorithmConfig(Section):
         None, description="length that seq_mean_token_sum_norm (dr_grpo) divides by: the most tokens of an answer"
     )
     convention: Literal["verl", "trl", "astraflow"] = Field(
-        "verl", description="whose epsilon, lone rows and bounds to follow where the reference implementations differ"
+        "verl", description="whose epsilon and bounds to follow where the reference implementations differ"
     )
     clip_low: _Factor | None = Field(None, description="default: the algorithm's own")
     clip_high: _Factor | None = Field(None, description="default: the algorithm's own")
-    clip_dual: Annotated[float, Field(gt=1)] | None = Field(None, description="default: the algorithm's own")
+    clip_dual: Annotated[float, Field(gt=1)] | Literal["off"] | None = Field(
+        None,
+        description="bound of the loss where the advantage is negative; default: the algorithm's own, with trl off",
+    )
+    lone_rows: Literal["zero", "reward"] = Field(
+        "zero", description="advantage of a sample whose group has no other left: 0, or (verl) its reward"
+    )
     sapo_tau: tuple[_Factor, _Factor] | None = Field(
         None, description="SAPO's temperatures for positive and negative advantages; default 1.0 and 1.05"
     )
@@ -110,6 +116,12 @@ class AlgorithmConfig(Section):
         None, description="module:function or file.py:function of a loss of your own, in place of the algorithm's"
     )
     overlong_filter: bool = Field(False, description="mask samples whose answer was cut (DAPO)")
+
+    @field_validator("clip_dual", mode="before")
+    @classmethod
+    def _off(cls, value: object) -> object:
+        """YAML reads a plain `off` as false."""
+        return "off" if value is False else value
 
     @model_validator(mode="after")
     def _options(self) -> AlgorithmConfig:

@@ -82,29 +82,37 @@ class Learner:
     # ------------------------------------------------------------ learning
 
     def train(
-        self, parts: Iterable[Databuffer], objective: Objective, check: Callable[[], None] = _go_on
+        self,
+        parts: Iterable[Databuffer],
+        objective: Objective,
+        check: Callable[[], None] = _go_on,
+        *,
+        order: Sequence[int] = (0,),
     ) -> dict[str, float]:
         """Learn from a batch, each part as soon as `parts` yields it, where it is one update; returns its metrics.
 
+        `order` is the seed by which mini-batches are drawn: the same on all ranks, another one for each step.
         `check` is called before every micro-batch and before the first update, and not after it.
         """
         tally = _Tally(Totals(objective.sums, objective.peaks, self._device))
-        for number, update in enumerate(self._updates(parts)):
+        for number, update in enumerate(self._updates(parts, order)):
             self._update(update, objective.later() if number else objective, tally, _go_on if number else check)
         return self._metrics(objective, tally)
 
-    def _updates(self, parts: Iterable[Databuffer]) -> Iterator[Iterable[Databuffer]]:
-        """The rows of each update. Mini-batches are cut between groups, by their places in the batch, so that they are
-        the same whichever ranks hold their rows."""
+    def _updates(self, parts: Iterable[Databuffer], order: Sequence[int]) -> Iterator[Iterable[Databuffer]]:
+        """The rows of each update. Mini-batches are of whole groups, drawn anew in each epoch by the groups' places in
+        the batch, so that they are the same whichever ranks hold their rows."""
         config = self._config
         if config.updates * config.epochs == 1:
             yield parts
             return
         whole = joined(list(parts))
-        mini_R = np.minimum(whole["member_R"] * config.updates // config.batch_groups, config.updates - 1)
-        minis = [whole.taking(np.flatnonzero(mini_R == mini)) for mini in range(config.updates)]
-        for _ in range(config.epochs):
-            yield from ([mini] for mini in minis)
+        place_R = np.minimum(whole["member_R"], config.batch_groups - 1)
+        for epoch in range(config.epochs):
+            drawn_G = np.random.default_rng((*order, epoch)).permutation(config.batch_groups)
+            mini_R = drawn_G[place_R] * config.updates // config.batch_groups
+            for mini in range(config.updates):
+                yield [whole.taking(np.flatnonzero(mini_R == mini))]
 
     def _update(
         self, parts: Iterable[Databuffer], objective: Objective, tally: _Tally, check: Callable[[], None]

@@ -130,15 +130,19 @@ def stub(b: dict[str, torch.Tensor], new: torch.Tensor, entropy: torch.Tensor, *
     )  # fmt: skip
 
 
-def trl_losses(b: dict[str, torch.Tensor]) -> Found:
+def trl_inputs(b: dict[str, torch.Tensor], advantage: torch.Tensor) -> dict[str, torch.Tensor]:
     mask = b["mask"]
     ids = torch.zeros_like(mask, dtype=torch.long)
-    inputs = {
+    return {
         "prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1] + 1, "completion_ids": ids, "completion_mask": mask,
-        "advantages": b["advantage"], "old_per_token_logps": b["old"], "ref_per_token_logps": b["reference"],
+        "advantages": advantage, "old_per_token_logps": b["old"], "ref_per_token_logps": b["reference"],
         "num_items_in_batch": mask.sum(),
         "importance_sampling_ratio": weights(b["old"] - b["behaviour"], mask, "token"),
     }  # fmt: skip
+
+
+def trl_losses(b: dict[str, torch.Tensor]) -> Found:
+    inputs = trl_inputs(b, b["advantage"])
     new, entropy = b["new"].clone().requires_grad_(), b["entropy"].clone().requires_grad_()
 
     def loss(kind: str, **settings: Any) -> torch.Tensor:
@@ -157,6 +161,23 @@ def trl_losses(b: dict[str, torch.Tensor]) -> Found:
     inputs["advantages"] = b["row_advantage"][:, 0]
     yield from graded("trl gspo", loss("grpo", **sequence), new)
     yield from graded("trl luspo", loss("luspo", **sequence), new)
+
+
+def trl_steps(b: dict[str, torch.Tensor]) -> Found:
+    """From the rewards of a batch to the loss, by TRL's own advantages, std and `_compute_loss`, with its defaults."""
+    score, group = b["token_reward"].sum(1), b["group"]
+    centred, std = torch.zeros_like(score), torch.zeros_like(score)
+    for number in group.unique():
+        mine = group == number
+        centred[mine] = score[mine] - score[mine].mean()
+        if mine.sum() > 1:
+            std[mine] = nanstd(score[mine][None], dim=1)
+    new = b["new"].clone().requires_grad_()
+    for kind, high, advantage in (
+        ("grpo", 0.2, centred / (std + 1e-4)), ("dapo", 0.28, centred / (std + 1e-4)), ("dr_grpo", 0.2, centred),
+    ):  # fmt: skip
+        trainer = stub(b, new, b["entropy"], loss_type=kind, epsilon_low=0.2, epsilon_high=high)
+        yield from graded(f"whole trl {kind}", GRPOTrainer._compute_loss(trainer, None, trl_inputs(b, advantage)), new)
 
 
 def trl_advantages(b: dict[str, torch.Tensor]) -> Found:
@@ -179,7 +200,7 @@ def main(source: str, target: str) -> None:
     with np.load(source) as arrays:
         for seed in sorted({name.split("/")[0] for name in arrays}):
             batch = {n.split("/")[1]: torch.from_numpy(arrays[n]) for n in arrays if n.startswith(f"{seed}/")}
-            for make in (verl_losses, verl_advantages, trl_losses, trl_advantages, whole_steps):
+            for make in (verl_losses, verl_advantages, trl_losses, trl_advantages, trl_steps, whole_steps):
                 copies = {name: tensor.clone() for name, tensor in batch.items()}
                 for name, value in make(copies):
                     assert f"{seed}/{name}" not in found, name

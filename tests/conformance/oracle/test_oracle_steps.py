@@ -1,5 +1,5 @@
-"""Whole steps through our own graphs give verl's losses and gradients: from the rows of a batch over the nodes of the
-algorithm's graph to what reaches the optimizer.
+"""Whole steps through our own graphs give verl's and TRL's losses and gradients: from the rows of a batch over the
+nodes of the algorithm's graph to what reaches the optimizer.
 
 In place of models stand tables of scores, so that the gradient of every trained token can be seen. Columns travel in
 float32, hence the tolerances.
@@ -145,11 +145,21 @@ def play(batch: Padded, config: TrainerConfig, *, cut: int) -> tuple[dict[str, f
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_is_verls(oracle: Oracle, seed: int, name: str) -> None:
     batch = random_batch(seed)
-    config = TrainerConfig(**{"micro_tokens": 60, "batch_groups": 5, **CASES[name]})
+    config = TrainerConfig(**{"micro_tokens": 60, "batch_groups": 5, "lone_rows": "reward", **CASES[name]})
     metrics, gradients = play(batch, config, cut=5)
     agree(batch, oracle, f"{seed}/whole {name}", metrics["loss"], gradients["actor"])
     if config.algorithm == "ppo":
         agree(batch, oracle, f"{seed}/whole {name} critic", metrics["value_loss"], gradients["critic"])
+
+
+@pytest.mark.parametrize("seed", [seed for seed in SEEDS if not random_batch(seed).wild])  # TRL bounds no log-ratio
+@pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo"])
+def test_a_step_by_trls_convention_is_trls(oracle: Oracle, seed: int, name: str) -> None:
+    batch = random_batch(seed)
+    norm = {"norm_tokens": batch.mask_BL.shape[1]} if name == "dr_grpo" else {}
+    config = TrainerConfig(**{"micro_tokens": 60, "batch_groups": 5, "algorithm": name, "convention": "trl", **norm})
+    metrics, gradients = play(batch, config, cut=5)
+    agree(batch, oracle, f"{seed}/whole trl {name}", metrics["loss"], gradients["actor"])
 
 
 def agree(batch: Padded, oracle: Oracle, name: str, loss: float, gradient_BL: np.ndarray) -> None:

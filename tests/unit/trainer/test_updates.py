@@ -13,10 +13,12 @@ from trainer_helpers import learner, random_rows, small_model
 from written_out import SETTINGS
 
 from peer_threads import as_peers
+from rillflow.config import TrainerConfig
 from rillflow.trainer.batches import Rows, no_rows
 from rillflow.trainer.graph.databuffer import Databuffer
 from rillflow.trainer.graph.worker import Worker
-from rillflow.trainer.parallel.peers import Peers
+from rillflow.trainer.learner import Learner
+from rillflow.trainer.parallel.peers import Alone, Peers
 
 FEW = {"batch_groups": 3, "micro_tokens": 40}
 
@@ -33,17 +35,34 @@ def close(one: Worker, other: Worker) -> None:
 
 
 def test_each_mini_batch_is_an_update_of_its_own() -> None:
-    """Two groups and one: as if they were batches that follow each other."""
+    """Two groups and one, drawn by the seed: as if they were batches that follow each other."""
     rows = random_rows(3)
     split = learner(updates=2, **FEW)
     metrics = split.step([rows])
     apart = learner(**FEW)
-    for keep_R in (rows.member_R < 2, rows.member_R == 2):
+    place_R = np.random.default_rng((0, 0, 0)).permutation(3)[rows.member_R]
+    for keep_R in (place_R < 2, place_R == 2):
         apart.step([taking(rows, keep_R)])
     close(split, apart)
     assert metrics["updates"] == 2
     assert metrics["trained_tokens"] == rows.mask_N.sum()
     assert split.steps == 1
+
+
+def test_mini_batches_are_drawn_anew_in_every_step_and_epoch_by_the_seed() -> None:
+    def drawn(seed: int, number: int) -> list[tuple[int, ...]]:
+        """The groups of each update."""
+        config = TrainerConfig(updates=4, epochs=3, batch_groups=8)
+        actor = Learner("actor", torch.nn.Linear(1, 1), lambda _: None, None, config, Alone())  # type: ignore[arg-type]
+        rows = Databuffer(random_rows(5, groups=8))
+        return [tuple(sorted({*part["member_R"]})) for (part,) in actor._updates([rows], (seed, number))]
+
+    first = drawn(1, 0)
+    assert first == drawn(1, 0)
+    assert len({tuple(first[at : at + 4]) for at in (0, 4, 8)}) == 3
+    assert all(sorted(sum(first[at : at + 4], ())) == list(range(8)) for at in (0, 4, 8))
+    assert first != drawn(1, 1)
+    assert first != drawn(2, 0)
 
 
 def test_epochs_pass_over_the_batch_again() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rillflow.config import TrainerConfig
@@ -64,7 +65,7 @@ def assemble(config: TrainerConfig, loss: Loss | BatchLoss, *, advantage: str | 
     own = OwnLoss.load(config.loss) if config.loss is not None else loss
     return Algorithm(
         loss=Terms.of(config).around(own),
-        advantage=_of_rows(ADVANTAGES[name], CONVENTIONS[config.convention]) if name is not None else None,
+        advantage=_of_rows(ADVANTAGES[name], convention_of(config)) if name is not None else None,
         aggregation=_aggregation(config, config.aggregation or aggregation),
         whiten=whitening if name is None or name in _WHITENED else None,
         to_go=name == "reinforce_plus_plus",
@@ -86,4 +87,15 @@ def _aggregation(config: TrainerConfig, name: str) -> Aggregation:
 
 def own_clip(config: TrainerConfig, low: float, high: float, dual: float | None = None) -> Clip:
     """The algorithm's own bounds, unless the recipe gives others."""
-    return Clip(config.clip_low or low, config.clip_high or high, config.clip_dual or dual)
+    return Clip(config.clip_low or low, config.clip_high or high, dual_of(config, dual))
+
+
+def dual_of(config: TrainerConfig, own: float | None = None) -> float | None:
+    """The bound for negative advantages: the recipe's, else the algorithm's own. TRL's losses have none."""
+    if config.clip_dual == "off" or (config.clip_dual is None and config.convention == "trl"):
+        return None
+    return config.clip_dual or own
+
+
+def convention_of(config: TrainerConfig) -> Convention:
+    return replace(CONVENTIONS[config.convention], lone_keeps=config.lone_rows == "reward")

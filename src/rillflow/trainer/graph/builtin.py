@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from typing import Literal
 
 from rillflow.config import NodeConfig, TrainerConfig
+from rillflow.errors import GraphError
+from rillflow.trainer.graph.checks import STATISTICS
 from rillflow.trainer.graph.functions import needs_proximal
 from rillflow.trainer.graph.functions.advantages import chosen
 from rillflow.trainer.graph.nodes import Node, make_node
@@ -19,13 +21,19 @@ from rillflow.trainer.graph.planner import Chain, plan
 from rillflow.trainer.graph.registry import REGISTRY, Registry
 
 Mode = Literal["asynchronous", "colocated", "multiplexed"]
-_STATISTICS = ("group_mean_R", "group_std_R")
 
 
 def chain_of(config: TrainerConfig, mode: Mode = "asynchronous", *, registry: Registry = REGISTRY) -> Chain:
     """The chain that a trainer runs: the recipe's own graph, or the algorithm's with the recipe's nodes."""
     if config.graph is not None:
-        return plan(config.graph, registry, ranks=config.ranks)
+        chain = plan(config.graph, registry, ranks=config.ranks)
+        source = chain.nodes[0]
+        if source.kind == "generate" and mode == "asynchronous":
+            raise GraphError(
+                f"node {source.id} generates, but in asynchronous mode rollout nodes do that",
+                "take the function fetch instead, or set mode: colocated",
+            )
+        return chain
     nodes = [make_node(each, registry) for each in (*builtin(config, mode), *config.nodes)]
     return plan(_regrouped(nodes, registry), registry, ranks=config.ranks)
 
@@ -59,6 +67,6 @@ def _regrouped(nodes: list[Node], registry: Registry) -> list[Node]:
     """Rewards made anew need statistics of their groups anew: the ledger's are of the rewards as played."""
     working = [node for node in nodes if not node.is_source]
     changed = any("reward_R" in node.gives for node in working)
-    given = any(column in node.gives for node in working for column in _STATISTICS)
-    used = any(column in node.reads for node in working for column in _STATISTICS)
+    given = any(column in node.gives for node in working for column in STATISTICS)
+    used = any(column in node.reads for node in working for column in STATISTICS)
     return [*nodes, make_node("group_statistics", registry)] if changed and used and not given else nodes

@@ -81,6 +81,27 @@ def check_columns(chain: Sequence[Node], registry: Registry) -> None:
         made |= set(node.gives)
 
 
+# What is computed from the rewards of a group, and is of no use once these have changed.
+STATISTICS = ("group_mean_R", "group_std_R")
+
+
+def check_statistics(chain: Sequence[Node]) -> None:
+    """No node reads statistics of groups that were made before a node changed the rewards."""
+    changed: Node | None = None
+    for node in chain:
+        if any(column in node.gives for column in STATISTICS):  # whoever makes them anew may look at the old ones
+            changed = None
+            continue
+        stale = [column for column in STATISTICS if column in node.reads]
+        if changed is not None and stale:
+            raise GraphError(
+                f"node {node.id} reads {stale[0]} of the rewards before {changed.id} changed them{shown(chain)}",
+                f"add a node group_statistics after {changed.id}",
+            )
+        if "reward_R" in node.gives and not node.is_source:
+            changed = node
+
+
 def _missing(
     node: Node, column: str, chain: Sequence[Node], made: set[str], registry: Registry, *, later: Sequence[Node]
 ) -> GraphError:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from rillflow.errors import GraphError
-from rillflow.trainer.graph.checks import check_columns, check_shape, shown
+from rillflow.trainer.graph.checks import check_columns, check_shape, check_statistics, shown
 from rillflow.trainer.graph.nodes import Definition, Node, make_node
 from rillflow.trainer.graph.registry import REGISTRY, Registry
 from rillflow.trainer.parallel.peers import Peers
@@ -69,6 +69,7 @@ def plan(definitions: Sequence[Definition], registry: Registry = REGISTRY, *, ra
     by_id = {node.id: node for node in nodes}
     chain = Chain(tuple(by_id[name] for name in order), edges)
     check_columns(chain.nodes, registry)
+    check_statistics(chain.nodes)
     return chain
 
 

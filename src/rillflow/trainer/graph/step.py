@@ -38,6 +38,12 @@ class Step:
     publish: Callable[[], None]
     check: Callable[[], None]
     metrics: dict[str, float] = field(default_factory=dict)
+    seed: int = 0
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """The seed of what is drawn in this step."""
+        return self.seed, self.number
 
 
 Parts = Iterable[Databuffer]

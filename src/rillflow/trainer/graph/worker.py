@@ -57,7 +57,7 @@ def build_worker(
     chain = chain_of(config, mode or recipe.mode)
     roles = Roles(settings, peers, device or pick_device(config.device), recipe.seed, recipe.runtime.deterministic)
     algorithm = ALGORITHMS[config.algorithm](config)
-    return Worker(chain, roles.learners(chain.roles), algorithm, config, peers, clock=clock)
+    return Worker(chain, roles.learners(chain.roles), algorithm, config, peers, seed=recipe.seed, clock=clock)
 
 
 class Worker:
@@ -74,6 +74,7 @@ class Worker:
         config: TrainerConfig,
         peers: Peers,
         *,
+        seed: int = 0,
         clock: Clock | None = None,
     ) -> None:
         agree(chain, peers)
@@ -83,6 +84,7 @@ class Worker:
         self._algorithm = algorithm
         self._config = config
         self._peers = peers
+        self._seed = seed
         self._clock = clock or SystemClock()
         self._watch = Watch()
 
@@ -111,6 +113,7 @@ class Worker:
             generate=rows,
             publish=publish,
             check=check,
+            seed=self._seed,
         )
         metrics = Pipeline(self._chain, step, self._clock).run()
         self.steps += 1

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from rillflow.config import TrainerConfig
 from rillflow.trainer.algorithms import ALGORITHMS
+from rillflow.trainer.algorithms.advantages.groups import CONVENTIONS
 from rillflow.trainer.algorithms.advantages.whitening import standardise, whiten
 from rillflow.trainer.algorithms.aggregation import seq_mean_token_mean, token_mean
 from rillflow.trainer.algorithms.losses.cispo import CispoLoss
@@ -16,7 +17,7 @@ from rillflow.trainer.algorithms.losses.clip import Clip, ClippedLoss
 from rillflow.trainer.algorithms.losses.m2po import M2poClip, M2poMask
 from rillflow.trainer.algorithms.losses.reinforce import ReinforceLoss
 from rillflow.trainer.algorithms.losses.sapo import SapoLoss
-from rillflow.trainer.algorithms.parts import ADVANTAGES
+from rillflow.trainer.algorithms.parts import ADVANTAGES, convention_of
 
 
 def loss(**settings: Any) -> object:
@@ -43,6 +44,18 @@ def test_options_win_over_the_algorithms_own() -> None:
     assert loss(algorithm="m2po", m2_threshold=0.002) == M2poClip(0.002)
     assert loss(algorithm="m2po", m2_variant="mask", clip_low=0.3) == M2poMask(0.01, Clip(0.3, 0.2))
     assert loss(algorithm="reinforce", weight_level="sequence") == ReinforceLoss(2.0, "sequence")
+
+
+def test_the_dual_clip_can_be_off_and_trl_has_none() -> None:
+    off = ClippedLoss(Clip(0.2, 0.2, None))
+    assert loss(clip_dual="off") == loss(clip_dual=False) == loss(convention="trl") == off
+    assert loss(convention="trl", clip_dual=4) == ClippedLoss(Clip(0.2, 0.2, 4.0))
+    assert loss(algorithm="m2po", clip_dual="off") == M2poClip(0.01)
+
+
+def test_a_sample_that_is_alone_in_its_group_is_worth_nothing_unless_the_recipe_says_so() -> None:
+    assert {convention_of(TrainerConfig(convention=name)).lone_keeps for name in CONVENTIONS} == {False}
+    assert convention_of(TrainerConfig(lone_rows="reward")).lone_keeps
 
 
 def test_cispos_bounds_are_whose_convention_it_is() -> None:

@@ -36,7 +36,7 @@ def stubs() -> Registry:
         stub("kl_reward", "reward", "compute", "reference_N", "kl_N"),
         stub("group_statistics", "reward", "compute", "reward_R member_R group_size_R group_mean_R group_std_R",
              "group_mean_R group_std_R", scope="batch"),
-        stub("advantages", "actor", "compute", "reward_R group_mean_R group_std_R kl_N?", "advantage_N", default=True),
+        stub("advantages", "actor", "compute", "reward_R kl_N?", "advantage_N", default=True),
         stub("gae", "critic", "compute", "reward_R value_N kl_N?", "advantage_N return_N", scope="batch", default=True),
         stub("train_actor", "actor", "train", "advantage_N proximal_N? reference_N?", default=True),
         stub("train_critic", "critic", "train", "value_N return_N", default=True),

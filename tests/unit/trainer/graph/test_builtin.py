@@ -53,6 +53,22 @@ def test_graphs_as_they_are() -> None:
     ]  # fmt: skip
 
 
+def test_an_own_graph_with_statistics_of_older_rewards_is_refused() -> None:
+    punish = {"function": "punish_overlong"}
+    ends = ["advantages", "train_actor", "publish"]
+    with pytest.raises(GraphError, match="advantages reads group_mean_R of the rewards before punish_overlong") as seen:
+        ids(overlong=OVERLONG, graph=["fetch", punish, *ends])
+    assert seen.value.hint == "add a node group_statistics after punish_overlong"
+    assert "group_statistics" in ids(overlong=OVERLONG, graph=["fetch", punish, "group_statistics", *ends])
+
+
+def test_generating_is_refused_where_rollout_nodes_do_it() -> None:
+    graph = ["generate", "advantages", "train_actor", "publish"]
+    assert ids("colocated", graph=graph) == graph
+    with pytest.raises(GraphError, match="generate generates, but in asynchronous mode rollout nodes do that"):
+        ids(graph=graph)
+
+
 def test_rewards_made_anew_are_compared_anew() -> None:
     assert ids(overlong=OVERLONG)[1:4] == ["punish_overlong", "group_statistics", "advantages"]
     assert "group_statistics" not in ids(algorithm="ppo", overlong=OVERLONG)  # nothing is compared with a group

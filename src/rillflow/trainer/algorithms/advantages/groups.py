@@ -1,7 +1,8 @@
 """A row's score against those of its group.
 
 The oracles differ in what a row without company is worth, and in what keeps a group of equal scores from a division
-by zero: `CONVENTIONS` names both. The std is the unbiased one in all of them.
+by zero: `CONVENTIONS` names both. The std is the unbiased one in all of them. A recipe says by `lone_rows` what a row
+without company is worth to it.
 """
 
 from __future__ import annotations

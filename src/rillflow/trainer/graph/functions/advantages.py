@@ -16,9 +16,9 @@ import numpy as np
 from rillflow.config import TrainerConfig
 from rillflow.errors import ConfigError, GraphError
 from rillflow.trainer.algorithms import ALGORITHMS
-from rillflow.trainer.algorithms.advantages.groups import CONVENTIONS
 from rillflow.trainer.algorithms.advantages.process import step_advantages
 from rillflow.trainer.algorithms.advantages.returns import outcome_rewards, returns_to_go
+from rillflow.trainer.algorithms.parts import convention_of
 from rillflow.trainer.graph.databuffer import Databuffer
 from rillflow.trainer.graph.functions.columns import compared, rows_of, spread, trained
 from rillflow.trainer.graph.registry import REGISTRY, Function
@@ -83,7 +83,7 @@ def _of_answers(step: Step, data: Databuffer) -> Floats:
         reward_T,
         rows_of(data),
         np.arange(len(data)),
-        CONVENTIONS[step.config.convention],
+        convention_of(step.config),
         to_go=step.config.step_rewards == "to_go",
         compare=lambda score, row: compared(data, score, row, step.peers),
     )

@@ -123,7 +123,7 @@ def train_actor(step: Step, parts: Parts) -> Mapping[str, float]:
         return {}
     consistency = Consistency()
     objective = PolicyObjective(step.algorithm, step.config, consistency)
-    metrics = learner_of(step, "actor").train(parts, objective, step.check)
+    metrics = learner_of(step, "actor").train(parts, objective, step.check, order=step.order)
     seconds = metrics.pop("train_seconds")
     metrics |= {"tokens_per_second": step.metrics.get("tokens", 0.0) / seconds if seconds else 0.0}
     return metrics | consistency.values(step.peers)

@@ -59,7 +59,8 @@ class ValueObjective(Objective):
 
 def train_critic(step: Step, parts: Parts) -> Mapping[str, float]:
     critic = step.config.critic or CriticConfig()
-    metrics = learner_of(step, "critic").train(parts, ValueObjective(critic.value_clip), step.check)
+    objective = ValueObjective(critic.value_clip)
+    metrics = learner_of(step, "critic").train(parts, objective, step.check, order=step.order)
     shared = ("trained_tokens", "updates", "train_seconds")
     return {_OWN.get(name, name): value for name, value in metrics.items() if name not in shared}
 

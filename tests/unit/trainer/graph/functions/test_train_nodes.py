@@ -222,7 +222,7 @@ def test_actor_and_critic_go_on_exactly() -> None:
     [
         (["advantages"], {"kl": {}}, "needs reference_N"),
         (["advantages"], {"truncate": 2.0}, "needs proximal_N"),
-        (["punish_overlong", "advantages"], {}, "what is long"),
+        (["punish_overlong", "group_statistics", "advantages"], {}, "what is long"),
         (["reference_logprobs", "kl_reward", "advantages"], {}, "what a distance costs"),
         (["advantages"], {"algorithm": "ppo"}, "take the function gae"),
     ],
