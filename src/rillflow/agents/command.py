@@ -5,7 +5,8 @@ payload on its standard input. It leaves its exit code, the end of what it wrote
 
 Invariants: an episode's processes are one process group, which is killed at the episode's end, at its deadline and when
 the node dies; nothing of the node's environment reaches the program but what is in `PASSED` and what the recipe names;
-a program that writes without end fills neither memory nor disk.
+a program that writes without end fills neither memory nor disk; each episode has a home of its own, so that no client's
+cache answers one episode with another one's words.
 
 What this does not protect against: the program runs as the node's own user and can read what that user can, the run
 folder too; a child that leaves the process group (`setsid`) is not killed. An agent that is not trusted belongs in a
@@ -35,7 +36,7 @@ from rillflow.errors import ConfigError, WorkflowError
 
 # What programs need to run at all; keys, tokens and everything else that is set in our environment stays with us.
 PASSED = (
-    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR"),
+    *("PATH", "USER", "LOGNAME", "SHELL", "TERM", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR"),
     *("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"),
     *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy"),
 )
@@ -146,6 +147,7 @@ def write_task(episode: Episode, place: Path) -> None:
     (place / "task.json").write_text(json.dumps(task))
     (place / "payload.json").write_text(json.dumps(episode.payload))
     (place / "work").mkdir()
+    (place / "home").mkdir()
 
 
 def environment_of(episode: Episode, place: Path, base: Mapping[str, str]) -> dict[str, str]:
@@ -155,6 +157,7 @@ def environment_of(episode: Episode, place: Path, base: Mapping[str, str]) -> di
     unproxied = ",".join(filter(None, (base.get("NO_PROXY", base.get("no_proxy", "")), host)))
     return {name: base[name] for name in PASSED if name in base} | {
         "PATH": search_path(base),
+        "HOME": str(place / "home"),
         "NO_PROXY": unproxied,
         "no_proxy": unproxied,
         "OPENAI_BASE_URL": episode.base_url,

@@ -98,11 +98,24 @@ async def test_what_the_program_gets(world: World) -> None:
         "RILLFLOW_SEED": "7",
         "RILLFLOW_SESSION": "t1-1",
         "RILLFLOW_REWARD_URL": "http://127.0.0.1:9/s/t1-1/reward",
-        "HOME": "/nowhere",
         "MY_FLAG": "on",
     }
+    assert environment["HOME"] != "/nowhere"
     assert {name: environment.get(name) for name in expected} == expected
     assert not world.left_over
+
+
+async def test_each_episode_has_a_home_of_its_own(world: World) -> None:
+    """DSPy's cache under a shared home answered the later episodes of a group with the first one's text."""
+    code = (
+        "import os, pathlib; cache = pathlib.Path.home() / '.cache' / 'client'; print(cache.exists());"
+        "cache.mkdir(parents=True)"
+    )
+    agent = world.agent(code)
+    assert [(await agent(episode()))["stdout"] for _ in range(2)] == ["False\n", "False\n"]
+    assert not world.left_over
+    kept = world.agent("import os; print(os.environ['HOME'])", environment={"HOME": "/mine"})
+    assert (await kept(episode()))["stdout"] == "/mine\n"
 
 
 async def test_nothing_secret_of_ours_reaches_the_program(world: World) -> None:

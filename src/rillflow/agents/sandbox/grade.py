@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 from rillflow.agents.sandbox.box import Box, Left
-from rillflow.agents.sandbox.inside.judge import GONE, UNSENDABLE
+from rillflow.agents.sandbox.inside.judge import GONE
 from rillflow.agents.sandbox.pool import Pool
 from rillflow.agents.sandbox.program import run_program
 from rillflow.agents.sandbox.results import Verdict
@@ -107,11 +107,6 @@ class _Grading:
         nonce, reported, fault = result
         if nonce != self._nonce or reported != index:
             raise SandboxError("the judge's process broke its protocol", "the grading can be repeated")
-        if fault.startswith(UNSENDABLE):
-            raise SandboxError(
-                f"the tests hand over what cannot be sent: {fault.removeprefix(UNSENDABLE)}",
-                "tests may use plain values and objects that the candidate made",
-            )
         self._cases[index] = not fault
         if fault and not self._cause:
             self._cause = await self._why_gone() if fault == GONE else f"test {index + 1}: {fault}"

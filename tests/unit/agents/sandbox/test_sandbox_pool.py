@@ -139,9 +139,23 @@ def test_a_first_process_that_died_is_no_verdict_and_is_started_again() -> None:
 
 
 def test_tests_that_leave_give_no_verdict(sandbox: Sandbox) -> None:
-    for test, why in (("import os; os._exit(0)", "ended their own process"), ("f(lambda: 1)", "cannot be sent")):
-        with pytest.raises(SandboxError, match=why):
-            sandbox.grade_sync("def f(x): return 1", Asserts((test,)))
+    with pytest.raises(SandboxError, match="ended their own process"):
+        sandbox.grade_sync("def f(x): return 1", Asserts(("import os; os._exit(0)",)))
+
+
+@pytest.mark.parametrize(
+    ("code", "test"),
+    [
+        ("encode = property\ndef decode(x): return x", "assert decode(encode('a')) == 'a'"),
+        ("encode = super\ndef decode(x): return x", "assert decode(encode('a')) == 'a'"),
+        ("def decode(x): return x", "assert decode(lambda: 1) == 1"),
+    ],
+)
+def test_what_cannot_cross_the_border_scores_nothing(sandbox: Sandbox, code: str, test: str) -> None:
+    """Also where a candidate names a builtin type as what the tests call."""
+    graded = sandbox.grade_sync(code, Asserts((test, "assert decode('a') == 'a'")))
+    assert graded.cases == (False, True)
+    assert graded.cause.startswith("test 1: ")
 
 
 @pytest.mark.needs("bubblewrap")

@@ -19,7 +19,6 @@ from .frames import receive, send
 from .values import NotPlain, Ref, pack, unpack
 
 GONE = "the candidate has gone"
-UNSENDABLE = "unsendable: "
 _LONGEST = 1 << 20  # bytes of an answer
 _ROOM = 20  # levels that tests may put around an answer: it could not make what they hand back too deep to be sent
 
@@ -120,7 +119,7 @@ def _fault(test: Callable[[], Any], line: Line) -> str:
     try:
         test()
     except Unsendable as error:
-        return f"{UNSENDABLE}{error}"
+        return f"what cannot cross the border: {error}"
     except BaseException as error:
         return GONE if line.gone else _words(error)
     return GONE if line.gone else ""
