@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
 import os
 import signal
 from abc import ABC, abstractmethod
@@ -149,12 +150,39 @@ async def test_logprobs_are_of_the_distribution_sampled_from(world: World) -> No
     assert tokens(greedy) == logits(model, asked, tokens(greedy)).argmax(-1).tolist()
     assert logprobs(greedy) == [0.0] * 20
     assert logprobs(greedy, "raw_logprobs") == pytest.approx(plain(model, asked, tokens(greedy)), abs=2e-4)
-    cut = await ask(world.engine, asked, top_k=5)
-    best = logits(model, asked, tokens(cut)).log_softmax(-1).topk(5).values.logsumexp(-1)
-    expected = torch.tensor(plain(model, asked, tokens(cut))) - (best if world.cut_logprobs else 0.0)
-    assert logprobs(cut) == pytest.approx(expected.tolist(), abs=2e-4)
-    top = logits(model, asked, tokens(cut)).topk(5).indices
-    assert (top == torch.tensor(tokens(cut))[:, None]).any(-1).all(), "none but the five likeliest"
+
+
+def drawn_from(rows: torch.Tensor, temperature: float, top_p: float, top_k: int) -> torch.Tensor:
+    """Log-probs of the distribution that is left of logits: tempered, then the likeliest, then the share."""
+    rows = rows / temperature
+    if top_k:
+        rows = rows.masked_fill(rows < rows.topk(top_k).values[:, -1:], -torch.inf)
+    order = rows.argsort(-1)
+    less = rows.gather(-1, order).softmax(-1).cumsum(-1) <= 1 - top_p
+    less[:, -1] = False
+    return rows.masked_fill(torch.zeros_like(less).scatter(-1, order, less), -torch.inf).log_softmax(-1)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+@pytest.mark.parametrize("top_k", [0, 5, 20])
+async def test_both_log_probs_are_exact_for_any_sampling(
+    world: World, temperature: float, top_p: float, top_k: int
+) -> None:
+    asked, model = prompt(30), world.models[world.version]
+    chunks = await ask(world.engine, asked, temperature=temperature, top_p=top_p, top_k=top_k)
+    answer = torch.tensor(tokens(chunks))[:, None]
+    rows = logits(model, asked, tokens(chunks))
+    drawn = drawn_from(rows, temperature, top_p, top_k).gather(-1, answer)[:, 0].tolist()
+    cut = top_p < 1.0 or top_k > 0
+    if world.cut_logprobs or not cut:
+        assert logprobs(chunks) == pytest.approx(drawn, abs=2e-4)
+    assert all(map(math.isfinite, drawn)), "nothing is drawn that was cut away"
+    raw = logprobs(chunks, "raw_logprobs")
+    if cut or temperature == 1.0:
+        assert raw == pytest.approx(plain(model, asked, tokens(chunks)), abs=2e-4)
+    else:
+        assert all(map(math.isnan, raw)), "the temperature alone explains the draw"
 
 
 async def test_stop_tokens_and_the_context_end_an_answer(world: World) -> None:

@@ -47,8 +47,8 @@ class Chunk(Wire, frozen=True):
     """Tokens out, all sampled by one `version`. The stop token, when sampled, is part of `tokens`.
 
     `logprobs` are of the distribution that was sampled from, `raw_logprobs` of the model's own: untempered, uncut and
-    without a grammar. `seam` says why sampling was cut before the first of these tokens and went on from the ids
-    produced so far; empty where it was not.
+    without a grammar; NaN where an engine does not know it and a temperature alone explains the draw. `seam` says why
+    sampling was cut before the first of these tokens and went on from the ids produced so far; empty where it was not.
     """
 
     tokens: list[int]

@@ -14,10 +14,15 @@ import pytest
 from aiohttp import web
 
 from counting_engine import until
+from rillflow.config.engine import EngineConfig
+from rillflow.engine.servers.calls import is_scored
+from rillflow.engine.servers.facts import ModelFacts
+from rillflow.engine.vllm import VllmEngine
 from rillflow.engine.vllm.channel import ChannelClient
 from rillflow.engine.vllm.inside import rillflow_channel
 from rillflow.engine.vllm.inside.rillflow_channel import PATH, SHUT, TOKEN, Channel
 from rillflow.errors import EngineError, EngineLost
+from rillflow.types import Grammar, Sampling
 
 SECRET = "s" * 43
 
@@ -194,7 +199,7 @@ async def test_an_answer_under_a_grammar_comes_whole_and_scored(
     world: World, client: ChannelClient, kind: str, named: str
 ) -> None:
     world.llm.give(100)
-    _, answer = ask(client, 4, grammar=(kind, "text"), seed=9)
+    _, answer = ask(client, 4, grammar=(kind, "text"), scored=True, seed=9)
     part = await answer.next()
     assert (part.tokens, part.logprobs, part.finish) == ([0, 1, 2, 3], [-0.0, -1.0, -2.0, -3.0], "length")
     assert part.raw == [-103.0, -104.0, -105.0, -106.0], "of its tokens, behind a prompt of three"
@@ -208,7 +213,7 @@ async def test_an_answer_under_a_grammar_that_is_cut_leaves_nothing(
     world: World, client: ChannelClient, sampled: int
 ) -> None:
     """While it is sampled, or while it is scored."""
-    _, answer = ask(client, 4, grammar=("json", "{}"))
+    _, answer = ask(client, 4, grammar=("json", "{}"), scored=True)
     world.llm.give(sampled)
     await until(lambda: len(world.llm.asked) == (1 if sampled < 4 else 2) and not world.llm._allowance)
     await client.call("pause", deadline=5.0)
@@ -353,3 +358,24 @@ async def test_nonsense_ends_the_channel(world: World) -> None:
         socket = await session.ws_connect(world.url + PATH, headers=headers)
         await socket.send_bytes(msgspec.msgpack.encode([["ask", 1]]))
         assert (await socket.receive()).type in (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSED)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "scored"),
+    [
+        (Sampling(), False),
+        (Sampling(temperature=0.6), False),
+        (Sampling(temperature=0.0, top_p=0.9, top_k=5), False),
+        (Sampling(top_p=0.9), True),
+        (Sampling(temperature=0.6, top_k=20), True),
+        (Sampling(grammar=Grammar(kind="json", text="{}")), True),
+    ],
+)
+def test_answers_of_cut_distributions_are_scored(sampling: Sampling, scored: bool) -> None:
+    assert is_scored(sampling) == scored
+
+
+def test_no_two_starts_share_a_prefix_cache() -> None:
+    """A server that runs already may have served other weights under the same version."""
+    engines = [VllmEngine(ModelFacts.__new__(ModelFacts), EngineConfig(kind="vllm")) for _ in range(2)]
+    assert len({engine.salt(version) for engine in engines for version in (0, 1)}) == 4

@@ -268,7 +268,7 @@ class ServerEngine(ABC):
 
     async def _settle(self) -> None:
         """Let every answer have a token of the last weights: weights that come faster than sequences are computed
-        again would otherwise keep all of them from getting on. Answers under a grammar have their first token with
+        again would otherwise keep all of them from getting on. Answers that are scored have their first token with
         their last."""
         owing = [call for call in self._calls if call.owed]
         seconds = _WHOLE_SECONDS if any(call.whole for call in owing) else _SETTLE_SECONDS

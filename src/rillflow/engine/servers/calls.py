@@ -9,7 +9,7 @@ from weakref import ref
 from rillflow.engine.progress import Progress
 from rillflow.engine.stream import Stream
 from rillflow.errors import EngineLost
-from rillflow.types import Chunk, FinishReason, GenerateRequest
+from rillflow.types import Chunk, FinishReason, GenerateRequest, Sampling
 
 TRIES = 8  # of an answer that the server cuts unasked, without one token
 
@@ -23,6 +23,13 @@ class Part(NamedTuple):
     finish: FinishReason | None = None
 
 
+def is_scored(sampling: Sampling) -> bool:
+    """Whether the model's own log-probs of an answer have to be asked for once it is there: servers tell those of the
+    distribution that they drew from, and a cut or a grammar leaves no way back from these."""
+    cut = sampling.temperature > 0.0 and (sampling.top_p < 1.0 or sampling.top_k > 0)
+    return cut or sampling.grammar is not None
+
+
 class Call:
     """How far it is. The stream is held weakly: a caller that drops it thereby aborts the request."""
 
@@ -33,7 +40,7 @@ class Call:
         self.limit: asyncio.Timeout | None = None  # of the running attempt
         self.cause = ""  # why the running attempt is being cut
         self.owed = False  # it was cut by new weights and has had no token since
-        self.whole = request.sampling.grammar is not None  # it comes at its end alone
+        self.whole = is_scored(request.sampling)  # it comes at its end alone
 
     def check_end(self, last: Part) -> None:
         """A late cut may still hit the next attempt. A server that goes on cutting does not sample this answer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -40,6 +41,12 @@ class InPlaceEngine(ServerEngine):
         super().__init__(model, settings, clock=clock)
         self.process: ServerProcess | None = None
         self._logs = logs
+        self._start_id = secrets.token_hex(8)
+
+    def salt(self, version: int) -> str:
+        """What the server's prefix cache is kept under. A server that runs already may have served other weights under
+        the same version."""
+        return f"{self._start_id}-{version}"
 
     async def launch(self, process: ServerProcess) -> None:
         self.process = process

@@ -6,14 +6,16 @@ published, so weights that arrived wrong are noticed before a token is sampled f
 
 Running requests are ended with `abort_request`, not with `pause_generation`, which looks whether all have ended only
 once a second. Seeds are not passed on: SGLang draws by them in a slower mode of its own only. Its log-probs are of the
-distribution at the temperature asked for, before `top_p` and `top_k` cut it: `raw_logprobs` are exact at the
-temperatures 0 and 1 and under a grammar, `logprobs` where nothing is cut. An answer under a grammar comes as a whole,
-and one that is cut is sampled anew from its beginning: nobody has seen any of it.
+distribution at the temperature asked for, before `top_p` and `top_k` cut it: `logprobs` are exact where nothing is cut.
+`raw_logprobs` are the same at temperatures 0 and 1; with `top_p`, `top_k` or a grammar the whole answer is scored as a
+prompt, so it comes at once when it is done, and one that new weights cut is sampled anew from its beginning: nobody has
+seen any of it. At another temperature without such cuts they are NaN: the temperature alone explains the draw.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import shutil
 import tempfile
@@ -28,7 +30,7 @@ import msgspec
 
 from rillflow.config.engine import EngineConfig
 from rillflow.contracts import Clock
-from rillflow.engine.servers.calls import Part
+from rillflow.engine.servers.calls import Part, is_scored
 from rillflow.engine.servers.facts import ModelFacts
 from rillflow.engine.servers.in_place import InPlaceEngine
 from rillflow.engine.servers.layout import check_layout
@@ -129,7 +131,7 @@ class SglangEngine(InPlaceEngine):
 
     async def sample(self, request: GenerateRequest, version: int) -> AsyncGenerator[Part]:
         async with aclosing(self._parts(request, version)) as parts:
-            if request.sampling.grammar is not None:
+            if is_scored(request.sampling):
                 yield await self._whole(request, version, parts)
                 return
             async for part in parts:
@@ -154,7 +156,7 @@ class SglangEngine(InPlaceEngine):
         """None where that was cut."""
         self._running += 1
         try:
-            body = score_body(tokens, answer, version)
+            body = score_body(tokens, answer, self.salt(version))
             scored = await self._call("POST", "/generate", Chunk, body, deadline=_STALL_SECONDS)
         finally:
             self._running -= 1
@@ -168,7 +170,7 @@ class SglangEngine(InPlaceEngine):
         return raw
 
     async def _parts(self, request: GenerateRequest, version: int) -> AsyncGenerator[Part]:
-        body = generate_body(request, self.settings.context, version)
+        body = generate_body(request, self.settings.context, self.salt(version))
         self._running += 1
         try:
             async with self._session.post(
@@ -308,7 +310,9 @@ def _part(chunk: Chunk, asked: Sampling) -> Part:
         raise EngineError(f"SGLang ended an answer with {reason.type}: {reason.message}", "see its log")
     if finish == "stop" and (not tokens or tokens[-1] not in asked.stop_tokens):
         finish = "abort"
-    return Part(tokens, [0.0] * len(tokens) if asked.temperature == 0.0 else logprobs, logprobs, finish)
+    drawn = [0.0] * len(tokens) if asked.temperature == 0.0 else logprobs
+    known = logprobs if asked.temperature in (0.0, 1.0) else [math.nan] * len(tokens)
+    return Part(tokens, drawn, known, finish)
 
 
 async def _refused(response: aiohttp.ClientResponse, route: str) -> None:

@@ -52,8 +52,8 @@ class Outcome(msgspec.Struct):
     message: str = ""
 
 
-def generate_body(request: GenerateRequest, context: int, version: int) -> bytes:
-    """`extra_key` keeps the prefix cache from crossing versions."""
+def generate_body(request: GenerateRequest, context: int, salt: str) -> bytes:
+    """`salt` keeps the prefix cache from crossing versions."""
     asked = request.sampling
     sampling = {
         "temperature": asked.temperature,
@@ -72,19 +72,19 @@ def generate_body(request: GenerateRequest, context: int, version: int) -> bytes
             "sampling_params": sampling,
             "return_logprob": True,
             "stream": True,
-            "extra_key": str(version),
+            "extra_key": salt,
         }
     )
 
 
-def score_body(tokens: list[int], answer: list[int], version: int) -> dict[str, Any]:
+def score_body(tokens: list[int], answer: list[int], salt: str) -> dict[str, Any]:
     """For the log-probs of an answer's tokens as those of a prompt: the model's own, without a grammar."""
     return {
         "input_ids": [*tokens, *answer],
         "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
         "return_logprob": True,
         "logprob_start_len": len(tokens) - 1,
-        "extra_key": str(version),
+        "extra_key": salt,
     }
 
 

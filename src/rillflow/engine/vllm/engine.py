@@ -1,13 +1,14 @@
 """vLLM behind the Engine contract.
 
-Invariants: the prefix cache never crosses versions, because every version salts it; what vLLM holds after an update is
-read back and compared with the fingerprints of what was published, so weights that arrived wrong are noticed before a
-token is sampled from them.
+Invariants: the prefix cache never crosses versions or starts of an engine, because both salt it; what vLLM holds after
+an update is read back and compared with the fingerprints of what was published, so weights that arrived wrong are
+noticed before a token is sampled from them.
 
 Seeds are passed on only where that was asked for (`engine.server.seeded`): vLLM's own are neither cheap on GPUs nor the
-same draw after a cut. `raw_logprobs` are exact at temperature 0, at 1 without `top_p` and `top_k`, and under a grammar;
-else they are those of the distribution sampled from. An answer under a grammar comes as a whole, and one that is cut is
-sampled anew from its beginning: nobody has seen any of it.
+same draw after a cut. vLLM tells the log-probs of the distribution that it drew from. The model's own are the same at
+temperatures 0 and 1. With `top_p`, `top_k` or a grammar the whole answer is scored as a prompt: it comes at once when
+it is done, and one that new weights cut is sampled anew from its beginning, of which nobody has seen anything. At
+another temperature without such cuts `raw_logprobs` are NaN: the temperature alone explains the draw.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import aiohttp
 
 from rillflow.config.engine import EngineConfig
 from rillflow.contracts import Clock
-from rillflow.engine.servers.calls import Part
+from rillflow.engine.servers.calls import Part, is_scored
 from rillflow.engine.servers.facts import ModelFacts
 from rillflow.engine.servers.in_place import InPlaceEngine
 from rillflow.engine.servers.layout import check_layout
@@ -123,9 +124,10 @@ class VllmEngine(InPlaceEngine):
             top_k=asked.top_k if asked.top_k < self.model.vocabulary else 0,
             max_tokens=min(asked.max_tokens, room),
             stop=[token for token in asked.stop_tokens if 0 <= token < self.model.vocabulary],
-            salt=str(version),
+            salt=self.salt(version),
             seed=_seed(request) if self.settings.server.seeded else None,
             grammar=None if asked.grammar is None else (asked.grammar.kind, asked.grammar.text),
+            scored=is_scored(asked),
         )
         first = True
         try:
@@ -150,19 +152,20 @@ class VllmEngine(InPlaceEngine):
                 finish = _FINISHES.get(part.finish)
                 if finish is not None:
                     channel.ended(number)
-                yield Part(part.tokens, drawn, part.raw or part.logprobs, finish)
+                known = part.raw or (part.logprobs if asked.temperature in (0.0, 1.0) else [math.nan] * len(drawn))
+                yield Part(part.tokens, drawn, known, finish)
                 if finish is not None:
                     return
         finally:
             channel.drop(number)
 
     def _room(self, request: GenerateRequest) -> int:
-        """Tokens that may follow. An answer under a grammar is scored as a prompt, which needs a place behind it."""
+        """Tokens that may follow. An answer that is scored becomes a prompt, which needs a place behind it."""
         room = self.settings.context - len(request.tokens)
-        if request.sampling.grammar is None:
+        if not is_scored(request.sampling):
             return room
         if room < 2:
-            raise ContextOverflow("the prompt leaves no room for an answer under a grammar", "shorten it")
+            raise ContextOverflow("the prompt leaves no room for an answer that has to be scored", "shorten it")
         return room - 1
 
     async def cut(self) -> None:

@@ -32,8 +32,8 @@ _CUT_SECONDS = 1.0  # after a pause, for requests to end by themselves
 class Ask(msgspec.Struct, array_like=True, tag="ask"):
     """Sample after `tokens`. The log-probs are of the distribution that is sampled from.
 
-    Under a `grammar` (its kind and its text) the answer comes as a whole, in one part, with the log-probs of the
-    model's own distribution beside those of what the grammar left of it.
+    An answer that is `scored` comes as a whole, in one part, with the log-probs of the model's own distribution beside
+    those of what `top_p`, `top_k` or a `grammar` (its kind and its text) left of it.
     """
 
     id: int
@@ -46,6 +46,7 @@ class Ask(msgspec.Struct, array_like=True, tag="ask"):
     salt: str
     seed: int | None = None
     grammar: tuple[str, str] | None = None
+    scored: bool = False
 
 
 class Drop(msgspec.Struct, array_like=True, tag="drop"):
@@ -181,7 +182,7 @@ class _Connection:
     async def _answer(self, ask: Ask) -> None:
         ended = False
         try:
-            if ask.grammar is not None:
+            if ask.scored:
                 self._put(await self._whole(ask))
                 return
             async for part in self._parts(ask):
@@ -206,7 +207,8 @@ class _Connection:
             yield Part(ask.id, tokens, logprobs, part.finish_reason or "", "", output.num_cached_tokens or 0)
 
     async def _whole(self, ask: Ask) -> Part:
-        """All of an answer, or an abort: vLLM cannot go on with a grammar from tokens that it has not sampled now."""
+        """All of an answer, or an abort: once new weights have cut it nothing can be scored, and vLLM cannot go on with
+        a grammar from tokens that it has not sampled now."""
         whole = Part(ask.id, [], [], "abort")
         async for part in self._parts(ask):
             whole.tokens += part.tokens
@@ -218,8 +220,8 @@ class _Connection:
         return whole if whole.raw else Part(ask.id, [], [], "abort")
 
     async def _scores(self, ask: Ask, answer: list[int]) -> list[float]:
-        """The log-probs of an answer as the model's own, without a grammar: vLLM masks logits before it takes any, so
-        they are those of a prompt. None where that was cut."""
+        """The log-probs of an answer as the model's own, without cuts: vLLM masks logits before it takes any, so they
+        are those of a prompt. None where that was cut."""
         prompt = {"type": "token", "prompt_token_ids": [*ask.tokens, *answer], "cache_salt": ask.salt}
         params = self._params.SamplingParams(
             temperature=0.0,
