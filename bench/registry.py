@@ -108,6 +108,7 @@ ENVIRONMENTS: dict[str, Environment] = {
 
 BENCHES: dict[str, Bench] = {
     "startup": Bench(2),
+    "logprobs": Bench(2),
     "engine": Bench(5, environment="vllm", arguments=("--vllm-python", ".venv-vllm/bin/python")),
     "structured": Bench(1),
     "gateway": Bench(3, environment="litellm"),

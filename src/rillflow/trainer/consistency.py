@@ -24,6 +24,7 @@ _KINDS = ("stale_", "")  # by the flag `fresh`
 _LEAST, _DECADES, _CELLS_A_DECADE = 1e-9, 12, 64
 _CELLS = 1 + _DECADES * _CELLS_A_DECADE
 _QUANTILE = 0.99
+_SUMS = 4  # of each kind of token: how many, their distances, their log-ratios, their ratios
 # Between engine and trainer in the same precision people see 0.001 to 0.02; from here on training suffers.
 ALARMING = 0.05
 
@@ -32,22 +33,23 @@ class Consistency:
     """The tokens of one step."""
 
     def __init__(self) -> None:
-        self._sums_2S = torch.zeros(2, 3 + _CELLS, dtype=torch.float64)
+        self._sums_2S = torch.zeros(2, _SUMS + _CELLS, dtype=torch.float64)
         self._peak_2 = torch.zeros(2, dtype=torch.float64)
 
     @torch.no_grad()
     def add(self, trainer_T: torch.Tensor, engine_T: torch.Tensor, fresh_T: torch.Tensor) -> None:
         """Log-probs of tokens by both, and whether they are fresh."""
         self._sums_2S, self._peak_2 = self._sums_2S.to(trainer_T.device), self._peak_2.to(trainer_T.device)
-        apart_T = (trainer_T - engine_T).abs().double()
+        shift_T = (trainer_T - engine_T).double()
+        apart_T = shift_T.abs()
         kind_T = (fresh_T > 0).long()
         if not len(kind_T):
             return
         of_kind_2T = torch.stack([kind_T == 0, kind_T == 1])
         ones_T = torch.ones_like(apart_T)
-        of_T3 = torch.stack([ones_T, apart_T, ratio(trainer_T, engine_T).double()], 1)
-        self._sums_2S[:, :3].index_add_(0, kind_T, of_T3)
-        self._sums_2S.view(-1).index_add_(0, kind_T * self._sums_2S.shape[1] + 3 + _cell(apart_T), ones_T)
+        of_T4 = torch.stack([ones_T, apart_T, shift_T, ratio(trainer_T, engine_T).double()], 1)
+        self._sums_2S[:, :_SUMS].index_add_(0, kind_T, of_T4)
+        self._sums_2S.view(-1).index_add_(0, kind_T * self._sums_2S.shape[1] + _SUMS + _cell(apart_T), ones_T)
         self._peak_2 = torch.maximum(self._peak_2, torch.where(of_kind_2T, apart_T, 0.0).amax(1))
 
     def values(self, peers: Peers) -> dict[str, float]:
@@ -69,12 +71,13 @@ def _cell(apart_T: torch.Tensor) -> torch.Tensor:
 
 
 def _of_kind(sums: list[float], peak: float) -> dict[str, float]:
-    tokens, apart, ratios, *cells = sums
+    tokens, apart, shift, ratios, *cells = sums
     if not tokens:
         return {"tokens": 0.0}
     return {
         "tokens": tokens,
         "mean": apart / tokens,
+        "shift": shift / tokens,
         "max": peak,
         "p99": min(_percentile(cells, _QUANTILE * tokens), peak),
         "ratio": ratios / tokens,
