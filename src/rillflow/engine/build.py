@@ -8,7 +8,7 @@ from pathlib import Path
 from rillflow.config import PolicyConfig
 from rillflow.contracts import Engine
 from rillflow.engine.embedded import EmbeddedEngine
-from rillflow.errors import ConfigError
+from rillflow.errors import ConfigError, EngineError
 from rillflow.weights.models import load_policy_model, load_tokenizer, pick_device
 
 
@@ -17,16 +17,19 @@ def build_engine(policy: PolicyConfig, *, exact: bool, logs: Path | None = None)
     if policy.engine.kind != "embedded":
         return _server_engine(policy, exact=exact, logs=logs)
     model = load_policy_model(policy.model, policy.engine.dtype, pick_device(policy.engine.device))
-    return EmbeddedEngine(
-        model,
-        version=0,
-        slots=policy.engine.slots,
-        context=policy.engine.context,
-        queue=policy.engine.queue,
-        exact=exact,
-        on_update=policy.engine.on_update,
-        tokenizer=partial(load_tokenizer, policy.model),
-    )
+    try:
+        return EmbeddedEngine(
+            model,
+            version=0,
+            slots=policy.engine.slots,
+            context=policy.engine.context,
+            queue=policy.engine.queue,
+            exact=exact,
+            on_update=policy.engine.on_update,
+            tokenizer=partial(load_tokenizer, policy.model),
+        )
+    except EngineError as error:  # it would be the same at the next start
+        raise ConfigError(f"{policy.model}: {error.message}", error.hint) from error
 
 
 def _server_engine(policy: PolicyConfig, *, exact: bool, logs: Path | None) -> Engine:

@@ -9,8 +9,10 @@ import pytest
 import torch
 from transformers import BloomConfig, BloomForCausalLM
 
+from rillflow.config import PolicyConfig
+from rillflow.engine.build import build_engine
 from rillflow.engine.embedded import EmbeddedEngine, core
-from rillflow.errors import EngineError
+from rillflow.errors import ConfigError, EngineError
 
 FAMILIES = ["qwen3", "qwen2", "llama", "mistral"]
 
@@ -47,6 +49,9 @@ def test_attention_that_we_do_not_compute_is_refused_at_the_start(kit: Any) -> N
     distant = BloomForCausalLM(BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4)).eval()
     with pytest.raises(EngineError, match="the embedded engine cannot run BloomForCausalLM"):
         EmbeddedEngine(distant, slots=2, context=64)
+    policy = PolicyConfig(model="tiny", engine={"slots": 2, "context": 1 << 20, "device": "cpu"})
+    with pytest.raises(ConfigError, match="tiny: context 1048576 is longer"):  # not one to start again after
+        build_engine(policy, exact=False)
     mixed = kit.build("qwen3")
     mixed.config.layer_types = ["full_attention", "sliding_attention"]
     with pytest.raises(EngineError, match="layers of kind sliding_attention"):

@@ -13,6 +13,7 @@ import torch
 
 from rillflow.config import Recipe, TrainerConfig
 from rillflow.contracts import Clock, SystemClock
+from rillflow.errors import ConfigError
 from rillflow.trainer.algorithms import ALGORITHMS, Algorithm
 from rillflow.trainer.batches import Rows
 from rillflow.trainer.consistency import Watch
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
 _UPDATES = "updates"
 
 
+# What the code of a model that we do not fit raises. Errors of other ranks are RuntimeErrors.
+_UNFIT = (ValueError, TypeError, AttributeError, KeyError, IndexError, NotImplementedError, AssertionError)
+
+
 def _nothing() -> None:
     """Nobody asks, nobody hears."""
 
@@ -57,7 +62,14 @@ def build_worker(
     chain = chain_of(config, mode or recipe.mode)
     roles = Roles(settings, peers, device or pick_device(config.device), recipe.seed, recipe.runtime.deterministic)
     algorithm = ALGORITHMS[config.algorithm](config)
-    return Worker(chain, roles.learners(chain.roles), algorithm, config, peers, seed=recipe.seed, clock=clock)
+    try:
+        learners = roles.learners(chain.roles)
+    except _UNFIT as error:  # it would be the same at the next start
+        raise ConfigError(
+            f"the trainer cannot build {settings.model}: {type(error).__name__}: {error}",
+            "train a model of a family that docs/training.md names, or see the traceback in this log",
+        ) from error
+    return Worker(chain, learners, algorithm, config, peers, seed=recipe.seed, clock=clock)
 
 
 class Worker:

@@ -12,9 +12,11 @@ import torch
 from trainer_helpers import in_parts, learner, random_rows
 
 from peer_threads import as_peers
+from rillflow.cli.app import _FOR_GOOD
 from rillflow.config import load_recipe
-from rillflow.errors import GraphError, LeaseLost
+from rillflow.errors import ConfigError, GraphError, LeaseLost
 from rillflow.trainer.graph import Databuffer, Step, function
+from rillflow.trainer.graph.roles import Roles
 from rillflow.trainer.graph.worker import Worker, build_worker
 from rillflow.trainer.parallel.peers import Alone, Peers
 
@@ -188,6 +190,18 @@ def test_workers_are_built_from_recipes(overrides: list[str]) -> None:
     assert (worker.adapter() is not None) == ("trainer.lora.rank=4" in overrides)
     if "trainer.kl.coefficient=0.1" in overrides:
         assert metrics["kl"] == pytest.approx(0.0, abs=1e-6)  # the reference is the policy itself, adapters off
+
+
+def test_a_model_that_cannot_be_built_is_refused_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A supervisor starts a trainer again that ends by any other error."""
+
+    def no_head(model: object, *_: object) -> None:
+        raise AttributeError("'Odd' object has no attribute 'lm_head'")
+
+    monkeypatch.setattr(Roles, "learners", no_head)
+    with pytest.raises(ConfigError, match="the trainer cannot build tiny: AttributeError: 'Odd' object") as seen:
+        build_worker(load_recipe("quickstart"), "agent", Alone())
+    assert isinstance(seen.value, _FOR_GOOD)
 
 
 def test_functions_may_lie_beside_the_recipe(tmp_path: Path) -> None:
