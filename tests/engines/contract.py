@@ -347,12 +347,14 @@ async def test_a_server_that_runs_already_is_used(world: World) -> None:
 @pytest.mark.parametrize("world", ["untied"], indirect=True)  # the first of the fixture's: no further server is started
 async def test_a_killed_server_comes_back_with_its_weights(world: World) -> None:
     process: Any = world.engine.process
-    task = asyncio.create_task(ask(world.engine, prompt(30), max_tokens=280))
+    # More than it can have answered when the signal comes, however busy the machine is.
+    tasks = [asyncio.create_task(ask(world.engine, prompt(30, seed), max_tokens=280)) for seed in range(128)]
     before = world.engine.stats().generated_tokens
     await until(lambda: world.engine.stats().generated_tokens > before)
     os.kill(process.pid, signal.SIGKILL)
-    with pytest.raises(EngineLost):
-        await task
+    ended = await asyncio.gather(*tasks, return_exceptions=True)
+    assert any(isinstance(one, EngineLost) for one in ended)
+    assert all(isinstance(one, EngineLost | list) for one in ended)
     await until(lambda: world.engine.process is not process and world.engine.version == 0, 600)
     await until(lambda: "down" not in world.engine._held, 600)
     asked = prompt(30)
