@@ -287,6 +287,11 @@ class Recipe(Section):
         description="a reward that is shipped, module:function (`reward(payload, answer) -> float`), or a list of such "
         "with weights; without it the workflow returns it",
     )
+    rewards: Literal["recipe", "agent"] = Field(
+        "recipe",
+        description="who gives rewards: the recipe (`reward`, else its workflow or a program with the run's token), or "
+        "also the agent, over HTTP with its session's key",
+    )
     roles: dict[Name, Name] = Field(
         default_factory=dict,
         description="which policy plays a role of the workflow; default: the policy of that name, or the first",
@@ -317,6 +322,7 @@ class Recipe(Section):
             raise ValueError("runtime.deterministic needs dataflow.staleness=0: only on-policy runs are repeatable")
         self._check_workers()
         self._check_target()
+        self._check_rewards()
         for role, policy_name in self.roles.items():
             if policy_name not in self.policies:
                 raise ValueError(f"roles.{role} names {policy_name!r}; there is {', '.join(self.policies)}")
@@ -339,6 +345,26 @@ class Recipe(Section):
                 "evaluation.target needs evaluation.every above 0: without evaluations during training it cannot end "
                 "the run; set it, or evaluation.target=null"
             )
+
+    def _check_rewards(self) -> None:
+        if self.reward is not None and self.rewards == "agent":
+            raise ValueError(
+                "`reward` and `rewards: agent` exclude each other: the reward function is final, and nothing would "
+                "read the agent's rewards; leave one of them out"
+            )
+        if self.command is not None and self.reward_givers == "run" and not self.rollout.late_rewards:
+            raise ValueError(
+                "nothing rewards the command: name `reward`, let the agent reward itself (`rewards: agent`), or wait "
+                "for rewards that are sent with the run's token (rollout.late_rewards)"
+            )
+
+    @property
+    def reward_givers(self) -> Literal["nobody", "run", "agent"]:
+        """Who may give rewards over HTTP: nobody where a reward function decides, else who holds the run's token, and
+        the agent where the recipe says so."""
+        if self.reward is not None:
+            return "nobody"
+        return "agent" if self.rewards == "agent" else "run"
 
     def _check_workers(self) -> None:
         if self.resources.workers is not None:

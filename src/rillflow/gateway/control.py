@@ -1,6 +1,10 @@
 """The routes beside the dialects: rewards over HTTP, and sessions for agents from outside.
 
-A reward or an end is sent with the session's own key or the run's token; tasks are handed out for the run's token only.
+The recipe's reward is final. Where it has a reward function, nobody gives rewards over HTTP; else the run's token does,
+and a session's own key only where the recipe says `rewards: agent`. This holds for `/reward` and for the reward in
+`/end`. Attempts that are refused are counted with the session.
+
+An end is sent with the session's own key or the run's token; tasks are handed out for the run's token only.
 What is acknowledged here is on disk first: a task's session before its key is told, a reward, an end. An end is
 answered once the run has taken the episode, or refused it.
 """
@@ -10,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -21,6 +25,7 @@ from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.feed import Asker, Ended, EndSession, Feed, OutsideTask, run_ended
 from rillflow.gateway.openapi import JSON, Operation
 from rillflow.gateway.server import Gateway
+from rillflow.gateway.sessions.session import Session
 from rillflow.wire.server import read_body
 
 Body = TypeVar("Body")
@@ -30,6 +35,8 @@ END_SECONDS = 300.0  # for the run to take an episode
 KEEP_ALIVE = 5.0  # between two signs of life on a feed
 SAID = "said"  # the key of a session's detail under which its agent's last word is kept
 NDJSON = "application/x-ndjson"
+
+Givers = Literal["nobody", "run", "agent"]
 
 
 class GiveReward(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,12 +76,16 @@ OPERATIONS = {
 
 
 class Control:
-    """Adds the routes to a gateway that has not started. `on_reward` is told which session was given one."""
+    """Adds the routes to a gateway that has not started. `on_reward` is told which session was given one.
 
-    def __init__(self, gateway: Gateway, feed: Feed, on_reward: Callable[[str], None]) -> None:
+    `givers` says who may give rewards (`Recipe.reward_givers`).
+    """
+
+    def __init__(self, gateway: Gateway, feed: Feed, on_reward: Callable[[str], None], givers: Givers = "run") -> None:
         self._gateway = gateway
         self._feed = feed
         self._on_reward = on_reward
+        self._givers = givers
         gateway.route(REWARD, self._reward, ["POST"])
         gateway.route(END, self._end, ["POST"])
         gateway.route(SESSIONS, self._take, ["POST"])
@@ -82,6 +93,7 @@ class Control:
         gateway.operations |= OPERATIONS
 
     async def _reward(self, request: Request) -> Response:
+        self._check_giver(request, self._gateway.session_of(request))
         gift = await self._body(request, GiveReward)
         session = self._gateway.session_of(request)  # now, not before its body: what is acknowledged counts
         await session.reward(gift.value, call=gift.call, turn=gift.turn, leaf=gift.leaf, policy=gift.policy)
@@ -94,6 +106,8 @@ class Control:
         if known is not None:
             return _json(known)
         session = self._gateway.session_of(request)
+        if said.reward is not None:
+            self._check_giver(request, session)
         offer = self._feed.end(session.id, said)
         if offer.ended.result() is said:  # the first word; it is kept, so that a gateway which dies now carries it out
             self._gateway.sessions.note(session.id, {**session.detail, SAID: msgspec.to_builtins(said)})
@@ -106,6 +120,18 @@ class Control:
         if ended is None:
             raise CallRefused("the run has not taken the episode yet: ask again", status=503, code="not_taken_yet")
         return _json(ended)
+
+    def _check_giver(self, request: Request, session: Session) -> None:
+        """Refuse a reward that does not count, and count the attempt."""
+        if self._givers == "agent" or (self._givers == "run" and self._gateway.has_token(request)):
+            return
+        session.rewards_refused += 1
+        if self._givers == "nobody":
+            why = "the recipe's `reward` function decides what a session is worth; rewards are given over HTTP only "
+            why += "where the recipe has no `reward`"
+        else:
+            why = "a session's key gives no rewards; set `rewards: agent` in the recipe, or send the run's token"
+        raise CallRefused(f"this reward does not count: {why}", status=403, code="reward_refused")
 
     async def _take(self, request: Request) -> Response:
         ask = await self._body(request, TakeTask)

@@ -100,12 +100,16 @@ class Gateway(Service):
 
     def session_of(self, request: Request) -> Session:
         """The session that a request is about: the one that its key opens, or, with the run's token, its path's."""
-        key, name = presented_key(request.scope), request.path_params.get("session")
-        if not hmac.compare_digest(key.encode(), self._token.encode()):
-            return self.sessions.of_key(key)
+        name = request.path_params.get("session")
+        if not self.has_token(request):
+            return self.sessions.of_key(presented_key(request.scope))
         if name is None:
             raise CallRefused("this route needs a session's own key", status=401)
         return self.sessions.get(name)
+
+    def has_token(self, request: Request) -> bool:
+        """Return whether a request was sent with the run's token, not with a session's key."""
+        return hmac.compare_digest(presented_key(request.scope).encode(), self._token.encode())
 
     def error_response(self, error: RillflowError, scope: Scope) -> Response:
         if scope["path"].startswith(OURS):

@@ -32,6 +32,7 @@ from rillflow.types import Ack, TaskLease, Wire
 
 log = logging.getLogger(__name__)
 
+REWARDS_REFUSED = "rewards_refused"  # a metric: how often somebody tried to give a reward that does not count
 _LINGER = 600.0  # seconds that a session may be there after its deadline and its reward's
 
 
@@ -179,6 +180,8 @@ class Episodes:
             metrics = dict(played.metrics)
             rewards = await self._rewards(kept, played, metrics)
             seconds = self._clock.now() - kept.begun
+            if refused := self._sessions.get(lease.attempt).rewards_refused:
+                metrics[REWARDS_REFUSED] = float(refused)
             record = self._sessions.close(lease.attempt, keep=True)
             check_record(record, rewards, answer_is_reward=self._reward is None)
         except EpisodeFailed as failure:

@@ -78,7 +78,7 @@ async def run_node(
         )
         gateway = build_gateway(recipe, token, engines, sessions=sessions, clock=clock)
         add_engine_routes(gateway, engines.manager)
-        Control(gateway, feed, late.given)
+        Control(gateway, feed, late.given, recipe.reward_givers)
         # The gateway goes first: no agent is to see the engines go.
         for close in (dataflow.close, writer.close, sessions.close, engines.close, gateway.stop):
             stack.push_async_callback(close)

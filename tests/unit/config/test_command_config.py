@@ -15,6 +15,7 @@ from rillflow.errors import ConfigError
 BASE = {
     "name": "mine",
     "policies": {"agent": {"model": "tiny"}},
+    "rewards": "agent",
     "data": {"prompts": {"generator": "rillflow.agents.environments.stockroom:prompts"}},
 }
 
@@ -50,6 +51,33 @@ def test_other_words_stay_as_they_were_written(tmp_path: Path) -> None:
 def test_exactly_one_plays(tmp_path: Path, keys: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="exactly one of"):
         load_recipe(written(tmp_path, **keys))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"command": "true", "rewards": "recipe"}, "nothing rewards the command"),
+        ({"command": "true", "reward": "math", "rewards": "agent"}, "exclude each other"),
+        ({"workflow": "a:b", "reward": "math", "rewards": "agent"}, "exclude each other"),
+        ({"command": "true", "rewards": "everybody"}, "rewards"),
+    ],
+)
+def test_rewards_that_nobody_gives_or_reads_are_refused(tmp_path: Path, keys: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_recipe(written(tmp_path, **keys))
+
+
+@pytest.mark.parametrize(
+    ("keys", "givers"),
+    [
+        ({"command": "true"}, "agent"),
+        ({"command": "true", "rewards": "recipe", "rollout": {"late_rewards": 60}}, "run"),
+        ({"command": "true", "rewards": "recipe", "reward": "math"}, "nobody"),
+        ({"outside": True, "rewards": "recipe"}, "run"),
+    ],
+)
+def test_who_gives_rewards_over_http(tmp_path: Path, keys: dict[str, object], givers: str) -> None:
+    assert load_recipe(written(tmp_path, **keys)).reward_givers == givers
 
 
 @pytest.mark.parametrize("name", ["command_agent", "outside_agent"])

@@ -55,7 +55,7 @@ def add_control(gateway: Gateway) -> None:
     """All routes that a node adds, with no engine and no task behind them."""
     feed = Feed()
     feed.close()
-    Control(gateway, feed, on_reward=lambda session: None)
+    Control(gateway, feed, on_reward=lambda session: None, givers="agent")
     add_engine_routes(gateway, RolloutManager(Fleet()))
 
 

@@ -16,7 +16,7 @@ from rillflow.config.schema import GatewayConfig, RolloutConfig, SamplingConfig
 from rillflow.contracts import SystemClock, TokenSource
 from rillflow.dataflow.units import FileUnit
 from rillflow.gateway import Gateway, Policy, Renderer
-from rillflow.gateway.control import Control
+from rillflow.gateway.control import Control, Givers
 from rillflow.gateway.feed import Feed
 from rillflow.gateway.sessions.sessionlog import FileSessionLog
 from rillflow.rollout.episodes import Episodes
@@ -159,6 +159,7 @@ class World:
         sources: Mapping[str, TokenSource] | None = None,
         player: Player | None = None,
         reward: Any = None,
+        givers: Givers | None = None,
         policies: tuple[str, ...] = ("agent",),
         clock: Any = None,
         limits: GatewayConfig | None = None,
@@ -175,6 +176,7 @@ class World:
         self._sources = sources
         self._player: Player = player or (WorkflowPlayer(workflow) if workflow else OutsidePlayer(self.feed))
         self._reward = reward
+        self._givers: Givers = givers or ("run" if reward is None else "nobody")
         self._policies = policies
         self._limits = limits
         self._rollout = RolloutConfig(**rollout)
@@ -194,7 +196,7 @@ class World:
             log=log,
         )
         late = LateRewards(self.clock)
-        Control(self.gateway, self.feed, late.given)
+        Control(self.gateway, self.feed, late.given, self._givers)
         writer = UnitWriter(self.dataflow.units, TOKEN)
         client = openai.AsyncOpenAI(
             base_url="http://unset", api_key="unset", max_retries=0,

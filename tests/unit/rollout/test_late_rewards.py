@@ -53,7 +53,7 @@ async def waiting(world: World, count: int = 1) -> None:
 
 async def test_an_episode_waits_for_its_reward_aside(tmp_path: Path) -> None:
     """Its place is free for others, its lease is renewed, its calls are over, and its reward is taken."""
-    async with World(tmp_path, 3, workflow=silent, episodes=1, late_rewards=600) as world:
+    async with World(tmp_path, 3, workflow=silent, episodes=1, late_rewards=600, givers="agent") as world:
         await waiting(world, 3)
         session = world.gateway.sessions.get("g.1-a")
         with pytest.raises(Exception, match="is not open"):
@@ -191,7 +191,7 @@ async def test_the_wait_outlives_the_node(tmp_path: Path) -> None:
     async with World(tmp_path, 1, workflow=rewards_a_turn, late_rewards=600) as world:
         await waiting(world)
         key, first = world.gateway.sessions.get("g.0-a").key, world.incarnation
-    async with World(tmp_path, 0, workflow=rewards_a_turn, late_rewards=600) as world:
+    async with World(tmp_path, 0, workflow=rewards_a_turn, late_rewards=600, givers="agent") as world:
         assert world.incarnation == first
         await waiting(world)
         assert (await post(f"{world.url}/s/g.0-a/reward", key, {"value": 2.0}))[0] == 200

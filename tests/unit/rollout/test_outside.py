@@ -95,7 +95,7 @@ async def test_nothing_is_leased_that_nobody_asks_for(tmp_path: Path) -> None:
 
 
 async def test_one_task_at_a_time_without_the_client(tmp_path: Path) -> None:
-    async with World(tmp_path, 1) as world, asking(world.url) as http:
+    async with World(tmp_path, 1, givers="agent") as world, asking(world.url) as http:
         async with http.post("/sessions", json={"wait": 20}) as reply:
             task = await reply.json()
         await call(task["base_url"], task["api_key"])
@@ -239,14 +239,16 @@ async def test_only_what_was_taken_from_the_feed_is_ended_there(tmp_path: Path) 
 
     async def ends_itself(episode: Episode) -> float:
         key = episode.api_key
-        async with asking(world.url, key) as http, http.post("/s/g.0-a/end", json={"reward": 100.0}) as reply:
-            asked.append(reply.status)
+        async with asking(world.url, key) as http:
+            for body in ({"reward": 100.0}, {}):
+                async with http.post("/s/g.0-a/end", json=body) as reply:
+                    asked.append(reply.status)
         await call(episode.base_url, episode.api_key)
         return 0.5
 
     async with World(tmp_path, 1, workflow=ends_itself) as world:
         await world.dataflow.until(1)
-    assert asked == [409]
+    assert asked == [403, 409]
     assert [done.reward for done in world.dataflow.done] == [0.5]
 
 

@@ -25,7 +25,11 @@ def recipe(**keys: Any) -> Recipe:
 
 @pytest.mark.parametrize(
     ("keys", "kind"),
-    [({"workflow": PLAY}, WorkflowPlayer), ({"command": "true"}, CommandPlayer), ({"outside": True}, OutsidePlayer)],
+    [
+        ({"workflow": PLAY}, WorkflowPlayer),
+        ({"command": "true", "rewards": "agent"}, CommandPlayer),
+        ({"outside": True}, OutsidePlayer),
+    ],
 )
 def test_each_recipe_has_its_player(tmp_path: Path, keys: dict[str, Any], kind: type) -> None:
     check_players(recipe(**keys))
@@ -41,7 +45,7 @@ def test_each_recipe_has_its_player(tmp_path: Path, keys: dict[str, Any], kind: 
         ({"workflow": "rillflow.agents.environments.stockroom:reward"}, "is not an async function"),
         ({"workflow": "rillflow.agents.workflows.stockroom:plya"}, "did you mean 'play'"),
         ({"workflow": PLAY, "reward": "rillflow.agents.environments.stockroom:BOXES"}, "is not a function"),
-        ({"command": "no-such-agent"}, "there is no program 'no-such-agent'"),
+        ({"command": "no-such-agent", "rewards": "agent"}, "there is no program 'no-such-agent'"),
         ({"outside": True, "reward": "nowhere:reward"}, "cannot import nowhere"),
     ],
 )

@@ -63,7 +63,8 @@ class Session:
 
     `deadline` is on the monotonic clock, `until` the same moment on the wall's. `detail` belongs to whoever opened the
     session. `held` counts the bytes that it keeps. `incomplete` says what is missing of it, and why; it is empty where
-    every token that an agent may have seen is here.
+    every token that an agent may have seen is here. `rewards_refused` counts attempts to give it a reward without the
+    right to.
     """
 
     id: str
@@ -79,6 +80,7 @@ class Session:
     closed: bool = False
     incomplete: str = ""
     held: int = 0
+    rewards_refused: int = 0
     trees: dict[str, TokenTree] = field(default_factory=dict)
     at_work: dict[asyncio.Task[None], Callable[[], None]] = field(default_factory=dict)
     draws: dict[bytes, set[int]] = field(default_factory=dict)
