@@ -14,7 +14,7 @@ from rillflow.contracts import SystemClock
 from rillflow.gateway import Gateway, Policy, SessionRecord, anthropic_url
 from rillflow.rollout.episode import RunningEpisode
 from rillflow.rollout.push import check_record, describe
-from rillflow.rollout.rewards import rewards_of
+from rillflow.rollout.rewards import RewardRules, rewards_of
 from rillflow.types import Chunk, GenerateRequest, Prompt, Row, SampleMeta, Task
 from tiny_policy import tiny_renderer, tiny_tokenizer
 
@@ -66,8 +66,9 @@ async def play_team(
     *,
     roles: Mapping[str, str] | None = None,
     options: Mapping[str, Any] | None = None,
+    steps: str | None = None,
 ) -> TeamPlayed:
-    """Play, reward and describe an episode as a node does."""
+    """Play, reward and describe an episode as a node does; `steps` is the trainers' `step_rewards`."""
     engines = {name: AskedEngine(say) for name, say in policies.items()}
     served = {name: Policy(engine, tiny_renderer()) for name, engine in engines.items()}
     gateway = Gateway("token", served, {name: SamplingConfig() for name in policies})
@@ -87,7 +88,8 @@ async def play_team(
         await client.close()
         await gateway.stop()
     rewards = rewards_of(answer, list(policies), answer_is_reward=True)
-    check_record(record, rewards, answer_is_reward=True)
+    rules = RewardRules(steps=dict.fromkeys(policies, steps))
+    check_record(record, rewards, answer_is_reward=True, rules=rules)
     asked = {name: engine.asked for name, engine in engines.items()}
     return TeamPlayed(rewards, _described(record, rewards), asked, episode.metrics, record)
 

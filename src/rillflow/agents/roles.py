@@ -57,7 +57,7 @@ class PolicyRole:
         schema: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> list[Said]:
-        """Several independent answers to the same messages. They share a `call`: a reward of it is that of each."""
+        """Several independent answers to the same messages. Each has a `call` of its own, for its reward."""
         if tools:
             settings["tools"] = list(tools)
         if schema is not None:
@@ -85,7 +85,8 @@ class PolicyRole:
 
 
 def _all_said(response: dict[str, Any]) -> list[Said]:
-    return [_said(response["id"], choice) for choice in response["choices"]]
+    call, choices = response["id"], response["choices"]
+    return [_said(f"{call}_{one['index']}" if len(choices) > 1 else call, one) for one in choices]
 
 
 def _said(call: str, choice: dict[str, Any]) -> Said:

@@ -103,7 +103,7 @@ def may_not_plan(trainer: TrainerConfig) -> bool:
     other concern a critic (`ppo`) and rewards of single answers.
     """
     own = trainer.graph is not None or bool(trainer.nodes) or trainer.loss is not None
-    return own or trainer.algorithm == "ppo" or trainer.step_rewards is not None
+    return own or trainer.algorithm == "ppo" or trainer.by_steps
 
 
 def has_finished(folder: RunFolder) -> bool:

@@ -106,10 +106,10 @@ class AlgorithmConfig(Section):
         description="bound of truncated importance weights between the trainer's and the engine's log-probs, on top "
         "of any loss (TIS); needs a pass over the batch before its first update",
     )
-    step_rewards: Literal["own", "to_go"] | None = Field(
+    step_rewards: Literal["own", "to_go", "sum"] | None = Field(
         None,
-        description="advantages from rewards of single answers (a process reward model's): of a token's own answer, or "
-        "the sum of its own and all later ones",
+        description="what rewards of single answers become: advantages of their own tokens (own), or of their own and "
+        "all earlier ones (to_go), or, added up, the reward of their sample (sum); default: a sample holds at most one",
     )
     overlong: OverlongConfig | None = Field(None, description="soft punishment of long answers (DAPO)")
     loss: str | None = Field(
@@ -122,6 +122,11 @@ class AlgorithmConfig(Section):
     def _off(cls, value: object) -> object:
         """YAML reads a plain `off` as false."""
         return "off" if value is False else value
+
+    @property
+    def by_steps(self) -> bool:
+        """Whether advantages are made from rewards of single answers, not from those of samples."""
+        return self.step_rewards in ("own", "to_go")
 
     @model_validator(mode="after")
     def _options(self) -> AlgorithmConfig:

@@ -357,6 +357,23 @@ class Recipe(Section):
                 "nothing rewards the command: name `reward`, let the agent reward itself (`rewards: agent`), or wait "
                 "for rewards that are sent with the run's token (rollout.late_rewards)"
             )
+        for name in self.policies:
+            if self.step_rewards(name) is not None and self.workflow is None and self.reward is not None:
+                raise ValueError(
+                    f"policies.{name}.trainer.step_rewards: nothing would reward single answers; `reward` rewards "
+                    "whole episodes, and the agent gives no rewards; leave step_rewards out"
+                )
+
+    def step_rewards(self, policy: str) -> Literal["own", "to_go", "sum"] | None:
+        """Return the `trainer.step_rewards` of those that train on a policy's samples; they have to agree."""
+        readers = [name for name, one in self.policies.items() if policy in (one.trains_on or [name])]
+        found = {self.policies[name].trainer.step_rewards for name in readers or [policy]}
+        if len(found) > 1:
+            raise ValueError(
+                f"trainer.step_rewards differs among {', '.join(readers)}, which train on the same samples of "
+                f"{policy}: give all of them the same"
+            )
+        return found.pop()
 
     @property
     def reward_givers(self) -> Literal["nobody", "run", "agent"]:

@@ -87,7 +87,7 @@ class Role(Protocol):
         schema: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> list[Said]:
-        """Several independent answers to the same messages. They share a `call`: a reward of it is that of each."""
+        """Several independent answers to the same messages. Each has a `call` of its own, for its reward."""
 
 
 @runtime_checkable
@@ -160,7 +160,9 @@ class Episode(Protocol):
         policy: str | None = None,
     ) -> None:
         """Give a reward: to one answer by the `id` that the agent saw, to all answers of the n-th call (`turn`, from
-        0), to one leaf of the policy's tree by its number, or, with none of these, to the whole session."""
+        0), to one leaf of the policy's tree by its number, or, with none of these, to the whole session.
+
+        An answer's reward is that of the sample which holds it. Several in one sample need `trainer.step_rewards`."""
 
     def metric(self, name: str, value: float) -> None:
         """Keep a number with the episode; the mean over each batch stands among the step's metrics, as episode/NAME."""

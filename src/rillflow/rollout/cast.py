@@ -28,6 +28,7 @@ from rillflow.rollout.late import LateRewards
 from rillflow.rollout.loading import load_reward
 from rillflow.rollout.players import Player, load_player
 from rillflow.rollout.push import Ends
+from rillflow.rollout.rewards import RewardRules
 
 
 class Cast(NamedTuple):
@@ -53,6 +54,7 @@ class Cast(NamedTuple):
             late=late,
             clock=clock,
             surroundings=self.surroundings,
+            rules=RewardRules.of(self.recipe),
         )
 
 

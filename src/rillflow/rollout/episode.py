@@ -82,6 +82,7 @@ class RunningEpisode:
         self._surroundings = surroundings or Surroundings()
         self._environment: Environment | None = None
         self.metrics: dict[str, float] = {}
+        self.roles: set[str] = set()  # those that it has named
         self._clock = clock
         self._end = clock.monotonic() + seconds
 
@@ -124,6 +125,7 @@ class RunningEpisode:
         return max(0.0, self._end - self._clock.monotonic())
 
     def role(self, name: str) -> PolicyRole:
+        self.roles.add(name)
         policy = self._surroundings.policy_of(name, self.policies)
         return PolicyRole(name, policy, partial(self.agent, name), self._chat)
 
@@ -137,6 +139,7 @@ class RunningEpisode:
                 log.warning("an environment could not be closed: %s", short(error))
 
     def agent(self, name: str) -> openai.AsyncOpenAI:
+        self.roles.add(name)
         return self.client.with_options(default_headers={AGENT_HEADER.decode(): name})
 
     def reward(

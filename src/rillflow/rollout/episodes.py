@@ -18,16 +18,16 @@ import openai
 from rillflow.agents.surroundings import Surroundings
 from rillflow.config.schema import RolloutConfig
 from rillflow.contracts import Clock
-from rillflow.errors import RillflowError
+from rillflow.errors import RewardError, RillflowError, WorkflowError
 from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.feed import EndSession
 from rillflow.gateway.server import Gateway, anthropic_url
 from rillflow.gateway.sessions.session import Session
-from rillflow.rollout.episode import EpisodeFailed, Give, Reward, RunningEpisode, score
+from rillflow.rollout.episode import MOST_METRICS, EpisodeFailed, Give, Reward, RunningEpisode, score, short
 from rillflow.rollout.late import LateRewards
 from rillflow.rollout.players import NotTaken, OutsidePlayer, Played, Player
 from rillflow.rollout.push import Ends, check_record
-from rillflow.rollout.rewards import rewards_given
+from rillflow.rollout.rewards import RewardRules, rewards_given, role_rewards
 from rillflow.types import Ack, TaskLease, Wire
 
 log = logging.getLogger(__name__)
@@ -65,6 +65,7 @@ class Episodes:
         late: LateRewards,
         clock: Clock,
         surroundings: Surroundings | None = None,
+        rules: RewardRules | None = None,
     ) -> None:
         self.stopping = False
         self.resting = False
@@ -83,6 +84,7 @@ class Episodes:
         self._late = late
         self._clock = clock
         self._surroundings = surroundings
+        self._rules = rules or RewardRules()
 
     def room(self, under_way: int) -> int:
         """How many tasks to ask for when so many are under way."""
@@ -147,7 +149,7 @@ class Episodes:
             api_key=key,
             clock=self._clock,
             seconds=self._limits.episode_timeout,
-            give=_giving(self._sessions.get(attempt)),
+            give=self._giving(self._sessions.get(attempt)),
             surroundings=self._surroundings,
             chat=partial(self._gateway.chat, attempt),
         )
@@ -183,7 +185,11 @@ class Episodes:
             if refused := self._sessions.get(lease.attempt).rewards_refused:
                 metrics[REWARDS_REFUSED] = float(refused)
             record = self._sessions.close(lease.attempt, keep=True)
-            check_record(record, rewards, answer_is_reward=self._reward is None)
+            trained = lease.task.lane != "eval"
+            check_record(record, rewards, answer_is_reward=self._reward is None, rules=self._rules if trained else None)
+            for name, value in role_rewards(record, rewards, played.roles).items():
+                if len(metrics) < MOST_METRICS:
+                    metrics[name] = value
         except EpisodeFailed as failure:
             with suppress(CallRefused):  # never opened, or closed
                 self._sessions.end(lease.attempt)
@@ -201,16 +207,37 @@ class Episodes:
         payload, limit = kept.lease.task.prompt.payload, self._limits.reward_timeout
         if self._reward is not None:
             return await score(self._reward, payload, played.answer, limit, self._policies, metrics=metrics)
-        if played.reward is not None:
-            return await score(None, payload, played.reward, limit, self._policies, metrics=metrics)
         session = self._sessions.get(kept.lease.attempt)
+        if played.reward is not None:
+            if session.rewards.of_session:
+                raise EpisodeFailed(
+                    "reward_error", "the session was given a reward, and another was returned: give one of them"
+                )
+            return await score(None, payload, played.reward, limit, self._policies, metrics=metrics)
         if session.calls and not _is_rewarded(session) and self._limits.late_rewards:
             await self._await_reward(kept, session)
-        given = rewards_given(session.rewards.settle(), session.trees)
+        try:
+            given = rewards_given(session.rewards.settle(), session.trees, self._rules)
+        except RewardError as error:
+            raise EpisodeFailed("reward_error", short(error)) from error
         rewards = {policy: given[policy] for policy in self._policies if policy in given}
         if session.calls and not rewards:
             raise EpisodeFailed("reward_error", "no reward in time: none was returned or given to the session")
         return rewards
+
+    def _giving(self, session: Session) -> Give:
+        """Rewards from this process: they need not be on disk before the next word, only before the session's end."""
+
+        def give(value: float, *, call: str | None, turn: int | None, leaf: int | None, policy: str | None) -> None:
+            if self._reward is not None and call is None and turn is None and leaf is None:
+                raise WorkflowError(
+                    "the recipe's `reward` decides what the whole episode is worth: this reward would not count",
+                    "reward single answers (call=…), or leave `reward` out of the recipe",
+                )
+            session.rewards.give(value, call=call, turn=turn, leaf=leaf, policy=policy)
+            session.log.rewarded(session)
+
+        return give
 
     async def _await_reward(self, kept: Kept, session: Session) -> None:
         """The episode waits aside; its agent is free for another."""
@@ -231,16 +258,6 @@ class Episodes:
 def _is_rewarded(session: Session) -> bool:
     """Whether every policy of the session has a reward of the whole session."""
     return session.trees.keys() <= session.rewards.settle().session.keys()
-
-
-def _giving(session: Session) -> Give:
-    """Rewards from this process: they need not be on disk before the next word, only before the session's end."""
-
-    def give(value: float, *, call: str | None, turn: int | None, leaf: int | None, policy: str | None) -> None:
-        session.rewards.give(value, call=call, turn=turn, leaf=leaf, policy=policy)
-        session.log.rewarded(session)
-
-    return give
 
 
 async def _played(played: Played) -> Played:

@@ -19,12 +19,13 @@ Open = Callable[[], RunningEpisode]
 
 
 class Played(NamedTuple):
-    """What is left when an episode was played: an answer for the reward function, a reward, if one was told, and what
-    the workflow has measured."""
+    """What is left when an episode was played: an answer for the reward function, a reward, if one was told, what the
+    workflow has measured, and the roles that it named."""
 
     answer: Any
     reward: Any = None
     metrics: Mapping[str, float] = {}
+    roles: frozenset[str] = frozenset()
 
 
 class NotTaken(Exception):
@@ -61,7 +62,7 @@ class WorkflowPlayer:
             answer = await play(self._workflow, episode)
         finally:
             await episode.close()
-        return Played(answer, answer, episode.metrics)
+        return Played(answer, answer, episode.metrics, frozenset(episode.roles))
 
     def over(self, attempt: str, *, accepted: bool, reason: str) -> None: ...
 

@@ -15,7 +15,7 @@ from rillflow.clients.units import UnitWriter
 from rillflow.errors import LeaseLost, RillflowError
 from rillflow.gateway.trees.record import Sample, SessionRecord
 from rillflow.rollout.episode import EpisodeFailed, short
-from rillflow.rollout.rewards import require_all
+from rillflow.rollout.rewards import RewardRules, check_parts, require_all
 from rillflow.types import Ack, CompleteTask, FailTask, Row, SampleMeta, TaskLease
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Pusher:
         seconds: float,
         metrics: Mapping[str, float],
     ) -> Ack:
-        """Push a trajectory whose policies have these `rewards`; a leaf's own goes before its policy's."""
+        """Push a trajectory whose policies have these `rewards`; a sample's own goes before its policy's."""
         samples, payloads = pack(record, list(rewards), self._untrained)
         rows = await self._writer.put(payloads, PUSH_DEADLINE)
         done = CompleteTask(
@@ -90,18 +90,25 @@ class Pusher:
         return Ack(accepted=False, reason=str(failure))
 
 
-def check_record(record: SessionRecord, rewards: Mapping[str, float], *, answer_is_reward: bool) -> None:
-    """EpisodeFailed where a record cannot be trained on: no call, holes, or a policy or a part without its reward."""
+def check_record(
+    record: SessionRecord, rewards: Mapping[str, float], *, answer_is_reward: bool, rules: RewardRules | None = None
+) -> None:
+    """EpisodeFailed where a record cannot be trained on: no call, holes, a policy or a part without its reward, or
+    rewards that break the recipe's `rules` (None: nobody trains on it)."""
     if record.calls == 0:
         raise EpisodeFailed("no_model_call", "the agent called no model")
     if not record.trainable:
         raise EpisodeFailed("record_incomplete", record.incomplete)
-    unknown = record.settled().unknown
-    if unknown:
-        raise EpisodeFailed("reward_error", f"rewards were given to what the session does not have: {unknown[0]}")
+    settled = record.settled()
+    if settled.unknown:
+        raise EpisodeFailed(
+            "reward_error", f"rewards were given to what the session does not have: {settled.unknown[0]}"
+        )
     sampled = {policy for policy, tree in record.trees.items() if tree.leaves()}
     try:
         require_all(rewards, sampled, answer_is_reward=answer_is_reward)
+        if rules is not None:
+            check_parts(settled, record.trees, rules)
     except RillflowError as error:
         raise EpisodeFailed("reward_error", short(error)) from error
 
@@ -119,7 +126,7 @@ def pack(
 
 
 def describe(sample: Sample, row: Row, reward: float) -> SampleMeta:
-    """What the ledger is told of a sample; its leaf's own reward wins over its policy's."""
+    """What the ledger is told of a sample; its own reward wins over its policy's."""
     return SampleMeta(
         policy=sample.policy,
         row=row,

@@ -1,23 +1,46 @@
 """What a workflow or a reward function may return: a number, or a mapping of policies to numbers; and what rewards
 that were given to a session, or to parts of it, come to.
 
-Invariant: every policy whose tokens an episode trains has a finite reward that somebody gave it; none is made up.
+Invariants: every sample that an episode trains has a finite reward that somebody gave it, or its policy; none is made
+up. A sample with several rewarded answers is trained as the recipe says (`trainer.step_rewards`), or refused.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from numbers import Real
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
+from rillflow.config import Recipe
 from rillflow.errors import RewardError, RillflowError, WorkflowError
 from rillflow.gateway.sessions.rewards import Settled
+from rillflow.gateway.trees.record import LeafReward, SessionRecord, leaf_rewards
 from rillflow.gateway.trees.tree import TokenTree
 
+_BY_STEPS = ("own", "to_go")  # values of `trainer.step_rewards` with which a trainer reads rewards of single answers
 _NONE_NAMED = "the workflow must return the reward, because the recipe names none"
+
+
+@dataclass(frozen=True)
+class RewardRules:
+    """What a recipe says of rewards. `steps` is the `trainer.step_rewards` of whoever trains on a policy's samples;
+    what `untrained` agents said needs no reward."""
+
+    steps: Mapping[str, str | None] = field(default_factory=dict)
+    untrained: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> RewardRules:
+        return cls({name: recipe.step_rewards(name) for name in recipe.policies}, frozenset(recipe.untrained))
+
+    def trained(self, policy: str, tree: TokenTree, settled: Settled) -> list[LeafReward]:
+        """Return the rewards of the samples that trainers get."""
+        return [one for one in leaf_rewards(policy, tree, settled) if one.agent not in self.untrained]
 
 
 def rewards_of(value: Any, policies: Sequence[str], *, answer_is_reward: bool) -> dict[str, float]:
@@ -44,19 +67,63 @@ def require_all(rewards: Mapping[str, float], sampled: Collection[str], *, answe
         )
 
 
-def rewards_given(settled: Settled, trees: Mapping[str, TokenTree]) -> dict[str, float]:
-    """Of each policy: its session's reward, or the mean of its leaves', or the sum of its answers'; none is absent."""
-    rewards: dict[str, float] = {}
+def rewards_given(settled: Settled, trees: Mapping[str, TokenTree], rules: RewardRules) -> dict[str, float]:
+    """Return the reward of each policy: its session's, or the mean of its samples' own.
+
+    A policy without any is absent. RewardError where some of its samples have a reward, and others have none.
+    """
+    rewards = dict(settled.session)
     for policy, tree in trees.items():
-        leaves = list(settled.leaves.get(policy, {}).values())
-        answers = [settled.answers[node.call] for node in tree.nodes() if node.call in settled.answers]
-        if policy in settled.session:
-            rewards[policy] = settled.session[policy]
-        elif leaves:
-            rewards[policy] = math.fsum(leaves) / len(leaves)
-        elif answers:
-            rewards[policy] = math.fsum(answers)
+        if policy in rewards:
+            continue
+        samples = rules.trained(policy, tree, settled)
+        own = [one.value for one in samples if one.value is not None]
+        if own and len(own) < len(samples):
+            raise RewardError(
+                f"{len(samples) - len(own)} of {len(samples)} samples of policy {policy!r} have no reward",
+                "reward an answer of every conversation, or the whole session",
+            )
+        if own:
+            rewards[policy] = fmean(own)
     return rewards
+
+
+def check_parts(settled: Settled, trees: Mapping[str, TokenTree], rules: RewardRules) -> None:
+    """Refuse rewards of answers that no trainer would read, or of which the recipe does not say how they are read."""
+    for policy, tree in trees.items():
+        how = rules.steps.get(policy)
+        if how not in _BY_STEPS and not settled.answers:
+            continue
+        samples = rules.trained(policy, tree, settled)
+        most = max((len(one.answers) for one in samples), default=0)
+        if how in _BY_STEPS:
+            if samples and not most:
+                raise RewardError(
+                    f"no answer of policy {policy!r} has a reward, and trainer.step_rewards={how} reads no others",
+                    "give episode.reward(value, call=…), or leave trainer.step_rewards out",
+                )
+        elif any(one.leaf is not None and one.answers for one in samples):
+            raise RewardError(
+                f"a sample of policy {policy!r} has a reward of its leaf, and its answers have others",
+                "reward one of them, or set trainer.step_rewards to own or to_go",
+            )
+        elif most > 1 and how is None:
+            raise RewardError(
+                f"a sample of policy {policy!r} holds {most} answers with a reward, and the recipe does not say how "
+                "they are trained",
+                "set trainer.step_rewards: sum for their sum, own or to_go for advantages of single answers",
+            )
+
+
+def role_rewards(record: SessionRecord, rewards: Mapping[str, float], roles: Collection[str]) -> dict[str, float]:
+    """Return the mean reward of the samples of each of these roles, by the name of its metric."""
+    found: dict[str, list[float]] = {}
+    settled = record.settled()
+    for policy, tree in record.trees.items() if roles else ():
+        for one in leaf_rewards(policy, tree, settled):
+            if one.agent in roles:
+                found.setdefault(one.agent, []).append(rewards[policy] if one.value is None else one.value)
+    return {f"role_reward/{role}": fmean(values) for role, values in found.items()}
 
 
 def _finite(value: Any, kind: type[RillflowError], what: str) -> float:

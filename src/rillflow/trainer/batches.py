@@ -101,7 +101,7 @@ def make_rows(samples: Sequence[BatchSample], payload: Sequence[Arrays], policy:
 
 def columns_of(config: TrainerConfig) -> tuple[str, ...]:
     """What a trainer reads of each row."""
-    return (*TRAINED_COLUMNS, "rewards") if config.step_rewards is not None else TRAINED_COLUMNS
+    return (*TRAINED_COLUMNS, "rewards") if config.by_steps else TRAINED_COLUMNS
 
 
 def no_rows() -> Rows:

@@ -60,6 +60,20 @@ def test_exactly_one_plays(tmp_path: Path, keys: dict[str, object]) -> None:
         ({"command": "true", "reward": "math", "rewards": "agent"}, "exclude each other"),
         ({"workflow": "a:b", "reward": "math", "rewards": "agent"}, "exclude each other"),
         ({"command": "true", "rewards": "everybody"}, "rewards"),
+        (
+            {"command": "true", "rewards": "recipe", "reward": "math", "trainer": {"step_rewards": "own"}},
+            "nothing would reward single answers",
+        ),
+        (
+            {
+                "workflow": "a:b",
+                "policies": {
+                    "a": {"model": "tiny", "trainer": {"step_rewards": "own"}},
+                    "b": {"model": "tiny", "trains_on": ["a", "b"]},
+                },
+            },
+            "trainer.step_rewards differs among a, b",
+        ),
     ],
 )
 def test_rewards_that_nobody_gives_or_reads_are_refused(tmp_path: Path, keys: dict[str, object], message: str) -> None:

@@ -80,7 +80,7 @@ def test_rewards_of_answers_stand_at_their_last_tokens(played: Played) -> None:
     assert "rewards" not in other.columns
     for row in (left, right):
         assert row.columns["rewards"].dtype == np.dtype(COLUMNS["rewards"])
-        assert row.reward is None
+    assert (left.reward, right.reward, other.reward) == (0.25, -1.0, None)
     first = len(RENDERER.encode("first"))
     at = int(np.flatnonzero(left.columns["mask"])[first])
     assert left.columns["rewards"][at] == 0.25

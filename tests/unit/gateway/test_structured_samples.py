@@ -74,7 +74,8 @@ async def test_what_is_trained_has_the_log_probs_that_a_trainer_computes() -> No
         answers = await role.ask_many([USER], 4, schema=SCHEMA, temperature=1.0, max_tokens=60)
         for said in answers:
             assert set(json.loads(said.text)) == {"color", "count"}
-        gateway.sessions.get("s1").rewards.give(2.0, call=answers[0].call)
+        for said in answers:
+            gateway.sessions.get("s1").rewards.give(2.0, call=said.call)
         samples = gateway.sessions.close("s1").samples("agent")
     assert len(samples) == 4
     rows = make_rows([batch_sample(one) for one in samples], [one.columns for one in samples], "agent", 0)

@@ -25,6 +25,7 @@ from rillflow.rollout.main import incarnation
 from rillflow.rollout.node import Node
 from rillflow.rollout.players import OutsidePlayer, Player, WorkflowPlayer
 from rillflow.rollout.push import Pusher
+from rillflow.rollout.rewards import RewardRules
 from rillflow.types import (
     Ack,
     Chunk,
@@ -160,6 +161,7 @@ class World:
         player: Player | None = None,
         reward: Any = None,
         givers: Givers | None = None,
+        rules: RewardRules | None = None,
         policies: tuple[str, ...] = ("agent",),
         clock: Any = None,
         limits: GatewayConfig | None = None,
@@ -177,6 +179,7 @@ class World:
         self._player: Player = player or (WorkflowPlayer(workflow) if workflow else OutsidePlayer(self.feed))
         self._reward = reward
         self._givers: Givers = givers or ("run" if reward is None else "nobody")
+        self._rules = rules
         self._policies = policies
         self._limits = limits
         self._rollout = RolloutConfig(**rollout)
@@ -208,6 +211,7 @@ class World:
         self.episodes = Episodes(
             self._rollout, self._policies, player=self._player, reward=self._reward, gateway=self.gateway,
             client=client, pusher=Pusher("n", self.dataflow, writer), late=late, clock=self.clock,
+            rules=self._rules,
         )  # fmt: skip
         going_on = self.episodes.going_on(self.gateway.sessions.restore())
         self.url = self.episodes.gateway_url = await self.gateway.start("127.0.0.1", self._port)

@@ -14,6 +14,7 @@ from rollout_support import TOKEN, World, call, until
 from rillflow.config.schema import GatewayConfig
 from rillflow.contracts import Episode, SystemClock
 from rillflow.rollout import late as module
+from rillflow.rollout.rewards import RewardRules
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +109,8 @@ async def test_a_reward_that_came_during_the_episode_is_not_waited_for(tmp_path:
 
 
 async def test_rewards_of_answers_and_leaves_go_with_the_samples(tmp_path: Path) -> None:
-    """A leaf's own reward wins over the session's; the session's is the mean of its leaves' where it has none."""
+    """A leaf's own reward wins over its answers' in the sample, which a trainer reads one by one; the session's is the
+    mean of its samples' where it has none."""
 
     async def two_leaves(episode: Episode) -> None:
         await silent(episode)
@@ -119,7 +121,8 @@ async def test_rewards_of_answers_and_leaves_go_with_the_samples(tmp_path: Path)
         episode.reward(1.0, leaf=0)
         episode.reward(3.0, leaf=1)
 
-    async with World(tmp_path, 1, workflow=two_leaves) as world:
+    rules = RewardRules(steps={"agent": "own"})
+    async with World(tmp_path, 1, workflow=two_leaves, rules=rules) as world:
         await world.dataflow.until(1)
         (done,) = world.dataflow.done
         assert done.reward == 2.0
@@ -131,7 +134,7 @@ async def test_rewards_of_answers_and_leaves_go_with_the_samples(tmp_path: Path)
         assert column[-1] == 0.5
 
 
-async def test_the_sessions_reward_is_the_sum_of_its_answers_where_only_they_have_one(tmp_path: Path) -> None:
+async def test_the_sessions_reward_is_the_mean_of_its_samples_where_only_answers_have_one(tmp_path: Path) -> None:
     async def by_turn(episode: Episode) -> None:
         await silent(episode)
         episode.reward(0.5, turn=0)
@@ -140,7 +143,8 @@ async def test_the_sessions_reward_is_the_sum_of_its_answers_where_only_they_hav
 
     async with World(tmp_path, 1, workflow=by_turn) as world:
         await world.dataflow.until(1)
-    assert [done.reward for done in world.dataflow.done] == [0.75]
+    assert [done.reward for done in world.dataflow.done] == [0.375]
+    assert [sample.reward for sample in world.dataflow.done[0].samples] == [0.5, 0.25]
 
 
 async def test_a_reward_for_what_is_not_there_fails_the_episode(tmp_path: Path) -> None:
@@ -156,7 +160,7 @@ async def test_a_reward_for_what_is_not_there_fails_the_episode(tmp_path: Path) 
     assert "leaf 5" in failed.error
 
 
-async def test_the_recipes_reward_function_goes_before_what_agents_give(tmp_path: Path) -> None:
+async def test_beside_a_reward_function_a_workflow_cannot_reward_the_session(tmp_path: Path) -> None:
     async def flatters_itself(episode: Episode) -> str:
         await silent(episode)
         episode.reward(100.0)
@@ -164,7 +168,20 @@ async def test_the_recipes_reward_function_goes_before_what_agents_give(tmp_path
 
     async with World(tmp_path, 1, workflow=flatters_itself, reward=lambda payload, answer: 0.5) as world:
         await world.dataflow.until(1)
-    assert [done.reward for done in world.dataflow.done] == [0.5]
+    (failed,) = world.dataflow.failed
+    assert failed.cause == "workflow_error"
+    assert "the recipe's `reward` decides" in failed.error
+
+
+async def test_a_returned_reward_beside_a_given_one_is_refused(tmp_path: Path) -> None:
+    async def says_both(episode: Episode) -> float:
+        await silent(episode)
+        episode.reward(1.0)
+        return 0.0
+
+    async with World(tmp_path, 1, workflow=says_both) as world:
+        await world.dataflow.until(1)
+    assert "the session was given a reward, and another was returned" in world.dataflow.failed[0].error
 
 
 async def test_one_policy_without_a_reward_fails_the_episode(tmp_path: Path) -> None:

@@ -15,13 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from rillflow.agents.agentflow.actions import ANSWER, THINK
 from rillflow.agents.agentflow.executor import Executor, tools_of
 from rillflow.agents.agentflow.options import FlowOptions, read_options
-from rillflow.agents.agentflow.planner import Planner
+from rillflow.agents.agentflow.planner import ROLE, Planner
 from rillflow.agents.agentflow.prm_text import prm_row
 from rillflow.agents.agentflow.verifier import verifier_of
 from rillflow.agents.memory.episodes import EpisodeMemory, store_of
 from rillflow.agents.memory.task import Memory, TaskMemory
 from rillflow.agents.rewards.process import ProcessReward
-from rillflow.agents.workflows.sequences import Sequences
 from rillflow.contracts import Episode
 
 # One thread: however many episodes ask at once, the model is loaded once, and the node's other threads stay free.
@@ -32,9 +31,8 @@ async def play(episode: Episode) -> str | None:
     """The final answer, for the recipe's reward."""
     options = read_options(episode.options)
     tools = tools_of(episode, options.actions)
-    sequences = Sequences(episode, {})
-    planner = Planner(sequences, options, [THINK, *tools, ANSWER])
-    executor, verifier = Executor(episode, tools), verifier_of(sequences, options)
+    planner = Planner(episode.role(ROLE), options, [THINK, *tools, ANSWER])
+    executor, verifier = Executor(episode, tools), verifier_of(episode, options)
     memory, question = memory_of(episode, options), str(episode.payload["question"])
     await memory.begin(question)
     answer = fallback = None
@@ -54,7 +52,7 @@ async def play(episode: Episode) -> str | None:
             answer = None if final is None else final.action_input
             break
     await memory.end(answer)
-    await _reward_steps(episode, planner, sequences, question, options)
+    await _reward_steps(episode, planner, question, options)
     return fallback if answer is None else answer
 
 
@@ -64,9 +62,7 @@ def memory_of(episode: Episode, options: FlowOptions) -> Memory:
     return EpisodeMemory(store_of(options.memory), options.memory, writes=not episode.evaluating)
 
 
-async def _reward_steps(
-    episode: Episode, planner: Planner, sequences: Sequences, question: str, options: FlowOptions
-) -> None:
+async def _reward_steps(episode: Episode, planner: Planner, question: str, options: FlowOptions) -> None:
     """What the process reward model makes of each answer; a model that fails raises, so that nothing is made up."""
     if options.process_reward is None or episode.evaluating or not planner.steps:
         return
@@ -80,4 +76,4 @@ async def _reward_steps(
         )
         scores = iter(found)
     for step in planner.steps:
-        sequences.reward(step.spoken, 0.0 if step.decision is None else next(scores))
+        episode.reward(0.0 if step.decision is None else next(scores), call=step.said.call)

@@ -13,7 +13,8 @@ from typing import Any
 from rillflow.agents.agentflow.actions import ANSWER, Decision, parse, schema
 from rillflow.agents.agentflow.options import FlowOptions
 from rillflow.agents.agentflow.prompts import asked
-from rillflow.agents.workflows.sequences import Sequences, Spoken
+from rillflow.contracts import Role
+from rillflow.types import Said
 
 ROLE = "planner"
 _TRIES = 2
@@ -23,15 +24,15 @@ _TRIES = 2
 class Step:
     """One answer of the planner; `decision` is None where it was malformed."""
 
-    spoken: Spoken
+    said: Said
     decision: Decision | None
 
 
 class Planner:
-    """`actions` are those it may take. Each answer is a sequence of its own: the prompt is made anew every time."""
+    """`actions` are those it may take. Each answer is a conversation, and a sample, of its own."""
 
-    def __init__(self, sequences: Sequences, options: FlowOptions, actions: Sequence[str]) -> None:
-        self._sequences = sequences
+    def __init__(self, role: Role, options: FlowOptions, actions: Sequence[str]) -> None:
+        self._role = role
         self._options = options
         self._actions = actions
         self.steps: list[Step] = []
@@ -45,9 +46,9 @@ class Planner:
         if self._options.structured:
             settings["schema"] = schema(actions, self._options.longest)
         for _ in range(_TRIES):
-            spoken = await self._sequences.ask(ROLE, prompt, **settings)
-            decision = None if spoken.said.cut else parse(spoken.text, actions)
-            self.steps.append(Step(spoken, decision))
+            said = await self._role.ask([{"role": "user", "content": prompt}], **settings)
+            decision = None if said.cut else parse(said.text, actions)
+            self.steps.append(Step(said, decision))
             if decision is not None:
                 return decision
         return None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rillflow.agents.agentflow.options import Endpoint, FlowOptions
 from rillflow.agents.agentflow.prompts import asked
-from rillflow.agents.workflows.sequences import Sequences
+from rillflow.contracts import Episode, Role
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -45,8 +45,8 @@ class NoVerifier:
 class PolicyVerifier:
     """A role of the workflow. Its calls are the session's: the recipe's `untrained` keeps them out of training."""
 
-    def __init__(self, sequences: Sequences, options: FlowOptions) -> None:
-        self._sequences = sequences
+    def __init__(self, role: Role, options: FlowOptions) -> None:
+        self._role = role
         self._options = options
         self._settings: dict[str, Any] = {"max_tokens": _MAX_TOKENS}
         if options.structured:
@@ -54,7 +54,8 @@ class PolicyVerifier:
 
     async def sufficient(self, question: str, memory: str) -> bool:
         prompt = asked(self._options.prompts, "verifier", question=question, memory=memory)
-        return says_sufficient((await self._sequences.ask(ROLE, prompt, **self._settings)).text)
+        said = await self._role.ask([{"role": "user", "content": prompt}], **self._settings)
+        return says_sufficient(said.text)
 
 
 class EndpointVerifier:
@@ -81,12 +82,12 @@ class EndpointVerifier:
         return says_sufficient(response.choices[0].message.content or "")
 
 
-def verifier_of(sequences: Sequences, options: FlowOptions) -> Verifier:
+def verifier_of(episode: Episode, options: FlowOptions) -> Verifier:
     """The one that the recipe names."""
     if options.verifier == "none":
         return NoVerifier()
     if options.verifier == "role":
-        return PolicyVerifier(sequences, options)
+        return PolicyVerifier(episode.role(ROLE), options)
     return EndpointVerifier(options.verifier, options)
 
 

@@ -41,7 +41,9 @@ class GameOptions(Section):
         None, description="so many actions that make no sense are forgiven; default: all"
     )
     reward: Literal["sum", "final"] = Field("sum", description="of all steps, or of the last one")
-    step_rewards: bool = Field(False, description="each answer also gets what its own step earned")
+    step_rewards: bool = Field(
+        False, description="each answer also gets what its own step earned; needs trainer.step_rewards"
+    )
     show_actions: bool = Field(False, description="possible actions are listed, where the environment knows them")
 
 

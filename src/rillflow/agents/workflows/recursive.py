@@ -6,7 +6,7 @@ asks for in one answer is worked on at once, and the results come back in the or
 
 Invariants: never more than `agents` of them in an episode, none deeper than `depth`, none asked more than `turns`
 times; what goes beyond these bounds is told to the agent that wanted it, not raised. All answers of an episode are
-worth what the first agent's is; with `credit: answers` also each by itself, for algorithms that take rewards of steps.
+worth what the first agent's is; with `credit: answers` also each by itself (`trainer.step_rewards`).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class RecursiveOptions(Options):
     credit: Literal["outcome", "answers"] = Field(
         "outcome",
         description="outcome: every sample gets the episode's reward; answers: besides, every answer gets it by "
-        "itself, or 0 where it neither asked nor answered",
+        "itself, or 0 where it neither asked nor answered; needs trainer.step_rewards",
     )
 
 

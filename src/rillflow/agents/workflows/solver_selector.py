@@ -12,8 +12,7 @@ import re
 from typing import TYPE_CHECKING
 
 from rillflow.agents.workflows.coding import CodeOptions, example_of
-from rillflow.agents.workflows.sequences import Sequences
-from rillflow.agents.workflows.wording import checker, filler, is_right, options_of, problem_of
+from rillflow.agents.workflows.wording import checker, filler, is_right, options_of, outcome, problem_of, user
 
 if TYPE_CHECKING:
     from rillflow.contracts import Episode
@@ -37,20 +36,21 @@ async def play(episode: Episode) -> dict[str, float]:
     options = options_of(episode, CodeOptions)
     example = example_of(episode.payload)
     fill, check = filler(PROMPTS, options.prompts), checker(episode, options)
-    calls, question = Sequences(episode, options.settings), problem_of(episode)
-    a, b = await calls.ask_many("solver", fill("solve", question=question, example=example), 2)
+    solver, selector, question = episode.role("solver"), episode.role("selector"), problem_of(episode)
+    solve = user(fill("solve", question=question, example=example))
+    a, b = await solver.ask_many(solve, 2, **options.settings_of("solver"))
+    select = user(fill("select", question=question, example=example, a=a.text, b=b.text))
     selected, worth_a, worth_b = await asyncio.gather(
-        calls.ask("selector", fill("select", question=question, example=example, a=a.text, b=b.text)),
+        selector.ask(select, **options.settings_of("selector")),
         check(a.text),
         check(b.text),
     )
     choice = choice_of(selected.text)
     picked = worth_of_choice(choice, is_right(worth_a), is_right(worth_b))
-    calls.reward(a, worth_a)
-    calls.reward(b, worth_b)
-    calls.reward(selected, picked)
+    for said, worth in ((a, worth_a), (b, worth_b), (selected, picked)):
+        episode.reward(worth, call=said.call)
     episode.metric("candidates", (worth_a + worth_b) / 2)
-    return calls.outcome(worth_b if choice == "B" else worth_a, selector=picked)
+    return outcome(episode, worth_b if choice == "B" else worth_a, selector=picked)
 
 
 def choice_of(text: str) -> str | None:

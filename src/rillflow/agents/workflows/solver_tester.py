@@ -15,8 +15,7 @@ from pydantic import Field
 
 from rillflow.agents.sandbox import SandboxConfig, code_of, shared
 from rillflow.agents.workflows.coding import CodeOptions, example_of, feedback, reference_of, written_cases
-from rillflow.agents.workflows.sequences import Sequences
-from rillflow.agents.workflows.wording import checker, filler, is_right, options_of, problem_of
+from rillflow.agents.workflows.wording import checker, filler, is_right, options_of, outcome, problem_of, user
 
 if TYPE_CHECKING:
     from rillflow.contracts import Episode
@@ -50,30 +49,29 @@ async def play(episode: Episode) -> dict[str, float]:
     fill, check = filler(PROMPTS, options.prompts), checker(episode, options)
     reference = reference_of(episode.payload)
     sandbox = await asyncio.to_thread(shared, options.sandbox)  # the first one takes a moment to be built
-    calls, question = Sequences(episode, options.settings), problem_of(episode)
-    first = await calls.ask("solver", fill("solve", question=question, example=example))
+    solver, tester, question = episode.role("solver"), episode.role("tester"), problem_of(episode)
+    settings = options.settings_of("solver")
+    first = await solver.ask(user(fill("solve", question=question, example=example)), **settings)
     program = code_of(first.text)
-    tests, worth = await asyncio.gather(
-        calls.ask("tester", fill("test", question=question, example=example, program=program)), check(first.text)
-    )
-    calls.reward(first, worth)
+    test = user(fill("test", question=question, example=example, program=program))
+    tests, worth = await asyncio.gather(tester.ask(test, **options.settings_of("tester")), check(first.text))
+    episode.reward(worth, call=first.call)
     episode.metric("first", worth)
     cases = written_cases(tests.text, episode.payload)
     if cases is None:
-        calls.reward(tests, 0.0)
-        return calls.outcome(worth, tester=0.0)
+        episode.reward(0.0, call=tests.call)
+        return outcome(episode, worth, tester=0.0)
     right, tried = await asyncio.gather(sandbox.grade(reference, cases), sandbox.grade(program, cases))
     tested = worth_of_cases(valid=right.ok, says=tried.ok, truth=is_right(worth))
-    calls.reward(tests, tested)
+    episode.reward(tested, call=tests.call)
     episode.metric("valid_cases", right.ok)
     if not tried.ok and not is_right(worth):
         results = feedback(tests.text, tried.cases)
-        second = await calls.ask(
-            "solver", fill("retry", question=question, example=example, program=program, results=results)
-        )
+        retry = user(fill("retry", question=question, example=example, program=program, results=results))
+        second = await solver.ask(retry, **settings)
         worth = await check(second.text)
-        calls.reward(second, worth)
-    return calls.outcome(worth, tester=tested)
+        episode.reward(worth, call=second.call)
+    return outcome(episode, worth, tester=tested)
 
 
 def worth_of_cases(*, valid: bool, says: bool, truth: bool) -> float:

@@ -10,8 +10,16 @@ import asyncio
 import re
 from typing import TYPE_CHECKING
 
-from rillflow.agents.workflows.sequences import Sequences
-from rillflow.agents.workflows.wording import Options, checker, filler, is_right, options_of, problem_of
+from rillflow.agents.workflows.wording import (
+    Options,
+    checker,
+    filler,
+    is_right,
+    options_of,
+    outcome,
+    problem_of,
+    user,
+)
 
 if TYPE_CHECKING:
     from rillflow.contracts import Episode
@@ -35,22 +43,24 @@ async def play(episode: Episode) -> dict[str, float]:
     """Roles: solver, verifier. The payload has `question` (or `problem`) and what `check` compares with."""
     options = options_of(episode, Options)
     fill, check = filler(PROMPTS, options.prompts), checker(episode, options)
-    calls, question = Sequences(episode, options.settings), problem_of(episode)
-    first = await calls.ask("solver", fill("solve", question=question))
+    solver, verifier, question = episode.role("solver"), episode.role("verifier"), problem_of(episode)
+    settings = options.settings_of("solver")
+    first = await solver.ask(user(fill("solve", question=question)), **settings)
     verdict, worth = await asyncio.gather(
-        calls.ask("verifier", fill("verify", question=question, solution=first.text)), check(first.text)
+        verifier.ask(user(fill("verify", question=question, solution=first.text)), **options.settings_of("verifier")),
+        check(first.text),
     )
     said = verdict_of(verdict.text)
     judged = float(said is not None and (said == "approve") == is_right(worth))
-    calls.reward(first, worth)
-    calls.reward(verdict, judged)
+    episode.reward(worth, call=first.call)
+    episode.reward(judged, call=verdict.call)
     episode.metric("first", worth)
     episode.metric("retried", said == "reject")
     if said == "reject":
-        second = await calls.ask("solver", fill("retry", question=question, verdict=verdict.text))
+        second = await solver.ask(user(fill("retry", question=question, verdict=verdict.text)), **settings)
         worth = await check(second.text)
-        calls.reward(second, worth)
-    return calls.outcome(worth, verifier=judged)
+        episode.reward(worth, call=second.call)
+    return outcome(episode, worth, verifier=judged)
 
 
 def verdict_of(text: str) -> str | None:

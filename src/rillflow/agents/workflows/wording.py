@@ -1,4 +1,4 @@
-"""What the recipe may say of a multi-policy workflow (`options`), and how its prompts are filled.
+"""What the recipe may say of a multi-policy workflow (`options`), how its prompts are filled, and what it returns.
 
 Invariant: what a model or a prompt wrote is put into a template as it is, and never read as a template itself.
 """
@@ -17,7 +17,7 @@ from rillflow.agents.rewards.registry import load_reward
 from rillflow.config import RewardConfig
 from rillflow.config.base import Section
 from rillflow.config.load import validated
-from rillflow.errors import ConfigError
+from rillflow.errors import ConfigError, WorkflowError
 
 if TYPE_CHECKING:
     from rillflow.contracts import Episode
@@ -38,6 +38,9 @@ class Options(Section):
     settings: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="of calls, by role: max_tokens, temperature, …"
     )
+
+    def settings_of(self, role: str) -> dict[str, Any]:
+        return self.settings.get(role, {})
 
 
 def options_of(episode: Episode, kind: type[OptionsT]) -> OptionsT:
@@ -82,3 +85,22 @@ def problem_of(episode: Episode) -> str:
 @cache
 def _loaded(name: str) -> Callable[..., Any]:
     return load_reward(name)
+
+
+def user(text: str) -> list[dict[str, Any]]:
+    """A conversation that begins with these words."""
+    return [{"role": "user", "content": text}]
+
+
+def outcome(episode: Episode, value: float, **others: float) -> dict[str, float]:
+    """Return what a workflow returns: the trajectory's reward is the solver's, `others` are by role.
+
+    Where one policy plays several roles, the trajectory's reward is that policy's; answers have rewards of their own.
+    """
+    solver = episode.role("solver").policy
+    if solver != episode.policies[0]:
+        raise WorkflowError(
+            f"the run's first policy is {episode.policies[0]}, but {solver} plays the solver",
+            "name the solver's policy first in `policies`: its reward is what the run reports and evaluates",
+        )
+    return {episode.role(role).policy: worth for role, worth in others.items()} | {solver: value}

@@ -106,6 +106,11 @@ class Rewards:
             *(Gift(value, policy=policy) for policy, value in self._session.items()),
         ]
 
+    @property
+    def of_session(self) -> bool:
+        """Whether the whole session, or a policy's part of it, was given a reward."""
+        return bool(self._session)
+
     def settle(self) -> Settled:
         """What has been given so far, as far as its targets are there."""
         there = {node.call for tree in self._trees.values() for node in tree.nodes() if node.usable}

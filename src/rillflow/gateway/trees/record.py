@@ -5,13 +5,15 @@ by order of creation, and is masked in the others; a leaf always has its own ans
 all samples together are exactly the tokens that were sampled and not abandoned, each once; except those that a grammar
 left no choice about (log-prob 0), which nobody chose and nothing is to be learned from. An answer in which there was no
 choice at all, or that was greedy, trains as a whole.
+
+A reward that was given to an answer belongs to the sample in which that answer trains, and to no other.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +33,8 @@ class Sample:
     """One training row. `truncated`: the last answer of the path was cut by its length.
 
     `fork` says why the path left another one, `seams` how often the sampling of what trains here was cut and
-    continued; `reward` is the leaf's own, None where it was given none. `agent` is whom the first answer that trains
-    here was of, `turn` which of that agent's calls it was.
+    continued; `reward` is the sample's own (`LeafReward.value`). `agent` is whom the first answer that trains here was
+    of, `turn` which of that agent's calls it was.
     """
 
     policy: str
@@ -97,26 +99,58 @@ class SessionRecord:
         return [path for policy, tree in self.trees.items() for path in transcript(policy, tree, settled)]
 
 
-def samples(policy: str, tree: TokenTree, settled: Settled = _NOTHING) -> list[Sample]:
+@dataclass(frozen=True, slots=True)
+class LeafReward:
+    """The rewards of one leaf's sample: the leaf's, if it was given one, and those of the answers that train in it."""
+
+    agent: str
+    leaf: float | None
+    answers: tuple[float, ...]
+
+    @property
+    def value(self) -> float | None:
+        """The sample's own reward: its leaf's, else the sum of its answers'; None where neither was given one."""
+        if self.leaf is None and self.answers:
+            return math.fsum(self.answers)
+        return self.leaf
+
+
+def leaf_rewards(policy: str, tree: TokenTree, settled: Settled) -> list[LeafReward]:
+    """Return the rewards of a policy's samples, by the leaf's number."""
+    own = settled.leaves.get(policy, {})
+    return [_leaf_reward(fresh, own.get(n), settled) for n, (_, fresh) in enumerate(_paths(tree))]
+
+
+def _leaf_reward(fresh: list[Node], leaf: float | None, settled: Settled) -> LeafReward:
+    answers = tuple(settled.answers[node.call] for node in fresh if node.call in settled.answers)
+    return LeafReward(fresh[0].agent, leaf, answers)
+
+
+def _paths(tree: TokenTree) -> Iterator[tuple[list[Node], list[Node]]]:
+    """Yield the path to each leaf, and the answers of it that no earlier leaf's path has: those train in its sample."""
     trained: set[Node] = set()
+    for leaf in tree.leaves():
+        path = leaf.path()
+        fresh = [node for node in path if node.kind == "sampled" and node.tokens and node not in trained]
+        trained.update(fresh)
+        yield path, sorted(fresh, key=lambda node: node.id)
+
+
+def samples(policy: str, tree: TokenTree, settled: Settled = _NOTHING) -> list[Sample]:
     made: list[Sample] = []
     own, turns = settled.leaves.get(policy, {}), _turns(tree)
-    for number, leaf in enumerate(tree.leaves()):
-        path = leaf.path()
-        fresh = {node for node in path if node.kind == "sampled" and node.tokens} - trained
-        trained |= fresh
-        first = min(fresh, key=lambda node: node.id)
+    for number, (path, fresh) in enumerate(_paths(tree)):
         forks = [node.fork for node in path if node.fork]
         made.append(
             Sample(
                 policy,
-                _columns(path, fresh, settled.answers),
-                truncated=leaf.finish == "length",
+                _columns(path, set(fresh), settled.answers),
+                truncated=path[-1].finish == "length",
                 fork=forks[-1] if forks else "",
                 seams=sum(len(node.seams) for node in fresh),
-                reward=own.get(number),
-                agent=first.agent,
-                turn=turns.get(answer_id(first.call), 0),
+                reward=_leaf_reward(fresh, own.get(number), settled).value,
+                agent=fresh[0].agent,
+                turn=turns.get(answer_id(fresh[0].call), 0),
             )
         )
     return made

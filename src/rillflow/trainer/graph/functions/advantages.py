@@ -37,12 +37,12 @@ def chosen(config: TrainerConfig) -> str:
     if algorithm.advantage is None:
         return "gae"
     priced = config.kl is not None and config.kl.where == "reward"
-    if priced and config.step_rewards is not None:
+    if priced and config.by_steps:
         raise ConfigError(
             "rewards of single answers are compared with each other, which leaves no place for a distance in them",
             "give kl.where: loss, or leave trainer.step_rewards out",
         )
-    whole = priced or algorithm.whiten is not None or config.step_rewards is not None
+    whole = priced or algorithm.whiten is not None or config.by_steps
     return "batch_advantages" if whole else "advantages"
 
 
@@ -52,7 +52,7 @@ def advantages(step: Step, data: Databuffer) -> Mapping[str, Column]:
 
 
 def batch_advantages(step: Step, data: Databuffer) -> Mapping[str, Column]:
-    if step.config.step_rewards is not None:
+    if step.config.by_steps:
         value_T = _of_answers(step, data)
     elif "kl_N" in data and step.algorithm.to_go:
         row_T = rows_of(data)

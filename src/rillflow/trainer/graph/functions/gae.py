@@ -34,7 +34,7 @@ def gae(step: Step, data: Databuffer) -> Mapping[str, Column]:
 
 
 def _rewards(step: Step, data: Databuffer) -> Floats:
-    if step.config.step_rewards is not None:
+    if step.config.by_steps:
         reward_T: Floats = np.nan_to_num(trained(data, "step_reward_N"), nan=0.0)
     else:
         reward_T = returns.outcome_rewards(data["reward_R"], rows_of(data))
