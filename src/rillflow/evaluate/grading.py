@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from rillflow.agents.rewards.calling import call
+from rillflow.agents.rewards.calling import Given, call
 from rillflow.agents.rewards.registry import Reward, load_reward
 from rillflow.config import RewardConfig
 from rillflow.dataflow.sources.benchmarks import GYM, benchmark
@@ -20,7 +20,7 @@ async def reward(payload: Mapping[str, Any], answer: Any) -> float:
     name = payload.get(KEY) or (GYM if "source_dataset" in payload else None)
     if not isinstance(name, str):
         raise RewardError("the prompt names no benchmark", "give `data.*.benchmark`, or name another reward")
-    return float(await call(_loaded(name), dict(payload), answer))
+    return float(await call(_loaded(name), Given(dict(payload), answer)))
 
 
 @lru_cache

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import openai
 
 from rillflow.agents.command import AgentFailed
-from rillflow.agents.rewards.calling import call
+from rillflow.agents.rewards.calling import Given, call
 from rillflow.agents.roles import Chat, PolicyRole
 from rillflow.agents.surroundings import Surroundings
 from rillflow.contracts import Clock, Environment, Toolbox
@@ -34,7 +34,7 @@ GIVE_UP_SECONDS = 1.0  # for cancelled code of the user to clean up
 _LOOK = 0.01  # least seconds between two looks at a clock that may stand still
 
 Workflow = Callable[[Any], Awaitable[Any]]
-Reward = Callable[[dict[str, Any], Any], Any]
+Reward = Callable[..., Any]
 
 
 class Give(Protocol):
@@ -231,8 +231,7 @@ async def _give_up(task: asyncio.Task[Any]) -> None:
 
 async def score(
     reward: Reward | None,
-    payload: dict[str, Any],
-    answer: Any,
+    given: Given,
     seconds: float,
     policies: Sequence[str],
     *,
@@ -240,10 +239,10 @@ async def score(
 ) -> dict[str, float]:
     """A finite reward of each policy that was given one, or EpisodeFailed("reward_error"); see `rewards_of`.
 
-    The parts of a reward that says which it has go to `metrics`.
+    Without a reward function the answer is the reward. The parts of a reward that says which it has go to `metrics`.
     """
     try:
-        value = answer if reward is None else await _call_reward(reward, payload, answer, seconds)
+        value = given.answer if reward is None else await _call_reward(reward, given, seconds)
         if isinstance(value, Scored):
             for name, part in value.parts.items():
                 add_metric({} if metrics is None else metrics, f"reward/{name}", part)
@@ -254,10 +253,10 @@ async def score(
         raise EpisodeFailed("reward_error", short(error)) from error
 
 
-async def _call_reward(reward: Reward, payload: dict[str, Any], answer: Any, seconds: float) -> Any:
+async def _call_reward(reward: Reward, given: Given, seconds: float) -> Any:
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds  # nobody pauses a reward
-    return await _within(lambda: end - loop.time(), _shielded(call(reward, payload, answer)))
+    return await _within(lambda: end - loop.time(), _shielded(call(reward, given)))
 
 
 def short(error: BaseException) -> str:

@@ -10,11 +10,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from functools import partial
+from typing import Any
 
 import msgspec
 import openai
 
+from rillflow.agents.rewards.calling import Given
 from rillflow.agents.surroundings import Surroundings
 from rillflow.config.schema import RolloutConfig
 from rillflow.contracts import Clock
@@ -28,7 +31,7 @@ from rillflow.rollout.late import LateRewards
 from rillflow.rollout.players import NotTaken, OutsidePlayer, Played, Player
 from rillflow.rollout.push import Ends, check_record
 from rillflow.rollout.rewards import RewardRules, rewards_given, role_rewards
-from rillflow.types import Ack, TaskLease, Wire
+from rillflow.types import Ack, EpisodeFacts, TaskLease, Wire
 
 log = logging.getLogger(__name__)
 
@@ -204,26 +207,40 @@ class Episodes:
 
     async def _rewards(self, kept: Kept, played: Played, metrics: dict[str, float]) -> Mapping[str, float]:
         """The reward of each policy: the recipe's function's, what the player told, or what was given over HTTP."""
-        payload, limit = kept.lease.task.prompt.payload, self._limits.reward_timeout
+        limit, session = self._limits.reward_timeout, self._sessions.get(kept.lease.attempt)
+        payload = kept.lease.task.prompt.payload
         if self._reward is not None:
-            return await score(self._reward, payload, played.answer, limit, self._policies, metrics=metrics)
-        session = self._sessions.get(kept.lease.attempt)
+            given = self._given(kept, session, payload, played)
+            return await score(self._reward, given, limit, self._policies, metrics=metrics)
         if played.reward is not None:
             if session.rewards.of_session:
                 raise EpisodeFailed(
                     "reward_error", "the session was given a reward, and another was returned: give one of them"
                 )
-            return await score(None, payload, played.reward, limit, self._policies, metrics=metrics)
+            return await score(None, Given(payload, played.reward), limit, self._policies, metrics=metrics)
         if session.calls and not _is_rewarded(session) and self._limits.late_rewards:
             await self._await_reward(kept, session)
         try:
-            given = rewards_given(session.rewards.settle(), session.trees, self._rules)
+            found = rewards_given(session.rewards.settle(), session.trees, self._rules)
         except RewardError as error:
             raise EpisodeFailed("reward_error", short(error)) from error
-        rewards = {policy: given[policy] for policy in self._policies if policy in given}
+        rewards = {policy: found[policy] for policy in self._policies if policy in found}
         if session.calls and not rewards:
             raise EpisodeFailed("reward_error", "no reward in time: none was returned or given to the session")
         return rewards
+
+    def _given(self, kept: Kept, session: Session, payload: dict[str, Any], played: Played) -> Given:
+        task = kept.lease.task
+        facts = EpisodeFacts(
+            task=task.id,
+            prompt=task.prompt.id,
+            policies=list(self._policies),
+            seed=task.seed,
+            evaluating=task.lane == "eval",
+            seconds=self._clock.now() - kept.begun,
+        )
+        read = partial(_messages, session)
+        return Given(payload, played.answer, read=read, metrics=played.metrics, episode=facts)
 
     def _giving(self, session: Session) -> Give:
         """Rewards from this process: they need not be on disk before the next word, only before the session's end."""
@@ -258,6 +275,11 @@ class Episodes:
 def _is_rewarded(session: Session) -> bool:
     """Whether every policy of the session has a reward of the whole session."""
     return session.trees.keys() <= session.rewards.settle().session.keys()
+
+
+def _messages(session: Session) -> list[dict[str, Any]]:
+    """Return copies of all messages of a session, each once."""
+    return deepcopy([message for path in session.record().transcript() for message in path["messages"]])
 
 
 async def _played(played: Played) -> Played:

@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 
 
 def load_reward(recipe: Recipe) -> Reward | None:
-    reward = load_named_reward(recipe.reward) if recipe.reward else None
-    if reward is not None and not callable(reward):
-        raise ConfigError(f"reward {recipe.reward} is not a function", "write `def reward(payload, answer):`")
-    return reward
+    return None if recipe.reward is None else load_named_reward(recipe.reward)
 
 
 def check_players(recipe: Recipe) -> None:

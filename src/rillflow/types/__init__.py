@@ -4,7 +4,7 @@ Arrays travel as little-endian bytes (`tokens` int32, `logprobs` float32, `versi
 reader can map them without a copy; `column_dtype` is the one place that says which dtype a column has.
 """
 
-from rillflow.types.agents import Observation, Said, Scored, ToolUse
+from rillflow.types.agents import EpisodeFacts, Observation, Said, Scored, ToolUse
 from rillflow.types.base import DONE, GOOD_ENDS, OUT_OF_PROMPTS, TARGET_REACHED, Lane, Phase, Wire
 from rillflow.types.batches import (
     Batch,
@@ -84,6 +84,7 @@ __all__ = [
     "EngineInfo",
     "EngineStats",
     "Engines",
+    "EpisodeFacts",
     "Evaluation",
     "FailTask",
     "FinishReason",

@@ -48,6 +48,18 @@ class Said(Wire, frozen=True):
             return None
 
 
+class EpisodeFacts(Wire, frozen=True):
+    """What a reward function that names `episode` is told of it: ids of its task and prompt, the run's policies, its
+    seed, whether it is played for an evaluation only, and the seconds that it took."""
+
+    task: str
+    prompt: str
+    policies: list[str]
+    seed: int
+    evaluating: bool
+    seconds: float
+
+
 class Scored(float):
     """A reward that says of which `parts` it is made: they become metrics of the episode. A number like any other."""
 

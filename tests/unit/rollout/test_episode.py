@@ -10,6 +10,7 @@ import numpy as np
 import openai
 import pytest
 
+from rillflow.agents.rewards.calling import Given
 from rillflow.agents.surroundings import Surroundings
 from rillflow.contracts import Episode, SystemClock
 from rillflow.errors import WorkflowError
@@ -107,7 +108,7 @@ def exits(payload: dict[str, Any], answer: Any) -> float:
 )
 async def test_rewards_that_fail_are_never_zero(reward: Any) -> None:
     with pytest.raises(EpisodeFailed) as caught:
-        await score(reward, {}, "answer", 0.1, ["agent"])
+        await score(reward, Given({}, "answer"), 0.1, ["agent"])
     assert caught.value.cause == "reward_error"
 
 
@@ -116,7 +117,7 @@ async def test_good_rewards() -> None:
         return 0.5
 
     async def given(reward: Any, payload: Any) -> dict[str, float]:
-        return await score(reward, payload, "a", 60.0, ["agent"])
+        return await score(reward, Given(payload, "a"), 60.0, ["agent"])
 
     assert await given(later, {}) == {"agent": 0.5}
     assert await given(lambda payload, answer: True, {}) == {"agent": 1.0}
@@ -125,13 +126,13 @@ async def test_good_rewards() -> None:
 
 
 async def test_without_a_reward_function_the_workflow_returns_it() -> None:
-    assert await score(None, {}, 0.25, 1.0, ["agent"]) == {"agent": 0.25}
-    assert await score(None, {}, {"checker": 1, "solver": 0.5}, 1.0, ["solver", "checker"]) == {
+    assert await score(None, Given({}, 0.25), 1.0, ["agent"]) == {"agent": 0.25}
+    assert await score(None, Given({}, {"checker": 1, "solver": 0.5}), 1.0, ["solver", "checker"]) == {
         "solver": 0.5,
         "checker": 1.0,
     }
     with pytest.raises(EpisodeFailed, match="must return the reward"):
-        await score(None, {}, "text", 1.0, ["agent"])
+        await score(None, Given({}, "text"), 1.0, ["agent"])
 
 
 async def leaves(_: Any) -> None:
@@ -155,13 +156,13 @@ async def test_what_a_workflow_does_to_itself_is_its_error(workflow: Any) -> Non
 
 async def test_a_rewards_own_timeout_and_exit_are_its_errors() -> None:
     with pytest.raises(EpisodeFailed, match="the tool took too long"):
-        await score(lambda payload, answer: has_a_tool_that_times_out(0).send(None), {}, "a", 60.0, [])
+        await score(lambda payload, answer: has_a_tool_that_times_out(0).send(None), Given({}, "a"), 60.0, [])
 
     async def exits_later(payload: dict[str, Any], answer: Any) -> float:
         raise SystemExit(0)
 
     with pytest.raises(EpisodeFailed) as caught:
-        await score(exits_later, {}, "a", 60.0, [])
+        await score(exits_later, Given({}, "a"), 60.0, [])
     assert caught.value.cause == "reward_error"
 
 
@@ -210,5 +211,5 @@ async def test_the_parts_of_a_reward_are_metrics() -> None:
         return Scored(0.75, {"math": 1.0, "format": 0.5})
 
     metrics: dict[str, float] = {}
-    assert await score(parted, {}, "", 5.0, ["agent"], metrics=metrics) == {"agent": 0.75}
+    assert await score(parted, Given({}, ""), 5.0, ["agent"], metrics=metrics) == {"agent": 0.75}
     assert metrics == {"reward/math": 1.0, "reward/format": 0.5}

@@ -7,14 +7,12 @@ reward, and never 0.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from functools import partial
-from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
 
-from rillflow.agents.rewards.calling import call
+from rillflow.agents.rewards.calling import NAMES, Part, Sum, parameters_of
 from rillflow.agents.rewards.code import Code
 from rillflow.agents.rewards.exact_match import ExactMatch
 from rillflow.agents.rewards.f1 import F1
@@ -26,10 +24,9 @@ from rillflow.agents.rewards.reasoning_gym import ReasoningGym
 from rillflow.agents.rewards.shipped import ShippedReward
 from rillflow.config import RewardConfig, resolve_object
 from rillflow.config.load import validated
-from rillflow.errors import ConfigError, RewardError
-from rillflow.types import Scored
+from rillflow.errors import ConfigError
 
-Reward = Callable[[dict[str, Any], Any], Any]
+Reward = Callable[..., Any]
 
 REWARDS: dict[str, type[ShippedReward]] = {
     "code": Code,
@@ -41,19 +38,18 @@ REWARDS: dict[str, type[ShippedReward]] = {
     "math": Math,
     "reasoning_gym": ReasoningGym,
 }
-_GIVEN = ("payload", "answer")  # what every reward function gets
 
 
-def load_reward(reward: str | Sequence[RewardConfig]) -> Reward:
-    """The function that a recipe's `reward` names: `reward(payload, answer)`, plain or async."""
+def load_reward(reward: str | Sequence[RewardConfig], among: Sequence[str] = NAMES) -> Reward:
+    """The function that a recipe's `reward` names, plain or async; `call` gives it what its parameters name, which has
+    to be `among` these."""
     if isinstance(reward, str) and ":" in reward:
-        found: Reward = resolve_object(reward)
-        return found
+        return _custom(RewardConfig(name=reward), among)
     parts = [RewardConfig(name=reward)] if isinstance(reward, str) else list(reward)
     if not parts:
         raise ConfigError("`reward` is an empty list", "name a reward, or leave it out: then the workflow returns it")
     labels = _different([_label(part.name) for part in parts])
-    return Sum([Part(label, part.weight, _made(part)) for label, part in zip(labels, parts, strict=True)])
+    return Sum([Part(label, part.weight, _made(part, among)) for label, part in zip(labels, parts, strict=True)])
 
 
 def make_reward(name: str, **options: Any) -> Reward:
@@ -77,26 +73,9 @@ async def prepare_reward(reward: Reward | None) -> None:
             await part.reward.prepare()
 
 
-class Part(NamedTuple):
-    label: str
-    weight: float
-    reward: Reward
-
-
-class Sum:
-    """Rewards that are weighted and added."""
-
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self.parts = parts
-
-    async def __call__(self, payload: dict[str, Any], answer: Any) -> Scored:
-        said = {part.label: _number(part.label, await call(part.reward, payload, answer)) for part in self.parts}
-        return Scored(math.fsum(part.weight * said[part.label] for part in self.parts), said)
-
-
-def _made(part: RewardConfig) -> Reward:
+def _made(part: RewardConfig, among: Sequence[str]) -> Reward:
     if ":" in part.name:
-        return _custom(part)
+        return _custom(part, among)
     kind = reward_class(part.name)
     try:
         return validated(part.options, kind)
@@ -104,27 +83,28 @@ def _made(part: RewardConfig) -> Reward:
         raise ConfigError(f"reward {part.name}: {error.message}", error.hint) from None
 
 
-def _custom(part: RewardConfig) -> Reward:
+def _custom(part: RewardConfig, among: Sequence[str]) -> Reward:
     """A function of the user's; the options are its further arguments, or, of a class, those of its constructor."""
     found: Callable[..., Any] = resolve_object(part.name)
     if not callable(found):
         raise ConfigError(f"reward {part.name} is not a function", "write `def reward(payload, answer):`")
     is_class = inspect.isclass(found)
+    if taken := [name for name in part.options if name in NAMES and not is_class]:
+        raise ConfigError(
+            f"reward {part.name}: its option {taken[0]!r} is the name of what every reward is given",
+            "give the option another name",
+        )
     try:
-        inspect.signature(found).bind(*() if is_class else _GIVEN, **part.options)
-        return found(**part.options) if is_class else partial(found, **part.options)
+        if part.options:
+            inspect.signature(found).bind_partial(**part.options)
+        made: Reward = found(**part.options) if is_class else partial(found, **part.options) if part.options else found
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"reward {part.name}: its options do not fit: {error}",
             "write `def reward(payload, answer, OPTION=…):`, or a class that takes the options and has `__call__`",
         ) from error
-
-
-def _number(label: str, value: Any) -> float:
-    """A part gives one number: rewards of several policies are a workflow's, or of one function's, business."""
-    if not isinstance(value, Real) or not math.isfinite(value):
-        raise RewardError(f"the reward {label} is {value!r:.80}, not a finite number", "return a float")
-    return float(value)
+    parameters_of(made, part.name, among)
+    return made
 
 
 def _label(name: str) -> str:

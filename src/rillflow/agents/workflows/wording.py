@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import Field
 
-from rillflow.agents.rewards.calling import call
+from rillflow.agents.rewards.calling import OF_ANSWERS, Given, call
 from rillflow.agents.rewards.registry import load_reward
 from rillflow.config import RewardConfig
 from rillflow.config.base import Section
@@ -62,12 +62,15 @@ def filler(own: Mapping[str, str], given: Mapping[str, str]) -> Fill:
 
 
 def checker(episode: Episode, options: Options) -> Check:
-    """`await check(text)`: what the recipe's check says of an answer to this prompt."""
+    """`await check(text)`: what the recipe's check says of an answer to this prompt.
+
+    It is asked while the episode is played, so it can name payload and answer only.
+    """
     named = options.check
-    score = _loaded(named) if isinstance(named, str) else load_reward(named)
+    score = _loaded(named) if isinstance(named, str) else load_reward(named, OF_ANSWERS)
 
     async def check(text: str) -> float:
-        return float(await call(score, episode.payload, text))
+        return float(await call(score, Given(episode.payload, text)))
 
     return check
 
@@ -84,7 +87,7 @@ def problem_of(episode: Episode) -> str:
 
 @cache
 def _loaded(name: str) -> Callable[..., Any]:
-    return load_reward(name)
+    return load_reward(name, OF_ANSWERS)
 
 
 def user(text: str) -> list[dict[str, Any]]:
