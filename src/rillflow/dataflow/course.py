@@ -27,6 +27,7 @@ from rillflow.types import DONE, GOOD_ENDS, OUT_OF_PROMPTS, TARGET_REACHED, Phas
 
 TOO_MANY_FAILURES = "too many failures"
 _MOST_SKIPPED = 1000  # positions that one call of `admit` passes over, so that a strict curator blocks nobody
+_SHOWN, _SHOWN_REWARDS = 200, 3  # characters of an error; most frequent rewards
 _FLAT_AFTER = 5  # batches' worth of groups without a step before it is said that they tell nothing apart
 
 
@@ -202,12 +203,26 @@ class Course(Part):
         running, nodes = self._parts.tasks.running, self._parts.nodes.healthy
         return (
             f"{ready} of {groups} groups ready{stages}, {running} tasks running, {nodes} nodes"
-            f"{self._flat(policy, groups)}{self._parts.streams.skipping()}"
+            f"{self._flat(policy, groups)}{self._parts.streams.skipping()}{self._failing()}"
         )
+
+    def _failing(self) -> str:
+        """What the last episodes failed with, while none succeeds."""
+        failed = self._db.counter("failures_in_a_row")
+        if not failed:
+            return ""
+        error = " ".join(str(self._db.meta("last_failure", "")).split())
+        return f"; the last {failed} episodes failed, the latest with {error[:_SHOWN]}"
 
     def _flat(self, policy: str, groups: int) -> str:
         """Where group after group has nothing to tell apart, a batch may never fill: say so."""
         row = self._db.one("SELECT count(*) AS complete, total(flat) AS flat FROM recent WHERE stream = ?", (policy,))
         if row is None or row["complete"] < _FLAT_AFTER * groups or row["flat"] < 0.8 * row["complete"]:
             return ""
-        return f"; {row['flat']:.0f} of the last {row['complete']} groups had equal rewards: solved, or out of reach?"
+        same = self._db.all(
+            "SELECT reward, count(*) AS n FROM recent WHERE stream = ? AND flat "
+            "GROUP BY reward ORDER BY n DESC, reward LIMIT ?",
+            (policy, _SHOWN_REWARDS),
+        )
+        seen = ", ".join(f"{one['n']} with {round(one['reward'], 4)}" for one in same)
+        return f"; {row['flat']:.0f} of the last {row['complete']} groups had equal rewards: {seen}"

@@ -14,6 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rillflow.observe.summary import failures
 from rillflow.storage.startup import Starting
 from rillflow.types import PolicyStatus, Status
 
@@ -89,7 +90,8 @@ class Progress:
 
     def _numbers(self, status: Status) -> dict[str, str]:
         reward = "–" if status.reward is None else f"{status.reward:.3f}"
-        return {
+        failed = sum(failures(status.counts).values())
+        numbers = {
             "step": f"{status.steps}/{status.total_steps}",
             "reward": reward,
             "samples/s": f"{status.samples_per_second:.1f}",
@@ -98,6 +100,7 @@ class Progress:
             "nodes": str(status.nodes),
             "time": f"{time.monotonic() - self._started:.0f} s",
         }
+        return numbers | ({"failed episodes": str(failed)} if failed else {})
 
     def _startup(self) -> str:
         """What each process does that has not started yet."""

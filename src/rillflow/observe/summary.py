@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ from rich.table import Table
 
 from rillflow.observe.metrics import Metrics
 from rillflow.types import Status
+
+_FAILURES = "failures"  # how counts of failed episodes begin
 
 
 def summarise(
@@ -54,12 +57,22 @@ def summary_table(summary: dict[str, Any], folder: Path, plot: Path | None) -> T
     if summary["consistency"] is not None:
         table.add_row("engine and trainer", _apart(summary["consistency"]))
     table.add_row("trainer waited", f"{summary['wait_fraction']:.0%} of its time")
-    table.add_row("prompts", ", ".join(f"{name} {count}" for name, count in summary["counts"].items() if count))
+    counts, failed = summary["counts"], failures(summary["counts"])
+    table.add_row("prompts", ", ".join(f"{name} {n}" for name, n in counts.items() if n and _FAILURES not in name))
+    if failed:
+        told = ", ".join(f"{cause} {n}" for cause, n in failed.items())
+        table.add_row("failed episodes", f"{told}; each traceback is in {folder / 'logs'}")
     table.add_row("ended", summary["end"])
     if plot is not None:
         table.add_row("reward plot", str(plot))
     table.add_row("run folder", str(folder))
     return table
+
+
+def failures(counts: Mapping[str, int]) -> dict[str, int]:
+    """Return how many episodes failed, by cause."""
+    prefix = f"{_FAILURES}."
+    return {name.removeprefix(prefix): count for name, count in counts.items() if name.startswith(prefix) and count}
 
 
 def _steps(summary: dict[str, Any]) -> str:

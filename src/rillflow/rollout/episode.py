@@ -24,6 +24,7 @@ from rillflow.contracts import Clock, Environment, Toolbox
 from rillflow.errors import WorkflowError
 from rillflow.gateway.server import AGENT_HEADER
 from rillflow.rollout.rewards import rewards_of
+from rillflow.rollout.tracebacks import place_of
 from rillflow.types import Prompt, Scored, Task
 
 log = logging.getLogger(__name__)
@@ -178,11 +179,11 @@ async def play(workflow: Workflow, episode: RunningEpisode) -> Any:
         raise EpisodeFailed("timeout", f"the workflow took longer than {seconds:.0f} s") from error
     except openai.APIStatusError as error:
         cause = "context_overflow" if error.code == "context_length_exceeded" else "workflow_error"
-        raise EpisodeFailed(cause, short(error)) from error
+        raise EpisodeFailed(cause, located(error)) from error
     except AgentFailed as error:
         raise EpisodeFailed("agent_error", error.message) from error
     except Exception as error:
-        raise EpisodeFailed("workflow_error", short(error)) from error
+        raise EpisodeFailed("workflow_error", located(error)) from error
 
 
 class _OutOfTime(Exception):
@@ -250,13 +251,19 @@ async def score(
     except _OutOfTime as error:
         raise EpisodeFailed("reward_error", f"the reward took longer than {seconds:.0f} s") from error
     except Exception as error:
-        raise EpisodeFailed("reward_error", short(error)) from error
+        raise EpisodeFailed("reward_error", located(error)) from error
 
 
 async def _call_reward(reward: Reward, given: Given, seconds: float) -> Any:
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds  # nobody pauses a reward
     return await _within(lambda: end - loop.time(), _shielded(call(reward, given)))
+
+
+def located(error: BaseException) -> str:
+    """Return what goes to the ledger and the log of an error of user code: also where it was raised."""
+    place = place_of(error)
+    return f"{short(error)} ({place})" if place else short(error)
 
 
 def short(error: BaseException) -> str:

@@ -16,6 +16,7 @@ from rillflow.errors import LeaseLost, RillflowError
 from rillflow.gateway.trees.record import Sample, SessionRecord
 from rillflow.rollout.episode import EpisodeFailed, short
 from rillflow.rollout.rewards import RewardRules, check_parts, require_all
+from rillflow.rollout.tracebacks import Tracebacks
 from rillflow.types import Ack, CompleteTask, FailTask, Row, SampleMeta, TaskLease
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class Pusher:
         self._dataflow = dataflow
         self._writer = writer
         self._untrained = frozenset(untrained)
+        self._tracebacks = Tracebacks()
 
     async def complete(
         self,
@@ -82,7 +84,7 @@ class Pusher:
         return ack
 
     async def fail(self, lease: TaskLease, failure: EpisodeFailed) -> Ack:
-        log.warning("task %s failed: %s", lease.task.id, failure)
+        log.warning("task %s failed: %s%s", lease.task.id, failure, self._tracebacks.told(failure.__cause__))
         news = FailTask(
             task=lease.task.id, attempt=lease.attempt, node=self._node, cause=failure.cause, error=failure.error
         )

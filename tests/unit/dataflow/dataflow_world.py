@@ -245,9 +245,9 @@ class World:
             seconds=seconds,
         )
 
-    def fail(self, lease: TaskLease, cause: str = "timeout", node: str = "n0") -> Ack:
+    def fail(self, lease: TaskLease, cause: str = "timeout", node: str = "n0", error: str = "it hung") -> Ack:
         return self.ledger.fail(
-            FailTask(task=lease.task.id, attempt=lease.attempt, node=node, cause=cause, error="it hung")
+            FailTask(task=lease.task.id, attempt=lease.attempt, node=node, cause=cause, error=error)
         )
 
     def play_all(self, node: str = "n0") -> int:

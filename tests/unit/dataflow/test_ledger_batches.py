@@ -255,5 +255,18 @@ def test_on_policy_weights_ahead_of_the_commit_get_no_tasks(make_world):
 def test_a_batch_that_may_never_fill_says_why(make_world):
     world = make_world()
     for number in range(10):
-        world.ledger.db.run("INSERT INTO recent VALUES (?, ?, 1.0, 1)", (POLICY, f"g{number}"))
-    assert "10 of the last 10 groups had equal rewards" in world.ask().waiting_for
+        world.ledger.db.run("INSERT INTO recent VALUES (?, ?, 0.0, 1)", (POLICY, f"g{number}"))
+    assert world.ask().waiting_for.endswith("; 10 of the last 10 groups had equal rewards: 10 with 0.0")
+    world.ledger.db.run("INSERT INTO recent VALUES (?, 'one', 1.0, 1), (?, 'two', 0.5, 0)", (POLICY, POLICY))
+    assert "11 of the last 12 groups had equal rewards: 10 with 0.0, 1 with 1.0" in world.ask().waiting_for
+
+
+def test_a_run_whose_episodes_fail_says_what_with(make_world):
+    world = make_world()
+    first, second, third = world.lease(3)
+    world.fail(first, "timeout")
+    world.fail(second, "reward_error", error="ZeroDivisionError:\ndivision by zero (mine.py:3 in reward)")
+    told = world.ask().waiting_for
+    assert "; the last 2 episodes failed, the latest with reward_error: ZeroDivisionError: division by zero (" in told
+    world.done(third)
+    assert "failed" not in world.ask().waiting_for

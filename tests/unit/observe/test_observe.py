@@ -153,6 +153,17 @@ def test_curves_that_cannot_be_written_fail_nothing(tmp_path: Path, monkeypatch:
     board.close()
 
 
+def test_failed_episodes_are_counted_where_people_look(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=400)
+    seen = status(counts={"trained": 24, "failures_in_a_row": 2, "failures.reward_error": 5, "failures.timeout": 1})
+    assert "failed episodes 6" in Progress("run", console)._line(seen)
+    assert "failed" not in Progress("run", console)._line(status())
+    console.print(summary_table(summarise(read_metrics(tmp_path / "none", "agent"), seen, 1.0), tmp_path, None))
+    told = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "reward_error 5, timeout 1; each traceback is in" in told
+    assert "failures_in_a_row" not in told
+
+
 def test_plain_progress_prints_lines() -> None:
     console = Console(file=io.StringIO(), width=200)
     with Progress("run", console) as progress:
