@@ -129,7 +129,8 @@ def _recipe(asked: Asked, checkpoint: Checkpoint) -> Recipe:
         policy.setdefault("sampling", {})["temperature"] = asked.temperature
         _choose_engine(policy, asked.engine, _SERVER_MEMORY / len(raw["policies"]))
     if asked.workflow is not None:
-        raw |= {"command": None, "outside": False, "reward": raw.get("reward") or GRADING}
+        reward = raw.get("reward") or GRADING
+        raw |= {"command": None, "outside": False, "reward": reward, "rewards": "recipe"}
     raw["seed"] = asked.seed
     # What concerns training alone is of no concern here, and may not fit one process.
     raw["runtime"] = {"deterministic": asked.exact, "threads": 0}

@@ -20,6 +20,7 @@ from rillflow.contracts import SystemClock
 from rillflow.engine.build import build_engine
 from rillflow.engine.host import EngineHost
 from rillflow.errors import ConfigError
+from rillflow.gateway.control import Control
 from rillflow.gateway.feed import Feed
 from rillflow.gateway.sampling.node_engines import NodeEngines
 from rillflow.gateway.trees.record import SessionRecord
@@ -90,14 +91,16 @@ async def open_stage(recipe: Recipe, engines: NodeEngines, folder: Path) -> Asyn
     """`folder` is where commands get theirs."""
     if recipe.outside:
         raise ConfigError("the recipe's agents come from outside: nobody here can play", "give --workflow")
-    clock, ends = SystemClock(), _Ends()
-    async with open_cast(recipe, Feed(), folder) as cast:
+    clock, ends, feed = SystemClock(), _Ends(), Feed()
+    late = LateRewards(clock)
+    async with open_cast(recipe, feed, folder) as cast:
         player = _Listening(cast.player)
         # Sessions live in memory: an evaluation that dies plays what is missing anew.
         gateway = build_gateway(recipe, token_urlsafe(32), engines)
+        Control(gateway, feed, late.given, recipe.reward_givers)
         try:
             await cast.prepare()
-            episodes = cast._replace(player=player).episodes(gateway, ends, LateRewards(clock), clock)
+            episodes = cast._replace(player=player).episodes(gateway, ends, late, clock)
             episodes.gateway_url = await gateway.start()
             yield Stage(episodes, player, ends)
         finally:

@@ -111,6 +111,37 @@ def test_where_all_fails_it_stops_and_says_why() -> None:
     assert "no such luck" in said
 
 
+GENEROUS = """
+import json, os, urllib.request
+
+bearer = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"}
+
+
+def post(url, body):
+    request = urllib.request.Request(url, json.dumps(body).encode(), bearer, method="POST")
+    return urllib.request.urlopen(request, timeout=20).read()
+
+
+asked = [{"role": "user", "content": "hello"}]
+post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", {"model": "agent", "messages": asked, "max_tokens": 4})
+post(os.environ["RILLFLOW_REWARD_URL"], {"value": 0.5})
+"""
+
+
+def test_an_agent_rewards_itself_only_where_the_recipe_lets_it(tmp_path: Path) -> None:
+    """As in a run; with a workflow of the command line the benchmark decides."""
+    (tmp_path / "generous.py").write_text(GENEROUS)
+    raw = "extends: command_agent\nname: own\ncommand: python generous.py\nreward: null\nrewards: agent\n"
+    (tmp_path / "own.yaml").write_text(raw)
+    (tmp_path / "strict.yaml").write_text("extends: own.yaml\nreward: math\nrewards: recipe\n")
+    call("tiny", "--on", "gsm8k", "--recipe", "own.yaml", *QUICK, "--limit", "1", "--out", "a")
+    assert report("a")["benchmarks"]["gsm8k"]["average"]["value"] == 0.5
+    call("tiny", "--on", "gsm8k", "--recipe", "strict.yaml", *QUICK, "--limit", "1", "--out", "b", code=1)
+    assert "403" in (tmp_path / "b" / "records" / "gsm8k.jsonl").read_text()
+    graded = ("--workflow", f"{HERE / 'arithmetic.py'}:right_at_first", "--out", "c")
+    call("tiny", "--on", "gsm8k", "--recipe", "own.yaml", *QUICK, *graded)
+
+
 def run_folder(runs: Path, recipe: str) -> RunFolder:
     folder = RunFolder.create(load_recipe(recipe), runs)
     for policy in folder.recipe.policies:
