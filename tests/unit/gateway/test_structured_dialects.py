@@ -193,6 +193,30 @@ def test_markers_that_are_tokens_may_be_written_as_such() -> None:
     assert f'(<[{ids[0][0]}]>|"<tool_call>")' in made.text
 
 
+async def test_tools_that_are_no_functions_are_neither_offered_nor_in_the_grammar() -> None:
+    custom = {"type": "custom", "custom": {"name": "write"}}
+    async with asking() as asked:
+        asked.script(HERMES_CALL)
+        said = (await asked.chat(tools=[custom, TOOL], tool_choice="required")).choices[0].message
+        assert said.tool_calls[0].function.name == "count"
+        assert accepts(asked, HERMES_CALL)
+        assert not accepts(asked, HERMES_CALL.replace("count", "write"))
+        assert "write" not in asked.prompts[0]
+        with pytest.raises(openai.BadRequestError, match="where there are tools"):
+            await asked.chat(tools=[custom], tool_choice="required")
+
+
+async def test_a_tool_without_function_and_type_is_refused() -> None:
+    async with asking() as asked:
+        for tool, param in (({}, "tools[0]"), ({"name": "f"}, "tools[0]"), ({"type": "function"}, "tools[0].function")):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await asked.chat(tools=[tool])
+            assert caught.value.param == param
+        with pytest.raises(openai.BadRequestError) as caught:
+            await asked.respond(tools=[{}])
+        assert caught.value.param == "tools[0]"
+
+
 # ---------------------------------------------------------------- what is refused
 
 

@@ -37,7 +37,7 @@ from rillflow.gateway.dialects.openai import (
     within,
 )
 from rillflow.gateway.dialects.sse import DONE
-from rillflow.gateway.dialects.structured import forced, guided
+from rillflow.gateway.dialects.structured import forced, functions, guided
 from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.trees.messages import Message, ToolCall, message
 from rillflow.gateway.trees.render import Renderer
@@ -123,7 +123,7 @@ def _max_tokens(request: ChatRequest) -> int | None:
 
 
 def to_call(request: ChatRequest, defaults: SamplingConfig) -> Call:
-    tools = request.tools or None
+    tools = functions(request.tools) or None
     return Call(
         policy=request.model,
         history=[to_message(place, given) for place, given in enumerate(request.messages)],

@@ -33,7 +33,7 @@ from rillflow.gateway.dialects.openai import (
 )
 from rillflow.gateway.dialects.response_events import ResponseEvents
 from rillflow.gateway.dialects.sse import named_event
-from rillflow.gateway.dialects.structured import forced, formatted
+from rillflow.gateway.dialects.structured import checked_type, forced, formatted
 from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.trees.continuing import INSTRUCTIONS
 from rillflow.gateway.trees.messages import Message, message
@@ -136,7 +136,7 @@ def _functions(tools: list[dict[str, Any]] | tuple[()]) -> list[dict[str, Any]]:
     """In the shape of chat completions, so that the model sees the same prompt through either dialect."""
     made = []
     for place, tool in enumerate(tools):
-        if tool.get("type") != "function":
+        if checked_type(tool, place) != "function":
             continue
         if not isinstance(tool.get("name"), str):
             raise CallRefused("a function needs a name", param=f"tools[{place}].name")

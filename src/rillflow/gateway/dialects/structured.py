@@ -87,6 +87,28 @@ def _schema(value: Any, param: str) -> Any:
         raise CallRefused(f"the schema is not JSON: {error}", param=param) from error
 
 
+def functions(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """Return the functions among the tools of a chat request.
+
+    Custom tools and tools that a provider would run itself are left out: nothing here can call them.
+    """
+    found = []
+    for place, tool in enumerate(tools or ()):
+        if isinstance(tool.get("function"), dict):
+            found.append(tool)
+        elif checked_type(tool, place) == "function":
+            raise CallRefused("a tool of type function needs its function", param=f"tools[{place}].function")
+    return found
+
+
+def checked_type(tool: Mapping[str, Any], place: int) -> str:
+    """Return the type of the tool at `place`; refuse a tool without one."""
+    kind = tool.get("type")
+    if not isinstance(kind, str):
+        raise CallRefused("a tool is a function or has a type", param=f"tools[{place}]")
+    return kind
+
+
 def forced(choice: str | Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]] | None) -> tuple[str, ...]:
     """The names of the tools one of which must be called; empty where none must. `tools` are in the OpenAI shape."""
     names = tuple(tool["function"].get("name", "") for tool in tools or () if isinstance(tool.get("function"), dict))
