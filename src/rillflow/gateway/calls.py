@@ -43,7 +43,7 @@ class Call:
 
     `previous` is the id of an answer of this session that `history` follows. A raw `prompt`, text or ids, stands in
     place of a history; its answer is text and nothing else. `agent` is whom of the episode's agents it is of.
-    One of the tools named in `forced` must be called; empty where none must.
+    One of the tools named in `forced` must be called; empty where none must. Only those in `allowed` may be; None: any.
     """
 
     policy: str
@@ -60,6 +60,7 @@ class Call:
     prompt: str | list[int] | None = None
     agent: str = ""
     forced: tuple[str, ...] = ()
+    allowed: tuple[str, ...] | None = None
 
 
 class Policy(NamedTuple):
@@ -264,10 +265,10 @@ def _grammar(policy: Policy, call: Call, inside: bool | None) -> Grammar | None:
     if asked is None and not call.forced:
         return None
     calls = None
-    if call.tools and call.parse_tools:
+    names = call.forced or call.allowed
+    if call.tools and call.parse_tools and names != ():
         style = style_of(policy.tools, policy.renderer.template)
-        tools = [tool for tool in call.tools if not call.forced or tool["function"].get("name") in call.forced]
-        calls = Calls(tools, style, forced=bool(call.forced))
+        calls = Calls(call.tools, style, forced=bool(call.forced), names=names)
     return composed(asked, calls, inside, policy.renderer)
 
 
@@ -293,5 +294,5 @@ def _reader(policy: Policy, call: Call, inside: bool | None) -> Reader:
         Detokeniser(renderer.decode, renderer.stop_tokens),
         StopStrings(call.stops) if call.stops else None,
         None if inside is None else ReasoningSplit(inside=inside),
-        STYLES[style_of(policy.tools, renderer.template)]() if call.parse_tools else None,
+        STYLES[style_of(policy.tools, renderer.template)](call.allowed) if call.parse_tools else None,
     )

@@ -10,7 +10,7 @@ What is not promised: that an answer ends before `max_tokens`, and that there is
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -81,11 +81,12 @@ def of_lark(text: str, param: str) -> Grammar:
 
 
 class Calls(NamedTuple):
-    """Tools in the OpenAI shape, of which one may be called, or (`forced`) must be."""
+    """Tools in the OpenAI shape, of which one may be called, or (`forced`) must be; with `names`, only one of these."""
 
     tools: Sequence[Mapping[str, Any]]
     style: str
     forced: bool
+    names: Collection[str] | None = None
 
 
 def composed(grammar: Grammar | None, calls: Calls | None, inside: bool | None, renderer: Renderer) -> Grammar | None:
@@ -115,20 +116,22 @@ def composed(grammar: Grammar | None, calls: Calls | None, inside: bool | None, 
 
 def _call_rules(calls: Calls, renderer: Renderer) -> list[str]:
     given = "parameters" if calls.style == "llama3" else "arguments"
-    rules = []
+    rules: list[str] = []
     for number, tool in enumerate(calls.tools):
-        function = tool.get("function", {})
+        function = tool["function"]
+        if calls.names is not None and function["name"] not in calls.names:
+            continue
         where = f"tools[{number}].function.parameters"
         arguments = msgspec.json.decode(of_schema(function.get("parameters") or {}, where).text)
         definitions = {key: arguments.pop(key) for key in ("$defs", "definitions") if key in arguments}
         schema = {
             "type": "object",
-            "properties": {"name": {"const": function.get("name", "")}, given: arguments},
+            "properties": {"name": {"const": function["name"]}, given: arguments},
             "required": ["name", given],
             "additionalProperties": False,
             "x-guidance": _SPACING,
         } | definitions
-        rules.append(f"call_{number}: %json {msgspec.json.encode(schema).decode()}")
+        rules.append(f"call_{len(rules)}: %json {msgspec.json.encode(schema).decode()}")
     one = "(" + "|".join(f"call_{number}" for number in range(len(rules))) + ")"
     if calls.style == "hermes":
         one = f'{_text(OPEN, renderer)} "\\n" {one} "\\n" {_text(CLOSE, renderer)}'

@@ -208,13 +208,57 @@ async def test_tools_that_are_no_functions_are_neither_offered_nor_in_the_gramma
 
 async def test_a_tool_without_function_and_type_is_refused() -> None:
     async with asking() as asked:
-        for tool, param in (({}, "tools[0]"), ({"name": "f"}, "tools[0]"), ({"type": "function"}, "tools[0].function")):
+        for tool, param in (
+            ({}, "tools[0]"),
+            ({"name": "f"}, "tools[0]"),
+            ({"type": "function"}, "tools[0].function"),
+            ({"type": "function", "function": {"name": ["f"]}}, "tools[0].function.name"),
+        ):
             with pytest.raises(openai.BadRequestError) as caught:
                 await asked.chat(tools=[tool])
             assert caught.value.param == param
         with pytest.raises(openai.BadRequestError) as caught:
             await asked.respond(tools=[{}])
         assert caught.value.param == "tools[0]"
+
+
+def only(*names: str, mode: str = "auto") -> dict[str, Any]:
+    """The choice of allowed tools, as chat completions write it."""
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize("style", sorted(STYLES))
+async def test_a_call_of_a_tool_that_is_not_allowed_stays_text(style: str) -> None:
+    other = STYLES[style].replace("count", "empty")
+    async with asking(tools=style) as asked:
+        asked.script(other, STYLES[style], other, other)
+        tools = [TOOL, OTHER]
+        said = (await asked.chat(tools=tools, tool_choice=only("count"))).choices[0]
+        assert (said.message.content, said.message.tool_calls, said.finish_reason) == (other, None, "stop")
+        assert (await asked.chat(tools=tools, tool_choice=only("count"))).choices[0].message.tool_calls
+        named = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "count"}]}
+        flat: Any = [{"type": "function", **tool["function"]} for tool in tools]
+        assert (await asked.respond(tools=flat, tool_choice=named)).output_text == other
+        assert (await asked.chat(tools=tools, tool_choice="auto")).choices[0].message.tool_calls
+        assert len({tuple(request.tokens) for request in asked.served.engine.requests}) == 1, "all stay in the prompt"
+
+
+async def test_one_of_the_allowed_tools_can_be_required() -> None:
+    async with asking() as asked:
+        asked.script(HERMES_CALL, HERMES_CALL, HERMES_CALL)
+        tools = [OTHER, TOOL]
+        await asked.chat(tools=tools, tool_choice=only("count", mode="required"))
+        assert accepts(asked, HERMES_CALL)
+        assert not accepts(asked, HERMES_CALL.replace("count", "empty").replace('{"box": "red"}', "{}"))
+        assert not accepts(asked, "I would rather not.")
+        named = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "count"}]}
+        await asked.respond(tools=[{"type": "function", **tool["function"]} for tool in tools], tool_choice=named)
+        assert accepts(asked, HERMES_CALL)
+        assert not accepts(asked, "I would rather not.")
+        await asked.chat(tools=tools, tool_choice=only(), response_format=FORMAT)
+        assert accepts(asked, SAID)
+        assert not accepts(asked, HERMES_CALL)
 
 
 # ---------------------------------------------------------------- what is refused
@@ -252,6 +296,10 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_regex": "a", "response_format": FORMAT}, "response_format", "one shape"),
     ({"tool_choice": "required"}, "tool_choice", "where there are tools"),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "no tool 'x'"),
+    ({"tools": [TOOL], "tool_choice": only("x")}, "tool_choice", "no tool 'x'"),
+    ({"tools": [TOOL], "tool_choice": only(mode="required")}, "tool_choice", "where there are tools"),
+    ({"tools": [TOOL], "tool_choice": only("count", mode="none")}, "tool_choice", "a mode"),
+    ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": "count"}}, "tool_choice", "a mode"),
     (
         {
             "tools": [{"type": "function", "function": {"name": "a", "parameters": {"not": {}}}}],

@@ -1,7 +1,8 @@
 """The OpenAI chat-completions dialect: its request to a `Call`, an `Answer` to its response or its stream.
 
 `tool_choice` "none" keeps the tools in the prompt but reads no calls; "required" or a named tool has exactly one call
-sampled. `parallel_tool_calls` changes nothing. Reasoning is shown as `reasoning_content`.
+sampled. With `allowed_tools` all tools stay in the prompt, and a call of one that is not allowed stays text.
+`parallel_tool_calls` changes nothing. Reasoning is shown as `reasoning_content`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from rillflow.gateway.dialects.openai import (
     within,
 )
 from rillflow.gateway.dialects.sse import DONE
-from rillflow.gateway.dialects.structured import forced, functions, guided
+from rillflow.gateway.dialects.structured import allowed, forced, functions, guided
 from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.trees.messages import Message, ToolCall, message
 from rillflow.gateway.trees.render import Renderer
@@ -138,6 +139,7 @@ def to_call(request: ChatRequest, defaults: SamplingConfig) -> Call:
         live=bool(request.stream),
         logprobs=bool(request.logprobs),
         forced=forced(request.tool_choice, tools),
+        allowed=allowed(request.tool_choice, tools),
     )
 
 

@@ -33,7 +33,7 @@ from rillflow.gateway.dialects.openai import (
 )
 from rillflow.gateway.dialects.response_events import ResponseEvents
 from rillflow.gateway.dialects.sse import named_event
-from rillflow.gateway.dialects.structured import checked_type, forced, formatted
+from rillflow.gateway.dialects.structured import allowed, checked_type, forced, formatted
 from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.trees.continuing import INSTRUCTIONS
 from rillflow.gateway.trees.messages import Message, message
@@ -115,6 +115,7 @@ def to_call(request: ResponsesRequest, defaults: SamplingConfig) -> Call:
         logprobs=request.logprobs,
         previous=None if (given := request.previous_response_id) is None else given.removeprefix("resp_"),
         forced=forced(request.tool_choice, tools),
+        allowed=allowed(request.tool_choice, tools),
     )
 
 

@@ -6,7 +6,7 @@ An answer has one shape at most; two that are asked for at once are refused, by 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -94,7 +94,10 @@ def functions(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
     """
     found = []
     for place, tool in enumerate(tools or ()):
-        if isinstance(tool.get("function"), dict):
+        function = tool.get("function")
+        if isinstance(function, dict):
+            if not isinstance(function.get("name"), str):
+                raise CallRefused("a function needs a name", param=f"tools[{place}].function.name")
             found.append(tool)
         elif checked_type(tool, place) == "function":
             raise CallRefused("a tool of type function needs its function", param=f"tools[{place}].function")
@@ -111,17 +114,55 @@ def checked_type(tool: Mapping[str, Any], place: int) -> str:
 
 def forced(choice: str | Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]] | None) -> tuple[str, ...]:
     """The names of the tools one of which must be called; empty where none must. `tools` are in the OpenAI shape."""
-    names = tuple(tool["function"].get("name", "") for tool in tools or () if isinstance(tool.get("function"), dict))
+    names = _names(tools)
     if choice in (None, "none", "auto"):
         return ()
+    if (only := _allowed(choice, names)) is not None:
+        return only.names if only.required else ()
     if choice == "required":
         if not names:
             raise CallRefused("a call can only be required where there are tools", param="tool_choice")
         return names
     if not isinstance(choice, Mapping) or choice.get("type") != "function":
         return ()  # of tools that a provider would run itself
-    inner = choice.get("function")
-    name = inner.get("name") if isinstance(inner, Mapping) else choice.get("name")
+    return (_known(choice, names),)
+
+
+def allowed(
+    choice: str | Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]] | None
+) -> tuple[str, ...] | None:
+    """The names of the only tools that may be called; None where any may."""
+    only = _allowed(choice, _names(tools))
+    return None if only is None else only.names
+
+
+class _Allowed(NamedTuple):
+    names: tuple[str, ...]
+    required: bool
+
+
+def _allowed(choice: str | Mapping[str, Any] | None, names: tuple[str, ...]) -> _Allowed | None:
+    """Read a choice of type `allowed_tools`; None for any other. Chat completions nest it, responses do not."""
+    if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
+        return None
+    inner = choice.get("allowed_tools", choice)
+    mode, tools = (inner.get("mode"), inner.get("tools")) if isinstance(inner, Mapping) else (None, None)
+    if mode not in ("auto", "required") or not isinstance(tools, list) or not all(isinstance(t, dict) for t in tools):
+        raise CallRefused("allowed_tools needs a mode, auto or required, and a list of tools", param="tool_choice")
+    chosen = {_known(tool, names) for tool in tools if tool.get("type", "function") == "function"}
+    if mode == "required" and not chosen:
+        raise CallRefused("a call can only be required where there are tools", param="tool_choice")
+    return _Allowed(tuple(name for name in names if name in chosen), mode == "required")
+
+
+def _known(tool: Mapping[str, Any], names: tuple[str, ...]) -> str:
+    """The name of a function that is chosen, which must be one of the tools."""
+    inner = tool.get("function")
+    name = inner.get("name") if isinstance(inner, Mapping) else tool.get("name")
     if not isinstance(name, str) or name not in names:
         raise CallRefused(f"there is no tool {name!r} among the tools", param="tool_choice")
-    return (name,)
+    return name
+
+
+def _names(tools: Sequence[Mapping[str, Any]] | None) -> tuple[str, ...]:
+    return tuple(tool["function"]["name"] for tool in tools or ())

@@ -13,7 +13,7 @@ __all__ = ["STYLES", "ParsedCall", "Part", "ToolParser", "style_of"]
 
 _LLAMA3 = ("<|python_tag|>", "<|start_header_id|>")  # not every template of that family shows its tag
 
-STYLES: dict[str, Callable[[], ToolParser]] = {"hermes": Hermes, "llama3": Llama3, "json": PlainJson}
+STYLES: dict[str, Callable[..., ToolParser]] = {"hermes": Hermes, "llama3": Llama3, "json": PlainJson}
 
 
 def style_of(asked: str, template: str) -> str:

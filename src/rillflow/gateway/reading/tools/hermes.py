@@ -6,6 +6,8 @@ become a marker is held back until it is decided. A closing marker inside a stri
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from rillflow.gateway.reading.stops import held_back
 from rillflow.gateway.reading.tools.parts import Part, parse_call
 from rillflow.gateway.reading.tools.scanning import JsonScan
@@ -16,7 +18,8 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 class Hermes:
     """Outside a call `_held` is what may become the opening marker, inside one what may become the closing one."""
 
-    def __init__(self) -> None:
+    def __init__(self, allowed: Collection[str] | None = None) -> None:
+        self._allowed = allowed
         self._held = ""
         self._body: list[str] = []
         self._scan: JsonScan | None = None
@@ -71,10 +74,10 @@ class Hermes:
 
     def _take(self, body: str, parts: list[Part]) -> None:
         # A marker that was opened and never closed is text; the call that follows it still counts.
-        call, lost = parse_call(body), ""
+        call, lost = parse_call(body, self._allowed), ""
         if call is None and OPEN in body:
             lost, _, last = body.rpartition(OPEN)
-            call, lost = parse_call(last), OPEN + lost
+            call, lost = parse_call(last, self._allowed), OPEN + lost
         if call is None:
             self._emit(OPEN + body + CLOSE, parts)
             return

@@ -6,7 +6,7 @@ is layout and dropped; what follows the last call is text.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from rillflow.gateway.reading.stops import held_back
 from rillflow.gateway.reading.tools.parts import Part, parse_call
@@ -18,7 +18,8 @@ TAG = "<|python_tag|>"
 class Llama3:
     """`_state` is what the text is read as now; `_lead` what stands before an object and falls with it."""
 
-    def __init__(self) -> None:
+    def __init__(self, allowed: Collection[str] | None = None) -> None:
+        self._allowed = allowed
         self._held = ""
         self._lead = ""
         self._body: list[str] = []
@@ -68,7 +69,8 @@ class Llama3:
         self._held = self._held[size:]
         if not (self._scan.ended or self._scan.broken):
             return False
-        call = parse_call("".join(self._body), bare=not self._tagged) if self._scan.ended else None
+        body = "".join(self._body)
+        call = parse_call(body, self._allowed, bare=not self._tagged) if self._scan.ended else None
         if call is None:
             self._give_up(parts)
             return True

@@ -6,6 +6,7 @@ Anything else is text: another object, a list in which one entry is no call, or 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -23,7 +24,8 @@ _value = msgspec.json.Decoder(dict[str, Any] | list[dict[str, Any]])
 class PlainJson:
     """Holds the answer back while it may be calls: until its end, or until something shows that it is none."""
 
-    def __init__(self) -> None:
+    def __init__(self, allowed: Collection[str] | None = None) -> None:
+        self._allowed = allowed
         self._held: list[str] = []
         self._scan: JsonScan | None = None
         self._rest = ""
@@ -75,5 +77,6 @@ class PlainJson:
             value = _value.decode(body)
         except (msgspec.MsgspecError, RecursionError, UnicodeError):
             return None
-        calls = [call_of(entry, bare=True) for entry in (value if isinstance(value, list) else [value])]
+        entries = value if isinstance(value, list) else [value]
+        calls = [call_of(entry, self._allowed, bare=True) for entry in entries]
         return [call for call in calls if call is not None] if calls and None not in calls else None
