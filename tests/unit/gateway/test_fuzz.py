@@ -18,6 +18,7 @@ from serving import TOKEN, add_control
 
 from rillflow.config import GatewayConfig, SamplingConfig
 from rillflow.gateway import Gateway, Policy
+from rillflow.gateway.dialects.openai import Distortions
 from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.openapi import description
 from rillflow.types import Chunk, GenerateRequest
@@ -32,7 +33,10 @@ CHECKS = (
     checks.response_headers_conformance,
     checks.response_schema_conformance,
 )
-ANSWERED = {"model": "policy", "max_tokens": 3, "top_k": 2, "prompt": "hello"}  # what would be refused most often
+# What would be refused most often.
+ANSWERED = {"model": "policy", "max_tokens": 3, "top_k": 2, "prompt": "hello"} | dict.fromkeys(
+    Distortions.__struct_fields__
+)
 CALLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 
 

@@ -32,6 +32,34 @@ async def test_cuts_that_an_engine_cannot_hold(top_k: int, top_p: float) -> None
         assert 0 < np.float32(request.sampling.top_p) <= 1
 
 
+DISTORTIONS: list[tuple[str, Any, Any]] = [
+    ("frequency_penalty", 0.5, 0.0),
+    ("presence_penalty", -1, 0),
+    ("repetition_penalty", 0, 1.0),
+    ("logit_bias", {"5": -100}, {}),
+    ("min_p", 0.1, 0),
+    ("typical_p", 0.9, 1),
+    ("top_a", 0.2, 0.0),
+    ("min_tokens", 4, 0),
+    ("ignore_eos", True, False),
+    ("bad_words", ["no"], []),
+    ("allowed_token_ids", [1], []),
+    ("use_beam_search", True, False),
+]
+
+
+@pytest.mark.parametrize(("name", "changing", "neutral"), DISTORTIONS)
+async def test_what_would_change_the_distribution_is_refused_by_name(name: str, changing: Any, neutral: Any) -> None:
+    async with asking() as asked:
+        for ask in (asked.chat, lambda **send: asked.complete("hello", **send), asked.respond):
+            with pytest.raises(openai.BadRequestError, match="not supported") as refused:
+                await ask(extra_body={name: changing})
+            assert refused.value.param == name
+            asked.script("fine", "fine")
+            await ask(extra_body={name: neutral})
+            await ask(extra_body={name: None})
+
+
 async def test_a_call_with_a_number_that_the_log_cannot_hold(tmp_path: Path) -> None:
     said = json.dumps({"name": "count", "arguments": {"box": [{"size": BIG}, 1e300]}})
     log = FileSessionLog(tmp_path)

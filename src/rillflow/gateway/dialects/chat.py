@@ -17,6 +17,7 @@ from rillflow.config import GatewayConfig, SamplingConfig
 from rillflow.gateway.calls import Answer, Call, Choice, Piece
 from rillflow.gateway.dialects.chunks import Chunks
 from rillflow.gateway.dialects.openai import (
+    Distortions,
     NonNegative,
     Part,
     Positive,
@@ -31,6 +32,7 @@ from rillflow.gateway.dialects.openai import (
     joined,
     logprob_entries,
     read,
+    refuse_distortions,
     sampled,
     sampling,
     tokens_within,
@@ -69,7 +71,7 @@ class ChatMessage(msgspec.Struct):
     reasoning_content: str | None = None
 
 
-class ChatRequest(msgspec.Struct):
+class ChatRequest(Distortions, kw_only=True):
     model: str
     messages: list[ChatMessage]
     tools: list[dict[str, Any]] | None = None
@@ -104,6 +106,7 @@ _decoder = msgspec.json.Decoder(ChatRequest)
 
 def decode(raw: bytes, limits: GatewayConfig) -> ChatRequest:
     request = read(_decoder, raw)
+    refuse_distortions(request)
     within("messages", len(request.messages), limits.messages)
     within("tools", len(request.tools or ()), limits.tools)
     within("n", request.n or 1, limits.choices)

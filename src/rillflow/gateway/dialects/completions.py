@@ -18,6 +18,7 @@ from rillflow.gateway.calls import Answer, Call
 from rillflow.gateway.dialects import openai
 from rillflow.gateway.dialects.chunks import Chunks
 from rillflow.gateway.dialects.openai import (
+    Distortions,
     NonNegative,
     Positive,
     Share,
@@ -28,6 +29,7 @@ from rillflow.gateway.dialects.openai import (
     error_event,
     logprob_entries,
     read,
+    refuse_distortions,
     sampled,
     sampling,
     tokens_within,
@@ -43,7 +45,7 @@ PATH = "/v1/completions"
 __all__ = ["PATH", "decode", "error_body", "error_event", "stream", "to_call", "whole"]
 
 
-class CompletionRequest(msgspec.Struct):
+class CompletionRequest(Distortions, kw_only=True):
     model: str
     prompt: str | list[Any]
     suffix: str | None = None
@@ -75,6 +77,7 @@ _decoder = msgspec.json.Decoder(CompletionRequest)
 
 def decode(raw: bytes, limits: GatewayConfig) -> CompletionRequest:
     request = read(_decoder, raw)
+    refuse_distortions(request)
     within("n", request.n or 1, limits.choices)
     within("stop", len(as_stops(request.stop)), limits.stops)
     tokens_within("max_tokens", request.max_tokens, request.n or 1, limits)

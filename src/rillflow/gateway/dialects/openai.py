@@ -1,7 +1,8 @@
 """What the OpenAI dialects share: checks of what is asked, sampling, log-probs, the shape of errors and of events.
 
 Fields that a dialect does not know are ignored, because clients send extras; a known field of the wrong type, or past
-a limit, is refused by name. Nothing of the engine (ids, versions) is shown to the agent.
+a limit, is refused by name, and so is one that would change the sampled distribution. Nothing of the engine (ids,
+versions) is shown to the agent.
 """
 
 from __future__ import annotations
@@ -58,7 +59,51 @@ class Sampled(Protocol):
     top_k: int | None
 
 
+class Distortions(msgspec.Struct, kw_only=True):
+    """Fields of OpenAI's, vLLM's and SGLang's requests that change the distribution of the next token.
+
+    No engine here samples by them, and training would not know of them: each is refused unless it changes nothing.
+    """
+
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, Any] | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    top_a: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    use_beam_search: bool | None = None
+
+
+_NEUTRAL: dict[str, Any] = {
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "repetition_penalty": 1,
+    "logit_bias": {},
+    "min_p": 0,
+    "typical_p": 1,
+    "top_a": 0,
+    "min_tokens": 0,
+    "ignore_eos": False,
+    "bad_words": [],
+    "allowed_token_ids": [],
+    "use_beam_search": False,
+}
+
+
 # ---------------------------------------------------------------- the request
+
+
+def refuse_distortions(request: Distortions) -> None:
+    for name, neutral in _NEUTRAL.items():
+        value = getattr(request, name)
+        if value is not None and value != neutral:
+            kept = msgspec.json.encode(neutral).decode()
+            raise CallRefused(f"{name} is not supported: leave it out or send {kept}", param=name)
 
 
 def read(decoder: msgspec.json.Decoder[Decoded], raw: bytes) -> Decoded:

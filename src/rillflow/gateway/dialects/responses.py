@@ -19,6 +19,7 @@ from rillflow.gateway.calls import Answer, Call, Choice
 from rillflow.gateway.dialects import openai
 from rillflow.gateway.dialects.items import Item, call_item, message_item, messages_of, reasoning_item, text_part
 from rillflow.gateway.dialects.openai import (
+    Distortions,
     NonNegative,
     Positive,
     Share,
@@ -26,6 +27,7 @@ from rillflow.gateway.dialects.openai import (
     ToolChoice,
     logprob_entries,
     read,
+    refuse_distortions,
     sampled,
     sampling,
     tokens_within,
@@ -49,7 +51,7 @@ class TextOptions(msgspec.Struct):
     format: dict[str, Any] | None = None
 
 
-class ResponsesRequest(msgspec.Struct):
+class ResponsesRequest(Distortions, kw_only=True):
     model: str
     input: str | list[Item]
     instructions: str | None = None
@@ -86,6 +88,7 @@ _decoder = msgspec.json.Decoder(ResponsesRequest)
 
 def decode(raw: bytes, limits: GatewayConfig) -> ResponsesRequest:
     request = read(_decoder, raw)
+    refuse_distortions(request)
     within("input", len(request.input) if isinstance(request.input, list) else 1, limits.messages)
     within("tools", len(request.tools or ()), limits.tools)
     tokens_within("max_output_tokens", request.max_output_tokens, 1, limits)
