@@ -34,7 +34,7 @@ from rillflow.gateway.trees.render import Renderer
 from rillflow.gateway.trees.tree import TokenTree
 from rillflow.wire import Service
 from rillflow.wire.gate import Gate
-from rillflow.wire.server import Endpoint, error_headers, read_body
+from rillflow.wire.server import Endpoint, bearer, error_headers, read_body
 
 JSON = "application/json"
 DESCRIPTION = "/openapi.json"
@@ -204,7 +204,7 @@ def presented_key(scope: Scope) -> str:
     key = ""
     for name, value in scope["headers"]:
         if name == b"authorization":
-            return str(value.decode("latin-1").removeprefix("Bearer ").strip())
+            return bearer(value.decode("latin-1"))
         if name == b"x-api-key":
             key = value.decode("latin-1").strip()
     return key

@@ -12,6 +12,7 @@ import uvicorn
 
 from rillflow.errors import RunError
 from rillflow.wire.protocol import BoundedHttp
+from rillflow.wire.server import bearer
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -57,7 +58,7 @@ class Guarded:
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
-        self._expected = f"Bearer {token}".encode()
+        self._token = token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not self._allowed(scope):
@@ -69,4 +70,4 @@ class Guarded:
 
     def _allowed(self, scope: Scope) -> bool:
         given = [value for name, value in scope["headers"] if name == b"authorization"]
-        return len(given) == 1 and hmac.compare_digest(given[0], self._expected)
+        return len(given) == 1 and hmac.compare_digest(bearer(given[0].decode("latin-1")).encode(), self._token)

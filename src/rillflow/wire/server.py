@@ -50,8 +50,14 @@ def error_headers(error: RillflowError) -> dict[str, str]:
 def bearer_token(scope: Scope) -> str:
     for name, value in scope["headers"]:
         if name == b"authorization":
-            return str(value.decode("latin-1").removeprefix("Bearer ").strip())
+            return bearer(value.decode("latin-1"))
     return ""
+
+
+def bearer(header: str) -> str:
+    """Return the token of an `Authorization` header, empty without one. The case of the scheme does not matter."""
+    scheme, _, token = header.strip().partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
 
 
 async def read_body(request: Request, limit: int) -> bytes:

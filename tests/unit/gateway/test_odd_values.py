@@ -13,7 +13,7 @@ import openai
 import pytest
 from gateway_support import QWEN_LIKE, chunk, make_renderer
 from openai_support import CHAT_TOOLS, USER, asking
-from serving import served, until
+from serving import TOKEN, served, until
 
 from rillflow.gateway import Renderer
 from rillflow.gateway.sessions.sessionlog import FileSessionLog
@@ -30,6 +30,15 @@ async def test_cuts_that_an_engine_cannot_hold(top_k: int, top_p: float) -> None
         (request,) = asked.served.engine.requests
         assert 0 <= request.sampling.top_k < 1 << 31
         assert 0 < np.float32(request.sampling.top_p) <= 1
+
+
+@pytest.mark.parametrize("scheme", ["bearer", "BEARER ", "bEARER"])
+async def test_the_scheme_of_a_key_may_have_any_case(scheme: str) -> None:
+    async with served() as gateway:
+        for key in (gateway.key, TOKEN):
+            path = "/v1/models" if key == gateway.key else "/health"
+            status, _, _ = await gateway.call("GET", path, key="", headers={"authorization": f"{scheme} {key}"})
+            assert status == 200
 
 
 DISTORTIONS: list[tuple[str, Any, Any]] = [

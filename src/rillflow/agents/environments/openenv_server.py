@@ -20,6 +20,7 @@ from aiohttp import WSMsgType, web
 from rillflow.contracts import Environment
 from rillflow.errors import RillflowError
 from rillflow.types import Observation
+from rillflow.wire.server import bearer
 
 LARGEST = 1 << 20
 EPISODES = 256
@@ -109,7 +110,7 @@ class OpenEnvServer:
         self, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def guard(request: web.Request) -> web.StreamResponse:
-            given = request.match_info.get("token") or request.headers.get("authorization", "").removeprefix("Bearer ")
+            given = request.match_info.get("token") or bearer(request.headers.get("authorization", ""))
             if not hmac.compare_digest(given.encode(), self._token.encode()):
                 return web.json_response({"detail": "the token is missing or wrong"}, status=401)
             try:

@@ -64,6 +64,15 @@ async def test_every_route_wants_the_token(url: str, path: str) -> None:
             assert response.status == 200
 
 
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
+async def test_the_tokens_scheme_may_have_any_case(url: str, scheme: str) -> None:
+    async with (
+        aiohttp.ClientSession(headers={"authorization": f"{scheme} secret"}) as client,
+        client.get(url.replace("/secret", "/schema")) as response,
+    ):
+        assert response.status == 200
+
+
 async def test_what_a_client_does_wrong_is_told(url: str) -> None:
     async with aiohttp.ClientSession(headers={"authorization": "Bearer secret"}) as client:
         base = url.removesuffix("/secret")
