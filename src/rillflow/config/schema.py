@@ -171,7 +171,7 @@ class DataflowConfig(Section):
 
 
 class GatewayConfig(Section):
-    """The bounds on what agents may ask for. Each is checked before the work that it bounds."""
+    """The bounds on what agents may ask for, each checked before the work that it bounds, and other names of models."""
 
     body: Positive = Field(4 << 20, description="bytes of one request")
     messages: Positive = Field(2048, description="of one request")
@@ -184,6 +184,9 @@ class GatewayConfig(Section):
     concurrent: Positive = Field(64, description="calls of one session at work at once; more get a 429")
     total: Positive = Field(4096, description="calls of all sessions at work at once; more get a 429")
     sessions: Positive = Field(4096, description="sessions open at once")
+    aliases: dict[Annotated[str, Field(min_length=1, max_length=200)], Name] = Field(
+        default_factory=dict, description="other names by which agents may ask for a policy: `{gpt-4o: agent}`"
+    )
 
 
 class PauseConfig(Section):
@@ -326,6 +329,11 @@ class Recipe(Section):
         for role, policy_name in self.roles.items():
             if policy_name not in self.policies:
                 raise ValueError(f"roles.{role} names {policy_name!r}; there is {', '.join(self.policies)}")
+        for alias, policy_name in self.gateway.aliases.items():
+            if policy_name not in self.policies:
+                raise ValueError(f"gateway.aliases.{alias} names {policy_name!r}; there is {', '.join(self.policies)}")
+            if alias in self.policies:
+                raise ValueError(f"gateway.aliases.{alias} is the name of a policy: an alias needs another one")
         for name, policy in self.policies.items():
             for other in policy.trains_on or ():
                 if other not in self.policies:

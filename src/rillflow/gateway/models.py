@@ -1,4 +1,4 @@
-"""The policies of a run as a provider's list of models, in the shape that the client's headers tell."""
+"""The names that agents may ask for as a provider's list of models, in the shape that the client's headers tell."""
 
 from __future__ import annotations
 

@@ -60,9 +60,12 @@ class Gateway(Service):
         super().__init__("gateway", token, body_limit=self.limits.body)
         if policies.keys() != defaults.keys():
             raise ConfigError("policies and defaults do not name the same policies")
+        if not policies.keys() >= set(self.limits.aliases.values()):
+            raise ConfigError("an alias names a policy that the gateway does not serve")
         self._clock = clock or SystemClock()
         self._policies = dict(policies)
         self._defaults = dict(defaults)
+        self._names = {name: name for name in policies} | self.limits.aliases
         self._created = int(self._clock.now())
         self.operations = dict(openapi.OPERATIONS)
         self._description: bytes | None = None
@@ -136,10 +139,9 @@ class Gateway(Service):
 
     def _begin(self, dialect: Dialect, session: Session, asked: Any, agent: str) -> tuple[Answer, Renderer, bool]:
         """The answer to a call, who writes its text, and whether that is wanted while it is sampled."""
-        policy = self._policy(asked.model)
-        call = dialect.to_call(asked, self._defaults[asked.model])
-        if agent:
-            call = replace(call, agent=agent)
+        name = self._policy_name(asked.model)
+        policy = self._policies[name]
+        call = replace(dialect.to_call(asked, self._defaults[name]), policy=name, agent=agent)
         # From here to the running task nothing awaits: a call that was counted in is at work.
         number = session.admit(self.limits, self._clock.monotonic())
         answer = begin(session, policy, call, _call_id(session, number), int(self._clock.now()))
@@ -166,19 +168,19 @@ class Gateway(Service):
         """How many tokens a call with these messages would be given now. Nothing of the session changes."""
         session = self.session_of(request)
         asked = messages.decode_count(await read_body(request, self.limits.body), self.limits)
-        policy = self._policy(asked.model)
+        name = self._policy_name(asked.model)
         history, tools, key = messages.prompt_of(asked)
-        tree = session.trees.get(asked.model) or TokenTree()
-        return _json({"input_tokens": count(tree, policy.renderer, history, tools, key)})
+        tree = session.trees.get(name) or TokenTree()
+        return _json({"input_tokens": count(tree, self._policies[name].renderer, history, tools, key)})
 
     async def _models(self, request: Request) -> Response:
         self.session_of(request)
-        return _json(models.listed(request.scope, list(self._policies), self._created))
+        return _json(models.listed(request.scope, list(self._names), self._created))
 
     async def _model(self, request: Request) -> Response:
         self.session_of(request)
         name = request.path_params["model"]
-        self._policy(name)
+        self._policy_name(name)
         return _json(models.one(request.scope, name, self._created))
 
     async def _describe(self, request: Request) -> Response:
@@ -186,17 +188,18 @@ class Gateway(Service):
             self._description = msgspec.json.encode(openapi.description(self.operations, self.routes()))
         return Response(self._description, media_type=JSON)
 
-    def _policy(self, model: str) -> Policy:
-        policy = self._policies.get(model)
-        if policy is None:
-            known = ", ".join(self._policies)
+    def _policy_name(self, model: str) -> str:
+        """The policy that a request's `model` asks for, by its name or by an alias of it."""
+        name = self._names.get(model)
+        if name is None:
+            known = ", ".join(self._names)
             raise CallRefused(
                 f"the model {model[:100]!r} does not exist; known models: {known}",
                 status=404,
                 code="model_not_found",
                 param="model",
             )
-        return policy
+        return name
 
 
 def presented_key(scope: Scope) -> str:

@@ -66,6 +66,8 @@ def test_files_are_relative_to_the_recipe(recipe_file: Path) -> None:
         ("runtime: {mode: colocated}\nrollout: {nodes: 2}", "raise trainer.ranks, not rollout.nodes"),
         ("evaluation: {target: 0.9, every: 1}", "evaluation.target needs data.heldout"),
         ("evaluation: {target: .nan}", "evaluation.target: Input should be a finite number"),
+        ("gateway: {aliases: {gpt-4o: agnt}}", "gateway.aliases.gpt-4o names 'agnt'; there is agent"),
+        ("gateway: {aliases: {agent: agent}}", "gateway.aliases.agent is the name of a policy"),
         ("policies: {a: {model: tiny, trains_on: [b]}}", "policies.a.trains_on names 'b'"),
         ("policies: {a: {model: tiny, trains_on: []}}", "policies.a.trains_on: List should have at least 1 item"),
         ("policies: {a: {model: tiny, stages: [x, x]}}", "policies.a.stages: it names one twice"),

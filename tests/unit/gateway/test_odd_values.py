@@ -15,6 +15,7 @@ from gateway_support import QWEN_LIKE, chunk, make_renderer
 from openai_support import CHAT_TOOLS, USER, asking
 from serving import TOKEN, served, until
 
+from rillflow.config import GatewayConfig
 from rillflow.gateway import Renderer
 from rillflow.gateway.sessions.sessionlog import FileSessionLog
 from rillflow.types import Chunk, GenerateRequest
@@ -30,6 +31,57 @@ async def test_cuts_that_an_engine_cannot_hold(top_k: int, top_p: float) -> None
         (request,) = asked.served.engine.requests
         assert 0 <= request.sampling.top_k < 1 << 31
         assert 0 < np.float32(request.sampling.top_p) <= 1
+
+
+async def test_a_top_k_that_is_off_and_the_smallest_top_p() -> None:
+    async with asking() as asked:
+        for ask in (asked.chat, lambda **send: asked.complete("hello", **send), asked.respond):
+            asked.script("fine")
+            await ask(top_p=0, extra_body={"top_k": -1})
+            sampling = asked.served.engine.requests[-1].sampling
+            assert sampling.top_k == 0
+            assert 0 < sampling.top_p <= 1e-6
+
+
+@pytest.mark.parametrize(("stop", "said"), [("", "one END"), ([""], "one END"), (["", "END"], "one ")])
+async def test_empty_stop_strings_are_as_if_not_given(stop: Any, said: str) -> None:
+    async with asking() as asked:
+        asked.script("one END", "one END")
+        assert (await asked.chat(stop=stop)).choices[0].message.content == said
+        assert (await asked.complete("hello", stop=stop)).choices[0].text == said
+
+
+async def test_a_functions_message_is_a_tools() -> None:
+    async with asking() as asked:
+        asked.script("fine", "fine")
+        for role in ("function", "tool"):
+            await asked.chat(USER, {"role": role, "name": "count", "content": "12"})
+        one, other = asked.prompts
+        assert one == other
+        assert "<tool_response>\n12" in one
+
+
+async def test_a_model_can_be_asked_for_by_an_alias() -> None:
+    async with asking(limits=GatewayConfig(aliases={"gpt-4o": "policy"})) as asked:
+        asked.script("one", "two", "three", "four")
+        client = asked.client
+        assert [model.id async for model in client.models.list()] == ["policy", "gpt-4o"]
+        assert (await client.models.retrieve("gpt-4o")).id == "gpt-4o"
+        first = await client.chat.completions.create(model="gpt-4o", messages=[USER])
+        assert first.model == "gpt-4o"
+        said = {"role": "assistant", "content": "one"}
+        assert (await asked.chat(USER, said, USER)).model == "policy"
+        assert (await client.responses.create(model="gpt-4o", input="hi")).model == "gpt-4o"
+        stream = await client.completions.create(model="gpt-4o", prompt="hi", stream=True)
+        assert {part.model async for part in stream} == {"gpt-4o"}
+        body = {"model": "gpt-4o", "messages": [USER]}
+        status, counted, _ = await asked.served.call("POST", "/v1/messages/count_tokens", json=body)
+        assert (status, counted["input_tokens"]) == (200, first.usage.prompt_tokens)
+        with pytest.raises(openai.NotFoundError, match="known models: policy, gpt-4o"):
+            await client.chat.completions.create(model="gpt-5", messages=[USER])
+        record = asked.served.gateway.sessions.close("s1")
+        assert list(record.trees) == ["policy"]
+        assert len(record.samples("policy")) == 3
 
 
 @pytest.mark.parametrize("scheme", ["bearer", "BEARER ", "bEARER"])

@@ -355,10 +355,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
     ({"temperature": "hot"}, "temperature"),
     ({"temperature": -1}, "temperature"),
-    ({"top_p": 0}, "top_p"),
+    ({"top_p": -0.1}, "top_p"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"n": 0}, "n"),
-    ({"stop": [""]}, "stop[0]"),
+    ({"stop": [3]}, "stop[0]"),
     ({"tools": {}}, "tools"),
     ({"top_logprobs": 2}, "top_logprobs"),
 ]

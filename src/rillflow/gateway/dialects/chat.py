@@ -26,6 +26,7 @@ from rillflow.gateway.dialects.openai import (
     StreamOptions,
     Temperature,
     ToolChoice,
+    TopK,
     as_stops,
     error_body,
     error_event,
@@ -48,7 +49,7 @@ from rillflow.gateway.trees.render import Renderer
 PATH = "/v1/chat/completions"
 __all__ = ["PATH", "decode", "error_body", "error_event", "stream", "to_call", "to_message", "whole"]
 
-_ROLES = {"developer": "system"}
+_ROLES = {"developer": "system", "function": "tool"}
 
 
 class Function(msgspec.Struct):
@@ -62,7 +63,7 @@ class Called(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct):
-    role: Literal["developer", "system", "user", "assistant", "tool"]
+    role: Literal["developer", "system", "user", "assistant", "tool", "function"]
     content: str | list[Part] | None = None
     refusal: str | None = None
     tool_calls: list[Called] | None = None
@@ -86,7 +87,7 @@ class ChatRequest(Distortions, kw_only=True):
     max_completion_tokens: Positive | None = None
     temperature: Temperature | None = None
     top_p: Share | None = None
-    top_k: NonNegative | None = None
+    top_k: TopK | None = None
     seed: int | None = None
     logprobs: bool | None = None
     top_logprobs: NonNegative | None = None

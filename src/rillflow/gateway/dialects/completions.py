@@ -19,12 +19,12 @@ from rillflow.gateway.dialects import openai
 from rillflow.gateway.dialects.chunks import Chunks
 from rillflow.gateway.dialects.openai import (
     Distortions,
-    NonNegative,
     Positive,
     Share,
     Stop,
     StreamOptions,
     Temperature,
+    TopK,
     as_stops,
     error_event,
     logprob_entries,
@@ -58,7 +58,7 @@ class CompletionRequest(Distortions, kw_only=True):
     max_tokens: Positive | None = None
     temperature: Temperature | None = None
     top_p: Share | None = None
-    top_k: NonNegative | None = None
+    top_k: TopK | None = None
     seed: int | None = None
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=5)] | None = None
     response_format: dict[str, Any] | None = None

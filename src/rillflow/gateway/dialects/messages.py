@@ -17,7 +17,7 @@ import msgspec
 from rillflow.config import GatewayConfig, SamplingConfig
 from rillflow.errors import ContextOverflow, RillflowError
 from rillflow.gateway.calls import Answer, Call, Choice, Piece
-from rillflow.gateway.dialects.openai import NonNegative, Positive, Share, Temperature, read, sampling, within
+from rillflow.gateway.dialects.openai import Positive, Share, Temperature, TopK, read, sampling, within
 from rillflow.gateway.dialects.openai import Text as NonEmpty
 from rillflow.gateway.dialects.sse import named_event
 from rillflow.gateway.dialects.structured import forced, formatted
@@ -101,7 +101,7 @@ class MessagesRequest(CountRequest, kw_only=True):
     stop_sequences: list[NonEmpty] | None = None
     temperature: Temperature | None = None
     top_p: Share | None = None
-    top_k: NonNegative | None = None
+    top_k: TopK | None = None
     stream: bool | None = None
     thinking: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None

@@ -22,11 +22,12 @@ from rillflow.gateway.trees.render import Renderer
 from rillflow.types import Grammar, Sampling
 
 Temperature = Annotated[float, msgspec.Meta(ge=0, le=10)]
-Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+TopK = Annotated[int, msgspec.Meta(ge=-1)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 Text = Annotated[str, msgspec.Meta(min_length=1)]
-Stop = Text | list[Text] | None
+Stop = str | list[str] | None
 ToolChoice = Literal["none", "auto", "required"] | dict[str, Any] | None
 
 Decoded = TypeVar("Decoded")
@@ -129,8 +130,9 @@ def tokens_within(param: str, asked: int | None, choices: int, limits: GatewayCo
         )
 
 
-def as_stops(stop: str | list[str] | None) -> tuple[str, ...]:
-    return (stop,) if isinstance(stop, str) else tuple(stop or ())
+def as_stops(stop: Stop) -> tuple[str, ...]:
+    """The stop strings; an empty one is as if it were not given."""
+    return tuple(filter(None, [stop] if isinstance(stop, str) else stop or ()))
 
 
 def joined(content: str | Sequence[Part] | None, param: str) -> str:
@@ -153,11 +155,14 @@ def sampling(
     seed: int | None = None,
     grammar: Grammar | None = None,
 ) -> Sampling:
-    """The agent's own sampling wins over the recipe's, field by field."""
+    """The agent's own sampling wins over the recipe's, field by field. A `top_k` of -1 or 0 switches it off; a `top_p`
+    of 0 is the smallest share that an engine can hold."""
+    top_p = defaults.top_p if request.top_p is None else request.top_p
+    top_k = defaults.top_k if request.top_k is None else request.top_k
     return Sampling(
         temperature=defaults.temperature if request.temperature is None else request.temperature,
-        top_p=max(request.top_p or defaults.top_p, _LEAST_P),
-        top_k=min(defaults.top_k if request.top_k is None else request.top_k, _MOST_K),
+        top_p=max(top_p, _LEAST_P),
+        top_k=min(max(top_k, 0), _MOST_K),
         max_tokens=max_tokens or defaults.max_tokens,
         seed=seed,
         grammar=grammar,

@@ -25,6 +25,7 @@ from rillflow.gateway.dialects.openai import (
     Share,
     Temperature,
     ToolChoice,
+    TopK,
     logprob_entries,
     read,
     refuse_distortions,
@@ -70,7 +71,7 @@ class ResponsesRequest(Distortions, kw_only=True):
     max_output_tokens: Positive | None = None
     temperature: Temperature | None = None
     top_p: Share | None = None
-    top_k: NonNegative | None = None
+    top_k: TopK | None = None
     top_logprobs: NonNegative | None = None
     truncation: str | None = None
     user: str | None = None
