@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import openai
@@ -93,6 +94,39 @@ async def test_an_answer_is_continued_whether_its_reasoning_is_replayed_or_not()
         assert THOUGHT in asked.prompts[1]
         record = asked.served.gateway.sessions.close("s1")
         assert [row.fork for row in record.samples("policy")] == ["", ""]
+
+
+# Writes the name of whoever speaks, where a message has one.
+NAMING = CHATML.replace("'<|im_start|>' ~ m.role ~", "'<|im_start|>' ~ m.role ~ (' ' ~ m.name if m.name else '') ~")
+
+
+@pytest.mark.parametrize(
+    ("template", "before", "change"),
+    [
+        (CHATML, "look ", {"name": "helper"}),
+        (NAMING, "look ", {"name": "helper"}),
+        (QWEN_LIKE, f"{THOUGHT}look ", {"name": "helper"}),
+        (CHATML, "\n", {"content": None}),
+        (CHATML, " ", {"content": ""}),
+        (NAMING, "\n\n", {"name": "helper", "content": None}),
+    ],
+)
+async def test_answers_are_found_again_by_agents_that_name_them_or_drop_blank_text(
+    template: str, before: str, change: dict[str, Any]
+) -> None:
+    async with asking(template) as asked:
+        history: list[Any] = [USER]
+        for _ in range(4):
+            asked.script(before + HERMES_CALL)
+            said = (await asked.chat(*history, tools=CHAT_TOOLS)).choices[0].message
+            result = {"role": "tool", "content": "12", "tool_call_id": said.tool_calls[0].id}
+            history += [said.model_dump(exclude_none=True) | change, result]
+        (row,) = asked.served.gateway.sessions.close("s1").samples("policy")
+        sampled = [*asked.served.renderer.encode(before + HERMES_CALL), asked.served.renderer.end_token]
+        assert (row.fork, row.trained) == ("", 4 * len(sampled))
+        for one, after in pairwise(asked.served.engine.requests):
+            assert after.tokens[: len(one.tokens) + len(sampled)] == one.tokens + sampled
+        assert "helper" not in "".join(asked.prompts)
 
 
 async def test_what_tool_choice_means() -> None:

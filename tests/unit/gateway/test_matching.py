@@ -112,6 +112,29 @@ def test_equal_answers_with_equal_results_keep_apart_by_their_call_ids() -> None
     assert talk.ask(USER, said("", "foreign"), RESULT) is first
 
 
+def test_a_name_that_was_added_to_a_sampled_answer_does_not_count() -> None:
+    talk = Talk()
+    one = talk.turn(USER, reply=said("a"))
+    named = message("assistant", "a", name="helper")
+    assert talk.ask(USER, named, NEXT) is talk.ask(USER, said("a"), NEXT)
+    assert talk.ask(USER, named, NEXT).parent is one
+
+
+def test_names_in_messages_that_nobody_sampled_count() -> None:
+    talk = Talk()
+    shown = [talk.ask(USER, message("assistant", "a", name=name), NEXT) for name in ("", "one", "other")]
+    assert len(set(shown)) == 3
+    assert [node.fork for node in shown] == ["", "history", "history"]
+
+
+@pytest.mark.parametrize("text", ["", " \n"])
+def test_blank_text_beside_calls_does_not_count(text: str) -> None:
+    talk = Talk()
+    one = talk.turn(USER, reply=said("\n", "c0"))
+    assert talk.ask(USER, said(text, "c0"), RESULT).parent is one
+    assert talk.ask(USER, said("x", "c0"), RESULT).parent is not one
+
+
 def test_equal_answers_keep_apart_under_a_template_that_rewrites() -> None:
     talk = Talk(make_renderer(COUNTING))
     given = talk.ask(USER)

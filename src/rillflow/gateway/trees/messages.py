@@ -1,9 +1,10 @@
 """Messages in the one form that rendering, matching and transcripts share, whatever dialect they came in.
 
 Two messages are the same when their keys are equal. A key ignores what agents change when they replay a history
-without meaning anything by it: tool-call ids, absent against empty content, the spelling of the arguments' JSON.
-It ignores the reasoning too, because most agents leave it out: a message without reasoning is the same as one with
-any, one with reasoning only the same as one with that reasoning.
+without meaning anything by it: tool-call ids, absent against empty content, blank text beside tool calls, the spelling
+of the arguments' JSON. It ignores the reasoning too, because most agents leave it out: a message without reasoning is
+the same as one with any, one with reasoning only the same as one with that reasoning. A name is part of the key; but
+agents name answers after themselves, so `unnamed` finds an answer that was sampled without a name.
 """
 
 from __future__ import annotations
@@ -33,13 +34,15 @@ class ToolCall(NamedTuple):
 
 class Message(NamedTuple):
     """`body` is what the template sees and the transcript shows; `call_ids` and `reasoning`, less the blank around
-    it, tell equal answers apart."""
+    it, tell equal answers apart. `unnamed` is the key that an assistant's message has without its name; empty where it
+    has none."""
 
     role: str
     key: bytes
     body: Body
     call_ids: frozenset[str] = frozenset()
     reasoning: str = ""
+    unnamed: bytes = b""
 
     @property
     def size(self) -> int:
@@ -58,8 +61,11 @@ def message(
         body["name"] = name
     if call_id:
         body["tool_call_id"] = call_id
+    named = bool(name) and role == "assistant"
     if not calls:
-        return Message(role, msgspec.json.encode((role, text, name)), body, reasoning=reasoning.strip())
+        unnamed = msgspec.json.encode((role, text, "")) if named else b""
+        key = msgspec.json.encode((role, text, name))
+        return Message(role, key, body, reasoning=reasoning.strip(), unnamed=unnamed)
     parsed = [(call.name, parse_object(call.arguments)) for call in calls]
     # Templates write arguments with `tojson`: given the text, they would quote it a second time.
     body["tool_calls"] = [
@@ -67,11 +73,13 @@ def message(
         for call, (_, value) in zip(calls, parsed, strict=True)
     ]
     compared = [
-        (name, call.arguments if value is None else _canonical(value))
-        for call, (name, value) in zip(calls, parsed, strict=True)
+        (called, call.arguments if value is None else _canonical(value))
+        for call, (called, value) in zip(calls, parsed, strict=True)
     ]
-    key = msgspec.json.encode((role, text, name, compared), order="sorted")
-    return Message(role, key, body, frozenset(call.id for call in calls), reasoning.strip())
+    shown = text if text.strip() else ""
+    key = msgspec.json.encode((role, shown, name, compared), order="sorted")
+    unnamed = msgspec.json.encode((role, shown, "", compared), order="sorted") if named else b""
+    return Message(role, key, body, frozenset(call.id for call in calls), reasoning.strip(), unnamed)
 
 
 def parse_object(text: str) -> dict[str, Any] | None:

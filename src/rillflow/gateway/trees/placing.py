@@ -1,7 +1,7 @@
 """Where in a token tree a call belongs: the longest matching path, extended by what it does not yet hold.
 
 Messages of a matched path are rendered as they are stored, not as the agent repeats them: it may have left out their
-reasoning. Raw prompts have paths of their own, which no history of messages is matched with.
+reasoning, or added a name. Raw prompts have paths of their own, which no history of messages is matched with.
 """
 
 from __future__ import annotations

@@ -39,11 +39,19 @@ class Spot:
         spots: list[Spot] = []
         spot: Spot | None = self
         for message in history:
-            spot = spot.further.get(message.key) if spot is not None else None
+            spot = spot.next(message) if spot is not None else None
             if spot is None:
                 break
             spots.append(spot)
         return spots
+
+    def next(self, message: Message) -> Spot | None:
+        """The spot behind one message more. A name that the agent has given to a sampled answer does not count."""
+        found = self.further.get(message.key)
+        if found is not None or not message.unnamed:
+            return found
+        found = self.further.get(message.unnamed)
+        return found if found is not None and any(node.kind == "sampled" for node in found.nodes) else None
 
 
 class Match(NamedTuple):
