@@ -1,8 +1,9 @@
 """What an answer must look like, as grammars that engines sample under; checked before a token is drawn.
 
-Invariants: what passes here can be kept, so a keyword that nothing enforces is refused rather than promised. JSON is
-written as Python's `json.dumps` writes it, without free whitespace, in which small models lose themselves. An object
-that lists its properties has no others unless the schema says so.
+Invariants: what passes here can be kept, so a keyword that nothing enforces is refused rather than promised; of a tool
+that is not strict it is left out, because there it was never a promise. JSON is written as Python's `json.dumps` writes
+it, without free whitespace, in which small models lose themselves. An object that lists its properties has no others
+unless the schema says so.
 
 What is not promised: that an answer ends before `max_tokens`, and that there is a sensible one. Bound the strings.
 """
@@ -10,7 +11,7 @@ What is not promised: that an answer ends before `max_tokens`, and that there is
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -32,14 +33,15 @@ _CHECKED = 512  # grammars of which it is remembered that they are right
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _OBJECT = {"type": "object"}
 # Below these keys stand schemas: one, several, or several by name.
-_ONE, _MANY, _NAMED = ("items", "additionalProperties"), ("prefixItems", "anyOf", "oneOf"), ("properties", "$defs")
+_ONE, _MANY = ("items", "additionalProperties"), ("prefixItems", "anyOf", "oneOf", "allOf")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")
 
 
 # ---------------------------------------------------------------- what an agent may ask for
 
 
-def of_schema(schema: Any, param: str) -> Grammar:
-    """`param` is where it stands in the request."""
+def of_schema(schema: Any, param: str, *, strict: bool = True) -> Grammar:
+    """`param` is where it stands in the request. Without `strict`, keywords that cannot be kept are left out."""
     if schema is True or schema == {}:
         schema = _OBJECT
     if not isinstance(schema, dict):
@@ -48,8 +50,14 @@ def of_schema(schema: Any, param: str) -> Grammar:
         raise CallRefused(f"a schema may be {DEEPEST} deep, this one is deeper", param=param)
     _check_size(msgspec.json.encode(schema), param)
     closed = schema if _mentions(schema, "allOf") else _closed(schema)
-    text = msgspec.json.encode({**closed, "x-guidance": _SPACING}).decode()
+    kept = closed if strict else _loosened(closed)
+    text = msgspec.json.encode({**kept, "x-guidance": _options(strict=strict)}).decode()
     return _checked(Grammar(kind="json", text=text), param)
+
+
+def _options(*, strict: bool) -> dict[str, Any]:
+    """How llguidance reads a schema: without `strict` it passes over keywords that it does not know."""
+    return _SPACING if strict else _SPACING | {"lenient": True}
 
 
 def any_object() -> Grammar:
@@ -122,14 +130,15 @@ def _call_rules(calls: Calls, renderer: Renderer) -> list[str]:
         if calls.names is not None and function["name"] not in calls.names:
             continue
         where = f"tools[{number}].function.parameters"
-        arguments = msgspec.json.decode(of_schema(function.get("parameters") or {}, where).text)
+        strict = function.get("strict") is True
+        arguments = msgspec.json.decode(of_schema(function.get("parameters") or {}, where, strict=strict).text)
         definitions = {key: arguments.pop(key) for key in ("$defs", "definitions") if key in arguments}
         schema = {
             "type": "object",
             "properties": {"name": {"const": function["name"]}, given: arguments},
             "required": ["name", given],
             "additionalProperties": False,
-            "x-guidance": _SPACING,
+            "x-guidance": _options(strict=strict),
         } | definitions
         rules.append(f"call_{len(rules)}: %json {msgspec.json.encode(schema).decode()}")
     one = "(" + "|".join(f"call_{number}" for number in range(len(rules))) + ")"
@@ -191,16 +200,41 @@ def _closed(schema: Any) -> Any:
     """With no properties but those that are listed, wherever some are and nothing is said of others."""
     if not isinstance(schema, dict):
         return schema
+    made = _below(schema, _closed)
+    if "properties" in made:
+        made.setdefault("additionalProperties", False)
+    return made
+
+
+def _loosened(schema: Any) -> Any:
+    """Without the patterns and references that no grammar can hold, which llguidance does not pass over by itself."""
+    if not isinstance(schema, dict):
+        return schema
+    made = _below(schema, _loosened)
+    if "pattern" in made and not _matchable(made["pattern"]):
+        del made["pattern"]
+    if isinstance(made.get("patternProperties"), dict):
+        made["patternProperties"] = {key: part for key, part in made["patternProperties"].items() if _matchable(key)}
+    if not str(made.get("$ref", "#")).startswith("#"):
+        del made["$ref"]
+    return made
+
+
+def _matchable(pattern: Any) -> bool:
+    schema = {"type": "string", "pattern": pattern}
+    return not _wrong(Grammar(kind="json", text=msgspec.json.encode(schema).decode()))
+
+
+def _below(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """`schema` with the schemas right below it changed."""
     made = dict(schema)
     for key in _ONE:
         if key in made:
-            made[key] = _closed(made[key])
+            made[key] = change(made[key])
     for key in _MANY:
         if isinstance(made.get(key), list):
-            made[key] = [_closed(part) for part in made[key]]
-    for key in (*_NAMED, "definitions"):
+            made[key] = [change(part) for part in made[key]]
+    for key in _NAMED:
         if isinstance(made.get(key), dict):
-            made[key] = {name: _closed(part) for name, part in made[key].items()}
-    if "properties" in made:
-        made.setdefault("additionalProperties", False)
+            made[key] = {name: change(part) for name, part in made[key].items()}
     return made

@@ -261,6 +261,45 @@ async def test_one_of_the_allowed_tools_can_be_required() -> None:
         assert not accepts(asked, HERMES_CALL)
 
 
+# Every one has a keyword that no grammar can hold, and an answer that shows what is kept beside it.
+UNKEPT: list[tuple[str, dict[str, Any], str]] = [
+    ("path", {"type": "string", "format": "path"}, '"a/b"'),
+    ("uniqueItems", {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, "[1, 1]"),
+    ("propertyNames", {"type": "object", "propertyNames": {"pattern": "^a"}}, '{"b": 1}'),
+    ("look-around", {"type": "string", "pattern": "^(?!x)a"}, '"x"'),
+    ("look-around", {"type": "object", "patternProperties": {"(?=a)b": {"type": "integer"}}}, '{"c": "d"}'),
+    ("example.org", {"$ref": "https://example.org/schema"}, '["x"]'),
+    ("oneOf", {"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 2}]}, '"abc"'),
+    ("not", {"type": "string", "not": {"const": "x"}}, '"x"'),
+]
+
+
+def with_box(box: dict[str, Any], *, strict: bool) -> dict[str, Any]:
+    """A tool whose one argument has the schema `box`."""
+    parameters = {"type": "object", "properties": {"box": {"$ref": "#/$defs/box"}}, "required": ["box"]}
+    function = {"name": "count", "parameters": {**parameters, "$defs": {"box": box}}, "strict": strict}
+    return {"type": "function", "function": function}
+
+
+@pytest.mark.parametrize(("why", "box", "value"), UNKEPT)
+async def test_keywords_that_no_grammar_can_hold_are_left_out_unless_a_tool_is_strict(
+    why: str, box: dict[str, Any], value: str
+) -> None:
+    call = HERMES_CALL.replace('"red"', value)
+    async with asking() as asked:
+        for more in ({"tool_choice": "required"}, {"response_format": FORMAT}):
+            asked.script(call)
+            await asked.chat(tools=[with_box(box, strict=False)], **more)
+            assert accepts(asked, call)
+            assert not accepts(asked, call.replace('"box"', '"lid"'))
+            with pytest.raises(openai.BadRequestError, match=why) as refused:
+                await asked.chat(tools=[with_box(box, strict=True)], **more)
+            assert refused.value.param == "tools[0].function.parameters"
+        shape = {"type": "json_schema", "json_schema": {"name": "a", "schema": box, "strict": True}}
+        with pytest.raises(openai.BadRequestError, match=why):
+            await asked.chat(response_format=shape)
+
+
 # ---------------------------------------------------------------- what is refused
 
 
@@ -302,7 +341,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": "count"}}, "tool_choice", "a mode"),
     (
         {
-            "tools": [{"type": "function", "function": {"name": "a", "parameters": {"not": {}}}}],
+            "tools": [{"type": "function", "function": {"name": "a", "parameters": {"not": {}}, "strict": True}}],
             "tool_choice": "required",
         },
         "tools[0].function.parameters",

@@ -77,6 +77,7 @@ class Tool(msgspec.Struct):
     name: NonEmpty
     input_schema: dict[str, Any]
     description: str | None = None
+    strict: bool | None = None
 
 
 class ToolChoice(msgspec.Struct):
@@ -177,7 +178,8 @@ def prompt_of(request: CountRequest) -> tuple[list[Message], Tools, bytes]:
 
 def _function(tool: Tool) -> Body:
     described = {} if tool.description is None else {"description": tool.description}
-    return {"type": "function", "function": {"name": tool.name, **described, "parameters": tool.input_schema}}
+    strict = {} if tool.strict is None else {"strict": tool.strict}
+    return {"type": "function", "function": {"name": tool.name, **described, "parameters": tool.input_schema, **strict}}
 
 
 def _joined(content: str | list[Text] | None) -> str:
