@@ -122,7 +122,7 @@ def test_a_node_is_started_and_stopped_by_reports(cli: Cli, monkeypatch: pytest.
     assert shrunk["nodes"] == ["auto-0"]
     stopped = run.wait_for("stopped")
     assert stopped["nodes"] == ["auto-0"]
-    assert has_ended(node)
+    wait_until(lambda: has_ended(node), "the node's process to end")
     assert processes_of(run.folder)["rollout"].is_running(), "the run's own node stays"
 
     run.pace(rollout=0.0, train=0.0)
