@@ -75,8 +75,13 @@ class DataConfig(Section):
 
 
 class SamplingConfig(Section):
-    """How a policy samples when the agent does not say; the agent's own request wins."""
+    """How a policy samples."""
 
+    wins: Literal["recipe", "agent"] | None = Field(
+        None,
+        description="whose temperature, top_p and top_k count where an agent asks for its own: the recipe's, so that "
+        "what is trained is what the recipe says, or the agent's; default: the recipe's, but a workflow's own requests",
+    )
     temperature: Annotated[float, Field(ge=0, le=10)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: NonNegative = 0

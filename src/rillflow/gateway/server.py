@@ -8,6 +8,7 @@ shape, errors included; our own processes as everywhere on our wire.
 from __future__ import annotations
 
 import hmac
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,6 +27,7 @@ from rillflow.errors import ConfigError, RillflowError, Unauthorized
 from rillflow.gateway import models, openapi, running
 from rillflow.gateway.calls import Answer, Policy, begin
 from rillflow.gateway.dialects import DIALECTS, Dialect, chat, dialect_of, messages
+from rillflow.gateway.dialects.openai import overruled
 from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.sessions.keeping import SessionLog
 from rillflow.gateway.sessions.session import Session, Sessions
@@ -35,6 +37,8 @@ from rillflow.gateway.trees.tree import TokenTree
 from rillflow.wire import Service
 from rillflow.wire.gate import Gate
 from rillflow.wire.server import Endpoint, bearer, error_headers, read_body
+
+log = logging.getLogger(__name__)
 
 JSON = "application/json"
 DESCRIPTION = "/openapi.json"
@@ -65,6 +69,7 @@ class Gateway(Service):
         self._clock = clock or SystemClock()
         self._policies = dict(policies)
         self._defaults = dict(defaults)
+        self._told_overruled = False
         self._names = {name: name for name in policies} | self.limits.aliases
         self._created = int(self._clock.now())
         self.operations = dict(openapi.OPERATIONS)
@@ -141,11 +146,24 @@ class Gateway(Service):
         """The answer to a call, who writes its text, and whether that is wanted while it is sampled."""
         name = self._policy_name(asked.model)
         policy = self._policies[name]
-        call = replace(dialect.to_call(asked, self._defaults[name]), policy=name, agent=agent)
+        defaults = self._defaults[name]
+        call = replace(dialect.to_call(asked, defaults), policy=name, agent=agent)
+        if replaced := overruled(asked, defaults):
+            self._tell_overruled(session, replaced)
         # From here to the running task nothing awaits: a call that was counted in is at work.
         number = session.admit(self.limits, self._clock.monotonic())
         answer = begin(session, policy, call, _call_id(session, number), int(self._clock.now()))
         return answer, policy.renderer, call.live
+
+    def _tell_overruled(self, session: Session, replaced: str) -> None:
+        """Count it, and say it once: an agent that asks for temperature 0 would give groups without variance."""
+        session.sampling_overruled += 1
+        if not self._told_overruled:
+            self._told_overruled = True
+            log.warning(
+                "an agent asks for %s: the recipe's own sampling is used; `sampling.wins: agent` lets agents choose",
+                replaced,
+            )
 
     async def chat(self, name: str, body: bytes, agent: str) -> bytes:
         """The answer of the chat route to an agent in this process, without HTTP and not as a stream. What is refused

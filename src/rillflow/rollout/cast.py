@@ -14,7 +14,7 @@ import openai
 
 from rillflow.agents.rewards.registry import prepare_reward
 from rillflow.agents.surroundings import Surroundings, open_surroundings
-from rillflow.config import Recipe
+from rillflow.config import Recipe, SamplingConfig
 from rillflow.contracts import Clock
 from rillflow.gateway.calls import Policy
 from rillflow.gateway.feed import Feed
@@ -86,8 +86,14 @@ def build_gateway(
     return Gateway(
         token,
         {n: Policy(engines.pools[n], Renderer.load(p.model), p.tools, p.reasoning) for n, p in policies.items()},
-        {n: p.sampling for n, p in policies.items()},
+        {n: _sampling(recipe, p.sampling) for n, p in policies.items()},
         limits=recipe.gateway,
         clock=clock,
         log=sessions,
     )
+
+
+def _sampling(recipe: Recipe, given: SamplingConfig) -> SamplingConfig:
+    """A workflow is the recipe's own code, so what it asks for counts; a program that was written for another model may
+    ask for anything, such as temperature 0, with which nothing is learnt."""
+    return given.model_copy(update={"wins": given.wins or ("recipe" if recipe.workflow is None else "agent")})

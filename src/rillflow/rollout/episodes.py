@@ -35,7 +35,8 @@ from rillflow.types import Ack, EpisodeFacts, TaskLease, Wire
 
 log = logging.getLogger(__name__)
 
-REWARDS_REFUSED = "rewards_refused"  # a metric: how often somebody tried to give a reward that does not count
+# Metrics: how often somebody tried to give a reward that does not count, or asked for other sampling than the recipe's.
+REWARDS_REFUSED, SAMPLING_OVERRULED = "rewards_refused", "sampling_overruled"
 _LINGER = 600.0  # seconds that a session may be there after its deadline and its reward's
 
 
@@ -185,8 +186,9 @@ class Episodes:
             metrics = dict(played.metrics)
             rewards = await self._rewards(kept, played, metrics)
             seconds = self._clock.now() - kept.begun
-            if refused := self._sessions.get(lease.attempt).rewards_refused:
-                metrics[REWARDS_REFUSED] = float(refused)
+            session = self._sessions.get(lease.attempt)
+            counted = {REWARDS_REFUSED: session.rewards_refused, SAMPLING_OVERRULED: session.sampling_overruled}
+            metrics |= {name: float(count) for name, count in counted.items() if count}
             record = self._sessions.close(lease.attempt, keep=True)
             trained = lease.task.lane != "eval"
             check_record(record, rewards, answer_is_reward=self._reward is None, rules=self._rules if trained else None)

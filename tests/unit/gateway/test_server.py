@@ -69,12 +69,12 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @asynccontextmanager
-async def running(template: str = CHATML, **arguments: Any) -> AsyncIterator[Bench]:
+async def running(template: str = CHATML, wins: Any = None, **arguments: Any) -> AsyncIterator[Bench]:
     engine = ScriptedEngine()
     gateway = Gateway(
         TOKEN,
         {"policy": Policy(engine, RENDERERS[template])},
-        {"policy": SamplingConfig(temperature=0.7, top_k=5, max_tokens=50)},
+        {"policy": SamplingConfig(temperature=0.7, top_k=5, max_tokens=50, wins=wins)},
         **arguments,
     )
     url = await gateway.start()
@@ -93,6 +93,24 @@ async def bench() -> AsyncIterator[Bench]:
 
 
 # ---------------------------------------------------------------- answers
+
+
+@pytest.mark.parametrize("wins", ["recipe", "agent", None])
+async def test_whose_sampling_wins_is_the_recipes_choice(wins: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """An agent's temperature of 0 gave groups without variance, and nothing said so."""
+    async with running(wins=wins) as bench:
+        bench.script("abc", "abc", "abc")
+        for settings in ({"temperature": 0, "top_p": 0.5}, {"temperature": 0.7}, {"extra_body": {"top_k": 3}}):
+            await bench.ask(max_tokens=3, **settings)
+        first, second, third = (request.sampling for request in bench.engine.requests)
+        assert {one.max_tokens for one in (first, second, third)} == {3}, "an agent may always ask for less"
+        assert second.temperature == 0.7
+        if wins == "recipe":
+            assert (first.temperature, first.top_p, third.top_k) == (0.7, 1.0, 5)
+        else:
+            assert (first.temperature, first.top_p, third.top_k) == (0.0, 0.5, 3)
+        assert bench.gateway.sessions.get("s1").sampling_overruled == (2 if wins == "recipe" else 0)
+        assert caplog.text.count("an agent asks for temperature 0") == (wins == "recipe"), "said once"
 
 
 async def test_an_answer(bench: Bench) -> None:

@@ -155,18 +155,30 @@ def sampling(
     seed: int | None = None,
     grammar: Grammar | None = None,
 ) -> Sampling:
-    """The agent's own sampling wins over the recipe's, field by field. A `top_k` of -1 or 0 switches it off; a `top_p`
-    of 0 is the smallest share that an engine can hold."""
-    top_p = defaults.top_p if request.top_p is None else request.top_p
-    top_k = defaults.top_k if request.top_k is None else request.top_k
+    """The agent's own sampling wins over the recipe's, field by field, unless the recipe says that its own does. A
+    `top_k` of -1 or 0 switches it off; a `top_p` of 0 is the smallest share that an engine can hold."""
+    own = defaults.wins != "recipe"
+    top_p = request.top_p if own and request.top_p is not None else defaults.top_p
+    top_k = request.top_k if own and request.top_k is not None else defaults.top_k
     return Sampling(
-        temperature=defaults.temperature if request.temperature is None else request.temperature,
+        temperature=request.temperature if own and request.temperature is not None else defaults.temperature,
         top_p=max(top_p, _LEAST_P),
         top_k=min(max(top_k, 0), _MOST_K),
         max_tokens=max_tokens or defaults.max_tokens,
         seed=seed,
         grammar=grammar,
     )
+
+
+def overruled(request: Sampled, defaults: SamplingConfig) -> str:
+    """What a request asks for that the recipe's own sampling replaces, such as `temperature 0.0`; empty: nothing."""
+    if defaults.wins != "recipe":
+        return ""
+    for name in ("temperature", "top_p", "top_k"):
+        value = getattr(request, name)
+        if value is not None and value != getattr(defaults, name) and not (name == "top_k" and value == -1):
+            return f"{name} {value}"
+    return ""
 
 
 # ---------------------------------------------------------------- the response
