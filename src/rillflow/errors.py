@@ -5,6 +5,7 @@
     ├── DataError              a prompt source cannot be read or is empty
     ├── StorageError           a disk refused or returned something else than was written
     │   ├── CorruptData        a checksum or hash does not match
+    │   ├── DiskFault          a disk failed in a way that may pass: nothing was acknowledged (retried)
     │   └── DiskFull           no space left: nothing was acknowledged
     ├── WireError              a call between two processes failed
     │   ├── Unauthorized       no token, or the wrong one
@@ -62,6 +63,10 @@ class StorageError(RillflowError):
 
 class CorruptData(StorageError):
     pass
+
+
+class DiskFault(StorageError):
+    status = 503
 
 
 class DiskFull(StorageError):

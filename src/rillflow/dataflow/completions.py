@@ -140,6 +140,8 @@ class Completions(Part):
             whole = whole and 0 <= row.segment <= NEWEST and 0 <= row.offset <= NEWEST and 0 <= row.length <= NEWEST
         if not whole:
             raise BadRequest(f"a number of {news.task!r:.80} is out of range", "64 bits, signed, are the limit")
+        if not all(map(math.isfinite, (news.seconds, *news.metrics.values()))):
+            raise BadRequest(f"a number of {news.task!r:.80} is not finite", "check the node's clock and its metrics")
         for sample in news.samples:
             self._lineage.check_policy(sample.policy)
             whole = 0 <= sample.trained <= sample.tokens <= _MOST_TOKENS and (

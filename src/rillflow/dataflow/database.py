@@ -2,13 +2,15 @@
 
 A transition runs inside `change()`: all of it is applied or nothing. What it changed is in the log after the next
 `write()`, and durable after the `sync()` that follows; whoever answers a caller waits for that. `sync()` may run in
-another thread, so that transitions go on while the disk works. When the disk refuses a write, the whole open
-transaction is taken back, and `on_abandon` tells those who wait for it: nothing of it may be acknowledged.
+another thread, so that transitions go on while the disk works. A change that breaks a constraint is rolled back alone
+and is a BadRequest; the others of the open transaction stay. When the disk refuses a write, the whole open transaction
+is rolled back, and `on_abandon` tells those who wait for it: nothing of it may be acknowledged.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
@@ -19,11 +21,16 @@ from typing import Any
 import msgspec
 
 from rillflow.dataflow.tables import FORMAT, TABLES
-from rillflow.errors import BadRequest, CorruptData, DiskFull, RillflowError, StorageError
+from rillflow.errors import BadRequest, CorruptData, DiskFault, DiskFull, RillflowError, StorageError
 from rillflow.storage import fsync_folder
+
+log = logging.getLogger(__name__)
 
 Value = str | int | float | None
 _STATEMENTS = 512  # prepared and kept: more than the ledger has
+# Faults of the values that a statement was given: a broken constraint, a number or a type that SQLite does not take.
+_OWN_FAULTS = (sqlite3.IntegrityError, sqlite3.DataError, sqlite3.InterfaceError, sqlite3.ProgrammingError)
+_MAY_PASS = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_CANTOPEN)
 
 
 def storage_error(path: Path, error: sqlite3.Error) -> StorageError:
@@ -36,6 +43,8 @@ def storage_error(path: Path, error: sqlite3.Error) -> StorageError:
         )
     if "malformed" in text or "not a database" in text:
         return CorruptData(f"the ledger {path} is damaged: {text}", "restore the run folder from a copy")
+    if getattr(error, "sqlite_errorcode", 0) & 0xFF in _MAY_PASS:
+        return DiskFault(f"the ledger {path} cannot be written: {text}", "check the disk; nothing was acknowledged")
     return StorageError(f"the ledger {path} refused a change: {text}", "check the folder and the log")
 
 
@@ -98,6 +107,10 @@ class Database:
             self.run("SAVEPOINT change")
             try:
                 yield
+            except _OWN_FAULTS as error:
+                self.run("ROLLBACK TO change")
+                log.exception("a change was refused and rolled back")
+                raise BadRequest(f"the ledger cannot hold this: {error}", "check the numbers and names sent") from error
             except sqlite3.Error:
                 raise
             except OverflowError as error:

@@ -35,7 +35,7 @@ from rillflow.dataflow.steps import Steps
 from rillflow.dataflow.streams import Streams
 from rillflow.dataflow.tables import FORMAT, NEWEST
 from rillflow.dataflow.tasks import Tasks
-from rillflow.errors import DataError, LeaseLost, RillflowError
+from rillflow.errors import BadRequest, DataError, LeaseLost, RillflowError
 from rillflow.types import (
     Ack,
     BatchReply,
@@ -307,12 +307,17 @@ class Ledger:
 
     def complete_many(self, news: Sequence[CompleteTask]) -> list[Ack | RillflowError]:
         """Each is taken or refused on its own: what is refused has changed nothing."""
-        with self.db.change():
-            moves = self.moves
-            taken = self.completions.take(news)
-            if self.moves != moves:  # most completions end no group: nothing follows from them
-                self.advance()
-            return taken
+        try:
+            with self.db.change():
+                moves = self.moves
+                taken = self.completions.take(news)
+                if self.moves != moves:  # most completions end no group: nothing follows from them
+                    self.advance()
+                return taken
+        except BadRequest as error:  # the database refused one of them, and with it all
+            if len(news) == 1:
+                return [error]
+            return [answer for one in news for answer in self.complete_many([one])]
 
     def fail(self, news: FailTask) -> Ack:
         with self.db.change():

@@ -27,7 +27,7 @@ from rillflow.dataflow.joining import Invitation
 from rillflow.dataflow.journal import Journal
 from rillflow.dataflow.ledger import Ledger
 from rillflow.dataflow.turns import Turns
-from rillflow.errors import BadRequest, RillflowError, to_body
+from rillflow.errors import BadRequest, RillflowError, StorageError, to_body
 from rillflow.types import (
     Ack,
     AskTurn,
@@ -165,14 +165,17 @@ class DataflowService(Service):
 
     async def _keep_house(self) -> None:
         watch = Watch(self._clock, self._ledger.rules.node_timeout / 2)
+        unheard = False  # the disk took nothing, so nobody could renew a lease
         while True:
             await asyncio.sleep(HOUSEKEEPING)
             try:
-                if watch.disturbed():
+                if watch.disturbed() or unheard:
                     self._ledger.grace()
                 self._ledger.expire()
                 await self._changed(None)
+                unheard = False
             except RillflowError as error:
+                unheard = isinstance(error, StorageError)
                 log.error("housekeeping: %s", error)
             except Exception:
                 log.exception("housekeeping failed")

@@ -168,8 +168,8 @@ class Episodes:
         except NotTaken:
             log.info("task %s: nobody took it; it goes back", lease.task.id)
         except RillflowError as error:
-            # The lease runs out by itself and the task is played again, here or elsewhere.
-            log.warning("task %s: its end could not be told: %s", lease.task.id, error)
+            # Refused for good. The lease runs out by itself and the task is played again, here or elsewhere.
+            log.warning("task %s: its end was refused: %s", lease.task.id, error)
             ack = Ack(accepted=False, reason=error.message)
         finally:
             if not self.stopping:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -256,7 +257,7 @@ class Node:
             versions=self._engines.versions() or {},
             # What waits for its reward holds a task, but takes nobody's place.
             capacity=self._limits.episodes + waiting,
-            stats=stats | self._engines.stats(),
+            stats=stats | {name: value for name, value in self._engines.stats().items() if math.isfinite(value)},
             active="train" if self._episodes.resting else "rollout",
             leaving=self._departure.begun,
         )

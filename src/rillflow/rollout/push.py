@@ -1,18 +1,21 @@
 """What an episode leaves goes to the run: its payload to a storage unit first, then its end to the ledger.
 
-Invariants: a trajectory is durable before its task is completed; a record with holes is never trained on.
+Invariants: a trajectory is durable before its task is completed; a record with holes is never trained on; the end of
+an episode is told again until the ledger has acknowledged or refused it, whatever its disk or the network does. An
+episode whose lease is lost meanwhile is cancelled by its node, which ends the telling.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.clients.units import UnitWriter
-from rillflow.errors import LeaseLost, RillflowError
+from rillflow.errors import DeadlineExceeded, LeaseLost, RillflowError, StorageError, Unavailable
 from rillflow.gateway.trees.record import Sample, SessionRecord
 from rillflow.rollout.episode import EpisodeFailed, short
 from rillflow.rollout.rewards import RewardRules, check_parts, require_all
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PUSH_DEADLINE = 120.0
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0  # seconds between two tries to tell an end
+_MAY_PASS = (Unavailable, DeadlineExceeded, StorageError)
 
 
 class Ends(Protocol):
@@ -76,7 +81,7 @@ class Pusher:
             metrics=dict(metrics),
         )
         try:
-            ack = await self._dataflow.complete(done, PUSH_DEADLINE)
+            ack = await self._tell(lease, lambda: self._dataflow.complete(done, PUSH_DEADLINE))
         except LeaseLost as error:  # by the node before this one, which died before it could forget the session
             return Ack(accepted=True, reason=error.message)
         if not ack.accepted:
@@ -88,8 +93,19 @@ class Pusher:
         news = FailTask(
             task=lease.task.id, attempt=lease.attempt, node=self._node, cause=failure.cause, error=failure.error
         )
-        await self._dataflow.fail(news, PUSH_DEADLINE)
+        await self._tell(lease, lambda: self._dataflow.fail(news, PUSH_DEADLINE))
         return Ack(accepted=False, reason=str(failure))
+
+    async def _tell(self, lease: TaskLease, tell: Callable[[], Awaitable[Ack]]) -> Ack:
+        """Tell an end until the service answers. An error that will not pass is raised."""
+        pause = FIRST_PAUSE
+        while True:
+            try:
+                return await tell()
+            except _MAY_PASS as error:
+                log.warning("task %s: its end is told again in %.1f s: %s", lease.task.id, pause, error.message)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
 
 
 def check_record(

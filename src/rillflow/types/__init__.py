@@ -5,7 +5,7 @@ reader can map them without a copy; `column_dtype` is the one place that says wh
 """
 
 from rillflow.types.agents import EpisodeFacts, Observation, Said, Scored, ToolUse
-from rillflow.types.base import DONE, GOOD_ENDS, OUT_OF_PROMPTS, TARGET_REACHED, Lane, Phase, Wire
+from rillflow.types.base import DONE, GOOD_ENDS, OUT_OF_PROMPTS, TARGET_REACHED, Finite, Lane, Phase, Wire
 from rillflow.types.batches import (
     Batch,
     BatchReply,
@@ -88,6 +88,7 @@ __all__ = [
     "Evaluation",
     "FailTask",
     "FinishReason",
+    "Finite",
     "GenerateRequest",
     "GetRows",
     "Grammar",

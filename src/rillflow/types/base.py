@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import sys
+from typing import Annotated, Literal
 
 import msgspec
+
+# A number in a body that changes something: NaN and infinity are refused before anything sees them.
+Finite = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 
 Lane = Literal["train", "eval"]
 Phase = Literal["training", "finishing", "ended"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rillflow.types.base import Phase, Wire
+from rillflow.types.base import Finite, Phase, Wire
 from rillflow.types.units import Row
 
 
@@ -19,7 +19,7 @@ class LeaseBatch(Wire, frozen=True):
     attempt: str
     groups: int
     version: int
-    wait: float
+    wait: Finite
     have: int = 0
     least: int = 0
     rank: int = 0
@@ -98,9 +98,9 @@ class CommitBatch(Wire, frozen=True):
     batch: str
     attempt: str
     version: int
-    metrics: dict[str, float]
-    step_seconds: float
-    wait_seconds: float
+    metrics: dict[str, Finite]
+    step_seconds: Finite
+    wait_seconds: Finite
     restorable: int = 0
 
 
@@ -134,7 +134,7 @@ class LeaseStage(Wire, frozen=True):
     stage: str
     attempt: str
     groups: int
-    wait: float
+    wait: Finite
 
 
 class SampleColumns(Wire, frozen=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rillflow.types.base import Wire
+from rillflow.types.base import Finite, Wire
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -78,7 +78,7 @@ class AskTurn(Wire, frozen=True):
     policy: str
     engine: str
     done: bool = False
-    wait: float = 0.0
+    wait: Finite = 0.0
 
 
 class TurnReply(Wire, frozen=True):
@@ -108,7 +108,7 @@ class LookEngines(Wire, frozen=True):
     `news`, after `wait` seconds at most."""
 
     news: int = -1
-    wait: float = 0.0
+    wait: Finite = 0.0
 
 
 class Engines(Wire, frozen=True):

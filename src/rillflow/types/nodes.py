@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rillflow.types.base import Phase, Wire
+from rillflow.types.base import Finite, Phase, Wire
 
 
 class Heartbeat(Wire, frozen=True):
@@ -14,7 +14,7 @@ class Heartbeat(Wire, frozen=True):
     attempts: list[str]
     versions: dict[str, int]
     capacity: int
-    stats: dict[str, float] = {}
+    stats: dict[str, Finite] = {}
     active: str = "rollout"
     leaving: bool = False
 
@@ -40,7 +40,7 @@ class RetireNode(Wire, frozen=True):
     """Somebody wants a node to go: it gets no more tasks, and `drain` seconds to end those it has. 0: none."""
 
     node: str
-    drain: float = 120.0
+    drain: Finite = 120.0
 
 
 class NodeInfo(Wire, frozen=True):

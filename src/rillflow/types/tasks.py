@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rillflow.errors import ErrorBody
-from rillflow.types.base import Lane, Phase, Wire
+from rillflow.types.base import Finite, Lane, Phase, Wire
 from rillflow.types.units import Row
 
 
@@ -43,7 +43,7 @@ class LeaseTasks(Wire, frozen=True):
     incarnation: str
     want: int
     versions: dict[str, int]
-    wait: float = 0.0
+    wait: Finite = 0.0
 
 
 class TaskLeases(Wire, frozen=True):
@@ -75,7 +75,11 @@ class SampleMeta(Wire, frozen=True):
 
 
 class CompleteTask(Wire, frozen=True):
-    """An episode has ended well; its samples are already durable in a storage unit."""
+    """An episode has ended well; its samples are already durable in a storage unit.
+
+    Its numbers are checked by the ledger, not by their types: one that is not finite must not refuse the completions
+    that travel with it.
+    """
 
     task: str
     attempt: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rillflow.types.base import Wire
+from rillflow.types.base import Finite, Wire
 
 
 class Row(Wire, frozen=True):
@@ -42,7 +42,7 @@ class UnitInfo(Wire, frozen=True):
     path: str
     url: str = ""
     kind: str = "files"
-    load: float = 0.0
+    load: Finite = 0.0
     free: int = 0
 
 

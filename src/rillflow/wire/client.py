@@ -1,7 +1,8 @@
 """The client base. Every call has a deadline; what can be retried is retried until then, nothing is after it.
 
 A call is retried when the peer could not be reached, cut the connection or said 503. That is safe because every
-body that changes something carries an attempt id, which the receiver takes once (see `types`).
+body that changes something carries an attempt id, which the receiver takes once (see `types`), or changes nothing
+when it comes twice; tests/unit/dataflow/test_attempts.py lists which.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from rillflow.contracts import Clock, SystemClock
-from rillflow.errors import DeadlineExceeded, ErrorBody, Unavailable, WireError, from_body
+from rillflow.errors import DeadlineExceeded, DiskFault, ErrorBody, Unavailable, WireError, from_body
 from rillflow.wire.connections import Answer, Connections
 
 Reply = TypeVar("Reply")
@@ -61,7 +62,7 @@ class Client:
             left = end - self._clock.monotonic()
             try:
                 return await self._once(method, path, data, reply, max(left, 0.001))
-            except Unavailable as error:
+            except (Unavailable, DiskFault) as error:
                 if end - self._clock.monotonic() <= pause:
                     raise DeadlineExceeded(
                         f"{self.peer} did not answer {path} within {deadline:.0f} s: {error.message}",

@@ -106,6 +106,7 @@ class Service:
             raise RunError(f"the {name} service needs a token", "start it through `rillflow run`, or give --token")
         self.name = name
         self.registry = CollectorRegistry()
+        self.bodies: dict[str, type] = {}  # of each route that `post` has added
         self._token = token
         self._body_limit = body_limit
         self._routes = Routes()
@@ -124,6 +125,7 @@ class Service:
 
     def post(self, path: str, handler: Callable[[Body], Awaitable[Any]], body: type[Body]) -> None:
         """A route whose msgpack body is validated as `body` before `handler` runs."""
+        self.bodies[path] = body
         decoder = msgspec.msgpack.Decoder(body)
 
         async def endpoint(request: Request) -> Response:

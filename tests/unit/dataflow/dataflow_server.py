@@ -39,8 +39,9 @@ TOKEN = "secret"
 class Served:
     """A running service and short words for calling it."""
 
-    def __init__(self, url: str, folder: Path, ledger: Ledger) -> None:
+    def __init__(self, url: str, folder: Path, ledger: Ledger, service: DataflowService) -> None:
         self.url = url
+        self.service = service
         self.folder = folder
         self.ledger = ledger
         self.rows = 0
@@ -113,14 +114,14 @@ class Served:
             )
         )
 
-    async def commit(self, batch: Batch, version: int) -> bool:
+    async def commit(self, batch: Batch, version: int, metrics: dict[str, float] | None = None) -> bool:
         news = CommitBatch(
             policy=POLICY,
             incarnation="i",
             batch=batch.id,
             attempt=batch.attempt,
             version=version,
-            metrics={"loss": 0.25},
+            metrics=metrics or {"loss": 0.25},
             step_seconds=1.0,
             wait_seconds=1.0,
         )
@@ -140,7 +141,7 @@ async def served(
     ledger = Ledger(folder / "ledger.sqlite", changed(RULES, **rules), prompts(50), heldout, hooks=hooks, clock=clock)
     journal = Journal(folder / "metrics.jsonl")
     service = DataflowService(ledger, journal, TOKEN, body_limit=body_limit, clock=clock)
-    found = Served(await service.start(), folder, ledger)
+    found = Served(await service.start(), folder, ledger, service)
     await found.client.unit_beat(UnitBeat(info=UnitInfo(unit=UNIT, path="")))
     try:
         yield found

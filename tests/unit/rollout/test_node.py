@@ -13,10 +13,11 @@ from rollout_support import Dataflow, NoEngines, World, call, until
 
 from rillflow.config.schema import RolloutConfig
 from rillflow.contracts import Episode
-from rillflow.errors import RillflowError, Unauthorized
+from rillflow.errors import BadRequest, DeadlineExceeded, DiskFull, RillflowError, Unauthorized, Unavailable
 from rillflow.rollout import node as module
+from rillflow.rollout import push
 from rillflow.rollout.node import Node
-from rillflow.types import Ack, FailTask, HeartbeatReply, LeaseTasks, TaskLeases
+from rillflow.types import Ack, CompleteTask, FailTask, HeartbeatReply, LeaseTasks, TaskLeases
 
 
 class NoEpisodes:
@@ -192,6 +193,57 @@ async def test_finished_episodes_are_told_to_the_rollout_manager(tmp_path: Path)
         await world.dataflow.until(3)
         await world.end()
     assert world.engines.finished == 3
+
+
+@pytest.mark.parametrize("error", [DiskFull("no space left"), DeadlineExceeded("late"), Unavailable("away")])
+async def test_a_finished_episode_is_told_until_it_is_acknowledged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: RillflowError
+) -> None:
+    """Its session stays meanwhile, and its lease is renewed."""
+    monkeypatch.setattr(push, "FIRST_PAUSE", 0.05, raising=False)
+
+    async def plays(episode: Episode) -> float:
+        await episode.client.chat.completions.create(
+            model=episode.model, messages=[{"role": "user", "content": "hello"}], max_tokens=8
+        )
+        return 1.0
+
+    async with World(tmp_path, 1, workflow=plays) as world:
+        complete, tries = world.dataflow.complete, []
+
+        async def refused_twice(news: CompleteTask, deadline: float) -> Ack:
+            tries.append(news)
+            if len(tries) < 3:
+                raise error
+            assert any("g.0-a" in beat.attempts for beat in world.dataflow.beats[-2:])
+            return await complete(news, deadline)
+
+        world.dataflow.complete = refused_twice
+        await world.dataflow.until(1)
+        await world.end()
+    assert len(tries) == 3
+    assert tries[0] == tries[1] == tries[2], "the same attempt with the same rows"
+    assert world.engines.finished == 1
+
+
+async def test_an_episode_that_is_refused_for_good_is_told_once(tmp_path: Path) -> None:
+    async def plays(episode: Episode) -> float:
+        await episode.client.chat.completions.create(
+            model=episode.model, messages=[{"role": "user", "content": "hello"}], max_tokens=8
+        )
+        return 1.0
+
+    async with World(tmp_path, 1, workflow=plays) as world:
+        tries = []
+
+        async def refused(news: CompleteTask, deadline: float) -> Ack:
+            tries.append(news)
+            raise BadRequest("seconds are not finite")
+
+        world.dataflow.complete = refused
+        await until(lambda: tries and not len(world.gateway.sessions))
+        await world.end()
+    assert len(tries) == 1
 
 
 async def test_an_episode_without_a_call_fails(tmp_path: Path) -> None:
