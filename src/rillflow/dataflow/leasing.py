@@ -36,8 +36,19 @@ class Leasing(Part):
         self._nodes = nodes
         self._streams = streams
 
-    def lease(self, node: str, versions: Versions, want: int, *, training: bool) -> list[TaskLease]:
-        """Up to `want` tasks that a node on these versions may play."""
+    def repeat(self, node: str, ask: str) -> list[TaskLease]:
+        """Return the leases that the request `ask` gave to the node and that it still holds, with their full time."""
+        rows = self._db.all(
+            "SELECT t.*, g.prompt FROM tasks t JOIN groups g ON g.id = t.grp "
+            "WHERE t.state = 'leased' AND t.ask = ? AND t.node = ? ORDER BY t.lane, t.ord, t.place",
+            (ask, node),
+        )
+        deadline = self._clock.now() + self._rules.task_lease
+        self._db.many("UPDATE tasks SET deadline = ? WHERE id = ?", [(deadline, row["id"]) for row in rows])
+        return [TaskLease(task=self._task(row), attempt=row["attempt"], seconds=self._rules.task_lease) for row in rows]
+
+    def lease(self, node: str, versions: Versions, want: int, *, ask: str, training: bool) -> list[TaskLease]:
+        """Lease up to `want` tasks that a node on these versions may play; `ask` is the request's attempt id."""
         if self._unfit(versions) or self._nodes.is_leaving(node):
             return []
         held, held_eval = self._nodes.held(node)
@@ -45,11 +56,11 @@ class Leasing(Part):
         want = min(want, max(0, allowed.tasks - held)) if allowed.why else want
         half = training and not self._rules.on_policy
         room = min(want, max(0, (held + want + 1) // 2 - held_eval)) if half else want
-        leases = self._lease_rows(self._pending_eval(node, versions, room), node)
+        leases = self._lease_rows(self._pending_eval(node, versions, room), node, ask)
         if len(leases) < want and self._too_old(versions) is None:
-            leases += self._lease_rows(self._pending_train(node, versions, want - len(leases)), node)
+            leases += self._lease_rows(self._pending_train(node, versions, want - len(leases)), node, ask)
         if half and len(leases) < want:
-            leases += self._lease_rows(self._pending_eval(node, versions, want - len(leases)), node)
+            leases += self._lease_rows(self._pending_eval(node, versions, want - len(leases)), node, ask)
         return leases
 
     def allowance(self, node: str, versions: Versions, want: int, *, training: bool) -> Allowance:
@@ -144,15 +155,15 @@ class Leasing(Part):
 
     # ------------------------------------------------------------ leasing
 
-    def _lease_rows(self, rows: Sequence[sqlite3.Row], node: str) -> list[TaskLease]:
+    def _lease_rows(self, rows: Sequence[sqlite3.Row], node: str, ask: str) -> list[TaskLease]:
         if not rows:
             return []
         now, seconds = self._clock.now(), self._rules.task_lease
         attempts = [f"{row['id']}-{row['leases'] + 1}" for row in rows]  # part of URLs: nothing that needs quoting
         self._db.many(
-            "UPDATE tasks SET state = 'leased', attempt = ?, node = ?, home = ifnull(home, ?), deadline = ?, "
+            "UPDATE tasks SET state = 'leased', attempt = ?, node = ?, home = ifnull(home, ?), deadline = ?, ask = ?, "
             "leases = leases + 1 WHERE id = ?",
-            [(attempt, node, node, now + seconds, row["id"]) for attempt, row in zip(attempts, rows, strict=True)],
+            [(attempt, node, node, now + seconds, ask, row["id"]) for attempt, row in zip(attempts, rows, strict=True)],
         )
         self._db.many(
             "INSERT INTO attempts (id, task, node, leased_at) VALUES (?, ?, ?, ?)",

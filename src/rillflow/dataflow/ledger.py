@@ -63,6 +63,7 @@ from rillflow.types import (
 )
 
 _MOST_TASKS = 1024
+_LONGEST_ATTEMPT = 200
 
 
 class Ledger:
@@ -250,13 +251,17 @@ class Ledger:
 
     def lease_tasks(self, ask: LeaseTasks) -> TaskLeases:
         with self.db.change():
+            if not 0 < len(ask.attempt) <= _LONGEST_ATTEMPT:
+                raise BadRequest("an attempt id has 1 to 200 characters", "draw attempt ids at random")
             if self.nodes.retired(ask.node, ask.incarnation):
                 raise LeaseLost(f"another process has taken the name of node {ask.node}", "end this one")
             self._hear(ask.node, ask.incarnation, ask.versions)
             want, phase = min(ask.want, _MOST_TASKS), self.phase
             if want < 1 or phase == "ended":
                 return TaskLeases(leases=[], heads=self.heads, phase=phase)
-            leases = self.leasing.lease(ask.node, ask.versions, want, training=phase == "training")
+            leases = self.leasing.repeat(ask.node, ask.attempt) or self.leasing.lease(
+                ask.node, ask.versions, want, ask=ask.attempt, training=phase == "training"
+            )
             return TaskLeases(leases=leases, heads=self.heads, phase=phase)
 
     def renew(self, beat: Heartbeat) -> HeartbeatReply:

@@ -21,7 +21,7 @@ States:
 
 from __future__ import annotations
 
-FORMAT = 4
+FORMAT = 5
 NEWEST = (1 << 62) - 1  # above every version and position
 
 GROUP_OPEN = ("playing", "open")
@@ -98,6 +98,7 @@ CREATE TABLE IF NOT EXISTS tasks (
     state TEXT NOT NULL DEFAULT 'pending',
     cause TEXT NOT NULL DEFAULT '', error TEXT NOT NULL DEFAULT '',
     attempt TEXT, node TEXT, deadline REAL,
+    ask TEXT,                             -- the attempt id of the request that leased it
     home TEXT,                            -- the node that plays the group
     last_node TEXT, returned_at REAL,
     leases INTEGER NOT NULL DEFAULT 0,    -- ever given; numbers the attempts
@@ -107,11 +108,12 @@ CREATE TABLE IF NOT EXISTS tasks (
     calls INTEGER, seconds REAL, metrics TEXT
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS tasks_group ON tasks (grp, place);
--- A query uses these four only when it names the state in so many words.
+-- A query uses these five only when it names the state in so many words.
 CREATE INDEX IF NOT EXISTS tasks_pending ON tasks (lane, round, ord, place) WHERE state = 'pending';
 CREATE INDEX IF NOT EXISTS tasks_home ON tasks (lane, home, ord, place) WHERE state = 'pending' AND home IS NOT NULL;
 CREATE INDEX IF NOT EXISTS tasks_free ON tasks (lane, ord, place) WHERE state = 'pending' AND home IS NULL;
 CREATE INDEX IF NOT EXISTS tasks_leased ON tasks (deadline) WHERE state = 'leased';
+CREATE INDEX IF NOT EXISTS tasks_asked ON tasks (ask) WHERE state = 'leased';
 
 CREATE TABLE IF NOT EXISTS attempts (
     id TEXT PRIMARY KEY, task TEXT NOT NULL, node TEXT NOT NULL,

@@ -22,7 +22,7 @@ from rillflow.gateway.sampling.node_engines import NodeEngines
 from rillflow.gateway.sessions.session import Session
 from rillflow.rollout.episodes import Episodes
 from rillflow.rollout.leaving import Departure
-from rillflow.types import Heartbeat, HeartbeatReply, LeaseTasks, LeaveRun
+from rillflow.types import Heartbeat, HeartbeatReply, LeaseTasks, LeaveRun, new_attempt
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +65,7 @@ class Node:
         self._pulls: dict[str, asyncio.Task[None]] = {}
         self._heads: Mapping[str, int] = {}  # what the last answer said
         self._soon = SOON
+        self._asking = new_attempt()  # of the question for tasks; the same until it is answered
         self._freed = asyncio.Event()
         self._beat_now = asyncio.Event()
         episodes.on_room = self.wake
@@ -156,6 +157,7 @@ class Node:
             versions=versions,
             # The answer may be another as soon as newer weights are there: no long question meanwhile.
             wait=0.0 if self._behind(versions) else LEASE_WAIT if self._engines.own else ROSTER_WAIT,
+            attempt=self._asking,
         )
         try:
             reply = await self._dataflow.lease_tasks(wanted)
@@ -166,6 +168,7 @@ class Node:
             await asyncio.sleep(LEASE_WAIT)
             return True
         self._answered = self._clock.monotonic()
+        self._asking = new_attempt()
         if reply.phase == "ended":
             self._ended = True
             return False

@@ -5,7 +5,17 @@ reader can map them without a copy; `column_dtype` is the one place that says wh
 """
 
 from rillflow.types.agents import EpisodeFacts, Observation, Said, Scored, ToolUse
-from rillflow.types.base import DONE, GOOD_ENDS, OUT_OF_PROMPTS, TARGET_REACHED, Finite, Lane, Phase, Wire
+from rillflow.types.base import (
+    DONE,
+    GOOD_ENDS,
+    OUT_OF_PROMPTS,
+    TARGET_REACHED,
+    Finite,
+    Lane,
+    Phase,
+    Wire,
+    new_attempt,
+)
 from rillflow.types.batches import (
     Batch,
     BatchReply,
@@ -137,4 +147,5 @@ __all__ = [
     "Units",
     "Wire",
     "column_dtype",
+    "new_attempt",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import uuid
 from typing import Annotated, Literal
 
 import msgspec
@@ -16,6 +17,11 @@ Phase = Literal["training", "finishing", "ended"]
 # Why a run has ended, where it did what it was asked for.
 DONE, OUT_OF_PROMPTS, TARGET_REACHED = "done", "out of prompts", "target reached"
 GOOD_ENDS = (DONE, OUT_OF_PROMPTS, TARGET_REACHED)
+
+
+def new_attempt() -> str:
+    """Return a new attempt id: the receiver takes each id once, so a call that is retried keeps its own."""
+    return uuid.uuid4().hex
 
 
 class Wire(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, gc=False):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from rillflow.errors import ErrorBody
-from rillflow.types.base import Finite, Lane, Phase, Wire
+from rillflow.types.base import Finite, Lane, Phase, Wire, new_attempt
 from rillflow.types.units import Row
 
 
@@ -37,13 +39,17 @@ class TaskLease(Wire, frozen=True):
 
 
 class LeaseTasks(Wire, frozen=True):
-    """A node asks for up to `want` tasks, telling which version of each policy it serves now."""
+    """A node asks for up to `want` tasks, telling which version of each policy it serves now.
+
+    Asked again under the same `attempt`, it gets the same leases, as long as it holds them.
+    """
 
     node: str
     incarnation: str
     want: int
     versions: dict[str, int]
     wait: Finite = 0.0
+    attempt: str = msgspec.field(default_factory=new_attempt)
 
 
 class TaskLeases(Wire, frozen=True):

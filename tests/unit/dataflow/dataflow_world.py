@@ -132,6 +132,7 @@ class World:
         self.crashes = 0
         self.incarnations = 0
         self.attempts = 0
+        self.asks = 0
         self.rows = 0
         self.rows_of: dict[tuple[str, str], Row] = {}
         self.incarnation = ""
@@ -190,11 +191,16 @@ class World:
         node: str = "n0",
         life: str = "a",
         versions: dict[str, int] | None = None,
+        *,
+        ask: str | None = None,
     ) -> list[TaskLease]:
-        """`version` is of the first policy; the others are at their heads."""
+        """`version` is of the first policy; the others are at their heads. `ask` is a request's attempt id."""
+        self.asks += 1
         now = self.ledger.heads | (versions or {}) | ({} if version is None else {self.policy: version})
-        ask = LeaseTasks(node=node, incarnation=life, want=want, versions=now)
-        return self.ledger.lease_tasks(ask).leases
+        attempt = f"ask{self.asks}" if ask is None else ask
+        return self.ledger.lease_tasks(
+            LeaseTasks(node=node, incarnation=life, want=want, versions=now, attempt=attempt)
+        ).leases
 
     def beat(
         self, attempts: Sequence[str] = (), node: str = "n0", life: str = "a", version: int = 0, capacity: int = 8

@@ -139,7 +139,11 @@ class LedgerMachine(RuleBasedStateMachine):
     def lease(self, node: str, want: int, behind: int, who: int) -> None:
         heads, policy = self.world.ledger.heads, self.name(who)
         versions = heads | {policy: max(0, heads[policy] - behind)}
-        for lease in self.world.lease(want, node=node, life=f"{node}{self.lives[node]}", versions=versions):
+        life, ask = f"{node}{self.lives[node]}", f"asked{self.world.asks}"
+        leases = self.world.lease(want, node=node, life=life, versions=versions, ask=ask)
+        again = self.world.lease(want, node=node, life=life, versions=versions, ask=ask)
+        assert {lease.attempt for lease in again} == {lease.attempt for lease in leases}
+        for lease in leases:
             for name, version in versions.items():
                 assert version in self.live(name)
                 unfinished = set(self.world.ledger.lineage.unfinished())

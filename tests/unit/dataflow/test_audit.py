@@ -155,6 +155,6 @@ def test_a_ledger_of_another_format_is_named(make_world):
     world = make_world()
     world.ledger.db.set_meta("format", 1)
     world.ledger.commit()
-    with pytest.raises(CorruptData, match="has ledger format 1, this version reads 4"):
+    with pytest.raises(CorruptData, match="has ledger format 1, this version reads 5"):
         audit(world.path)
-    world.ledger.db.set_meta("format", 4)
+    world.ledger.db.set_meta("format", 5)

@@ -69,6 +69,19 @@ async def test_a_failing_service_is_asked_again() -> None:
     assert not dataflow.beat
 
 
+async def test_a_question_that_was_not_answered_is_asked_again_under_its_attempt_id() -> None:
+    asked: list[str] = []
+
+    class Lossy(Failing):
+        async def lease_tasks(self, ask: LeaseTasks) -> TaskLeases:
+            asked.append(ask.attempt)
+            return await super().lease_tasks(ask)
+
+    await asyncio.wait_for(make(Lossy([DeadlineExceeded("lost"), DeadlineExceeded("lost")], [])).run(), 60)
+    assert len(asked) == 3
+    assert len(set(asked)) == 1
+
+
 async def test_a_wrong_token_ends_the_node() -> None:
     with pytest.raises(Unauthorized):
         await asyncio.wait_for(make(Failing([Unauthorized("wrong token")], [])).run(), 60)
