@@ -21,7 +21,7 @@ from rillflow.engine.host import EngineHost
 from rillflow.errors import BadRequest, RillflowError, to_body
 from rillflow.types import Chunk, EngineInfo
 from rillflow.wire import Service
-from rillflow.wire.server import read_body
+from rillflow.wire.server import disconnected, read_body
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class FrameStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.create_task(self._send(send))
-        watching = asyncio.create_task(_gone(receive))
+        watching = asyncio.create_task(disconnected(receive))
         try:
             await asyncio.wait({sending, watching}, return_when=asyncio.FIRST_COMPLETED)
             # The reader sees that the answer broke off, and goes elsewhere; why it did is to be read here.
@@ -120,8 +120,3 @@ def _encoded(frame: Chunk | None) -> bytes:
 async def _body(send: Send, data: bytes) -> None:
     async with asyncio.timeout(SEND_SECONDS):
         await send({"type": "http.response.body", "body": data, "more_body": True})
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -26,7 +26,7 @@ from rillflow.gateway.feed import Asker, Ended, EndSession, Feed, OutsideTask, r
 from rillflow.gateway.openapi import JSON, Operation
 from rillflow.gateway.server import Gateway
 from rillflow.gateway.sessions.session import Session
-from rillflow.wire.server import read_body
+from rillflow.wire.server import disconnected, read_body
 
 Body = TypeVar("Body")
 
@@ -136,7 +136,7 @@ class Control:
     async def _take(self, request: Request) -> Response:
         ask = await self._body(request, TakeTask)
         asker = self._feed.join(1)
-        gone = asyncio.ensure_future(_gone(request.receive))
+        gone = asyncio.ensure_future(disconnected(request.receive))
         try:
             await _first(asker.news.wait(), gone, seconds=min(max(ask.wait, 0.0), LONGEST_WAIT))
             if self._feed.closed:
@@ -178,7 +178,7 @@ class _FeedStream(Response):
         self._fetched = fetched
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gone = asyncio.ensure_future(_gone(receive))
+        gone = asyncio.ensure_future(disconnected(receive))
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             while not self._feed.closed and not gone.done():
@@ -200,11 +200,6 @@ async def _first(*waits: Awaitable[Any], seconds: float) -> None:
     finally:
         for task in tasks - set(waits):
             task.cancel()
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _capacity(text: str, most: int) -> int:

@@ -25,6 +25,7 @@ from rillflow.gateway.calls import Answer
 from rillflow.gateway.failures import CallRefused, session_gone, session_late
 from rillflow.gateway.outbox import Outbox
 from rillflow.gateway.sessions.session import Session
+from rillflow.wire.server import disconnected
 
 STALLED = 30.0
 QUIET = 10.0
@@ -79,8 +80,7 @@ class Cutting:
 
 
 async def _cut_when_gone(receive: Receive, task: asyncio.Task[Any]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    await disconnected(receive)
     task.cancel()
 
 

@@ -7,7 +7,8 @@ their number. None of that asks who is at the other end: it holds for those with
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -20,6 +21,22 @@ _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\n"
     b"content-type: text/plain; charset=utf-8\r\ncontent-length: 20\r\n\r\nToo many connections"
 )
+
+
+class Link:
+    """Whether the client of a request is still connected. `on_lost` is called once, when it is not."""
+
+    def __init__(self) -> None:
+        self._lost = False
+        self.on_lost: Callable[[], object] = lambda: None
+
+    def is_lost(self) -> bool:
+        return self._lost
+
+    def lose(self) -> None:
+        if not self._lost:
+            self._lost = True
+            self.on_lost()
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -48,6 +65,7 @@ class BoundedHttp(HttpToolsProtocol):
         if self._at_work is not None and not self._at_work.response_complete:
             self._at_work.disconnected = True
             self._at_work.message_event.set()
+            cast("Link", self._at_work.scope["extensions"]["rillflow"]["link"]).lose()
         super().connection_lost(exc)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
@@ -72,8 +90,8 @@ class BoundedHttp(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._in_head, self._head = True, 0
         super().on_message_begin()
-        # Closing waits for a client to read what was sent: this is for one that does not.
-        self.scope["extensions"] = {"rillflow": {"hang_up": self.transport.abort}}
+        # Closing waits for a client to read what was sent: `hang_up` is for one that does not.
+        self.scope["extensions"] = {"rillflow": {"hang_up": self.transport.abort, "link": Link()}}
 
     def on_headers_complete(self) -> None:
         self._in_head = False

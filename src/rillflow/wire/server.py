@@ -3,6 +3,9 @@
 A service adds routes with `post(path, handler, Body)`: the body is decoded and validated into `Body` before the
 handler sees it, and whatever the handler returns is encoded. A RillflowError becomes its status and an ErrorBody;
 anything else becomes a 500 that names the error, is logged with its traceback and never ends the process.
+
+A handler whose body has a `wait` is a long poll: it is cancelled when its client disconnects, so that nothing is given
+to a client that has gone. A streaming response watches for that itself, with `disconnected`.
 """
 
 from __future__ import annotations
@@ -25,10 +28,11 @@ from starlette.types import Receive, Scope, Send
 
 from rillflow.errors import BadRequest, DiskFull, RillflowError, RunError, Unauthorized, to_body
 from rillflow.wire.gate import Gate
-from rillflow.wire.protocol import IDLE_SECONDS, BoundedHttp
+from rillflow.wire.protocol import IDLE_SECONDS, BoundedHttp, Link
 from rillflow.wire.routing import Routes, WrongMethod
 
 Body = TypeVar("Body")
+Reply = TypeVar("Reply")
 Endpoint = Callable[[Request], Awaitable[Response]]
 log = logging.getLogger(__name__)
 
@@ -88,6 +92,35 @@ async def _received(receive: Receive, limit: int) -> bytes:
             return b"".join(parts) if parts[1:] else part
 
 
+async def disconnected(receive: Receive) -> None:
+    """Wait until the client of a request has gone. Its body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def while_connected(scope: Scope, work: Callable[[], Awaitable[Reply]]) -> Reply:
+    """Return the result of `work()`, which is cancelled when the client disconnects; the error is a 499 then."""
+    link: Link = scope.get("extensions", {}).get("rillflow", {}).get("link") or Link()
+    task = asyncio.current_task()
+    assert task is not None, "in the task of a request"
+    if link.is_lost():
+        raise _gone()
+    link.on_lost = task.cancel
+    try:
+        return await work()
+    except asyncio.CancelledError:
+        if not link.is_lost():
+            raise
+        task.uncancel()
+        raise _gone() from None
+    finally:
+        link.on_lost = lambda: None
+
+
+def _gone() -> BadRequest:
+    return _refused(499, "the client has gone", "nothing was done for it")
+
+
 def _too_long(limit: int) -> BadRequest:
     return _refused(413, f"the body is larger than {limit} bytes", "send less at once")
 
@@ -124,8 +157,10 @@ class Service:
     # ------------------------------------------------------------ routes
 
     def post(self, path: str, handler: Callable[[Body], Awaitable[Any]], body: type[Body]) -> None:
-        """A route whose msgpack body is validated as `body` before `handler` runs."""
+        """A route whose msgpack body is validated as `body` before `handler` runs. A body with a `wait` is a long poll:
+        its handler is cancelled when the client disconnects."""
         self.bodies[path] = body
+        waits = "wait" in getattr(body, "__struct_fields__", ())
         decoder = msgspec.msgpack.Decoder(body)
 
         async def endpoint(request: Request) -> Response:
@@ -134,7 +169,11 @@ class Service:
                 value = decoder.decode(raw)
             except msgspec.MsgspecError as error:
                 raise BadRequest(f"{path}: {error}", f"the body must be a msgpack {body.__name__}") from error
-            return Response(msgspec.msgpack.encode(await handler(value)), media_type=MSGPACK)
+            if waits:
+                reply = await while_connected(request.scope, lambda: handler(value))
+            else:
+                reply = await handler(value)
+            return Response(msgspec.msgpack.encode(reply), media_type=MSGPACK)
 
         self.route(path, endpoint, ["POST"])
 

@@ -33,6 +33,7 @@ from rillflow.weights.sealed import MANIFEST
 from rillflow.weights.transport.shelf import NOTHING, FolderShelf, OpenFile, Shelf, absent
 from rillflow.wire import Service
 from rillflow.wire.gate import Gate
+from rillflow.wire.server import disconnected
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +145,7 @@ class FilePart(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.create_task(self._send(send))
-        watching = asyncio.create_task(_gone(receive))
+        watching = asyncio.create_task(disconnected(receive))
         try:
             await asyncio.wait({sending, watching}, return_when=asyncio.FIRST_COMPLETED)
             if sending.done() and (error := sending.exception()) is not None:
@@ -166,11 +167,6 @@ class FilePart(Response):
                         await send({"type": "http.response.body", "body": block, "more_body": True})
                     self._count(len(block))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def serve_weights(
