@@ -158,6 +158,9 @@ class DataflowConfig(Section):
     curators: list[HookConfig] = Field(
         default_factory=list, description="names, module:Class or {name: options}, in order"
     )
+    hook_timeout: Seconds = Field(
+        10.0, description="a curator, filter or sampler of yours that takes longer for one call has failed it"
+    )
     units: UnitsConfig = UnitsConfig()
     group_deadline: Seconds | None = Field(
         None, description="a group not complete so long after its first task was leased goes on without the rest"

@@ -162,7 +162,10 @@ class Course(Part):
         first = self._db.counter("cursor")
         while admitted < room and skipped < _MOST_SKIPPED and first + admitted + skipped < self._end:
             index = first + admitted + skipped
-            if self._hooks.admits(self._source.at(index)):
+            wanted = self._hooks.admits(self._source.at(index), index)
+            if wanted is None:
+                break
+            if wanted:
                 self._parts.groups.create("train", index, size=self._rules.group_size)
                 admitted += 1
             else:

@@ -21,6 +21,7 @@ from rillflow.dataflow.database import Database
 from rillflow.dataflow.evaluations import Evaluations
 from rillflow.dataflow.groups import Groups
 from rillflow.dataflow.hooks import Hooks
+from rillflow.dataflow.hooks.beside import Beside
 from rillflow.dataflow.leasing import Leasing
 from rillflow.dataflow.lineage import Lineage
 from rillflow.dataflow.losses import Losses
@@ -175,6 +176,10 @@ class Ledger:
 
     def _restore_hooks(self) -> None:
         self._hooks.restore((row["hook"], row["key"], row["value"]) for row in self.db.all("SELECT * FROM hook_state"))
+
+    def run_hooks_beside(self, seconds: float) -> Beside | None:
+        """Run users' hooks beside the event loop, each call for so long: transitions may raise HookPending then."""
+        return self._hooks.run_beside(seconds)
 
     # ------------------------------------------------------------ durability
 

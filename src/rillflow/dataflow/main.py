@@ -50,6 +50,7 @@ async def serve(
             token,
             commit_interval=recipe.dataflow.commit_interval,
             invitation=Invitation(recipe, folder),
+            hook_timeout=recipe.dataflow.hook_timeout,
         )
         try:
             url = await service.start(host, port)

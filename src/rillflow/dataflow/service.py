@@ -23,6 +23,7 @@ from rillflow.dataflow.engines import EngineRoster
 from rillflow.dataflow.fetches import Fetches
 from rillflow.dataflow.flow import GroupCommit, News, Watch
 from rillflow.dataflow.gauges import LedgerGauges
+from rillflow.dataflow.hooks.beside import Beside, HookPending
 from rillflow.dataflow.joining import Invitation
 from rillflow.dataflow.journal import Journal
 from rillflow.dataflow.ledger import Ledger
@@ -84,6 +85,7 @@ class DataflowService(Service):
         clock: Clock | None = None,
         body_limit: int = 64 << 20,
         invitation: Invitation | None = None,
+        hook_timeout: float = 10.0,
     ) -> None:
         super().__init__("dataflow", token, body_limit=body_limit)
         self._invitation = invitation
@@ -101,6 +103,8 @@ class DataflowService(Service):
         self._started = self._clock.monotonic()
         self._waits: dict[int, Callable[[], str]] = {}
         self._housekeeper: asyncio.Task[None] | None = None
+        self._beside = ledger.run_hooks_beside(hook_timeout)
+        self._admitting: asyncio.Task[None] | None = None
         self.registry.register(LedgerGauges(ledger))
         self.registry.register(BalanceGauges(ledger.balances))
         self._add_routes()
@@ -137,7 +141,7 @@ class DataflowService(Service):
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
         self._broken = asyncio.get_running_loop().create_future()
-        self._ledger.advance()
+        await self._do(self._ledger.advance)
         self._ledger.commit()
         self._journal.catch_up(self._ledger)
         url = await super().start(host, port)
@@ -145,10 +149,11 @@ class DataflowService(Service):
         return url
 
     async def stop(self) -> None:
-        if self._housekeeper is not None:
-            self._housekeeper.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._housekeeper
+        for task in (self._housekeeper, self._admitting):
+            if task is not None:
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
         await super().stop()
         await self._disk.close()
 
@@ -171,7 +176,7 @@ class DataflowService(Service):
             try:
                 if watch.disturbed() or unheard:
                     self._ledger.grace()
-                self._ledger.expire()
+                await self._do(self._ledger.expire)
                 await self._changed(None)
                 unheard = False
             except RillflowError as error:
@@ -179,6 +184,41 @@ class DataflowService(Service):
                 log.error("housekeeping: %s", error)
             except Exception:
                 log.exception("housekeeping failed")
+
+    # ------------------------------------------------------------ hooks
+
+    async def _do(self, transition: Callable[[], Reply]) -> Reply:
+        """Carry out a transition. While a user's hook that it needs is at work, the event loop serves others."""
+        beside = self._beside
+        if beside is None:
+            return transition()
+        while True:
+            beside.begin()
+            try:
+                reply = transition()
+            except HookPending as pending:
+                await beside.run(pending)
+                continue
+            except Exception:
+                beside.refused()
+                raise
+            beside.done()
+            if beside.wanted and self._admitting is None:
+                self._admitting = asyncio.create_task(self._admit_on(beside), name="dataflow-admission")
+            return reply
+
+    async def _admit_on(self, beside: Beside) -> None:
+        """Ask the curators on, one prompt after the other, for as long as there is room for prompts."""
+        try:
+            while wanted := next(iter(beside.wanted.values()), None):
+                await beside.run(wanted)
+                await self._do(self._ledger.advance)
+                self._tell()
+            await self._disk.durable()
+        except RillflowError as error:  # the next transition that admits begins again
+            log.error("admission: %s", error)
+        finally:
+            self._admitting = None
 
     async def _changed(self, reply: Reply) -> Reply:
         """The reply to a change: others are told at once, the caller after the change is durable."""
@@ -205,7 +245,7 @@ class DataflowService(Service):
         """Ask until it is `done` or the time is over; the status says meanwhile what is waited for."""
         end = self._clock.monotonic() + (min(wait, LONGEST_POLL) if wait > 0 else 0.0)
         while True:
-            reply = ask()
+            reply = await self._do(ask)
             left = end - self._clock.monotonic()
             if done(reply) or left <= 0:
                 return await self._changed(reply)
@@ -241,21 +281,21 @@ class DataflowService(Service):
     async def _complete(self, news: CompleteTasks) -> TasksTaken:
         taken = [
             Taken(error=to_body(one)) if isinstance(one, RillflowError) else Taken(ack=one)
-            for one in self._ledger.complete_many(news.tasks)
+            for one in await self._do(lambda: self._ledger.complete_many(news.tasks))
         ]
         return await self._changed(TasksTaken(taken=taken))
 
     async def _fail(self, news: FailTask) -> Ack:
-        return await self._changed(self._ledger.fail(news))
+        return await self._changed(await self._do(lambda: self._ledger.fail(news)))
 
     async def _heartbeat(self, beat: Heartbeat) -> HeartbeatReply:
-        return await self._changed(self._ledger.renew(beat))
+        return await self._changed(await self._do(lambda: self._ledger.renew(beat)))
 
     async def _retire(self, ask: RetireNode) -> Ack:
-        return await self._changed(self._ledger.retire(ask))
+        return await self._changed(await self._do(lambda: self._ledger.retire(ask)))
 
     async def _leave(self, news: LeaveRun) -> Ack:
-        return await self._changed(self._ledger.leave(news))
+        return await self._changed(await self._do(lambda: self._ledger.leave(news)))
 
     async def _nodes(self) -> NodeList:
         return NodeList(nodes=self._ledger.nodes.infos())
@@ -279,13 +319,13 @@ class DataflowService(Service):
         )
 
     async def _commit_batch(self, news: CommitBatch) -> Ack:
-        return await self._changed(self._ledger.commit_batch(news))
+        return await self._changed(await self._do(lambda: self._ledger.commit_batch(news)))
 
     async def _renew_batch(self, ask: RenewBatch) -> Ack:
-        return await self._changed(self._ledger.renew_batch(ask))
+        return await self._changed(await self._do(lambda: self._ledger.renew_batch(ask)))
 
     async def _join(self, news: JoinTrainer) -> TrainerJoined:
-        return await self._changed(self._ledger.join_trainer(news))
+        return await self._changed(await self._do(lambda: self._ledger.join_trainer(news)))
 
     async def _lease_stage(self, ask: LeaseStage) -> BatchReply:
         return await self._poll(
@@ -297,18 +337,18 @@ class DataflowService(Service):
         )
 
     async def _commit_stage(self, news: CommitStage) -> Ack:
-        return await self._changed(self._ledger.commit_stage(news))
+        return await self._changed(await self._do(lambda: self._ledger.commit_stage(news)))
 
     # ------------------------------------------------------------ storage units
 
     async def _unit_beat(self, beat: UnitBeat) -> UnitBeatReply:
-        return await self._changed(self._ledger.unit_beat(beat))
+        return await self._changed(await self._do(lambda: self._ledger.unit_beat(beat)))
 
     async def _units(self) -> Units:
         return self._ledger.units()
 
     async def _lose_rows(self, news: LoseRows) -> Ack:
-        return await self._changed(self._ledger.lose_rows(news))
+        return await self._changed(await self._do(lambda: self._ledger.lose_rows(news)))
 
     # ------------------------------------------------------------ engine processes
 
@@ -374,7 +414,7 @@ class DataflowService(Service):
     # ------------------------------------------------------------ people and supervisors
 
     async def _stop_run(self, body: StopRun) -> Ack:
-        self._ledger.stop(body.reason[:500] or "stopped")
+        await self._do(lambda: self._ledger.stop(body.reason[:500] or "stopped"))
         return await self._changed(Ack(accepted=True))
 
     async def _status(self) -> Status:

@@ -73,6 +73,9 @@ class Served:
         )
         return (await self.client.complete(news)).accepted
 
+    def beat(self) -> UnitBeat:
+        return UnitBeat(info=UnitInfo(unit=UNIT, path=""))
+
     async def play_all(self) -> None:
         while leases := (await self.lease()).leases:
             for lease in leases:
@@ -135,14 +138,16 @@ async def served(
     heldout: PromptSource | None = None,
     body_limit: int = 64 << 20,
     clock: Clock | None = None,
+    hooks: Hooks | None = None,
+    hook_timeout: float = 60.0,
     **rules: object,
 ) -> AsyncIterator[Served]:
-    hooks = Hooks(filters=[("zero_variance", ZeroVariance())])
+    hooks = hooks or Hooks(filters=[("zero_variance", ZeroVariance())])
     ledger = Ledger(folder / "ledger.sqlite", changed(RULES, **rules), prompts(50), heldout, hooks=hooks, clock=clock)
     journal = Journal(folder / "metrics.jsonl")
-    service = DataflowService(ledger, journal, TOKEN, body_limit=body_limit, clock=clock)
+    service = DataflowService(ledger, journal, TOKEN, body_limit=body_limit, clock=clock, hook_timeout=hook_timeout)
     found = Served(await service.start(), folder, ledger, service)
-    await found.client.unit_beat(UnitBeat(info=UnitInfo(unit=UNIT, path="")))
+    await found.client.unit_beat(found.beat())
     try:
         yield found
     finally:

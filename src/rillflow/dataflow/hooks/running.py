@@ -2,17 +2,22 @@
 
 Hooks are the user's code. What they decide is taken; what they raise never loses a group. A group whose filter raised
 ends as failed, with the error as its cause; a curator that raised is logged and passed over; without a sampler there
-is no batch, so what it raised is the trainer's answer.
+is no batch, so what it raised is the trainer's answer. In a service, users' hooks run beside the event loop (`beside`),
+and one that passes its deadline counts as one that raised. The first error of a hook is logged with its traceback.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 from rillflow.config import DataflowConfig
 from rillflow.contracts import Curator, Filter, Group, ReadyGroup, Replayer, Sampler
+from rillflow.dataflow.hooks.beside import Beside, HookPending, Key
 from rillflow.dataflow.hooks.build import build, short_name
 from rillflow.dataflow.hooks.registry import CURATORS, FILTERS, SAMPLERS
 from rillflow.dataflow.hooks.samplers.earliest_deadline import EarliestDeadline
@@ -21,6 +26,7 @@ from rillflow.dataflow.hooks.saving import SavedStates
 from rillflow.errors import RunError
 from rillflow.types import Prompt
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _LONGEST_CAUSE = 200
@@ -38,6 +44,15 @@ class Hooks:
         samplers = [self.sampler, self.sampler.fresh] if isinstance(self.sampler, Replay) else [self.sampler]
         named = [(type(sampler).__name__, sampler) for sampler in samplers]
         self._states = SavedStates([*self.curators, *self.filters, *named])
+        self._beside: Beside | None = None
+        self._failed: set[str] = set()  # hooks whose first error was logged
+        self._told: deque[Exception] = deque(maxlen=64)  # errors that were logged lately
+
+    def run_beside(self, seconds: float) -> Beside | None:
+        """Run users' hooks beside the event loop from now on, each call for so long; None where there are none."""
+        hooks = [self.sampler, *(hook for _, hook in (*self.filters, *self.curators))]
+        self._beside = Beside(seconds, _is_users) if any(map(_is_users, hooks)) else None
+        return self._beside
 
     @classmethod
     def of(cls, config: DataflowConfig) -> Hooks:
@@ -49,40 +64,47 @@ class Hooks:
 
     # ------------------------------------------------------------ curators
 
-    def admits(self, prompt: Prompt) -> bool:
-        """Whether every curator admits it; those after the first that does not are not asked."""
-        return all(self._admits(name, curator, prompt) for name, curator in self.curators)
-
-    def _admits(self, name: str, curator: Curator, prompt: Prompt) -> bool:
+    def admits(self, prompt: Prompt, position: int) -> bool | None:
+        """Whether every curator admits the prompt at `position`; those after the first that does not are not asked.
+        None where one of them has not answered yet: it is being asked."""
         try:
-            return curator.admit(prompt)
-        except Exception:
-            log.exception("curator %s could not judge prompt %s: it is admitted", name, prompt.id)
+            return all(self._admits(n, prompt, position) for n in range(len(self.curators)))
+        except HookPending as pending:
+            assert self._beside is not None, "which alone raises it"
+            self._beside.put_off(pending)
+            return None
+
+    def _admits(self, n: int, prompt: Prompt, position: int) -> bool:
+        name, curator = self.curators[n]
+        try:
+            return self._ask(curator, f"curator {name}", ("admit", position, n), lambda: curator.admit(prompt))
+        except Exception as error:
+            self._complain(f"curator {name}", f"could not judge prompt {prompt.id}: it is admitted", error)
             return True
 
     def observe(self, group: Group) -> None:
-        for name, curator in self.curators:
+        for n, (name, curator) in enumerate(self.curators):
             try:
-                curator.observe(group)
-            except Exception:
-                log.exception("curator %s could not observe group %s", name, group.id)
+                self._ask(curator, f"curator {name}", ("observe", *_seen(group), n), partial(curator.observe, group))
+            except Exception as error:
+                self._complain(f"curator {name}", f"could not observe group {group.id}", error)
 
     def on_version(self, version: int) -> None:
-        for name, curator in self.curators:
+        for n, (name, curator) in enumerate(self.curators):
             try:
-                curator.on_version(version)
-            except Exception:
-                log.exception("curator %s could not take version %d", name, version)
+                self._ask(curator, f"curator {name}", ("version", version, n), partial(curator.on_version, version))
+            except Exception as error:
+                self._complain(f"curator {name}", f"could not take version {version}", error)
 
     # ------------------------------------------------------------ filters
 
     def verdict(self, group: Group) -> tuple[str, str]:
         """The state that a complete group moves to, and its cause: the first filter that drops it decides."""
-        for name, judge in self.filters:
+        for n, (name, judge) in enumerate(self.filters):
             try:
-                kept = judge.keep(group)
+                kept = self._ask(judge, f"filter {name}", ("keep", *_seen(group), n), partial(judge.keep, group))
             except Exception as error:
-                log.exception("filter %s could not judge group %s", name, group.id)
+                self._complain(f"filter {name}", f"could not judge group {group.id}", error)
                 return "failed", f"filter {name} raised {type(error).__name__}"
             if isinstance(kept, str) or not kept:  # numpy's True is no `True`
                 return "filtered", str(kept or name)[:_LONGEST_CAUSE]
@@ -96,6 +118,11 @@ class Hooks:
         return self.sampler if isinstance(self.sampler, Replayer) else None
 
     def pick(self, ready: Sequence[ReadyGroup], want: int) -> list[str]:
+        """Return the ids of `want` of the ready groups, as the sampler picks them."""
+        work = partial(self._pick, ready, want)
+        return self._ask(self.sampler, "the sampler", ("pick", want), work, partial(_different_ids_of, ready))
+
+    def _pick(self, ready: Sequence[ReadyGroup], want: int) -> list[str]:
         picked = self.sampler.pick(ready, want)
         if len(picked) != want or not _different_ids_of(ready, picked):
             raise RunError(
@@ -108,7 +135,11 @@ class Hooks:
         """What a new batch of `groups` groups gets again; nothing where the sampler does not replay."""
         if self.replayer is None:
             return []
-        picked = self.replayer.replay(pool, groups)
+        work = partial(self._replay, self.replayer, pool, groups)
+        return self._ask(self.sampler, "the sampler", ("replay", groups), work, partial(_different_ids_of, pool))
+
+    def _replay(self, replayer: Replayer, pool: Sequence[ReadyGroup], groups: int) -> list[str]:
+        picked = replayer.replay(pool, groups)
         if len(picked) > groups or not _different_ids_of(pool, picked):
             raise RunError(
                 f"the sampler replays {picked!r:.200} in a batch of {groups} groups",
@@ -119,12 +150,51 @@ class Hooks:
     # ------------------------------------------------------------ what they have learnt
 
     def changes(self) -> list[tuple[str, str, str]]:
-        """Rows of (hook, key, JSON) to be written over those saved before; they count as saved from now on."""
-        return self._states.changes()
+        """Rows of (hook, key, JSON) to be written over those saved before; they count as saved from now on. A hook at
+        work in a thread is left for the next time."""
+        if self._beside is None:
+            return self._states.changes()
+        at_work = set(self._beside.at_work)
+        if isinstance(self.sampler, Replay) and id(self.sampler) in at_work:
+            at_work.add(id(self.sampler.fresh))
+        return self._states.changes(at_work)
 
     def restore(self, rows: Iterable[tuple[str, str, str]]) -> None:
         """Make all state what the rows say: at a start, and when the transaction of the last changes is taken back."""
+        if self._beside is not None:
+            self._beside.forget()
         self._states.restore(rows)
+
+    # ------------------------------------------------------------ calls
+
+    def _ask(
+        self, hook: object, name: str, key: Key, work: Callable[[], T], fits: Callable[[T], bool] = lambda value: True
+    ) -> T:
+        """Return what the hook says; HookPending where it is asked beside the event loop and has not said it yet."""
+        return work() if self._beside is None else self._beside.answer(hook, name, key, work, fits)
+
+    def _complain(self, name: str, what: str, error: Exception) -> None:
+        """Log an error of a hook: the first one with its traceback."""
+        if any(error is told for told in self._told):
+            return  # of a call whose transition is tried again
+        self._told.append(error)
+        if name in self._failed:
+            log.error("%s %s: %s: %s", name, what, type(error).__name__, error)
+        else:
+            log.error("%s %s", name, what, exc_info=error)
+        self._failed.add(name)
+
+
+def _is_users(hook: object) -> bool:
+    """Whether a hook is not one of ours, which are quick."""
+    if isinstance(hook, Replay):
+        return _is_users(hook.fresh)
+    return not type(hook).__module__.startswith("rillflow.")
+
+
+def _seen(group: Group) -> tuple[str, str, tuple[float, ...], tuple[int, ...]]:
+    """What tells a group from itself after some of its episodes were played again."""
+    return group.id, group.policy, tuple(group.rewards), tuple(group.lengths)
 
 
 def _different_ids_of(groups: Sequence[ReadyGroup], picked: Sequence[str]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from typing import Any, Protocol, cast, runtime_checkable
 
 from rillflow.contracts import Stateful
@@ -37,10 +37,13 @@ class SavedStates:
         self._saved = dict(self._initial)
         self._unsaved: set[str] = set()  # hooks whose state could not be told: said once, not at every commit
 
-    def changes(self) -> list[tuple[str, str, str]]:
-        """The rows to be written over those of the same hook and key. They count as saved from now on."""
+    def changes(self, at_work: Set[int] = frozenset()) -> list[tuple[str, str, str]]:
+        """The rows to be written over those of the same hook and key. They count as saved from now on. Hooks whose ids
+        are `at_work` are not asked."""
         found: list[tuple[str, str, str]] = []
         for name, hook in self._hooks.items():
+            if id(hook) in at_work:
+                continue
             try:
                 found += self._changes_of(name, hook)
             except Exception:

@@ -129,7 +129,7 @@ def hooks(tmp_path):
 
 def test_curators_of_a_recipe_are_asked_in_order_until_one_refuses(hooks):
     def ask(name, source="math", level=1):
-        return hooks.admits(prompt(name, source, level=level))
+        return hooks.admits(prompt(name, source, level=level), 0)
 
     assert (ask("a"), ask("b", source="code"), ask("c", level=2)) == (True, False, False)
     hooks.observe(Played(prompt("a", "math"), [1.0, 1.0]))
