@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from rillflow.dataflow.database import storage_error
-from rillflow.dataflow.tables import ATTEMPT_STATES, FORMAT, GROUP_ENDED, GROUP_OPEN, SHARE_ENDED, SHARE_OPEN
+from rillflow.dataflow.tables import (
+    ATTEMPT_STATES,
+    FORMAT,
+    GROUP_ENDED,
+    GROUP_OPEN,
+    RECLAIMED,
+    SHARE_ENDED,
+    SHARE_OPEN,
+)
 from rillflow.errors import CorruptData, RunError
 
 _OPEN_SHARE = "EXISTS (SELECT 1 FROM shares s WHERE s.grp = g.id AND s.state IN ('ready', 'leased'))"
@@ -377,7 +385,13 @@ class _Auditor:
             "SELECT count(*) FROM quarantine",
             "SELECT value FROM counters WHERE name = 'quarantined'",
         )
+        self._same(
+            "segments: dropped unreported = counted as reclaimed",
+            "SELECT count(*) FROM segments WHERE state = 'dropped' AND unreported IS NOT NULL",
+            f"SELECT value FROM counters WHERE name = '{RECLAIMED}'",
+        )
         self._report.counts |= {
+            "segments.reclaimed": self._count(f"SELECT value FROM counters WHERE name = '{RECLAIMED}'"),
             "rows.live": sum(counted.values()),
             "quarantined": self._count("SELECT count(*) FROM quarantine"),
         }

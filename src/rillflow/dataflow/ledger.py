@@ -359,6 +359,7 @@ class Ledger:
             unit = beat.info.unit
             self.rows.dropped(unit, beat.dropped)
             self.rows.closed(unit, beat.closed)
+            self.rows.found(unit, beat.found)
             return UnitBeatReply(drop=self.rows.dropping(unit), idle=self.rows.idle(unit))
 
     def units(self) -> Units:

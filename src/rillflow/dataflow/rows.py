@@ -2,22 +2,31 @@
 
 Every sample that is `live`, and every row that a stage has added to one, counts in its segment's `live`. A segment
 whose count has been 0 for `drop_after` seconds is on its way out for good: nothing that refers to it is accepted.
+
+A node or a stage worker that dies between its put and its report leaves rows that nobody knows of. Units tell which
+segments they have; one that was never reported is dropped like the others, but not while a task or a stage batch is
+held that was leased before the segment was found: its holder may still report a row of it.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 
 from rillflow.dataflow.database import Value
 from rillflow.dataflow.part import Part
+from rillflow.dataflow.tables import NEWEST, RECLAIMED
 from rillflow.types import Row
 
 _TAKE = (
-    "UPDATE segments SET live = live + ?, touched = ? WHERE unit = ? AND segment = ? AND state = 'live' "
+    "UPDATE segments SET live = live + ?, touched = ?, unreported = NULL "
+    "WHERE unit = ? AND segment = ? AND state = 'live' "
     "AND EXISTS (SELECT 1 FROM units WHERE units.unit = segments.unit AND units.state = 'healthy')"
 )
 
 _MOST_IDLE = 1000  # that a unit is asked about at once
+_OLDEST_TASK = "SELECT min(a.leased_at) FROM tasks t JOIN attempts a ON a.id = t.attempt WHERE t.state = 'leased'"
+_OLDEST_STAGE_BATCH = "SELECT min(CAST(substr(id, 2) AS INTEGER)) FROM stage_batches WHERE state = 'leased'"
 
 
 class Rows(Part):
@@ -53,6 +62,15 @@ class Rows(Part):
         """Rows that nobody will ask for: their segments are known, so that they are dropped some day."""
         for place in {(row.unit, row.segment) for row in rows}:
             self._know(place, 0)
+
+    def found(self, unit: str, segments: Sequence[int]) -> None:
+        """The unit has these closed segments. Those that were never heard of are on watch from now on."""
+        numbers = json.dumps([segment for segment in segments if 0 <= segment <= NEWEST])
+        self._db.run(
+            "INSERT OR IGNORE INTO segments (unit, segment, live, touched, unreported) "
+            "SELECT ?, j.value, 0, ?, ? FROM json_each(?) j",
+            (unit, self._clock.now(), self._db.counter("stage_batches"), numbers),
+        )
 
     def _less(self, unit: str, segment: int, number: int) -> None:
         self._db.run(
@@ -94,13 +112,19 @@ class Rows(Part):
 
     def idle(self, unit: str) -> list[int]:
         """Segments that nobody has needed for a while: they can go, unless somebody still writes into them."""
+        rows = self._db.all(
+            "SELECT segment, touched, unreported FROM segments WHERE unit = ? AND state = 'live' AND live = 0 "
+            "AND touched < ? ORDER BY segment LIMIT ?",
+            (unit, self._clock.now() - self._rules.drop_after, _MOST_IDLE),
+        )
+        if all(row["unreported"] is None for row in rows):
+            return [row["segment"] for row in rows]
+        task, stage = self._db.value(_OLDEST_TASK), self._db.value(_OLDEST_STAGE_BATCH)
         return [
             row["segment"]
-            for row in self._db.all(
-                "SELECT segment FROM segments WHERE unit = ? AND state = 'live' AND live = 0 AND touched < ? "
-                "ORDER BY segment LIMIT ?",
-                (unit, self._clock.now() - self._rules.drop_after, _MOST_IDLE),
-            )
+            for row in rows
+            if row["unreported"] is None
+            or ((task is None or row["touched"] < task) and (stage is None or row["unreported"] <= stage))
         ]
 
     def closed(self, unit: str, segments: Sequence[int]) -> None:
@@ -125,7 +149,7 @@ class Rows(Part):
 
     def dropped(self, unit: str, segments: Sequence[int]) -> None:
         for segment in segments:
-            self._db.run(
-                "UPDATE segments SET state = 'dropped' WHERE unit = ? AND segment = ? AND state = 'dropping'",
-                (unit, segment),
-            )
+            where = "unit = ? AND segment = ? AND state = 'dropping'"
+            if self._db.value(f"SELECT unreported FROM segments WHERE {where}", (unit, segment)) is not None:
+                self._db.count(RECLAIMED)
+            self._db.run(f"UPDATE segments SET state = 'dropped' WHERE {where}", (unit, segment))

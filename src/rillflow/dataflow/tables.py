@@ -28,6 +28,7 @@ GROUP_OPEN = ("playing", "open")
 GROUP_ENDED = ("trained", "filtered", "expired", "failed", "evaluated")
 SHARE_OPEN = ("ready", "leased")
 SHARE_ENDED = ("trained", "filtered", "expired", "failed")
+RECLAIMED = "segments_reclaimed"  # the counter of segments that were dropped unreported
 ATTEMPT_STATES = ("done", "failed", "returned", "cancelled", "held")
 
 TABLES = """
@@ -225,6 +226,8 @@ CREATE TABLE IF NOT EXISTS segments (
     live INTEGER NOT NULL,           -- rows that may still be asked for
     state TEXT NOT NULL DEFAULT 'live',
     touched REAL NOT NULL,           -- when `live` was changed last
+    -- NULL for a segment with rows that were reported; else how many stage batches there were when its unit found it
+    unreported INTEGER,
     PRIMARY KEY (unit, segment)
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS segments_idle ON segments (touched) WHERE state = 'live' AND live = 0;

@@ -48,11 +48,13 @@ class UnitInfo(Wire, frozen=True):
 
 class UnitBeat(Wire, frozen=True):
     """A unit lives. `dropped` are the segments it was told to drop and has; `closed` those of the idle ones it was
-    asked about that nobody will ever write into again."""
+    asked about that nobody will ever write into again; `found`, now and then, all that it has and nobody writes into:
+    those that no task or stage has reported are reclaimed after a while."""
 
     info: UnitInfo
     dropped: list[int] = []
     closed: list[int] = []
+    found: list[int] = []
 
 
 class UnitBeatReply(Wire, frozen=True):

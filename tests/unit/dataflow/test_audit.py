@@ -88,6 +88,7 @@ HARMS = [
     "UPDATE tasks SET failures = 1 WHERE id = 't000000.0'",
     "UPDATE attempts SET state = 'held' WHERE task = 't000000.0'",
     "UPDATE nodes SET held = held + 1",
+    "INSERT INTO counters VALUES ('segments_reclaimed', 1)",
     "INSERT INTO orphans VALUES ('main', -1, 0)",
     "INSERT INTO orphans VALUES ('other', -1, 0)",
     "UPDATE shares SET state = 'expired' WHERE state = 'trained' AND grp = 't000000'",

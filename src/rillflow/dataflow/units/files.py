@@ -22,7 +22,7 @@ from rillflow.errors import BadRequest, CorruptData
 from rillflow.storage import SegmentReader, disk_errors, write_atomic
 from rillflow.storage.mapping import read_range
 from rillflow.storage.records import Place
-from rillflow.storage.segments import SEGMENT_BYTES, closed_segments, drop_segments, segment_path
+from rillflow.storage.segments import SEGMENT_BYTES, closed_segments, drop_segments, segment_numbers, segment_path
 from rillflow.types import Row, UnitInfo
 
 if TYPE_CHECKING:
@@ -68,6 +68,9 @@ class FileUnit:
 
     def closed(self, segments: Sequence[int]) -> list[int]:
         return closed_segments(self._folder, segments)
+
+    def found(self) -> list[int]:
+        return closed_segments(self._folder, segment_numbers(self._folder))
 
     def remaining(self, segments: Sequence[int]) -> list[int]:
         return [number for number in segments if segment_path(self._folder, number).exists()]

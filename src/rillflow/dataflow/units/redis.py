@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BUCKET_ROWS = 1024
+_MOST_FOUND = 10_000  # buckets, the latest: earlier ones were told before
 TIMEOUT = 10.0
 _PIPELINE_BYTES = 8 << 20  # what one round trip carries, unless a single row is longer
 _INDEX = ""
@@ -98,6 +99,9 @@ class RedisUnit:
 
     def closed(self, segments: Sequence[int]) -> list[int]:
         return [bucket for bucket in segments if bucket != self._bucket]
+
+    def found(self) -> list[int]:
+        return list(range(max(0, self._bucket - _MOST_FOUND), self._bucket))
 
     def remaining(self, segments: Sequence[int]) -> list[int]:
         return [bucket for bucket in segments if bucket == self._bucket]

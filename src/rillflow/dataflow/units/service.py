@@ -1,13 +1,15 @@
 """A storage unit as a process of its own: puts, reads and byte ranges over HTTP, and a beat to the dataflow service.
 
 Puts that arrive while one is being synced share the next sync. Nothing blocks the event loop: the disk is touched in
-threads. A segment is dropped only when the beat's answer names it, and reported as dropped once it is gone.
+threads. A segment is dropped only when the beat's answer names it, and reported as dropped once it is gone. At its
+start and every `FIND_SECONDS` a unit tells which segments it has: rows that were put and never reported are reclaimed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +32,7 @@ log = logging.getLogger(__name__)
 
 BEAT_SECONDS = 1.0
 BEAT_DEADLINE = 10.0
+FIND_SECONDS = 30.0
 HALF_LIFE = 5.0  # seconds after which written bytes count half
 _READERS = 4
 _RANGE = re.compile(r"bytes=(\d{1,15})-(\d{1,15})")
@@ -37,6 +40,9 @@ _RANGE = re.compile(r"bytes=(\d{1,15})-(\d{1,15})")
 
 class ServedUnit(StorageUnit, Protocol):
     """What the service asks of a unit besides the contract."""
+
+    def found(self) -> list[int]:
+        """Return the segments that are there and that nobody writes into; some of them may be gone."""
 
     def remaining(self, segments: Sequence[int]) -> list[int]:
         """Those of the segments that are still there."""
@@ -133,12 +139,17 @@ class UnitService(Service):
     async def _beat_on(self) -> None:
         dropped: list[int] = []
         closed: list[int] = []
-        silent = False
+        silent, find_at = False, -math.inf
         while True:
             try:
+                now = self._clock.monotonic()
                 async with asyncio.timeout(BEAT_DEADLINE):
-                    reply = await self._beat(UnitBeat(info=await self.info(), dropped=dropped, closed=closed))
+                    found = await self._in_thread(self._unit.found) if now >= find_at else []
+                    news = UnitBeat(info=await self.info(), dropped=dropped, closed=closed, found=found)
+                    reply = await self._beat(news)
                 silent = False
+                if now >= find_at:
+                    find_at = now + FIND_SECONDS
                 dropped = await self._drop(reply.drop)
                 closed = await self._in_thread(partial(self._unit.closed, reply.idle))
             except (RillflowError, TimeoutError) as error:
