@@ -24,6 +24,7 @@ NodeState = Literal["healthy", "suspect", "gone"]
 STARVING = 0.10  # the trainer waits for more than this share of its time: grow
 SATED = 0.05  # it waits for less than this: shrink, if more is made than is taken
 MARGIN = 1.10  # kept above what is taken when the pool shrinks
+SUM = ""  # the name of the row that sums up the nodes which went long ago; no node has it
 MOST_WAITING = 0.95  # so that one report asks for at most twenty times the pool
 
 
@@ -84,7 +85,8 @@ class NodeLook:
 
 @dataclass(frozen=True)
 class Look:
-    """The run as it stands at `time`: steps since the mark, rounds that touch the window, every node ever heard of.
+    """The run as it stands at `time`: steps since the mark, rounds that touch the window, every node ever heard of,
+    those which went long ago as one.
 
     `settled` is the version before the newest: a node below it has not finished an earlier transfer of weights.
     """
@@ -203,7 +205,7 @@ def _ceil(value: float) -> int:
 def make_report(policy: str, mark: Mark, look: Look) -> Report:
     """What happened between the mark and the look, and what follows from it. Nodes long gone have no row."""
     window = _window(mark, look)
-    made = {node.name: _since(node.counts, mark.nodes.get(node.name, Counts())) for node in look.nodes}
+    made = _made(mark, look)
     production = _production(mark, look, list(made.values()), window.wall_seconds)
     decision = decide(
         production.gpus,
@@ -223,9 +225,19 @@ def make_report(policy: str, mark: Mark, look: Look) -> Report:
         nodes=[
             _node_report(node, made[node.name], window.wall_seconds, states[node.name])
             for node in look.nodes
-            if not node.gone or node.seen >= mark.time
+            if node.name != SUM and (not node.gone or node.seen >= mark.time)
         ],
     )
+
+
+def _made(mark: Mark, look: Look) -> dict[str, Counts]:
+    """What each node has done since the mark. Nodes that were summed up since then count as part of the sum."""
+    names = {node.name for node in look.nodes}
+    summed = [counts for name, counts in mark.nodes.items() if name == SUM or name not in names]
+    before = mark.nodes | {
+        SUM: Counts(**{name: sum(getattr(counts, name) for counts in summed) for name in Counts.__struct_fields__})
+    }
+    return {node.name: _since(node.counts, before.get(node.name, Counts())) for node in look.nodes}
 
 
 def mark_of(look: Look) -> Mark:

@@ -342,6 +342,7 @@ class Ledger:
                 self.tasks.lose_node(node, "node_gone")
             for node, incarnation in self.nodes.overdue():
                 self._leave(node, incarnation)
+            self.nodes.sum_up()
             for unit in self.roster.silent():
                 self.losses.lose_unit(unit)
             self.tasks.expire()

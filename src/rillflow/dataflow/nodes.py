@@ -2,6 +2,9 @@
 
 A node that leaves gets no more tasks and is not lost: what it hands back counts against nobody. A process that comes
 under the name of one that has left, or was told to, is a new node.
+
+The last nodes that have gone are kept for people to look at. All others that have gone and hold nothing are summed up
+in one row, so that neither a lease nor a report costs more the more nodes have come and gone.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import math
 import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 
+from rillflow.dataflow.balance import SUM
 from rillflow.dataflow.part import Part
 from rillflow.dataflow.throttle import DECAY, Allowance, NodeLook, Work, allowance, is_slow
 from rillflow.errors import BadRequest
@@ -21,6 +25,8 @@ _LONGEST = 1e9  # seconds; whatever a node says, the mean stays a number
 _SHORTEST = 1e-3  # seconds; nobody is infinitely quick
 _RATE_SECONDS = 30.0  # over which samples a second are counted, roughly
 _GONE_SHOWN = 3600.0  # seconds that a node which is gone is listed
+_MOST_GONE = 64  # nodes which are gone that are kept apart from the sum
+_COUNTS = ("leased", "completed", "refused", "failed", "returned", "produced", "accepted", "consumed", "stale")
 _SUCCEEDED = (
     "UPDATE nodes SET held = held - ?, held_eval = held_eval - ?, ends = ends * ? + ?, bad_ends = bad_ends * ?, "
     "bad_row = 0, pace = CASE WHEN pace IS NULL THEN ? ELSE pace * ? + ? END, made = made * ? + ?, "
@@ -176,10 +182,34 @@ class Nodes(Part):
 
     def refused(self, node: str, lane: str, samples: int) -> None:
         produced = samples if lane == "train" else 0
-        self._db.run("UPDATE nodes SET refused = refused + 1, produced = produced + ? WHERE name = ?", (produced, node))
+        self._count("refused = refused + 1, produced = produced + ?", produced, node)
 
     def consumed(self, node: str, samples: int) -> None:
-        self._db.run("UPDATE nodes SET consumed = consumed + ? WHERE name = ?", (samples, node))
+        self._count("consumed = consumed + ?", samples, node)
+
+    def _count(self, change: str, number: int, node: str) -> None:
+        """Count for a node that may have been summed up since."""
+        if not self._db.run(f"UPDATE nodes SET {change} WHERE name = ?", (number, node)):
+            self._db.run(f"UPDATE nodes SET {change} WHERE name = ?", (number, SUM))
+
+    def sum_up(self) -> None:
+        """Add the nodes that went long ago, and all but the latest of the others that are gone, to one row."""
+        gone = "FROM nodes WHERE state != 'healthy' AND held = 0 AND name != ?"
+        last = self._db.value(f"SELECT seen {gone} ORDER BY seen DESC LIMIT 1 OFFSET ?", (SUM, _MOST_GONE))
+        until = max(last or 0.0, self._clock.now() - _GONE_SHOWN)
+        rows = self._db.all(f"SELECT name {gone} AND seen <= ?", (SUM, until))
+        if not rows:
+            return
+        names = json.dumps([row["name"] for row in rows])
+        these = "IN (SELECT value FROM json_each(?))"
+        self._db.run(
+            f"INSERT OR REPLACE INTO nodes (name, incarnation, state, seen, {', '.join(_COUNTS)}) "
+            f"SELECT ?, '', 'gone', max(seen), {', '.join(f'sum({name})' for name in _COUNTS)} FROM nodes "
+            f"WHERE name = ? OR name {these}",
+            (SUM, SUM, names),
+        )
+        self._db.run(f"DELETE FROM nodes WHERE name {these}", (names,))
+        self._db.run(f"DELETE FROM retired WHERE node {these}", (names,))
 
     # ------------------------------------------------------------ looking
 
@@ -236,7 +266,8 @@ class Nodes(Part):
         """Every node that is there, and those that went a short while ago."""
         now = self._clock.now()
         rows = self._db.all(
-            "SELECT * FROM nodes WHERE state = 'healthy' OR seen > ? ORDER BY name", (now - _GONE_SHOWN,)
+            "SELECT * FROM nodes WHERE (state = 'healthy' OR seen > ?) AND name != ? ORDER BY name",
+            (now - _GONE_SHOWN, SUM),
         )
         return [
             NodeInfo(

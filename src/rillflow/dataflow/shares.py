@@ -10,6 +10,7 @@ import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rillflow.dataflow.balance import SUM
 from rillflow.dataflow.part import Base, Part
 from rillflow.dataflow.rows import Rows
 from rillflow.dataflow.tables import SHARE_ENDED
@@ -109,10 +110,10 @@ class Shares(Part):
     def _blame(self, group: str, producer: str) -> None:
         """Samples that came to nothing for their age, by the node that made them."""
         self._db.run(
-            "UPDATE nodes SET stale = stale + n FROM (SELECT t.node AS node, count(*) AS n FROM tasks t JOIN samples s "
-            "ON s.grp = t.grp AND s.place = t.place WHERE t.grp = ? AND s.policy = ? AND s.trained > 0 GROUP BY t.node"
-            ") AS found WHERE nodes.name = found.node",
-            (group, producer),
+            "UPDATE nodes SET stale = stale + n FROM (SELECT ifnull(k.name, ?) AS node, count(*) AS n FROM tasks t "
+            "JOIN samples s ON s.grp = t.grp AND s.place = t.place LEFT JOIN nodes k ON k.name = t.node "
+            "WHERE t.grp = ? AND s.policy = ? AND s.trained > 0 GROUP BY 1) AS found WHERE nodes.name = found.node",
+            (SUM, group, producer),
         )
 
     def lease(self, stream: str, batch: str, members: Sequence[tuple[str, str]]) -> None:
