@@ -7,6 +7,7 @@ one error before anything is started, and says what to do.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +16,15 @@ from urllib.parse import urlsplit
 from rillflow import __version__
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.config import Recipe
-from rillflow.config.load import validate
+from rillflow.config.load import read_resolved, validate
+from rillflow.config.secrets import missing, unmasked
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import ConfigError, RillflowError, RunError, Unauthorized, WireError
 from rillflow.storage import read_json
 from rillflow.types import RunRecipe
 from rillflow.wire import Client
+
+log = logging.getLogger(__name__)
 
 TOKEN_VARIABLE = "RILLFLOW_TOKEN"
 REACHED = 20.0  # seconds for the service to answer: it may just be starting
@@ -67,7 +71,8 @@ async def join(url: str, token: str, cache: Path, *, clock: Clock | None = None)
         recipe = _recipe(told)
         folder = Path(told.folder)
         if is_here(folder, token):
-            return Joined(client.wire.url, token, recipe, folder / "weights")
+            own = folder / "recipe.yaml"  # with its secrets
+            return Joined(client.wire.url, token, read_resolved(own) if own.is_file() else recipe, folder / "weights")
         if any(policy.weights.source is None for policy in recipe.policies.values()):
             recipe = _pulling(recipe, await _weights(client, told, recipe, clock))
         return Joined(client.wire.url, token, recipe, cache / "weights")
@@ -105,8 +110,12 @@ async def _told(client: DataflowClient, deadline: float) -> RunRecipe:
 
 
 def _recipe(told: RunRecipe) -> Recipe:
+    for name in sorted(set(missing(told.recipe, os.environ))):
+        log.warning(
+            "the run's recipe has a secret %s that it does not tell: set it in this process's environment", name
+        )
     try:
-        return validate(dict(told.recipe))
+        return validate(unmasked(told.recipe, os.environ))
     except ConfigError as error:
         raise RunError(
             f"the run's recipe cannot be read here: {error.message}",

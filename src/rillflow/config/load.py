@@ -21,6 +21,7 @@ from pydantic import BaseModel, ValidationError
 
 from rillflow.config.base import Section
 from rillflow.config.schema import Recipe
+from rillflow.config.secrets import masked
 from rillflow.errors import ConfigError
 from rillflow.storage import write_atomic
 
@@ -101,8 +102,9 @@ def validated(raw: dict[str, Any], kind: type[S]) -> S:
 
 
 def write_resolved(recipe: Section, path: Path) -> None:
+    """Write a recipe for its owner alone: it may hold passwords and keys."""
     text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
-    write_atomic(path, text.encode())
+    write_atomic(path, text.encode(), private=True)
 
 
 # ---------------------------------------------------------------- reading
@@ -282,7 +284,8 @@ def _explain(error: ValidationError, kind: type[BaseModel]) -> Iterator[str]:
             yield f"{where} is missing"
         else:
             what = item["msg"].removeprefix("Value error, ")
-            yield f"{where}: {what} (got {item.get('input')!r:.80})" if where else what
+            shown = masked(item.get("input"), str(item["loc"][-1]) if item["loc"] else "")
+            yield f"{where}: {what} (got {shown!r:.80})" if where else what
 
 
 def _fields_at(location: tuple[int | str, ...], kind: type[BaseModel]) -> list[str]:

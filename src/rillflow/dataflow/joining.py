@@ -1,16 +1,16 @@
 """What a process that sees nothing of the run folder is told of the run.
 
-Nothing secret is in it: a node needs no password of the units' Redis server, which the units alone talk to. What a
-recipe says of the environment of commands and servers does travel, because nodes start them.
+Nothing secret is in it: passwords of URLs are taken out, and keys, variables and headers whose names say that they are
+secret are masked (`config.secrets`). A process that joins takes the variables from its own environment.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from urllib.parse import urlsplit, urlunsplit
 
 from rillflow import __version__
 from rillflow.config import Recipe
+from rillflow.config.secrets import masked
 from rillflow.errors import StorageError
 from rillflow.storage import read_json
 from rillflow.types import RunRecipe
@@ -20,9 +20,7 @@ class Invitation:
     """The recipe of the run in `folder`, and where its weights are served now."""
 
     def __init__(self, recipe: Recipe, folder: Path) -> None:
-        self._recipe = recipe.model_dump(mode="json")
-        units = self._recipe["dataflow"]["units"]
-        units["redis"] = without_password(units["redis"])
+        self._recipe = masked(recipe.model_dump(mode="json"))
         self._folder = folder
 
     def answer(self) -> RunRecipe:
@@ -37,8 +35,3 @@ class Invitation:
             return str(read_json(path)["url"]) if path.is_file() else ""
         except (StorageError, KeyError, TypeError):
             return ""
-
-
-def without_password(url: str) -> str:
-    parts = urlsplit(url)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))

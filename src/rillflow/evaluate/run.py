@@ -52,7 +52,7 @@ class Evaluation:
                     f"{self.folder} has records of another evaluation: {', '.join(other)} differ",
                     "give another folder as --out",
                 )
-        write_json(path, settings)
+        write_json(path, settings, private=True)
 
 
 @dataclass(frozen=True)

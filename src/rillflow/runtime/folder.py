@@ -54,10 +54,9 @@ class RunFolder:
             for name in ("logs", "endpoints"):
                 (root / name).mkdir()
         write_resolved(recipe, root / "recipe.yaml")
-        # The token opens every route of the run: only its owner may read it, at no moment anybody else. Until it has
-        # its rights the folder is closed; then the folder gets those that new folders have here.
-        write_json(root / "run.json", {"token": secrets.token_urlsafe(32), "started": now, **_versions()})
-        os.chmod(root / "run.json", 0o600)
+        # The token opens every route of the run: only its owner may read it. The folder was made closed; it gets the
+        # rights that new folders have here.
+        write_json(root / "run.json", {"token": secrets.token_urlsafe(32), "started": now, **_versions()}, private=True)
         os.chmod(root, (root / "logs").stat().st_mode & 0o777)
         return cls(root)
 

@@ -91,9 +91,11 @@ def role_environment(threads: int) -> dict[str, str]:
 def prepare(*, may_fork: bool = False) -> None:
     """Call first in a role's process. One that `may_fork` gets no thread, and so relies on the kernel alone to hear of
     its parent's death."""
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
-    )
+    from rillflow.config.secrets import SecretFormatter
+
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(SecretFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     for library in ("httpx", "httpx2", "openai"):  # a line for each call would drown everything else
         logging.getLogger(library).setLevel(logging.WARNING)
     faulthandler.enable()

@@ -40,12 +40,15 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Durable and all-or-nothing; the temporary file is removed when the write fails."""
+def write_atomic(path: Path, data: bytes, *, private: bool = False) -> None:
+    """Durable and all-or-nothing; the temporary file is removed when the write fails. A `private` file can be read by
+    its owner alone, at every moment."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with disk_errors(path):
         try:
-            with open(temporary, "wb") as file:
+            if private:
+                temporary.unlink(missing_ok=True)  # one that a crash left may have other rights
+            with open(temporary, "wb", opener=_open_private if private else None) as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -56,8 +59,12 @@ def write_atomic(path: Path, data: bytes) -> None:
         fsync_folder(path.parent)
 
 
-def write_json(path: Path, value: Any) -> None:
-    write_atomic(path, json.dumps(value, indent=2, sort_keys=True).encode() + b"\n")
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_EXCL, 0o600)
+
+
+def write_json(path: Path, value: Any, *, private: bool = False) -> None:
+    write_atomic(path, json.dumps(value, indent=2, sort_keys=True).encode() + b"\n", private=private)
 
 
 def read_json(path: Path) -> Any:

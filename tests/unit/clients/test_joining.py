@@ -8,14 +8,15 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from rillflow import __version__
 from rillflow.clients import joining
 from rillflow.clients.dataflow import reached_by
 from rillflow.clients.joining import TOKEN_VARIABLE, join, token_of
-from rillflow.config import load_recipe
-from rillflow.dataflow.joining import Invitation, without_password
+from rillflow.config import load_recipe, write_resolved
+from rillflow.dataflow.joining import Invitation
 from rillflow.errors import ConfigError, RunError
 from rillflow.types import RunRecipe
 from rillflow.wire import Service
@@ -135,6 +136,38 @@ async def test_another_version_of_rillflow(tmp_path):
     assert f"the run is of Rillflow 9.9.9, this is {__version__}" in caught.value.hint
 
 
+SECRETS = [
+    "dataflow.units.redis=redis://host:6379/0?password=hidden-1&db=2",
+    "command={run: python agent.py, environment: {SEARCH_API_KEY: hidden-2, LEVEL: high}}",
+]
+
+
+@pytest.mark.parametrize("known", [False, True])
+async def test_secrets_do_not_travel_and_variables_come_from_where_a_node_runs(tmp_path, monkeypatch, caplog, known):
+    monkeypatch.delenv("SEARCH_API_KEY", raising=False)
+    if known:
+        monkeypatch.setenv("SEARCH_API_KEY", "of this host")
+    recipe = load_recipe("command_agent", SECRETS)
+    answer = Invitation(recipe, tmp_path).answer()
+    assert "hidden" not in str(answer)
+    async with inviting(msgspec.structs.replace(answer, folder="/nowhere", weights="http://w:1")) as url:
+        joined = await join(url, TOKEN, tmp_path)
+    assert joined.recipe.command.environment == {"LEVEL": "high"} | (
+        {"SEARCH_API_KEY": "of this host"} if known else {}
+    )
+    assert ("SEARCH_API_KEY" in caplog.text) is not known
+
+
+async def test_a_node_on_the_host_of_the_run_reads_its_secrets(tmp_path):
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "run.json").write_text(json.dumps({"token": TOKEN}))
+    recipe = load_recipe("quickstart", SECRETS[:1])
+    write_resolved(recipe, tmp_path / "recipe.yaml")
+    async with inviting(Invitation(recipe, tmp_path).answer()) as url:
+        joined = await join(url, TOKEN, tmp_path / "cache")
+    assert joined.recipe == recipe
+
+
 # ---------------------------------------------------------------- tokens
 
 
@@ -170,10 +203,6 @@ def test_an_invitation_has_no_password_and_knows_the_weight_server_once_it_liste
     (tmp_path / "endpoints" / "weights.json").write_text('{"url": "http://w:1", "pid": 1}')
     assert invitation.answer().weights == "http://w:1"
     assert invitation.answer().folder == str(tmp_path)
-
-
-def test_urls_without_a_password_stay_as_they_are():
-    assert without_password("redis://127.0.0.1:6379/0") == "redis://127.0.0.1:6379/0"
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,9 @@ def test_a_run_can_be_opened_again(folder: RunFolder) -> None:
     assert len(again.token) >= 32
 
 
-def test_only_the_owner_reads_the_token(folder: RunFolder) -> None:
-    assert (folder.root / "run.json").stat().st_mode & 0o077 == 0
+@pytest.mark.parametrize("name", ["run.json", "recipe.yaml"])
+def test_only_the_owner_reads_what_may_be_secret(folder: RunFolder, name: str) -> None:
+    assert (folder.root / name).stat().st_mode & 0o777 == 0o600
 
 
 def test_what_runs_from_a_path_leaves_a_run_folder_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

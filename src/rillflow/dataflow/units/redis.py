@@ -155,7 +155,8 @@ def _connect(url: str, timeout: float) -> Any:
         again = Retry(ConstantBackoff(0.1), 1)
         return redis.Redis.from_url(url, socket_timeout=timeout, socket_connect_timeout=timeout, retry=again)
     except ValueError as error:
-        raise ConfigError(f"dataflow.units.redis is not a URL of a server: {error}", "redis://host:6379/0") from error
+        # What the parser says may quote a part of the password.
+        raise ConfigError("dataflow.units.redis is not a URL of a server", "redis://host:6379/0") from error
 
 
 def _check_server(server: Any) -> None:
