@@ -5,6 +5,9 @@ A transition runs inside `change()`: all of it is applied or nothing. What it ch
 another thread, so that transitions go on while the disk works. A change that breaks a constraint is rolled back alone
 and is a BadRequest; the others of the open transaction stay. When the disk refuses a write, the whole open transaction
 is rolled back, and `on_abandon` tells those who wait for it: nothing of it may be acknowledged.
+
+The log is copied into the database's file by SQLite inside a commit, or, after `checkpoint_beside()`, by `checkpoint()`
+in another thread.
 """
 
 from __future__ import annotations
@@ -57,6 +60,7 @@ class Database:
         self._inside = False
         self._clean = 0
         self._log: int | None = None  # of the write-ahead log, to sync it by
+        self._copier: sqlite3.Connection | None = None  # of checkpoints beside this connection
         try:
             self._connection = sqlite3.connect(path, isolation_level=None, cached_statements=_STATEMENTS)
         except sqlite3.Error as error:
@@ -158,6 +162,26 @@ class Database:
         except sqlite3.Error as error:
             raise self._abandon(error) from error
 
+    def checkpoint_beside(self) -> None:
+        """No commit copies the log any more: call `checkpoint` now and then."""
+        self._connection.execute("PRAGMA wal_autocheckpoint = 0")
+
+    def checkpoint(self) -> bool:
+        """Copy the log into the database's file, as far as nobody reads from it; whether that was all of it. Only then
+        the log begins anew, with the next transaction that begins. Any thread may call it, one at a time."""
+        try:
+            if self._copier is None:
+                self._copier = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
+            _, frames, copied = self._copier.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+            return bool(frames == copied)
+        except sqlite3.Error as error:
+            raise storage_error(self.path, error) from error
+
+    @property
+    def changes(self) -> int:
+        """Rows that were changed since the database was opened."""
+        return self._connection.total_changes
+
     def _abandon(self, error: sqlite3.Error) -> StorageError:
         """Take the whole open transaction back."""
         if self._connection.in_transaction:
@@ -171,6 +195,9 @@ class Database:
         if self._log is not None:
             os.close(self._log)
             self._log = None
+        if self._copier is not None:
+            self._copier.close()
+            self._copier = None
         self._connection.close()
 
     # ------------------------------------------------------------ statements

@@ -14,6 +14,8 @@ from rillflow.errors import RillflowError, StorageError
 
 log = logging.getLogger(__name__)
 
+COPY_EVERY = 8192  # rows changed between two copies of the log: some 16 MiB of it
+
 
 class GroupCommit:
     """Many callers, one fsync: a reply goes out only after the sync that contains its change.
@@ -21,6 +23,10 @@ class GroupCommit:
     Changes are written to the log together, at most every `interval` seconds. A thread syncs the log; changes made
     during a sync are written when it ends, so each write has exactly one sync. After a failed sync the state of the
     disk is unknown: nothing is acknowledged any more and `broken` is called.
+
+    Another thread copies the log into the database's file, now and then: most of it while changes go on. The log can
+    begin anew only when all of it is copied and no transaction is open, so new changes wait in `room` while the rest,
+    which is short, is copied.
     """
 
     def __init__(
@@ -39,7 +45,17 @@ class GroupCommit:
         self._due = False  # a write is due as soon as the current sync ends
         self._changed: asyncio.Future[None] | None = None  # of changes that are not in the log yet
         self._syncing: asyncio.Future[None] | None = None
+        self._copier = ThreadPoolExecutor(1, "ledger-checkpoint")
+        self._copying: asyncio.Task[None] | None = None
+        self._closed_until: asyncio.Future[None] | None = None  # the end of the last part of a copy
+        self._copied = ledger.db.changes
+        ledger.db.checkpoint_beside()
         ledger.on_abandon = self._failed
+
+    async def room(self) -> None:
+        """Returns when changes may be made."""
+        while self._closed_until is not None:
+            await asyncio.shield(self._closed_until)
 
     async def durable(self) -> None:
         """Returns when every transition made so far is on disk; raises what the disk said when it is not."""
@@ -50,11 +66,14 @@ class GroupCommit:
     async def close(self) -> None:
         """What was changed so far is durable and told, or refused; nothing is under way any more."""
         try:
+            if self._copying is not None:
+                await asyncio.wait([self._copying])
             with suppress(RillflowError):  # told to those who wait for it
                 await self.durable()
         finally:
             self._forget_timer()
             self._thread.shutdown()
+            self._copier.shutdown()
 
     def _forget_timer(self) -> None:
         """Whoever needs the next write asks for one of its own: no change is written that nobody syncs."""
@@ -106,8 +125,27 @@ class GroupCommit:
             log.exception("what follows a commit failed")  # the commit did not: those who wait for it must be told
         settle(self._syncing)
         self._syncing = None
+        if self._copying is None and self._ledger.db.changes - self._copied >= COPY_EVERY:
+            self._copying = asyncio.get_running_loop().create_task(self._copy(), name="ledger-checkpoint")
         if self._due:
             self._flush()
+
+    async def _copy(self) -> None:
+        """Copy the log into the database's file, so that it begins anew."""
+        loop = asyncio.get_running_loop()
+        checkpoint = self._ledger.db.checkpoint
+        try:
+            await loop.run_in_executor(self._copier, checkpoint)
+            self._closed_until = loop.create_future()
+            await self.durable()
+            if not await loop.run_in_executor(self._copier, checkpoint):
+                log.info("the ledger's log was not copied whole: somebody reads it")
+        except RillflowError as error:
+            log.warning("the ledger's log could not be copied, and grows: %s", error.message)
+        finally:
+            self._copied = self._ledger.db.changes
+            settle(self._closed_until)
+            self._closed_until = self._copying = None
 
     def _break(self, error: RillflowError) -> None:
         for waiting in (self._syncing, self._changed):

@@ -175,7 +175,7 @@ class DataflowService(Service):
             await asyncio.sleep(HOUSEKEEPING)
             try:
                 if watch.disturbed() or unheard:
-                    self._ledger.grace()
+                    await self._do(self._ledger.grace)
                 await self._do(self._ledger.expire)
                 await self._changed(None)
                 unheard = False
@@ -190,6 +190,7 @@ class DataflowService(Service):
     async def _do(self, transition: Callable[[], Reply]) -> Reply:
         """Carry out a transition. While a user's hook that it needs is at work, the event loop serves others."""
         beside = self._beside
+        await self._disk.room()
         if beside is None:
             return transition()
         while True:
@@ -198,6 +199,7 @@ class DataflowService(Service):
                 reply = transition()
             except HookPending as pending:
                 await beside.run(pending)
+                await self._disk.room()
                 continue
             except Exception:
                 beside.refused()
