@@ -58,6 +58,7 @@ def test_the_numbers_are_those_of_all_differences() -> None:
         apart = np.abs(trainer - engine)[at]
         assert values[f"consistency/{kind}tokens"] == at.sum()
         assert values[f"consistency/{kind}mean"] == pytest.approx(apart.mean())
+        assert values[f"consistency/{kind}shift"] == pytest.approx((trainer - engine)[at].mean())
         assert values[f"consistency/{kind}max"] == pytest.approx(apart.max())
         assert apart.max() >= values[f"consistency/{kind}p99"] >= np.percentile(apart, 99) * 0.99
         assert values[f"consistency/{kind}p99"] <= np.percentile(apart, 99) * 1.06

@@ -23,7 +23,7 @@ METRICS = {
     "parts", "replayed_fraction",
     # The tokens of these rows are of no version that the trainer is at: only the stale ones are compared.
     "consistency/tokens", "consistency/stale_tokens", "consistency/stale_mean", "consistency/stale_p99",
-    "consistency/stale_max", "consistency/stale_ratio",
+    "consistency/stale_max", "consistency/stale_ratio", "consistency/stale_shift",
 }  # fmt: skip
 OWN = {
     "m2po": {"m2", "m2_clip_low", "m2_clip_high"},
