@@ -201,10 +201,12 @@ async def test_stop_tokens_and_the_context_end_an_answer(world: World) -> None:
 
 
 async def test_answers_come_in_pieces_and_closing_aborts(world: World) -> None:
-    stream = world.engine.generate(request(prompt(30), max_tokens=250))
-    first = await anext(stream)
-    assert first.finish is None
-    await stream.aclose()  # type: ignore[attr-defined]
+    # So many that one of them takes seconds: where this process gets no turn for long, pieces come joined.
+    streams = [world.engine.generate(request(prompt(30, seed), max_tokens=280)) for seed in range(32)]
+    firsts = await asyncio.gather(*(anext(stream) for stream in streams))
+    assert any(first.finish is None for first in firsts)
+    for stream in streams:
+        await stream.aclose()  # type: ignore[attr-defined]
     await until(lambda: world.engine.stats().running == 0)
     assert len(tokens(await ask(world.engine, prompt(5)))) == 20
 
