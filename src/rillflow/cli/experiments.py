@@ -192,7 +192,7 @@ def export(
 
 @app.command()
 def warm() -> None:
-    """Keep torch imported, so that later runs on this machine start in half the time; Ctrl-C ends it."""
+    """Keep torch imported, so that later runs on this machine start sooner; Ctrl-C ends it."""
     from rillflow.runtime.preloaded import available, server_environment
     from rillflow.runtime.warm import start
 

@@ -22,7 +22,8 @@ from rillflow.engine.servers.facts import model_facts
 from rillflow.engine.sglang import SglangEngine
 from rillflow.engine.sglang.inside.rillflow_sglang import ORDERS, answer_name
 from rillflow.engine.sglang.launch import KEY
-from rillflow.errors import ConfigError, EngineError, EngineLost, WeightsError
+from rillflow.engine.sglang.wire import generate_body
+from rillflow.errors import ConfigError, ContextOverflow, EngineError, EngineLost, WeightsError
 from rillflow.types import Chunk, GenerateRequest, Grammar, Sampling
 from rillflow.weights.fingerprint import fingerprint
 from rillflow.weights.models import load_policy_model, pick_device
@@ -302,3 +303,13 @@ async def test_an_answer_of_the_loader_that_is_an_error_is_told(server: tuple[Re
     with pytest.raises((WeightsError, EngineError)):
         await engine.load(dict(recorded.held), 3)
     assert engine.version != 3
+
+
+@pytest.mark.parametrize(("sampling", "most"), [(Sampling(max_tokens=500), 7), (Sampling(max_tokens=500, top_k=5), 6)])
+def test_an_answer_that_is_scored_leaves_a_place_behind_it(sampling: Sampling, most: int) -> None:
+    """Scoring reads prompt and answer as a prompt, behind which SGLang samples one token more."""
+    body = json.loads(generate_body(GenerateRequest(id="r", tokens=[1, 2, 3], sampling=sampling), 10, "salt"))
+    assert body["sampling_params"]["max_new_tokens"] == most
+    full = GenerateRequest(id="r", tokens=[1] * 9, sampling=Sampling(top_p=0.9))
+    with pytest.raises(ContextOverflow, match="no room"):
+        generate_body(full, 10, "salt")

@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from rillflow.engine.servers.calls import is_scored
+from rillflow.errors import ContextOverflow
 from rillflow.types import GenerateRequest
 
 # SGLang wants a list of named tensors for each rank in Python's own serialisation. This is the empty one, byte for
@@ -53,13 +55,17 @@ class Outcome(msgspec.Struct):
 
 
 def generate_body(request: GenerateRequest, context: int, salt: str) -> bytes:
-    """`salt` keeps the prefix cache from crossing versions."""
+    """`salt` keeps the prefix cache from crossing versions. An answer that is scored becomes a prompt, which needs a
+    place behind it."""
     asked = request.sampling
+    room = context - len(request.tokens) - is_scored(asked)
+    if room < 1:
+        raise ContextOverflow("the prompt leaves no room for an answer that has to be scored", "shorten it")
     sampling = {
         "temperature": asked.temperature,
         "top_p": asked.top_p,
         "top_k": asked.top_k or -1,
-        "max_new_tokens": min(asked.max_tokens, context - len(request.tokens)),
+        "max_new_tokens": min(asked.max_tokens, room),
         "stop_token_ids": list(asked.stop_tokens),
         # It switches off all stopping by tokens: without, SGLang also stops at the model's own ends.
         "ignore_eos": not asked.stop_tokens,
