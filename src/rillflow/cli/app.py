@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rillflow.errors import CheckpointError, ConfigError, DataError, GraphError, RillflowError
-from rillflow.runtime.process import GIVE_UP, GiveUp
+from rillflow.runtime.process import GIVE_UP, GiveUp, leave
 
 app = typer.Typer(
     name="rillflow",
@@ -61,4 +62,13 @@ def clear_errors(*, role: bool = False) -> Iterator[None]:
         errors.print(Text.assemble(("error: ", "bold red"), error.message), soft_wrap=True)
         if error.hint:
             errors.print(Text.assemble(("what to do: ", "bold"), error.hint), soft_wrap=True)
-        raise typer.Exit(GIVE_UP if role and isinstance(error, _FOR_GOOD) else 2) from None
+        code = GIVE_UP if role and isinstance(error, _FOR_GOOD) else 2
+        if role and _has_peers():
+            leave(code)
+        raise typer.Exit(code) from None
+
+
+def _has_peers() -> bool:
+    """Whether this process is one rank of several: torch's threads that serve the others abort an ordinary exit."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()

@@ -25,7 +25,7 @@ from rillflow.config import Recipe
 from rillflow.errors import ConfigError
 from rillflow.rollout.leaving import Departure
 from rillflow.runtime.folder import RunFolder
-from rillflow.runtime.process import STOPPED, LoopWatchdog, prepare, run_until_signal
+from rillflow.runtime.process import STOPPED, LoopWatchdog, leave, prepare, run_until_signal
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +54,7 @@ def rollout_joined(options: JoinOptions) -> NoReturn:
     with _own_folder(options, name) as folder:
         joined = _join(options, folder)
         code = asyncio.run(_play(name, joined, options, folder))
-    logging.shutdown()
-    os._exit(code)
+    leave(code)
 
 
 def engine_joined(options: JoinOptions) -> int:

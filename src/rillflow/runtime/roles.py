@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import re
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from rillflow.contracts import Generator
 from rillflow.errors import RunError
@@ -22,6 +21,7 @@ from rillflow.runtime.process import (
     LoopWatchdog,
     bind_host,
     child_environment,
+    leave,
     prepare,
     run_until_signal,
 )
@@ -162,7 +162,7 @@ def rollout_role(folder: RunFolder, name: str) -> int:
     prepare()
     with folder.locked(name, PREDECESSOR_WAIT):
         code = run_until_signal(main())
-    _leave(code)
+    leave(code)  # a reward function that never returned still has its thread
 
 
 def trainer_role(
@@ -258,17 +258,12 @@ def _one_rank(folder: RunFolder, policy: str, place: Place, playing: frozenset[i
             raise GiveUp(error.message, error.hint) from error
         except (GivenUp, PeerLost) as error:
             log.error("%s", error)
-            return LEFT_ALONE
-    code = 0 if finished else STOPPED
-    if plays:
-        _leave(code)
+            code = LEFT_ALONE
+        else:
+            code = 0 if finished else STOPPED
+    if plays or code == LEFT_ALONE:
+        leave(code)
     return code
-
-
-def _leave(code: int) -> NoReturn:
-    """For who has played: a reward function that never returned still has its thread, and nobody waits for it."""
-    logging.shutdown()
-    os._exit(code)
 
 
 def _check_name(name: str) -> None:
