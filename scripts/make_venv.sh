@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Make the virtual environment FOLDER with the packages of lock files, and nothing else.
 #   scripts/make_venv.sh FOLDER NAME…      (each NAME is a file requirements/NAME.txt)
-# An environment that was made from the same files is used again. PYTHON is the interpreter (default python3).
+# An environment that was made from the same files is used again. PYTHON is the interpreter (default python3). UV, if
+# set, is the program `uv`: it installs all but torch in a tenth of pip's time, but does not read pip's settings.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 venv=$1
@@ -22,6 +23,9 @@ install+=(--build-constraint "$root/requirements/build.txt")
 if grep -q '^torch==' "${locks[@]}" && [ ! -d "$venv"/lib/python3*/site-packages/torch ]; then
     # With dependencies: only pip knows whether this machine's build of torch requires the CUDA packages.
     "${install[@]}" -c "$root/requirements/cuda.txt" "${locks[@]/#/--constraint=}" torch
+fi
+if [ -n "${UV:-}" ]; then
+    install=("$UV" pip install --quiet --python "$venv/bin/python" --build-constraint "$root/requirements/build.txt")
 fi
 "${install[@]}" --no-deps "${locks[@]/#/--requirement=}"
 echo "$made" > "$stamp"
