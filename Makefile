@@ -7,7 +7,7 @@ RUNS := runs
 unexport PYTHONDONTWRITEBYTECODE
 LOCKS := requirements/build.txt requirements/cuda.txt
 # Tests wait for each other's processes more than they compute.
-PLAIN := -n 5 --dist worksteal
+PLAIN := -n 4 --dist worksteal
 WHOLE := -n 3 --dist worksteal
 # Files with slow tests. No other file is imported to find them.
 SLOW := $(sort $(shell grep -rlE --include='test_*.py' 'mark\.(slow|chaos)' tests))
@@ -29,6 +29,11 @@ $(VENV)/.dev: $(VENV)/.product requirements/dev.txt requirements/models.txt
 	bash scripts/make_venv.sh $(VENV) dev models
 	touch $@
 
+# Compiles what the tests import, once instead of once in each of their processes.
+$(VENV)/.compiled: $(VENV)/.dev
+	$(BIN)/python -m pytest --collect-only -q > /dev/null
+	touch $@
+
 setup: $(VENV)/.dev  ## make the virtual environment with Rillflow and its development tools
 
 lock:  ## resolve all versions anew into requirements/
@@ -44,7 +49,7 @@ check: setup  ## format, lint, types and the tests that your change touches
 	$(BIN)/mypy
 	$(BIN)/python -m scripts.touched_tests --run
 
-test: setup  ## the plain tests, five minutes on two cores
+test: $(VENV)/.compiled  ## the plain tests, five minutes on two cores
 	$(BIN)/python -m pytest $(PLAIN)
 
 coverage: setup  ## the plain tests with branch coverage of src, also in the processes that they start
@@ -55,7 +60,7 @@ coverage: setup  ## the plain tests with branch coverage of src, also in the pro
 mutants: setup  ## do the tests notice small changes of src? 60 of them, with the tests of the last `make coverage`
 	$(BIN)/python -m scripts.mutants --json mutants.json $(if $(wildcard .coverage),--coverage .coverage)
 
-test-slow: setup  ## real training runs, killed processes, a Ray cluster: a quarter of an hour
+test-slow: $(VENV)/.compiled  ## real training runs, killed processes, a Ray cluster: a quarter of an hour
 	$(BIN)/python -m pytest -m "slow or chaos" $(WHOLE) --durations=20 $(SLOW)
 
 soak: setup  ## the long forms of the tests that repeat: ten minutes of chaos, 30 kills, 3,000 histories

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from commands import Cli
 
 PLAY = """
@@ -50,6 +52,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow
 def test_bad_workflows_and_rewards_are_counted_by_cause(cli: Cli) -> None:
     kinds = ["good", "good", *BAD, "good", "good"]
     (cli.cwd / "play.py").write_text(PLAY)
@@ -67,6 +70,7 @@ def test_bad_workflows_and_rewards_are_counted_by_cause(cli: Cli) -> None:
     assert counts["train.trained"] == 4, counts
 
 
+@pytest.mark.slow
 def test_a_workflow_that_never_works_ends_the_run(cli: Cli) -> None:
     (cli.cwd / "play.py").write_text(PLAY)
     (cli.cwd / "bad.yaml").write_text(RECIPE)

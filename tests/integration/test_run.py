@@ -67,6 +67,7 @@ def interrupt_and_check(run: Started) -> None:
     assert json.loads((run.folder / "state.json").read_text())["state"] == "stopped"
 
 
+@pytest.mark.slow
 def test_a_running_run_is_closed_measured_and_alone_and_stops_on_ctrl_c(cli: Cli) -> None:
     run = cli.start("run", "stockroom", *SHORT, "trainer.steps=200")
     wait_until(lambda: any(run.runs.iterdir()) and steps_of(run.folder) >= 2, "two steps", 600)

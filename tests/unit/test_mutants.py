@@ -100,6 +100,7 @@ DROPPED = mutant("dropped return", 2, "return a if a > b else b", "pass", 4)
 UNUSED = mutant("constant", 6, "1", "2", 11)
 
 
+@pytest.mark.slow
 def test_what_becomes_of_a_mutant(copies: Copies, tmp_path: Path) -> None:
     before = (tmp_path / "tree/src/rillflow/part.py").read_text()
     killed = copies.run(DROPPED, ["tests/test_part.py"])
@@ -111,6 +112,7 @@ def test_what_becomes_of_a_mutant(copies: Copies, tmp_path: Path) -> None:
     assert (tmp_path / "copies/tree0/src/rillflow/part.py").read_text() == before
 
 
+@pytest.mark.slow
 def test_tests_that_do_not_end_are_a_timeout(copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
     forever = mutant("dropped return", 2, "return a if a > b else b", "while True: pass", 4)
     monkeypatch.setattr(copies, "_seconds", 5.0)

@@ -73,6 +73,7 @@ def test_demonstrations_win_and_are_what_the_workflow_records() -> None:
         list(demonstrations("openenv", "train", 1, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.needs("reasoning-gym")
 async def test_a_question_of_reasoning_gym() -> None:
     environment = environment_factory("reasoning_gym", {})()

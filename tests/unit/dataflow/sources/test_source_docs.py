@@ -36,7 +36,12 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("snippet", blocks("yaml"))
+SLOW = "reasoning_gym"  # the package takes seconds to import
+
+
+@pytest.mark.parametrize(
+    "snippet", [pytest.param(one, marks=[pytest.mark.slow] if SLOW in one else []) for one in blocks("yaml")]
+)
 def test_a_snippet(folder, snippet):
     path = folder / "mine.yaml"
     path.write_text(yaml.safe_dump(RECIPE) + snippet)
@@ -56,6 +61,7 @@ def test_the_page_shows_every_kind():
     assert all(f"{kind}:" in text for kind in ("path", "dataset", "reasoning_gym", "generator", "weight", "epochs"))
 
 
+@pytest.mark.slow
 @pytest.mark.needs("reasoning-gym")
 def test_the_reward_scores_an_entry(folder):
     scope: dict[str, object] = {}

@@ -14,7 +14,8 @@ from rillflow.config import SourceConfig
 from rillflow.dataflow.sources import reasoning_gym as module
 from rillflow.errors import ConfigError, DataError
 
-pytestmark = pytest.mark.needs("reasoning-gym")
+# The package takes seconds to import.
+pytestmark = [pytest.mark.needs("reasoning-gym"), pytest.mark.slow]
 
 
 def gym(name, limit=None, **arguments):
@@ -56,7 +57,6 @@ print(json.dumps([(p.id, p.source, p.payload) for p in (source.at(i) for i in ra
 """
 
 
-@pytest.mark.slow
 def test_the_same_prompts_in_every_process(tmp_path):
     """This dataset draws from sets, whose order depends on the hash seed of a process."""
     path = jsonl(tmp_path, *({"q": number} for number in range(50))).path
