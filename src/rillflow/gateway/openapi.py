@@ -64,6 +64,14 @@ OPERATIONS: dict[Route, Operation] = {
     ("POST", chat.PATH): _asking("OpenAI chat completions", chat, shapes.ChatAnswer),
     ("POST", completions.PATH): _asking("OpenAI completions", completions, shapes.CompletionAnswer),
     ("POST", responses.PATH): _asking("OpenAI responses", responses, shapes.ResponsesAnswer),
+    ("POST", responses.COUNT_PATH): Operation(
+        "How many tokens the prompt of a response has",
+        {JSON: (shapes.ResponsesCount,)},
+        responses.ResponsesRequest,
+    ),
+    ("GET", f"{responses.PATH}/{{response}}"): Operation(
+        "A response of this session", {JSON: (shapes.ResponsesAnswer,)}
+    ),
     ("POST", messages.PATH): _asking("Anthropic messages", messages, shapes.MessagesAnswer),
     ("POST", messages.COUNT_PATH): Operation(
         "How many tokens the prompt of a message has",

@@ -26,11 +26,12 @@ from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import ConfigError, RillflowError, Unauthorized
 from rillflow.gateway import models, openapi, running
 from rillflow.gateway.calls import Answer, Policy, begin
-from rillflow.gateway.dialects import DIALECTS, Dialect, chat, dialect_of, messages
+from rillflow.gateway.dialects import DIALECTS, Dialect, chat, dialect_of, messages, responses
 from rillflow.gateway.dialects.openai import overruled
 from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.sessions.keeping import SessionLog
 from rillflow.gateway.sessions.session import Session, Sessions
+from rillflow.gateway.trees.continuing import answer_of, following
 from rillflow.gateway.trees.placing import count
 from rillflow.gateway.trees.render import Renderer
 from rillflow.gateway.trees.tree import TokenTree
@@ -82,6 +83,8 @@ class Gateway(Service):
         for dialect in DIALECTS:
             self._agent_route(dialect.PATH, self._asking(dialect), "POST", self._gate)
         self._agent_route(messages.COUNT_PATH, self._count, "POST", self._gate)
+        self._agent_route(responses.COUNT_PATH, self._count_input, "POST", self._gate)
+        self._agent_route(f"{responses.PATH}/{{response}}", self._response, "GET")
         self._agent_route("/v1/models", self._models, "GET")
         self._agent_route("/v1/models/{model}", self._model, "GET")
         self.route(DESCRIPTION, self._describe, ["GET"])
@@ -190,6 +193,24 @@ class Gateway(Service):
         history, tools, key = messages.prompt_of(asked)
         tree = session.trees.get(name) or TokenTree()
         return _json({"input_tokens": count(tree, self._policies[name].renderer, history, tools, key)})
+
+    async def _count_input(self, request: Request) -> Response:
+        """As `_count`, for the responses dialect."""
+        session = self.session_of(request)
+        asked = responses.decode(await read_body(request, self.limits.body), self.limits)
+        name = self._policy_name(asked.model)
+        call = responses.to_call(asked, self._defaults[name])
+        history = call.history if call.previous is None else following(session, call.previous, call.history)
+        tree = session.trees.get(name) or TokenTree()
+        counted = count(tree, self._policies[name].renderer, history, call.tools, call.tools_key)
+        return _json({"object": "response.input_tokens", "input_tokens": counted})
+
+    async def _response(self, request: Request) -> Response:
+        """An answer of the session, as the responses dialect shows it. When it was given is not kept."""
+        session = self.session_of(request)
+        id = request.path_params["response"].removeprefix("resp_")
+        policy, node = answer_of(session, id, "response_id")
+        return _json(responses.kept(id, policy, node, self._created))
 
     async def _models(self, request: Request) -> Response:
         self.session_of(request)

@@ -87,6 +87,11 @@ class ResponsesAnswer(msgspec.Struct):
     usage: dict[str, Any]
 
 
+class ResponsesCount(msgspec.Struct):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class Model(msgspec.Struct):
     id: str
     object: Literal["model"]

@@ -317,3 +317,38 @@ async def test_what_is_refused_is_named() -> None:
         assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "input")
         asked.script("a")
         await asked.respond(text={"format": {"type": "text"}, "verbosity": "low"}, reasoning={"effort": "low"})
+
+
+# ---------------------------------------------------------------- kept answers
+
+
+@pytest.mark.parametrize("text", ["abc hello", HERMES_CALL, f"{THOUGHT}abc"])
+async def test_a_response_can_be_retrieved(text: str) -> None:
+    async with asking(QWEN_LIKE) as asked:
+        asked.script(text)
+        given = await asked.respond(tools=TOOLS)
+        kept = await asked.client.responses.retrieve(given.id)
+        assert [item.model_dump() for item in kept.output] == [item.model_dump() for item in given.output]
+        assert (kept.id, kept.model, kept.status, kept.usage) == (given.id, given.model, given.status, given.usage)
+
+
+async def test_a_response_of_nobody_cannot_be_retrieved() -> None:
+    async with asking() as asked:
+        with pytest.raises(openai.NotFoundError) as refused:
+            await asked.client.responses.retrieve("resp_none")
+        assert (refused.value.code, refused.value.param) == ("response_not_found", "response_id")
+
+
+async def test_the_tokens_of_an_input_are_those_of_the_call() -> None:
+    async with asking() as asked:
+        asked.script("a", "b")
+        count = asked.client.responses.input_tokens.count
+        first: Any = {"input": "hello", "instructions": "be brief", "tools": TOOLS}
+        counted = await count(model="policy", **first)
+        given = await asked.respond(**first)
+        assert (counted.object, counted.input_tokens) == ("response.input_tokens", given.usage.input_tokens)
+        more: Any = {"input": "go on", "previous_response_id": given.id, "tools": TOOLS}
+        counted = await count(model="policy", **more)
+        assert counted.input_tokens == (await asked.respond(**more)).usage.input_tokens
+        with pytest.raises(openai.NotFoundError, match="no response with the id"):
+            await count(model="policy", input="go on", previous_response_id="resp_none")

@@ -1,21 +1,22 @@
 """The OpenAI responses dialect: its request to a `Call`, an `Answer` to its response or its stream.
 
 `previous_response_id` names an earlier answer of the same session, found in the session's trees: nothing else is
-stored, and `store` changes nothing. The instructions of that earlier call are not carried over. Tools that the
-provider would run itself are left out of the prompt: only functions can be called here.
+stored, and `store` changes nothing; a response that is retrieved has what was said and null for what was asked. The
+instructions of that earlier call are not carried over. Tools that the provider would run itself are left out of the
+prompt: only functions can be called here.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from rillflow.config import GatewayConfig, SamplingConfig
 from rillflow.errors import EngineError, RillflowError
-from rillflow.gateway.calls import Answer, Call, Choice
+from rillflow.gateway.calls import Answer, Call
 from rillflow.gateway.dialects import openai
 from rillflow.gateway.dialects.items import Item, call_item, message_item, messages_of, reasoning_item, text_part
 from rillflow.gateway.dialects.openai import (
@@ -39,11 +40,13 @@ from rillflow.gateway.dialects.sse import named_event
 from rillflow.gateway.dialects.structured import allowed, checked_type, forced, formatted
 from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.trees.continuing import INSTRUCTIONS
-from rillflow.gateway.trees.messages import Message, message
+from rillflow.gateway.trees.messages import Message, ToolCall, dump_object, message
 from rillflow.gateway.trees.render import Renderer
+from rillflow.gateway.trees.tree import Node
 
 PATH = "/v1/responses"
-__all__ = ["PATH", "decode", "error_body", "error_event", "stream", "to_call", "whole"]
+COUNT_PATH = f"{PATH}/input_tokens"
+__all__ = ["COUNT_PATH", "PATH", "decode", "error_body", "error_event", "kept", "stream", "to_call", "whole"]
 
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -156,26 +159,69 @@ def _functions(tools: list[dict[str, Any]] | tuple[()]) -> list[dict[str, Any]]:
 
 def whole(request: ResponsesRequest, answer: Answer, renderer: Renderer) -> bytes:
     (choice,) = answer.choices
-    return msgspec.json.encode(_ended(request, answer, _output(request, answer.id, choice, renderer)))
+    logprobs = logprob_entries(sampled(choice), renderer) if request.logprobs else []
+    said = _Said(choice.reasoning, choice.text, choice.calls, cut=choice.finish == "length")
+    return msgspec.json.encode(_ended(request, answer, _output(answer.id, said, logprobs)))
 
 
-def _output(request: ResponsesRequest, id: str, choice: Choice, renderer: Renderer) -> list[dict[str, Any]]:
+class _Said(NamedTuple):
+    """What an answer comes to; `cut`: its length was."""
+
+    reasoning: str
+    text: str
+    calls: Sequence[ToolCall]
+    cut: bool
+
+
+def _output(id: str, said: _Said, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
-    if choice.reasoning:
-        items.append(reasoning_item(f"rs_{id}_0", choice.reasoning))
-    if choice.text or not (choice.calls or choice.reasoning):
-        logprobs = logprob_entries(sampled(choice), renderer) if request.logprobs else []
-        items.append(message_item(f"msg_{id}_{len(items)}", [text_part(choice.text, logprobs)]))
-    items += [call_item(f"fc_{id}_{len(items) + number}", call) for number, call in enumerate(choice.calls)]
-    if choice.finish == "length":
+    if said.reasoning:
+        items.append(reasoning_item(f"rs_{id}_0", said.reasoning))
+    if said.text or not (said.calls or said.reasoning):
+        items.append(message_item(f"msg_{id}_{len(items)}", [text_part(said.text, logprobs)]))
+    items += [call_item(f"fc_{id}_{len(items) + number}", call) for number, call in enumerate(said.calls)]
+    if said.cut:
         items[-1]["status"] = "incomplete"
     return items
 
 
+def kept(id: str, policy: str, node: Node, created: int) -> dict[str, Any]:
+    """Return the response of an answer that a session keeps, for those who retrieve it."""
+    (body,) = (message.body for message in node.messages)
+    calls = [
+        ToolCall(call["id"], call["function"]["name"], text if isinstance(text, str) else dump_object(text))
+        for call in body.get("tool_calls", ())
+        for text in [call["function"]["arguments"]]
+    ]
+    cut, completed = node.finish == "length", len(node.tokens)
+    said = _Said(body.get("reasoning_content", ""), body["content"], calls, cut=cut)
+    prompt = sum(len(above.tokens) for above in node.path()) - completed
+    return {
+        "id": f"resp_{id}",
+        "object": "response",
+        "created_at": created,
+        "status": "incomplete" if cut else "completed",
+        "error": None,
+        "instructions": None,
+        "metadata": {},
+        "model": policy,
+        "parallel_tool_calls": True,
+        "temperature": None,
+        "tool_choice": "auto",
+        "tools": [],
+        "top_p": None,
+        **_result(_output(id, said, []), prompt, completed, cut=cut),
+    }
+
+
 def _ended(request: ResponsesRequest, answer: Answer, output: list[dict[str, Any]]) -> dict[str, Any]:
     cut = answer.choices[0].finish == "length"
-    prompt, completed = answer.prompt_tokens, answer.completion_tokens
-    return _response(request, answer, "incomplete" if cut else "completed") | {
+    result = _result(output, answer.prompt_tokens, answer.completion_tokens, cut=cut)
+    return _response(request, answer, "incomplete" if cut else "completed") | result
+
+
+def _result(output: list[dict[str, Any]], prompt: int, completed: int, *, cut: bool) -> dict[str, Any]:
+    return {
         "output": output,
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
         "usage": {
