@@ -47,7 +47,11 @@ _LAST = 1.0  # seconds for a killed process to be gone
 
 
 class AgentFailed(WorkflowError):
-    """The program ended with an error."""
+    """The program ended with an error: with an exit `code`, or without one where it could not be started."""
+
+    def __init__(self, message: str, code: int | None = None) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class CommandAgent:
@@ -82,7 +86,7 @@ class CommandAgent:
             code = await self._until_it_ends(place, environment, output, errors)
             await asyncio.wait({output.task, errors.task}, timeout=_DRAIN_SECONDS)
         if code != 0:
-            raise AgentFailed(f"the agent ended with code {code}: {errors.text()[-_SHOWN:].strip()}")
+            raise AgentFailed(f"the agent ended with code {code}: {errors.text()[-_SHOWN:].strip()}", code)
         answer = _read_answer(place / "answer", self._config.output)
         return {"returncode": code, "stdout": output.text(), "stderr": errors.text(), "answer": answer}
 

@@ -6,6 +6,7 @@ wrong with it and the nearest valid name. The resolved recipe is written into ev
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -18,6 +19,8 @@ from rillflow.config.trainer import TrainerConfig
 from rillflow.config.weights import WeightsConfig
 
 _KINDS = ("path", "dataset", "reasoning_gym", "generator", "benchmark")
+# How an episode may end without an answer; the detail is a command's exit code or the name of a workflow's exception.
+_END = re.compile(r"agent_error(\.-?\d+)?|workflow_error(\.\w+)?|context_overflow|timeout")
 
 
 class SourceConfig(Section):
@@ -303,6 +306,12 @@ class Recipe(Section):
         description="who gives rewards: the recipe (`reward`, else its workflow or a program with the run's token), or "
         "also the agent, over HTTP with its session's key",
     )
+    ends: dict[str, Annotated[float, Field(allow_inf_nan=False)] | Literal["retry"]] = Field(
+        default_factory=dict,
+        description="what an episode is worth that ended without an answer, by how it ended (agent_error, "
+        "workflow_error, context_overflow, timeout; agent_error.3 is one exit code, workflow_error.ValueError one "
+        "exception): a reward, or `retry`; ends that are not named are retried",
+    )
     roles: dict[Name, Name] = Field(
         default_factory=dict,
         description="which policy plays a role of the workflow; default: the policy of that name, or the first",
@@ -348,6 +357,17 @@ class Recipe(Section):
                     raise ValueError(f"policies.{name}.trains_on names {other!r}; there is {', '.join(self.policies)}")
         return self
 
+    @field_validator("ends")
+    @classmethod
+    def _known_ends(cls, ends: dict[str, Any]) -> dict[str, Any]:
+        for end in ends:
+            if not _END.fullmatch(end):
+                raise ValueError(
+                    f"{end!r} is no end of an episode: agent_error, agent_error.CODE, workflow_error, "
+                    "workflow_error.EXCEPTION, context_overflow and timeout are"
+                )
+        return ends
+
     def _check_target(self) -> None:
         if self.evaluation.target is None:
             return
@@ -374,6 +394,11 @@ class Recipe(Section):
                 "for rewards that are sent with the run's token (rollout.late_rewards)"
             )
         for name in self.policies:
+            if self.step_rewards(name) in ("own", "to_go") and any(worth != "retry" for worth in self.ends.values()):
+                raise ValueError(
+                    f"policies.{name}.trainer.step_rewards={self.step_rewards(name)} reads rewards of answers only: "
+                    "nothing would read the rewards in `ends`; leave one of them out"
+                )
             if self.step_rewards(name) is not None and self.workflow is None and self.reward is not None:
                 raise ValueError(
                     f"policies.{name}.trainer.step_rewards: nothing would reward single answers; `reward` rewards "

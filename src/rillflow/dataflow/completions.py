@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import sqlite3
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +31,9 @@ from rillflow.types import Ack, CompleteTask, SampleMeta
 # A completion that counts as a failure of the episode: there is nothing in it to train on, or no reward.
 NO_MODEL_CALL, BAD_REWARD = "no_model_call", "bad_reward"
 PAYLOAD_GONE = "payload_gone"
+ENDED = "ended."  # begins the counters of episodes that have a reward though they ended without an answer
+NOTES = "notes"  # what people are told of how agents play: the first text of each subject
+_MOST_NOTES, _LONGEST_NOTE = 16, 2000
 _MOST_TOKENS = 1 << 31  # of one sample: sums over a group stay within 64 bits
 _LONGEST_AGENT = 100
 _LARGEST_REWARD = 3.4e38  # a trainer's numbers have 32 bits; statistics of larger ones are no numbers
@@ -214,9 +218,19 @@ class Completions(Part):
         )
         self._db.many(_VERSIONS, _versions(ends))
         self._praise(ends)
+        self._note(ends)
+        for end, times in Counter(one.news.end[:100] for one in ends if one.news.end).items():
+            self._db.count(f"{ENDED}{end}", times)
         self._db.clear_counter("failures_in_a_row")
         for group in reversed(dict.fromkeys(one.row["grp"] for one in reversed(ends))):  # as their last ones came
             self._groups.settle(group)
+
+    def _note(self, ends: Sequence[_Good]) -> None:
+        """Keep the first note of each subject, for everybody who looks at the run."""
+        told = {subject[:100]: text[:_LONGEST_NOTE] for one in ends for subject, text in one.news.notes.items()}
+        if told:
+            notes = told | self._db.meta(NOTES, {})
+            self._db.set_meta(NOTES, dict(list(notes.items())[-_MOST_NOTES:]))
 
     def _praise(self, ends: Sequence[_Good]) -> None:
         """The nodes that have played them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Sequence
 
+from rillflow.dataflow.completions import NOTES
 from rillflow.dataflow.ledger import Ledger
 from rillflow.types import PolicyStatus, Status
 
@@ -64,4 +65,5 @@ def status(ledger: Ledger, waits: list[str]) -> Status:
         waits=waits,
         policies=policies,
         units=ledger.roster.count,
+        notes=ledger.db.meta(NOTES, {}),
     )

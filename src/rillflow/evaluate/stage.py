@@ -120,6 +120,8 @@ class _Ends:
         rewards: Mapping[str, float],
         seconds: float,
         metrics: Mapping[str, float],
+        *,
+        end: str = "",
     ) -> Ack:
         self.ended[lease.attempt] = Ended(record=record, rewards=rewards, metrics=metrics, seconds=seconds)
         return Ack(accepted=True)

@@ -29,6 +29,7 @@ from rillflow.wire.server import disconnected
 
 STALLED = 30.0
 QUIET = 10.0
+_FAULT = 500  # status from which on an error is not the agent's
 _LOOK = 0.01  # least seconds between two looks at a clock that may stand still
 
 Left = Callable[[], float]
@@ -98,6 +99,9 @@ async def whole(answer: Answer, session: Session, receive: Receive | None, left:
             raise
         task.uncancel()
         raise cause from None
+    except Exception as error:
+        _count_fault(session, error)
+        raise
     finally:
         cutting.release()
 
@@ -186,6 +190,7 @@ async def streamed(
         working.close()  # a task that is cancelled before its first turn never touches its work
         cutting.release()
         error = _failure(task, cutting)
+        _count_fault(session, error)
         outbox.end(shape(_said(error)) if error is not None and begun else b"")
 
     working = work()
@@ -208,6 +213,12 @@ def _failure(task: asyncio.Task[None], cutting: Cutting) -> BaseException | None
     if task.cancelled():
         return cutting.cause() or CallRefused("the client has gone", status=499)
     return task.exception()
+
+
+def _count_fault(session: Session, error: BaseException | None) -> None:
+    """Count an error of the engine or of the disk: what the agent makes of it is not the policy's doing."""
+    if error is not None and _said(error).status >= _FAULT and not isinstance(error, CallRefused):
+        session.faults += 1
 
 
 def _said(error: BaseException) -> RillflowError:

@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rillflow.observe.summary import failures
+from rillflow.observe.summary import failures, listed, rewarded_ends
 from rillflow.storage.startup import Starting
 from rillflow.types import PolicyStatus, Status
 
@@ -52,6 +52,7 @@ class Progress:
         self._step = -1
         self._started = time.monotonic()
         self._printed: float | None = None
+        self._noted: set[str] = set()
 
     def __enter__(self) -> Progress:
         if self._live is not None:
@@ -75,6 +76,10 @@ class Progress:
         if status.reward is not None and status.steps != self._step:
             self._step = status.steps
             self._rewards.append(status.reward)
+        for subject, note in status.notes.items():
+            if subject not in self._noted:
+                self._noted.add(subject)
+                self.say(f"note: {note}")
         self._draw(self._panel(status), self._line(status), now=status.phase == "ended")
 
     def _draw(self, panel: RenderableType, line: str, *, now: bool) -> None:
@@ -90,7 +95,7 @@ class Progress:
 
     def _numbers(self, status: Status) -> dict[str, str]:
         reward = "–" if status.reward is None else f"{status.reward:.3f}"
-        failed = sum(failures(status.counts).values())
+        failed, ended = failures(status.counts), rewarded_ends(status.counts)
         numbers = {
             "step": f"{status.steps}/{status.total_steps}",
             "reward": reward,
@@ -100,7 +105,9 @@ class Progress:
             "nodes": str(status.nodes),
             "time": f"{time.monotonic() - self._started:.0f} s",
         }
-        return numbers | ({"failed episodes": str(failed)} if failed else {})
+        if failed:
+            numbers["failed episodes"] = f"{sum(failed.values())} ({listed(failed)})"
+        return numbers | ({"rewarded ends": listed(ended)} if ended else {})
 
     def _startup(self) -> str:
         """What each process does that has not started yet."""

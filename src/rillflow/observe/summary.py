@@ -11,7 +11,9 @@ from rich.table import Table
 from rillflow.observe.metrics import Metrics
 from rillflow.types import Status
 
-_FAILURES = "failures"  # how counts of failed episodes begin
+_FAILURES, _ENDED = "failures", "ended"  # how counts of failed episodes, and of rewarded ends, begin
+_REWARDABLE = ("agent_error", "workflow_error", "context_overflow", "timeout")  # what `ends` may name
+_PATHS = ("forks", "tokens_forwarded", "tokens_trained")  # what every episode measures of its paths
 
 
 def summarise(
@@ -32,11 +34,13 @@ def summarise(
         "staleness_mean": _mean([step["staleness_mean"] for step in steps]),
         "staleness_max": max((step["staleness_max"] for step in steps), default=0),
         "consistency": _consistency(steps),
+        "paths": _paths(steps),
         "wait_fraction": status.wait_fraction,
         "rollbacks": len(metrics.rollbacks),
         "heldout": evaluations,
         "target": None if target is None else _target(metrics, target),
         "counts": status.counts,
+        "notes": status.notes,
     }
 
 
@@ -56,12 +60,17 @@ def summary_table(summary: dict[str, Any], folder: Path, plot: Path | None) -> T
     table.add_row("staleness", f"mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']:.0f}")
     if summary["consistency"] is not None:
         table.add_row("engine and trainer", _apart(summary["consistency"]))
+    if summary["paths"] is not None:
+        table.add_row("an episode's paths", _path_row(summary["paths"]))
     table.add_row("trainer waited", f"{summary['wait_fraction']:.0%} of its time")
-    counts, failed = summary["counts"], failures(summary["counts"])
-    table.add_row("prompts", ", ".join(f"{name} {n}" for name, n in counts.items() if n and _FAILURES not in name))
+    counts, failed, ended = summary["counts"], failures(summary["counts"]), rewarded_ends(summary["counts"])
+    shown = {name: n for name, n in counts.items() if n and not name.startswith((_FAILURES, f"{_ENDED}."))}
+    table.add_row("prompts", listed(shown))
     if failed:
-        told = ", ".join(f"{cause} {n}" for cause, n in failed.items())
-        table.add_row("failed episodes", f"{told}; each traceback is in {folder / 'logs'}")
+        hint = "; `ends` can make such an end a reward" if any(cause in failed for cause in _REWARDABLE) else ""
+        table.add_row("failed episodes", f"{listed(failed)}; each traceback is in {folder / 'logs'}{hint}")
+    if ended:
+        table.add_row("rewarded ends", listed(ended))
     table.add_row("ended", summary["end"])
     if plot is not None:
         table.add_row("reward plot", str(plot))
@@ -71,7 +80,19 @@ def summary_table(summary: dict[str, Any], folder: Path, plot: Path | None) -> T
 
 def failures(counts: Mapping[str, int]) -> dict[str, int]:
     """Return how many episodes failed, by cause."""
-    prefix = f"{_FAILURES}."
+    return _named(counts, f"{_FAILURES}.")
+
+
+def rewarded_ends(counts: Mapping[str, int]) -> dict[str, int]:
+    """Return how many episodes ended without an answer and have a reward by the recipe's `ends`, by how they ended."""
+    return _named(counts, f"{_ENDED}.")
+
+
+def listed(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {n}" for name, n in counts.items())
+
+
+def _named(counts: Mapping[str, int], prefix: str) -> dict[str, int]:
     return {name.removeprefix(prefix): count for name, count in counts.items() if name.startswith(prefix) and count}
 
 
@@ -94,6 +115,19 @@ def _consistency(steps: list[dict[str, Any]]) -> dict[str, float] | None:
         "ratio": sum(step["consistency/ratio"] * step["consistency/tokens"] for step in measured) / tokens,
         "tokens": tokens,
     }
+
+
+def _paths(steps: list[dict[str, Any]]) -> dict[str, float] | None:
+    """Return how many forks and tokens the episodes of a step had, on average; None where no step measured them."""
+    measured = [step for step in steps if all(f"episode/{name}" in step for name in _PATHS)]
+    if not measured:
+        return None
+    return {name: _mean([step[f"episode/{name}"] for step in measured]) for name in _PATHS}
+
+
+def _path_row(paths: dict[str, float]) -> str:
+    forks, forwarded, trained = (paths[name] for name in _PATHS)
+    return f"{forks:.1f} forks, {forwarded:.0f} tokens forwarded for {trained:.0f} trained"
 
 
 def _apart(seen: dict[str, float]) -> str:

@@ -47,12 +47,16 @@ class Give(Protocol):
 
 
 class EpisodeFailed(Exception):
-    """Why an episode gave no trajectory; `cause` is what is counted."""
+    """Why an episode has no answer or reward; `cause` is what is counted.
 
-    def __init__(self, cause: str, error: str) -> None:
+    `detail` is the exit code of a command, or the name of the exception that a workflow raised.
+    """
+
+    def __init__(self, cause: str, error: str, detail: str = "") -> None:
         super().__init__(f"{cause}: {error}")
         self.cause = cause
         self.error = error
+        self.detail = detail
 
 
 class RunningEpisode:
@@ -179,11 +183,11 @@ async def play(workflow: Workflow, episode: RunningEpisode) -> Any:
         raise EpisodeFailed("timeout", f"the workflow took longer than {seconds:.0f} s") from error
     except openai.APIStatusError as error:
         cause = "context_overflow" if error.code == "context_length_exceeded" else "workflow_error"
-        raise EpisodeFailed(cause, located(error)) from error
+        raise EpisodeFailed(cause, located(error), type(error).__name__) from error
     except AgentFailed as error:
-        raise EpisodeFailed("agent_error", error.message) from error
+        raise EpisodeFailed("agent_error", error.message, "" if error.code is None else str(error.code)) from error
     except Exception as error:
-        raise EpisodeFailed("workflow_error", located(error)) from error
+        raise EpisodeFailed("workflow_error", located(error), type(error).__name__) from error
 
 
 class _OutOfTime(Exception):

@@ -181,10 +181,10 @@ class Episodes:
     async def _ended(self, kept: Kept, playing: Awaitable[Played]) -> Ack:
         lease = kept.lease
         try:
-            played = await playing
-            self._sessions.end(lease.attempt)
+            played, rewards = await self._outcome(lease.attempt, playing)
             metrics = dict(played.metrics)
-            rewards = await self._rewards(kept, played, metrics)
+            if rewards is None:
+                rewards = await self._rewards(kept, played, metrics)
             seconds = self._clock.now() - kept.begun
             session = self._sessions.get(lease.attempt)
             counted = {REWARDS_REFUSED: session.rewards_refused, SAMPLING_OVERRULED: session.sampling_overruled}
@@ -196,10 +196,30 @@ class Episodes:
                 if len(metrics) < MOST_METRICS:
                     metrics[name] = value
         except EpisodeFailed as failure:
-            with suppress(CallRefused):  # never opened, or closed
-                self._sessions.end(lease.attempt)
             return await self._pusher.fail(lease, failure)
-        return await self._pusher.complete(lease, record, rewards, seconds, metrics)
+        return await self._pusher.complete(lease, record, rewards, seconds, metrics, end=played.end)
+
+    async def _outcome(self, attempt: str, playing: Awaitable[Played]) -> tuple[Played, Mapping[str, float] | None]:
+        """Return how the episode was played, with its rewards where the recipe says what its end is worth. The session
+        has ended then."""
+        try:
+            played = await playing
+        except EpisodeFailed as failure:
+            with suppress(CallRefused):  # never opened, or closed
+                self._sessions.end(attempt)
+                if (end := self._rewarded(self._sessions.get(attempt), failure)) is not None:
+                    name, reward = end
+                    log.info("%s ended without an answer, which is worth %g: %s", attempt, reward, failure)
+                    return Played(None, end=name), dict.fromkeys(self._policies, reward)
+            raise
+        self._sessions.end(attempt)
+        return played, None
+
+    def _rewarded(self, session: Session, failure: EpisodeFailed) -> tuple[str, float] | None:
+        """Return the end of the recipe's `ends` that this failure is, with its reward. An episode in which nothing was
+        sampled, or in which a call failed through no fault of the agent, is none of the policy's doing."""
+        sampled = any(tree.leaves() for tree in session.trees.values())
+        return self._rules.end(failure.cause, failure.detail) if sampled and not session.faults else None
 
     def _forget(self, attempt: str) -> None:
         try:

@@ -20,12 +20,13 @@ Open = Callable[[], RunningEpisode]
 
 class Played(NamedTuple):
     """What is left when an episode was played: an answer for the reward function, a reward, if one was told, what the
-    workflow has measured, and the roles that it named."""
+    workflow has measured, and the roles that it named. `end` is how it ended, if without an answer."""
 
     answer: Any
     reward: Any = None
     metrics: Mapping[str, float] = {}
     roles: frozenset[str] = frozenset()
+    end: str = ""
 
 
 class NotTaken(Exception):

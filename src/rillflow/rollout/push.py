@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.clients.units import UnitWriter
 from rillflow.errors import DeadlineExceeded, LeaseLost, RillflowError, StorageError, Unavailable
+from rillflow.gateway.trees.forks import cause, forks, forks_always
 from rillflow.gateway.trees.record import Sample, SessionRecord
 from rillflow.rollout.episode import EpisodeFailed, short
 from rillflow.rollout.rewards import RewardRules, check_parts, require_all
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PUSH_DEADLINE = 120.0
+FORKS, FORWARDED, TRAINED = "forks", "tokens_forwarded", "tokens_trained"  # metrics of an episode
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0  # seconds between two tries to tell an end
 _MAY_PASS = (Unavailable, DeadlineExceeded, StorageError)
 
@@ -42,6 +44,8 @@ class Ends(Protocol):
         rewards: Mapping[str, float],
         seconds: float,
         metrics: Mapping[str, float],
+        *,
+        end: str = "",
     ) -> Ack: ...
 
     async def fail(self, lease: TaskLease, failure: EpisodeFailed) -> Ack: ...
@@ -58,6 +62,7 @@ class Pusher:
         self._writer = writer
         self._untrained = frozenset(untrained)
         self._tracebacks = Tracebacks()
+        self._told_forks = False
 
     async def complete(
         self,
@@ -66,8 +71,11 @@ class Pusher:
         rewards: Mapping[str, float],
         seconds: float,
         metrics: Mapping[str, float],
+        *,
+        end: str = "",
     ) -> Ack:
-        """Push a trajectory whose policies have these `rewards`; a sample's own goes before its policy's."""
+        """Push a trajectory whose policies have these `rewards`; a sample's own goes before its policy's. `end` is how
+        the episode ended, if without an answer."""
         samples, payloads = pack(record, list(rewards), self._untrained)
         rows = await self._writer.put(payloads, PUSH_DEADLINE)
         done = CompleteTask(
@@ -78,7 +86,9 @@ class Pusher:
             samples=[describe(sample, row, rewards[sample.policy]) for sample, row in zip(samples, rows, strict=True)],
             calls=record.calls,
             seconds=seconds,
-            metrics=dict(metrics),
+            metrics={**metrics, **paths(record, samples)},
+            notes=self._notes(record, samples),
+            end=end,
         )
         try:
             ack = await self._tell(lease, lambda: self._dataflow.complete(done, PUSH_DEADLINE))
@@ -87,6 +97,21 @@ class Pusher:
         if not ack.accepted:
             log.info("task %s: completion not taken: %s", lease.task.id, ack.reason)
         return ack
+
+    def _notes(self, record: SessionRecord, samples: Sequence[Sample]) -> dict[str, str]:
+        """Say once why every call of an episode has left the path of those before it, to the run and in the log."""
+        tree = next((tree for tree in record.trees.values() if forks_always(tree)), None)
+        if self._told_forks or tree is None:
+            return {}
+        self._told_forks = True
+        counted = paths(record, samples)
+        note = (
+            f"every call of an episode begins a new path: {cause(tree, forks(tree)[-1])}; {record.calls} calls made "
+            f"{len(samples)} samples, which forward {counted[FORWARDED]:.0f} tokens to train {counted[TRAINED]:.0f}; "
+            "trainer.trees computes what they share once (docs/gateway.md)"
+        )
+        log.warning("%s", note)
+        return {"forks": note}
 
     async def fail(self, lease: TaskLease, failure: EpisodeFailed) -> Ack:
         log.warning("task %s failed: %s%s", lease.task.id, failure, self._tracebacks.told(failure.__cause__))
@@ -141,6 +166,15 @@ def pack(
     if payloads:
         payloads[0]["transcript"] = json.dumps(record.transcript()).encode()
     return samples, payloads
+
+
+def paths(record: SessionRecord, samples: Sequence[Sample]) -> dict[str, float]:
+    """Return the metrics of an episode's paths: calls that left every earlier one, and the tokens of its samples."""
+    return {
+        FORKS: float(sum(len(forks(tree)) for tree in record.trees.values())),
+        FORWARDED: float(sum(sample.tokens for sample in samples)),
+        TRAINED: float(sum(sample.trained for sample in samples)),
+    }
 
 
 def describe(sample: Sample, row: Row, reward: float) -> SampleMeta:

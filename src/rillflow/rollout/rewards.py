@@ -29,14 +29,22 @@ _NONE_NAMED = "the workflow must return the reward, because the recipe names non
 @dataclass(frozen=True)
 class RewardRules:
     """What a recipe says of rewards. `steps` is the `trainer.step_rewards` of whoever trains on a policy's samples;
-    what `untrained` agents said needs no reward."""
+    what `untrained` agents said needs no reward; `ends` are the rewards of episodes that ended without an answer."""
 
     steps: Mapping[str, str | None] = field(default_factory=dict)
     untrained: frozenset[str] = frozenset()
+    ends: Mapping[str, float | str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, recipe: Recipe) -> RewardRules:
-        return cls({name: recipe.step_rewards(name) for name in recipe.policies}, frozenset(recipe.untrained))
+        steps = {name: recipe.step_rewards(name) for name in recipe.policies}
+        return cls(steps, frozenset(recipe.untrained), recipe.ends)
+
+    def end(self, cause: str, detail: str) -> tuple[str, float] | None:
+        """Return the end that the recipe rewards, by its name there, and its reward; None: the task is retried."""
+        name = next((name for name in (f"{cause}.{detail}", cause) if name in self.ends), cause)
+        worth = self.ends.get(name)
+        return (name, worth) if isinstance(worth, float) else None
 
     def trained(self, policy: str, tree: TokenTree, settled: Settled) -> list[LeafReward]:
         """Return the rewards of the samples that trainers get."""

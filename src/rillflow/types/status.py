@@ -55,3 +55,4 @@ class Status(Wire, frozen=True):
     waits: list[str]
     policies: dict[str, PolicyStatus] = {}
     units: int = 0
+    notes: dict[str, str] = {}  # what nodes have found out about the agents, by subject

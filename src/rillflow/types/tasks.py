@@ -81,10 +81,11 @@ class SampleMeta(Wire, frozen=True):
 
 
 class CompleteTask(Wire, frozen=True):
-    """An episode has ended well; its samples are already durable in a storage unit.
+    """An episode has a reward; its samples are already durable in a storage unit.
 
     Its numbers are checked by the ledger, not by their types: one that is not finite must not refuse the completions
-    that travel with it.
+    that travel with it. `notes` are what a person should know of how agents play, by subject; the run tells each
+    subject once. `end` is how the episode ended, if without an answer: the recipe's `ends` has its reward.
     """
 
     task: str
@@ -95,6 +96,8 @@ class CompleteTask(Wire, frozen=True):
     calls: int
     seconds: float
     metrics: dict[str, float] = {}
+    notes: dict[str, str] = {}
+    end: str = ""
 
 
 class FailTask(Wire, frozen=True):

@@ -74,6 +74,14 @@ def test_exactly_one_plays(tmp_path: Path, keys: dict[str, object]) -> None:
             },
             "trainer.step_rewards differs among a, b",
         ),
+        ({"command": "true", "ends": {"agent_eror": 0}}, "'agent_eror' is no end of an episode"),
+        ({"command": "true", "ends": {"timeout.5": 0}}, "'timeout.5' is no end of an episode"),
+        ({"command": "true", "ends": {"timeout": "never"}}, "ends.timeout"),
+        ({"command": "true", "ends": {"timeout": float("nan")}}, "ends.timeout"),
+        (
+            {"workflow": "a:b", "trainer": {"step_rewards": "own"}, "ends": {"timeout": 0}},
+            "nothing would read the rewards in `ends`",
+        ),
     ],
 )
 def test_rewards_that_nobody_gives_or_reads_are_refused(tmp_path: Path, keys: dict[str, object], message: str) -> None:
@@ -92,6 +100,13 @@ def test_rewards_that_nobody_gives_or_reads_are_refused(tmp_path: Path, keys: di
 )
 def test_who_gives_rewards_over_http(tmp_path: Path, keys: dict[str, object], givers: str) -> None:
     assert load_recipe(written(tmp_path, **keys)).reward_givers == givers
+
+
+def test_ends_have_rewards_or_are_retried(tmp_path: Path) -> None:
+    ends = {"agent_error": 0, "agent_error.-9": "retry", "workflow_error.ValueError": -1.5, "timeout": 1}
+    loaded = load_recipe(written(tmp_path, command="true", ends=ends)).ends
+    assert loaded == ends
+    assert [type(worth) for worth in loaded.values()] == [float, str, float, float]
 
 
 @pytest.mark.parametrize("name", ["command_agent", "outside_agent"])

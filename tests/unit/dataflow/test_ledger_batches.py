@@ -11,6 +11,7 @@ from dataflow_world import POLICY, RULES
 from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.hooks.samplers.earliest_deadline import EarliestDeadline
 from rillflow.dataflow.hooks.samplers.fifo import Fifo
+from rillflow.dataflow.report import status
 from rillflow.errors import BadRequest, LeaseLost, RunError
 
 # ---------------------------------------------------------------- batches
@@ -65,6 +66,29 @@ def test_a_step_tells_the_mean_of_what_its_episodes_have_measured(make_world):
     world.commit(batch)
     (step,) = [json.loads(row["line"]) for row in world.ledger.db.all("SELECT line FROM events")]
     assert (step["episode/turns"], step["episode/won"]) == (0.5, 1.0)
+
+
+def test_the_first_note_of_a_subject_is_kept_for_everybody_who_looks(make_world):
+    world = make_world()
+    for number, lease in enumerate(world.lease()):
+        note = {"forks": f"found in episode {number}"} if number else {}
+        world.ledger.complete(msgspec.structs.replace(world.news(lease), notes=note))
+    assert status(world.ledger, []).notes == {"forks": "found in episode 1"}
+    world.ledger.commit()
+    world.crash()
+    assert status(world.ledger, []).notes == {"forks": "found in episode 1"}
+
+
+def test_rewarded_ends_are_counted_by_kind_in_the_status_and_the_metrics(make_world):
+    world = make_world()
+    for lease in world.lease():
+        end = "agent_error" if lease.task.place else ""
+        world.ledger.complete(msgspec.structs.replace(world.news(lease), end=end))
+    assert status(world.ledger, []).counts["ended.agent_error"] == 2
+    world.commit(world.batch())
+    (step,) = [json.loads(row["line"]) for row in world.ledger.db.all("SELECT line FROM events")]
+    assert step["counters"]["ended.agent_error"] == 2
+    world.check()
 
 
 def test_a_commit_moves_groups_and_version_together_and_once(make_world):

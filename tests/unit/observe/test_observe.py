@@ -155,13 +155,36 @@ def test_curves_that_cannot_be_written_fail_nothing(tmp_path: Path, monkeypatch:
 
 def test_failed_episodes_are_counted_where_people_look(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=400)
-    seen = status(counts={"trained": 24, "failures_in_a_row": 2, "failures.reward_error": 5, "failures.timeout": 1})
-    assert "failed episodes 6" in Progress("run", console)._line(seen)
+    failed = {"failures_in_a_row": 2, "failures.reward_error": 5, "failures.timeout": 1}
+    seen = status(counts={"trained": 24, "ended.agent_error": 3, "expired.run_ended": 2, **failed})
+    line = Progress("run", console)._line(seen)
+    assert "failed episodes 6 (reward_error 5, timeout 1)" in line
+    assert "rewarded ends agent_error 3" in line
     assert "failed" not in Progress("run", console)._line(status())
     console.print(summary_table(summarise(read_metrics(tmp_path / "none", "agent"), seen, 1.0), tmp_path, None))
     told = console.file.getvalue()  # type: ignore[attr-defined]
     assert "reward_error 5, timeout 1; each traceback is in" in told
     assert "failures_in_a_row" not in told
+    assert "`ends` can make such an end a reward" in told
+    assert "trained 24, expired.run_ended 2 " in told
+    assert told.count("agent_error 3") == 1
+
+
+def test_a_note_is_said_once() -> None:
+    noted = status(notes={"forks": "every call begins a new path"})
+    assert shown(noted, noted, parts=[]).count("note: every call begins a new path") == 1
+
+
+def test_the_summary_tells_forks_and_tokens_of_an_episode(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    measured = {"episode/forks": 2.0, "episode/tokens_forwarded": 300.0, "episode/tokens_trained": 9.0}
+    write(path, [step(1, 0.1) | measured, step(2, 0.2) | measured | {"episode/forks": 3.0}, step(3, 0.3)])
+    summary = summarise(read_metrics(path, "agent"), status(notes={"forks": "why"}), 1.0)
+    assert summary["paths"] == {"forks": 2.5, "tokens_forwarded": 300.0, "tokens_trained": 9.0}
+    assert summary["notes"] == {"forks": "why"}
+    console = Console(file=io.StringIO(), width=120)
+    console.print(summary_table(summary, tmp_path, None))
+    assert "2.5 forks, 300 tokens forwarded for 9 trained" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_plain_progress_prints_lines() -> None:

@@ -64,7 +64,8 @@ class Session:
     `deadline` is on the monotonic clock, `until` the same moment on the wall's. `detail` belongs to whoever opened the
     session. `held` counts the bytes that it keeps. `incomplete` says what is missing of it, and why; it is empty where
     every token that an agent may have seen is here. `rewards_refused` counts attempts to give it a reward without the
-    right to, `sampling_overruled` calls whose own sampling the recipe's has replaced.
+    right to, `sampling_overruled` calls whose own sampling the recipe's has replaced, `faults` calls that failed
+    through no fault of the agent.
     """
 
     id: str
@@ -82,6 +83,7 @@ class Session:
     held: int = 0
     rewards_refused: int = 0
     sampling_overruled: int = 0
+    faults: int = 0
     trees: dict[str, TokenTree] = field(default_factory=dict)
     at_work: dict[asyncio.Task[None], Callable[[], None]] = field(default_factory=dict)
     draws: dict[bytes, set[int]] = field(default_factory=dict)
