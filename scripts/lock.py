@@ -56,11 +56,17 @@ ENVIRONMENTS: dict[str, Environment] = {
     "agents-openai": Environment("openai"),
     "agents-anthropic": Environment("anthropic"),
     "agents-openai-agents": Environment("openai-agents"),
-    "agents-langchain-openai": Environment("langchain-openai"),
+    "agents-langchain-openai": Environment("langchain-openai langchain langgraph"),
     # LiteLLM imports `mcp` for any call with tools, and declares it as an extra only.
     "agents-litellm": Environment("litellm[mcp]"),
     "agents-mini-swe-agent": Environment("mini-swe-agent litellm[mcp]"),
     "agents-openenv-core": Environment("openenv-core"),
+    "agents-pydantic-ai-slim": Environment("pydantic-ai-slim[openai]"),
+    "agents-smolagents": Environment("smolagents[openai]"),
+    "agents-dspy": Environment("dspy"),
+    "agents-autogen-agentchat": Environment("autogen-agentchat autogen-ext[openai]"),
+    "agents-instructor": Environment("instructor"),
+    "agents-crewai": Environment("crewai"),
     # verl and TRL, whose numbers `pytest -m oracle` compares ours with. Only their functions of numbers are called, so
     # most of what they require is left out.
     "oracle": Environment(

@@ -5,7 +5,10 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 names=("$@")
-[ $# -gt 0 ] || names=(openai anthropic openai-agents langchain-openai litellm mini-swe-agent openenv-core)
+[ $# -gt 0 ] || names=(
+    openai anthropic openai-agents langchain-openai litellm mini-swe-agent openenv-core
+    pydantic-ai-slim smolagents dspy autogen-agentchat instructor crewai
+)
 for name in "${names[@]}"; do
     bash scripts/make_venv.sh ".venv-agents/$name" "agents-$name"
     ".venv-agents/$name/bin/python" -c "import importlib.metadata as m, sys; print(sys.argv[1], m.version(sys.argv[1]))" "$name"

@@ -27,6 +27,7 @@ ALFWORLD_DATA = os.environ.get("ALFWORLD_DATA", "")
 WEBSHOP_DATA = os.environ.get("RILLFLOW_WEBSHOP", "")
 AGENT_PACKAGES = (
     "openai", "anthropic", "openai-agents", "langchain-openai", "litellm", "mini-swe-agent", "openenv-core",
+    "pydantic-ai-slim", "smolagents", "dspy", "autogen-agentchat", "instructor", "crewai",
 )  # fmt: skip
 _REASON = "needs "
 

@@ -117,6 +117,24 @@ def test_the_shipped_recipes_say_who_plays(name: str) -> None:
     assert (recipe.command is not None, recipe.outside) == (name == "command_agent", name == "outside_agent")
 
 
+FRAMEWORKS = Path(__file__).parents[3] / "recipes" / "frameworks"
+
+
+@pytest.mark.parametrize(
+    "path", sorted({*FRAMEWORKS.glob("*.yaml")} - {FRAMEWORKS / "base.yaml"}), ids=lambda p: p.stem
+)
+def test_the_recipes_of_frameworks_find_their_agents_from_any_folder(path: Path) -> None:
+    """Their environments need not be there to look at them."""
+    recipe = load_recipe(str(path))
+    assert recipe.ends == {"agent_error": 0.0}
+    if recipe.command is None:
+        assert recipe.outside
+        return
+    interpreter, script = shlex.split(recipe.command.run)
+    assert ".venv-agents" in interpreter
+    assert Path(script) == FRAMEWORKS / f"{path.stem}_agent.py"
+
+
 def test_a_word_may_be_longer_than_a_files_name(tmp_path: Path) -> None:
     script = "echo hello; " * 50
     command = load_recipe(written(tmp_path, command=f"sh -c '{script}'")).command
