@@ -112,6 +112,7 @@ BENCHES: dict[str, Bench] = {
     "engine": Bench(5, environment="vllm", arguments=("--vllm-python", ".venv-vllm/bin/python")),
     "structured": Bench(1),
     "gateway": Bench(3, environment="litellm"),
+    "responsive": Bench(2),
     "sandbox": Bench(1, needs=(bubblewrap,)),
     "wire": Bench(0.5),
     "dataflow": Bench(4, environment="transferqueue"),

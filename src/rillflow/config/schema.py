@@ -192,7 +192,8 @@ class GatewayConfig(Section):
     tokens: Positive = Field(1 << 20, description="tokens that one request may ask for, over all its answers")
     calls: Positive = Field(16384, description="calls of one session over its life")
     session_bytes: Positive = Field(256 << 20, description="bytes kept of one session")
-    concurrent: Positive = Field(64, description="calls of one session at work at once; more get a 429")
+    concurrent: Positive = Field(64, description="calls of one session that are sampled at once; more wait in order")
+    waiting: NonNegative = Field(1024, description="calls of one session that wait for others of it; more get a 429")
     total: Positive = Field(4096, description="calls of all sessions at work at once; more get a 429")
     sessions: Positive = Field(4096, description="sessions open at once")
     aliases: dict[Annotated[str, Field(min_length=1, max_length=200)], Name] = Field(

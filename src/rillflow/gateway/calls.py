@@ -24,14 +24,15 @@ from rillflow.gateway.reading.stops import StopStrings
 from rillflow.gateway.reading.tools import STYLES, style_of
 from rillflow.gateway.sessions.keeping import Asked
 from rillflow.gateway.sessions.session import Session
-from rillflow.gateway.trees import placing
+from rillflow.gateway.texts import SHORT, TextThreads
 from rillflow.gateway.trees.continuing import following
 from rillflow.gateway.trees.messages import Message
+from rillflow.gateway.trees.placing import Place, RawPlace
 from rillflow.gateway.trees.render import Renderer, Tools
 from rillflow.gateway.trees.tree import Node
 from rillflow.types import GenerateRequest, Grammar, Sampling
 
-__all__ = ["Answer", "Call", "Choice", "Piece", "Policy", "begin"]
+__all__ = ["Answer", "Call", "Choice", "Piece", "Policy", "begin", "begin_beside"]
 
 _PIECES = 256  # of all choices of a call that may wait for their reader
 _PROMPT_END = 16  # ids at the end of a prompt, in which it may open the reasoning
@@ -185,15 +186,32 @@ def plain_temperature(sampling: Sampling) -> float:
     return sampling.temperature if whole else 0.0
 
 
-def begin(session: Session, policy: Policy, call: Call, id: str, created: int) -> Answer:
-    """Find the call's place in the tree and make its choices; nothing is sampled before `pieces`."""
-    _refuse_giants(policy, call)
-    given = _place(session, policy.renderer, call)
+async def begin_beside(
+    session: Session, policy: Policy, call: Call, id: str, created: int, *, texts: TextThreads
+) -> Answer:
+    """As `begin`, with long texts rendered and tokenised beside the event loop. The call has the session's turn."""
+    while True:
+        place = _place(session, policy, call)
+        await texts.run(place.render, long=place.size > SHORT)
+        if place.stands:
+            break
+    if call.forced or call.sampling.grammar is not None:  # what has been checked is remembered
+        await texts.run(partial(_grammar, policy, call, None), long=len(call.tools_key) > SHORT)
+    return begin(session, policy, call, id, created, place=place)
+
+
+def begin(
+    session: Session, policy: Policy, call: Call, id: str, created: int, *, place: Place | RawPlace | None = None
+) -> Answer:
+    """Find the call's place in the tree, unless it is given, and make its choices; nothing is sampled before
+    `pieces`."""
+    given = (place or _place(session, policy, call)).give()
     session.count(given)  # it is kept, whether or not there is room for an answer
-    prompt = given.prompt()
-    room = policy.engine.context - len(prompt)
+    length = sum(len(node.tokens) for node in given.path())
+    room = policy.engine.context - length
     if room < 1:
-        raise ContextOverflow(f"this model's context is {policy.engine.context} tokens, the prompt has {len(prompt)}")
+        raise _overflow(policy, length)
+    prompt = given.prompt()
     inside = opened_by(policy.renderer.decode(prompt[-_PROMPT_END:])) if _reasons(policy, call) else None
     grammar = _grammar(policy, call, inside)
     draw = session.draw(call.policy, prompt)
@@ -220,13 +238,8 @@ def begin(session: Session, policy: Policy, call: Call, id: str, created: int) -
     return Answer(id, created, prompt, choices, policy.engine, show=show, keep=keep, failed=failed)
 
 
-def _refuse_giants(policy: Policy, call: Call) -> None:
-    """Tokenising megabytes takes seconds, in which nobody else is served: what cannot fit is not even begun."""
-    texts = [call.prompt] if isinstance(call.prompt, str) else [message.body["content"] for message in call.history]
-    context = policy.engine.context
-    least = sum(policy.renderer.least_tokens(text) for text in texts)
-    if least >= context:
-        raise ContextOverflow(f"this model's context is {context} tokens, the prompt has more than {least}")
+def _overflow(policy: Policy, tokens: int) -> ContextOverflow:
+    return ContextOverflow(f"this model's context is {policy.engine.context} tokens, the prompt has {tokens}")
 
 
 def _choices(
@@ -251,12 +264,14 @@ def _choices(
     return choices
 
 
-def _place(session: Session, renderer: Renderer, call: Call) -> Node:
+def _place(session: Session, policy: Policy, call: Call) -> Place | RawPlace:
     tree = session.tree(call.policy)
-    if call.prompt is not None:
-        return placing.place_raw(tree, renderer, call.prompt)
-    history = call.history if call.previous is None else following(session, call.previous, call.history)
-    return placing.place(tree, renderer, history, call.tools, call.tools_key)
+    if call.prompt is None:
+        history = call.history if call.previous is None else following(session, call.previous, call.history)
+        return Place(tree, policy.renderer, history, call.tools, call.tools_key)
+    if isinstance(call.prompt, list) and len(call.prompt) >= policy.engine.context:
+        raise _overflow(policy, len(call.prompt))
+    return RawPlace(tree, policy.renderer, call.prompt)
 
 
 def _grammar(policy: Policy, call: Call, inside: bool | None) -> Grammar | None:

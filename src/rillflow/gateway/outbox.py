@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 
 BOUND = 64 << 10  # bytes that may wait before the call does
-_COMMENT = b": waiting\n\n"  # server-sent events that begin with a colon are nobody's
+COMMENT = b": keep-alive\n\n"  # clients skip what begins with a colon
 
 
 class Outbox:
@@ -32,7 +32,7 @@ class Outbox:
     def remind(self) -> None:
         """Give a reader that waits an empty comment to send, between two events."""
         if not self._parts and not self._ended:
-            self._add(_COMMENT)
+            self._add(COMMENT)
 
     def end(self, last: bytes = b"") -> None:
         self._add(last)

@@ -1,18 +1,20 @@
 """The life of one call over HTTP: it ends with its answer, its client's going, its session's close or deadline.
 
-Whatever ends it, the generation is aborted and its concurrency is given back. A stream's first event is awaited
-before the response begins, so that a call which cannot be served is still answered with its proper status; one that
-is cut later says why in its last event, so that no agent takes half an answer for a whole one.
+Whatever ends it, the generation is aborted and its concurrency is given back. A stream's first event is awaited for
+`PATIENCE` seconds before the response begins, so that a call which is refused at once is answered with its proper
+status. A stream that is held for longer (it waits for another call of its session, for an engine, for weights, for its
+first token) begins without an event. What goes wrong after that is said in its last event, so that no agent takes half
+an answer for a whole one.
 
 A client that stops reading makes its call wait, after a bounded number of bytes; one that reads nothing for
-`STALLED` seconds counts as gone. A stream in which nothing happens for `QUIET` seconds (a pause, a long call of a
-tool) carries a comment, so that nobody on the way takes it for dead.
+`STALLED` seconds counts as gone. A stream in which nothing happens carries a comment when it begins and every `QUIET`
+seconds, so that nobody on the way takes it for dead.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -20,40 +22,36 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from rillflow.contracts import Clock
 from rillflow.errors import EngineError, RillflowError
 from rillflow.gateway.calls import Answer
 from rillflow.gateway.failures import CallRefused, session_gone, session_late
-from rillflow.gateway.outbox import Outbox
+from rillflow.gateway.outbox import COMMENT, Outbox
 from rillflow.gateway.sessions.session import Session
 from rillflow.wire.server import disconnected
 
 STALLED = 30.0
 QUIET = 10.0
+PATIENCE = 1.0
 _FAULT = 500  # status from which on an error is not the agent's
-_LOOK = 0.01  # least seconds between two looks at a clock that may stand still
+_LOOK, _LONGEST_LOOK = 0.01, 1.0  # seconds between two looks at a clock that may stand still, or be moved by hand
 
-Left = Callable[[], float]
+Begin = Callable[[], Awaitable[Answer]]
 
 
 class Cutting:
-    """Everything that may cut the task at work on a call: `receive` tells when its client has gone, `left` how many
-    seconds its session has."""
+    """Everything that may cut the task at work on a call: `receive` tells when its client has gone, `clock` when its
+    session's time is over. `answer` is abandoned then, once there is one."""
 
-    def __init__(
-        self,
-        task: asyncio.Task[Any],
-        abandon: Callable[[], None],
-        session: Session,
-        receive: Receive | None,
-        left: Left,
-    ) -> None:
+    def __init__(self, task: asyncio.Task[Any], session: Session, receive: Receive | None, clock: Clock) -> None:
+        self.answer: Answer | None = None
         self._task = task
         self._session = session
+        self._clock = clock
         self._late = False
-        self._left = left
-        self._timer = asyncio.get_running_loop().call_later(left(), self._expire)
+        self._timer = asyncio.get_running_loop().call_later(self._left(), self._expire)
         self._watch = None if receive is None else asyncio.create_task(_cut_when_gone(receive, task))
-        session.at_work[task] = abandon
+        session.at_work[task] = self._abandon
 
     def release(self) -> None:
         """The work has ended: nothing cuts the task any more."""
@@ -71,6 +69,13 @@ class Cutting:
         gone = self._watch is not None and self._watch.done()
         return CallRefused("the client has gone", status=499) if gone else None
 
+    def _abandon(self) -> None:
+        if self.answer is not None:
+            self.answer.abandon()
+
+    def _left(self) -> float:
+        return self._session.deadline - self._clock.monotonic()
+
     def _expire(self) -> None:
         left = self._left()
         if left > 0:  # the session's clock has stood still meanwhile
@@ -85,14 +90,17 @@ async def _cut_when_gone(receive: Receive, task: asyncio.Task[Any]) -> None:
     task.cancel()
 
 
-async def whole(answer: Answer, session: Session, receive: Receive | None, left: Left) -> None:
-    """Until the answer has ended, in the task of the request; raises what the work raised, or why it was cut. Without
-    `receive` there is no client that could go: whoever asks is in this task."""
+async def whole(begin: Begin, session: Session, receive: Receive | None, clock: Clock) -> Answer:
+    """Return the answer once it has ended, in the task of the request; raise what the work raised, or why it was cut.
+    Without `receive` there is no client that could go: whoever asks is in this task."""
     task = asyncio.current_task()
     assert task is not None
-    cutting = Cutting(task, answer.abandon, session, receive, left)
+    cutting = Cutting(task, session, receive, clock)
     try:
-        await answer.whole()
+        async with session.places:
+            answer = cutting.answer = await begin()
+            await answer.whole()
+            return answer
     except asyncio.CancelledError:
         cause = cutting.cause()
         if cause is None:
@@ -109,16 +117,17 @@ async def whole(answer: Answer, session: Session, receive: Receive | None, left:
 class EventStream(Response):
     """Server-sent events from a running call, several in one write where they wait."""
 
-    def __init__(self, task: asyncio.Task[None], outbox: Outbox, first: bytes) -> None:
+    def __init__(self, task: asyncio.Task[None], outbox: Outbox, first: bytes, clock: Clock) -> None:
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
         del self.headers["content-length"]
         self._task = task
         self._outbox = outbox
         self._first = first
+        self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with _Pulse(self._outbox):
+            with _Pulse(self._outbox, self._clock):
                 async with asyncio.timeout(None) as limit:
                     await self._send_all(send, limit)
         except TimeoutError:
@@ -143,19 +152,27 @@ class EventStream(Response):
 class _Pulse:
     """Reminds an outbox every `QUIET` seconds; one that is not waited on takes no notice."""
 
-    def __init__(self, outbox: Outbox) -> None:
+    def __init__(self, outbox: Outbox, clock: Clock) -> None:
         self._outbox = outbox
-        self._loop = asyncio.get_running_loop()
+        self._clock = clock
 
     def __enter__(self) -> None:
-        self._next = self._loop.call_later(QUIET, self._beat)
+        self._due = self._clock.monotonic() + QUIET
+        self._look_later()
 
     def __exit__(self, *_: object) -> None:
         self._next.cancel()
 
-    def _beat(self) -> None:
-        self._outbox.remind()
-        self._next = self._loop.call_later(QUIET, self._beat)
+    def _look_later(self) -> None:
+        wait = min(max(self._due - self._clock.monotonic(), _LOOK), _LONGEST_LOOK)
+        self._next = asyncio.get_running_loop().call_later(wait, self._look)
+
+    def _look(self) -> None:
+        now = self._clock.monotonic()
+        if now >= self._due:
+            self._outbox.remind()
+            self._due = now + QUIET
+        self._look_later()
 
 
 async def _hang_up(scope: Scope) -> None:
@@ -167,24 +184,26 @@ async def _hang_up(scope: Scope) -> None:
 
 
 async def streamed(
-    answer: Answer,
-    events: AsyncGenerator[bytes],
+    begin: Begin,
+    events: Callable[[Answer], AsyncGenerator[bytes]],
     session: Session,
     request: Request,
-    left: Left,
+    clock: Clock,
     *,
     shape: Callable[[RillflowError], bytes],
 ) -> EventStream:
-    """Start the stream of `answer`; an error after its first event travels in it, written by `shape`."""
+    """Start the stream of an answer; an error after the response has begun travels in it, written by `shape`."""
     outbox = Outbox()
     begun = False
 
     async def work() -> None:
         nonlocal begun
-        async with aclosing(events):
-            async for data in events:
-                begun = True
-                await outbox.put(data)
+        async with session.places:
+            answer = cutting.answer = await begin()
+            async with aclosing(events(answer)) as written:
+                async for data in written:
+                    begun = True
+                    await outbox.put(data)
 
     def ended(task: asyncio.Task[None]) -> None:
         working.close()  # a task that is cancelled before its first turn never touches its work
@@ -195,17 +214,24 @@ async def streamed(
 
     working = work()
     task = asyncio.create_task(working)
-    cutting = Cutting(task, answer.abandon, session, request.receive, left)
+    cutting = Cutting(task, session, request.receive, clock)
     task.add_done_callback(ended)
     try:
-        first = await outbox.take()
+        async with asyncio.timeout(PATIENCE):
+            first = await outbox.take()
+    except TimeoutError:
+        first = COMMENT
+        if not task.done():
+            begun = True
+        elif not begun:
+            first = b""
     except BaseException:
         task.cancel()
         raise
     error = None if first else _failure(task, cutting)
     if error is not None:
         raise error
-    return EventStream(task, outbox, first)
+    return EventStream(task, outbox, first, clock)
 
 
 def _failure(task: asyncio.Task[None], cutting: Cutting) -> BaseException | None:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import hmac
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import msgspec
@@ -25,15 +25,18 @@ from rillflow.config import GatewayConfig, SamplingConfig
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import ConfigError, RillflowError, Unauthorized
 from rillflow.gateway import models, openapi, running
-from rillflow.gateway.calls import Answer, Policy, begin
+from rillflow.gateway.calls import Answer, Call, Policy, begin_beside
 from rillflow.gateway.dialects import DIALECTS, Dialect, chat, dialect_of, messages, responses
 from rillflow.gateway.dialects.openai import overruled
 from rillflow.gateway.failures import CallRefused
+from rillflow.gateway.giants import refuse_giants
 from rillflow.gateway.sessions.keeping import SessionLog
 from rillflow.gateway.sessions.session import Session, Sessions
+from rillflow.gateway.texts import SHORT, SHORT_BODY, TextThreads
 from rillflow.gateway.trees.continuing import answer_of, following
-from rillflow.gateway.trees.placing import count
-from rillflow.gateway.trees.render import Renderer
+from rillflow.gateway.trees.messages import Message
+from rillflow.gateway.trees.placing import Place
+from rillflow.gateway.trees.render import Tools
 from rillflow.gateway.trees.tree import TokenTree
 from rillflow.wire import Service
 from rillflow.wire.gate import Gate
@@ -46,6 +49,25 @@ DESCRIPTION = "/openapi.json"
 AGENT_HEADER = b"x-rillflow-agent"
 _AGENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 OURS = ("/health", "/metrics")  # of every service, and as there: no provider's shape
+
+
+class _Asked(NamedTuple):
+    """A request of a dialect and what it asks for."""
+
+    request: Any
+    call: Call
+    policy: Policy
+
+
+class _Counted(NamedTuple):
+    """A prompt whose tokens are to be counted: of the policy `name`, behind the answer `previous` if any."""
+
+    name: str
+    policy: Policy
+    history: list[Message]
+    tools: Tools
+    tools_key: bytes
+    previous: str | None = None
 
 
 class Gateway(Service):
@@ -76,6 +98,7 @@ class Gateway(Service):
         self.operations = dict(openapi.OPERATIONS)
         self._description: bytes | None = None
         self._gate = Gate(self.limits.total, "calls of this gateway")
+        self._texts = TextThreads()
         self.sessions = Sessions(token, self.limits, self._clock, log)
         self._add_routes()
 
@@ -133,30 +156,54 @@ class Gateway(Service):
     def _asking(self, dialect: Dialect) -> Endpoint:
         async def ask(request: Request) -> Response:
             session = self.session_of(request)
-            asked = dialect.decode(await read_body(request, self.limits.body), self.limits)
-            answer, renderer, live = self._begin(dialect, session, asked, agent_of(request.scope))
-            if live:
-                events = dialect.stream(asked, answer, renderer)
+            raw = await read_body(request, self.limits.body)
+            asked = await self._read(session, dialect, raw, agent_of(request.scope))
+            begin = self._admit(session, asked)
+            renderer = asked.policy.renderer
+            if asked.call.live:
                 return await running.streamed(
-                    answer, events, session, request, self._left(session), shape=dialect.error_event
+                    begin,
+                    lambda answer: dialect.stream(asked.request, answer, renderer),
+                    session,
+                    request,
+                    self._clock,
+                    shape=dialect.error_event,
                 )
-            await running.whole(answer, session, request.receive, self._left(session))
-            return Response(dialect.whole(asked, answer, renderer), media_type=JSON)
+            answer = await running.whole(begin, session, request.receive, self._clock)
+            return Response(dialect.whole(asked.request, answer, renderer), media_type=JSON)
 
         return ask
 
-    def _begin(self, dialect: Dialect, session: Session, asked: Any, agent: str) -> tuple[Answer, Renderer, bool]:
-        """The answer to a call, who writes its text, and whether that is wanted while it is sampled."""
-        name = self._policy_name(asked.model)
-        policy = self._policies[name]
-        defaults = self._defaults[name]
-        call = replace(dialect.to_call(asked, defaults), policy=name, agent=agent)
-        if replaced := overruled(asked, defaults):
+    async def _read(self, session: Session, dialect: Dialect, raw: bytes, agent: str) -> _Asked:
+        def read() -> _Asked:
+            request = dialect.decode(raw, self.limits)
+            name, policy = self._fitting(request)
+            call = dialect.to_call(request, self._defaults[name])
+            return _Asked(request, replace(call, policy=name, agent=agent), policy)
+
+        async with session.turn:
+            asked = await self._texts.run(read, long=len(raw) > SHORT_BODY)
+        if replaced := overruled(asked.request, self._defaults[asked.call.policy]):
             self._tell_overruled(session, replaced)
-        # From here to the running task nothing awaits: a call that was counted in is at work.
+        return asked
+
+    def _fitting(self, request: Any) -> tuple[str, Policy]:
+        """Return the policy that a decoded request asks for, if its context may hold the request's text."""
+        name = self._policy_name(request.model)
+        policy = self._policies[name]
+        refuse_giants(request, policy.renderer, policy.engine.context)
+        return name, policy
+
+    def _admit(self, session: Session, asked: _Asked) -> running.Begin:
+        """Count a call in, or refuse it. The result must be run before anything is awaited: it is at work then."""
         number = session.admit(self.limits, self._clock.monotonic())
-        answer = begin(session, policy, call, _call_id(session, number), int(self._clock.now()))
-        return answer, policy.renderer, call.live
+        id, created = _call_id(session, number), int(self._clock.now())
+
+        async def begin() -> Answer:
+            async with session.turn:
+                return await begin_beside(session, asked.policy, asked.call, id, created, texts=self._texts)
+
+        return begin
 
     def _tell_overruled(self, session: Session, replaced: str) -> None:
         """Count it, and say it once: an agent that asks for temperature 0 would give groups without variance."""
@@ -174,36 +221,46 @@ class Gateway(Service):
         if not self._gate.enter():
             raise self._gate.refusal()
         try:
-            session, asked = self.sessions.get(name), chat.decode(body, self.limits)
-            answer, renderer, _ = self._begin(chat, session, asked, checked_agent(agent))
-            await running.whole(answer, session, None, self._left(session))
-            return chat.whole(asked, answer, renderer)
+            session = self.sessions.get(name)
+            asked = await self._read(session, chat, body, checked_agent(agent))
+            answer = await running.whole(self._admit(session, asked), session, None, self._clock)
+            return chat.whole(asked.request, answer, asked.policy.renderer)
         finally:
             self._gate.leave()
 
-    def _left(self, session: Session) -> running.Left:
-        """The seconds that a session has, asked whenever somebody looks."""
-        return lambda: session.deadline - self._clock.monotonic()
-
     async def _count(self, request: Request) -> Response:
         """How many tokens a call with these messages would be given now. Nothing of the session changes."""
-        session = self.session_of(request)
-        asked = messages.decode_count(await read_body(request, self.limits.body), self.limits)
-        name = self._policy_name(asked.model)
-        history, tools, key = messages.prompt_of(asked)
-        tree = session.trees.get(name) or TokenTree()
-        return _json({"input_tokens": count(tree, self._policies[name].renderer, history, tools, key)})
+        session, raw = self.session_of(request), await read_body(request, self.limits.body)
+
+        def read() -> _Counted:
+            asked = messages.decode_count(raw, self.limits)
+            name, policy = self._fitting(asked)
+            history, tools, tools_key = messages.prompt_of(asked)
+            return _Counted(name, policy, history, tools, tools_key)
+
+        counted = await self._counted(session, read, long=len(raw) > SHORT_BODY)
+        return _json({"input_tokens": counted})
 
     async def _count_input(self, request: Request) -> Response:
         """As `_count`, for the responses dialect."""
-        session = self.session_of(request)
-        asked = responses.decode(await read_body(request, self.limits.body), self.limits)
-        name = self._policy_name(asked.model)
-        call = responses.to_call(asked, self._defaults[name])
-        history = call.history if call.previous is None else following(session, call.previous, call.history)
-        tree = session.trees.get(name) or TokenTree()
-        counted = count(tree, self._policies[name].renderer, history, call.tools, call.tools_key)
+        session, raw = self.session_of(request), await read_body(request, self.limits.body)
+
+        def read() -> _Counted:
+            asked = responses.decode(raw, self.limits)
+            name, policy = self._fitting(asked)
+            call = responses.to_call(asked, self._defaults[name])
+            return _Counted(name, policy, call.history, call.tools, call.tools_key, call.previous)
+
+        counted = await self._counted(session, read, long=len(raw) > SHORT_BODY)
         return _json({"object": "response.input_tokens", "input_tokens": counted})
+
+    async def _counted(self, session: Session, read: Callable[[], _Counted], *, long: bool) -> int:
+        async with session.turn:
+            name, policy, history, tools, key, previous = await self._texts.run(read, long=long)
+            whole = history if previous is None else following(session, previous, history)
+            place = Place(session.trees.get(name) or TokenTree(), policy.renderer, whole, tools, key)
+            await self._texts.run(place.render, long=place.size > SHORT)
+            return place.count()
 
     async def _response(self, request: Request) -> Response:
         """An answer of the session, as the responses dialect shows it. When it was given is not kept."""
@@ -239,6 +296,10 @@ class Gateway(Service):
                 param="model",
             )
         return name
+
+    async def stop(self) -> None:
+        await super().stop()
+        self._texts.close()
 
 
 def presented_key(scope: Scope) -> str:

@@ -10,7 +10,7 @@ from gateway_support import chunk, make_renderer
 
 from rillflow.gateway.trees.forks import cause, forks, forks_always
 from rillflow.gateway.trees.messages import Message, ToolCall, message
-from rillflow.gateway.trees.placing import place, place_raw
+from rillflow.gateway.trees.placing import Place, RawPlace
 from rillflow.gateway.trees.tree import Node, TokenTree
 
 RENDERER = make_renderer()
@@ -35,7 +35,7 @@ class Talk:
 
     def turn(self, *history: Message, reply: Message, tools: list[dict[str, Any]] | None = None) -> Node:
         key = msgspec.json.encode(tools, order="sorted") if tools else b""
-        return self.answer(place(self.tree, RENDERER, history, tools, key), reply)
+        return self.answer(Place(self.tree, RENDERER, history, tools, key).give(), reply)
 
     def answer(self, given: Node, reply: Message) -> Node:
         node = self.tree.sample(given, 1.0, f"call{given.id}_0")
@@ -110,8 +110,8 @@ def test_the_path_that_a_call_shares_most_with_is_compared() -> None:
 
 def test_a_raw_prompt_that_starts_anew_says_so() -> None:
     talk = Talk()
-    talk.answer(place_raw(talk.tree, RENDERER, "one"), said("a"))
-    talk.answer(place_raw(talk.tree, RENDERER, "two"), said("b"))
+    talk.answer(RawPlace(talk.tree, RENDERER, "one").give(), said("a"))
+    talk.answer(RawPlace(talk.tree, RENDERER, "two").give(), said("b"))
     assert talk.cause() == "the raw prompt does not begin with an earlier prompt and its answer"
 
 
@@ -129,5 +129,5 @@ def test_a_fork_at_every_call_is_told_from_a_few() -> None:
 def test_what_nobody_answered_is_no_fork() -> None:
     talk = Talk()
     talk.turn(USER, reply=said("a"))
-    place(talk.tree, RENDERER, [system("other"), USER], None, b"")
+    Place(talk.tree, RENDERER, [system("other"), USER], None, b"").give()
     assert forks(talk.tree) == []

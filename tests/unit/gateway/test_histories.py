@@ -9,11 +9,12 @@ import pytest
 from gateway_support import CHATML, ScriptedEngine, chunk, make_renderer
 from test_server import HandClock, running
 
+from rillflow.contracts import SystemClock
 from rillflow.gateway import Gateway, Sessions
-from rillflow.gateway.calls import Call, Policy, begin
+from rillflow.gateway.calls import Answer, Call, Policy, begin
 from rillflow.gateway.running import streamed
 from rillflow.gateway.trees.messages import Message, message
-from rillflow.gateway.trees.placing import place
+from rillflow.gateway.trees.placing import Place
 from rillflow.gateway.trees.record import samples
 from rillflow.gateway.trees.tree import Node, TokenTree
 from rillflow.types import Sampling
@@ -36,11 +37,11 @@ def answered(tree: TokenTree, given: Node, text: str) -> Message:
 
 def test_a_history_that_ends_with_the_answer_can_be_asked_again() -> None:
     tree = TokenTree()
-    reply = answered(tree, place(tree, RENDERER, [USER], None, b""), "abc")
-    again = place(tree, RENDERER, [USER, reply], None, b"")
-    assert place(tree, RENDERER, [USER, reply], None, b"") is again
+    reply = answered(tree, Place(tree, RENDERER, [USER], None, b"").give(), "abc")
+    again = Place(tree, RENDERER, [USER, reply], None, b"").give()
+    assert Place(tree, RENDERER, [USER, reply], None, b"").give() is again
     more = answered(tree, again, "def")
-    last = place(tree, RENDERER, [USER, reply, more, NEXT], None, b"")
+    last = Place(tree, RENDERER, [USER, reply, more, NEXT], None, b"").give()
     assert last.prompt()[: len(again.prompt())] == again.prompt()
     answered(tree, last, "end")
     (row,) = samples("p", tree)
@@ -51,9 +52,9 @@ def test_a_late_system_message_that_the_template_moves_forks() -> None:
     renderer = make_renderer(HOISTING)
     assert renderer.append_only
     tree = TokenTree()
-    reply = answered(tree, place(tree, renderer, [USER], None, b""), "abc")
+    reply = answered(tree, Place(tree, renderer, [USER], None, b"").give(), "abc")
     history = [USER, reply, message("system", "be brief"), NEXT]
-    given = place(tree, renderer, history, None, b"")
+    given = Place(tree, renderer, history, None, b"").give()
     bodies = [m.body for m in history]
     whole = renderer._tokenizer.apply_chat_template(bodies, tokenize=False, add_generation_prompt=True)
     assert renderer.decode(given.prompt()) == whole
@@ -62,13 +63,13 @@ def test_a_late_system_message_that_the_template_moves_forks() -> None:
 
 def test_an_answer_that_was_built_on_was_seen() -> None:
     tree = TokenTree()
-    given = place(tree, RENDERER, [USER], None, b"")
+    given = Place(tree, RENDERER, [USER], None, b"").give()
     reply = answered(tree, given, "abc")
-    answered(tree, place(tree, RENDERER, [USER, reply, NEXT], None, b""), "def")
+    answered(tree, Place(tree, RENDERER, [USER, reply, NEXT], None, b"").give(), "def")
     node = given.children[0]
     node.abandon()
     assert node.usable
-    assert place(tree, RENDERER, [USER, reply, message("user", "other")], None, b"").parent is node
+    assert Place(tree, RENDERER, [USER, reply, message("user", "other")], None, b"").give().parent is node
 
 
 # ---------------------------------------------------------------- calls
@@ -105,15 +106,17 @@ async def test_a_session_closed_before_its_stream_has_begun_hangs_nobody() -> No
     sessions = Sessions("secret")
     sessions.open("s", seed=1, group="g", deadline_seconds=60)
     session = sessions.get("s")
-    answer = begin(session, Policy(ScriptedEngine([[None]]), RENDERER), call(live=True), "c1", 0)
 
-    async def events() -> Any:
+    async def begun() -> Answer:
+        return begin(session, Policy(ScriptedEngine([[None]]), RENDERER), call(live=True), "c1", 0)
+
+    async def events(answer: Answer) -> Any:
         async for _ in answer.pieces():
             yield b"x"
 
     request: Any = _Connected()
     waiting = asyncio.create_task(
-        streamed(answer, events(), session, request, lambda: 60.0, shape=lambda error: b"error")
+        streamed(begun, events, session, request, SystemClock(), shape=lambda error: b"error")
     )
     await asyncio.sleep(0)  # the call is at work, but its task has not had its first turn
     assert session.at_work

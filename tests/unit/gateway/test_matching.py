@@ -8,7 +8,7 @@ import pytest
 from gateway_support import COUNTING, chunk, make_renderer
 
 from rillflow.gateway.trees.messages import Message, ToolCall, message
-from rillflow.gateway.trees.placing import count, place
+from rillflow.gateway.trees.placing import Place
 from rillflow.gateway.trees.record import samples
 from rillflow.gateway.trees.render import Renderer
 from rillflow.gateway.trees.tree import Node, TokenTree
@@ -29,7 +29,7 @@ class Talk:
         self.renderer = renderer
 
     def ask(self, *history: Message, tools: bool = False) -> Node:
-        return place(self.tree, self.renderer, history, TOOLS if tools else None, b"f" if tools else b"")
+        return Place(self.tree, self.renderer, history, TOOLS if tools else None, b"f" if tools else b"").give()
 
     def answer(self, given: Node, reply: Message, ids: tuple[int, ...] = (5, 6)) -> Node:
         node = self.tree.sample(given, 1.0)
@@ -181,11 +181,11 @@ def test_counting_a_prompt_changes_nothing_and_is_right(template: str | None) ->
     histories: list[list[Message]] = [[USER], [USER, said("a"), NEXT], [USER, said("b"), NEXT], [USER, said("a")]]
     for history in histories:
         before = [(node.id, len(node.children)) for node in talk.tree.nodes()], list(talk.tree.roots())
-        counted = count(talk.tree, talk.renderer, history, None, b"")
-        assert count(talk.tree, talk.renderer, history, TOOLS, b"f")
+        counted = Place(talk.tree, talk.renderer, history, None, b"").count()
+        assert Place(talk.tree, talk.renderer, history, TOOLS, b"f").count()
         assert before == ([(node.id, len(node.children)) for node in talk.tree.nodes()], list(talk.tree.roots()))
         given = talk.ask(*history)
-        assert counted == len(given.prompt()) == count(talk.tree, talk.renderer, history, None, b"")
+        assert counted == len(given.prompt()) == Place(talk.tree, talk.renderer, history, None, b"").count()
         talk.answer(given, said("a"))
 
 

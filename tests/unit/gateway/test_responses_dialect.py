@@ -168,12 +168,15 @@ async def test_a_stream_that_is_cut_from_outside_says_so() -> None:
     async with asking() as asked:
         ids = asked.served.renderer.encode("ab")
         asked.served.engine.scripts.append([chunk(ids), None])
-        events = []
-        async for event in await asked.respond(stream=True):
-            events.append(event)
-            if event.type == "response.output_text.delta":
-                asked.served.gateway.sessions.close("s1")
-        assert (events[-1].type, events[-1].code) == ("error", "session_not_found")
+
+        async def read() -> None:
+            async for event in await asked.respond(stream=True):
+                if event.type == "response.output_text.delta":
+                    asked.served.gateway.sessions.close("s1")
+
+        with pytest.raises(openai.APIError) as cut:
+            await read()
+        assert cut.value.code == "session_not_found"
 
 
 # ---------------------------------------------------------------- histories

@@ -133,18 +133,31 @@ async def test_an_outbox_that_ends_full_still_gives_all() -> None:
     await asyncio.gather(writer, return_exceptions=True)
 
 
-async def test_a_stream_in_which_nothing_happens_shows_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "QUIET", 0.02)
+class HandClock:
+    time = 1000.0
+
+    def now(self) -> float:
+        return self.time
+
+    def monotonic(self) -> float:
+        return self.time
+
+
+async def test_a_stream_in_which_nothing_happens_shows_that_it_lives() -> None:
     body = {"model": "policy", "messages": [{"role": "user", "content": "a"}], "stream": True}
-    async with served() as gateway, aiohttp.ClientSession() as http:
+    clock = HandClock()
+    async with served(clock=clock) as gateway, aiohttp.ClientSession() as http:
         gateway.engine.scripts.append([chunk(WORD), None, chunk(WORD, finish="stop")])
         headers = {"authorization": f"Bearer {gateway.key}"}
         async with http.post(f"{gateway.url}/v1/chat/completions", json=body, headers=headers) as response:
             read = b""
-            while read.count(b": waiting\n\n") < 2:
-                read += await asyncio.wait_for(response.content.readany(), 60)
+            for beats in (1, 2):
+                clock.time += running.QUIET
+                while read.count(b": keep-alive\n\n") < beats:
+                    read += await asyncio.wait_for(response.content.readany(), 60)
             gateway.engine.gate.set()
             read += await asyncio.wait_for(response.content.read(), 60)
+    assert read.count(b": keep-alive\n\n") == 2
     events = [event for event in read.split(b"\n\n") if event and not event.startswith(b":")]
     assert events[-1] == b"data: [DONE]"
     said = [

@@ -464,12 +464,14 @@ async def test_a_full_queue_says_when_to_come_back(bench: Bench, stream: bool) -
 
 
 async def test_concurrent_calls_are_bounded() -> None:
-    async with running(limits=GatewayConfig(concurrent=2)) as bench:
-        bench.engine.scripts += [[None, *says(RENDERER, "a")] for _ in range(2)]
-        calls = [asyncio.create_task(bench.ask()) for _ in range(2)]
-        await until(lambda: len(bench.engine.requests) == 2)
-        with pytest.raises(openai.RateLimitError):
+    async with running(limits=GatewayConfig(concurrent=2, waiting=1)) as bench:
+        bench.engine.scripts += [[None, *says(RENDERER, "a")] for _ in range(3)]
+        calls = [asyncio.create_task(bench.ask()) for _ in range(3)]
+        session = bench.gateway.sessions.get("s1")
+        await until(lambda: len(session.at_work) == 3)
+        with pytest.raises(openai.RateLimitError, match="2 calls at work and 1 that wait"):
             await bench.ask()
+        assert len(bench.engine.requests) == 2
         bench.engine.gate.set()
         await asyncio.gather(*calls)
         bench.script("b")

@@ -14,7 +14,7 @@ from gateway_support import chunk, make_renderer
 from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.sessions.rewards import Gift, Rewards
 from rillflow.gateway.trees.messages import Message, message
-from rillflow.gateway.trees.placing import place
+from rillflow.gateway.trees.placing import Place
 from rillflow.gateway.trees.record import SessionRecord
 from rillflow.gateway.trees.tree import Node, TokenTree
 from rillflow.types import COLUMNS
@@ -41,7 +41,7 @@ class Played:
 
     def answer(self, policy: str, history: list[Message], text: str, call: str) -> Node:
         tree = self.trees[policy]
-        node = tree.sample(place(tree, RENDERER, history, None, b""), 1.0, call)
+        node = tree.sample(Place(tree, RENDERER, history, None, b"").give(), 1.0, call)
         node.add(chunk([*RENDERER.encode(text), RENDERER.end_token or 0]))
         node.end("stop", said(text))
         return node
@@ -199,7 +199,7 @@ def test_an_incomplete_record_can_be_looked_at_but_never_trained() -> None:
 
 
 def test_transcripts_show_rewards_and_seams(played: Played) -> None:
-    node = played.trees["a"].sample(place(played.trees["a"], RENDERER, [NEXT], None, b""), 1.0, "s_0")
+    node = played.trees["a"].sample(Place(played.trees["a"], RENDERER, [NEXT], None, b"").give(), 1.0, "s_0")
     for number, (ids, version, seam) in enumerate([([1], 1, ""), ([2, 3], 2, ""), ([4], 2, "moved"), ([], 3, "")]):
         node.add(chunk(ids, version, "stop" if number == 3 else None, seam=seam))
     node.end("stop", said("cut twice"))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rillflow.gateway.trees.messages import Message, ToolCall, message
-from rillflow.gateway.trees.placing import place
+from rillflow.gateway.trees.placing import Place
 from rillflow.gateway.trees.record import SessionRecord, samples, transcript
 from rillflow.gateway.trees.render import Renderer
 from rillflow.gateway.trees.tree import Node, TokenTree
@@ -34,7 +34,7 @@ class Talk:
         self.renderer = renderer
 
     def ask(self, *history: Message, tools: Any = None, tools_key: bytes = b"") -> Node:
-        return place(self.tree, self.renderer, history, tools, tools_key)
+        return Place(self.tree, self.renderer, history, tools, tools_key).give()
 
     def answer(self, given: Node, reply: Message, ids: list[int] | None = None, finish: Any = "stop") -> Node:
         end = [self.renderer.end_token] if finish == "stop" else []

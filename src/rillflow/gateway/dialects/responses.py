@@ -301,7 +301,9 @@ def error_body(error: RillflowError) -> dict[str, Any]:
 
 
 def error_event(error: RillflowError) -> bytes:
-    """What cut the call did so from outside of the stream."""
+    """How a stream says that it was cut, or failed before its response began: with the fields of the documented event,
+    and with the `error` that makes clients raise it."""
     said = error_body(error)["error"]
     code = said["code"] or said["type"]
-    return named_event({"type": "error", "code": code, "message": said["message"], "param": said["param"]})
+    shown = {"type": "error", "code": code, "message": said["message"], "param": said["param"], "error": said}
+    return named_event(shown)

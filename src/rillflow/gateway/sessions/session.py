@@ -61,6 +61,8 @@ class Draw(NamedTuple):
 class Session:
     """One episode's calls: a token tree for each policy, and what is at work now, with how to abandon it.
 
+    Of the calls `at_work`, those that hold one of the `places` are sampled; the others wait for one, in order. A call
+    has the session's `turn` while its text is worked on.
     `deadline` is on the monotonic clock, `until` the same moment on the wall's. `detail` belongs to whoever opened the
     session. `held` counts the bytes that it keeps. `incomplete` says what is missing of it, and why; it is empty where
     every token that an agent may have seen is here. `rewards_refused` counts attempts to give it a reward without the
@@ -88,6 +90,8 @@ class Session:
     at_work: dict[asyncio.Task[None], Callable[[], None]] = field(default_factory=dict)
     draws: dict[bytes, set[int]] = field(default_factory=dict)
     numbers: Numbers = field(default_factory=Numbers)
+    places: asyncio.Semaphore = field(default_factory=asyncio.Semaphore)
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     rewards: Rewards = field(init=False)
     _counted: int = -1
 
@@ -110,8 +114,10 @@ class Session:
             raise session_gone(self.id)
         if now >= self.deadline:
             raise session_late(self.id)
-        if len(self.at_work) >= limits.concurrent:
-            raise QueueFull(f"session {self.id!r} already has {limits.concurrent} calls at work")
+        if len(self.at_work) >= limits.concurrent + limits.waiting:
+            raise QueueFull(
+                f"session {self.id!r} already has {limits.concurrent} calls at work and {limits.waiting} that wait"
+            )
         if self.calls >= limits.calls:
             raise CallRefused(f"session {self.id!r} has made {limits.calls} calls", code="call_limit_exceeded")
         if self.held >= limits.session_bytes:
@@ -315,6 +321,7 @@ class Sessions:
             task.cancel()
 
     def _add(self, session: Session) -> None:
+        session.places = asyncio.Semaphore(self.limits.concurrent)
         self._open[session.id] = session
         heappush(self._leaving, (session.deadline + session.linger, session.id, session.key))
 

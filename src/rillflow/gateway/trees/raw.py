@@ -25,42 +25,83 @@ class _Cut(NamedTuple):
     copied: array[int]
 
 
-def place_raw(tree: TokenTree, renderer: Renderer, prompt: str | list[int]) -> Node:
-    """The given node whose path is the prompt; made if no call has asked the same before."""
-    if isinstance(prompt, str):
-        return _place_text(tree, renderer, prompt)
-    if not prompt or not all(0 <= id < renderer.vocabulary for id in prompt):
-        raise CallRefused(f"a prompt of ids has some, each from 0 to {renderer.vocabulary - 1}", param="prompt")
-    ids = array("i", prompt)
-    cut = _longest(_cuts_of_ids(tree.root(RAW), ids), len(ids))
-    if cut is not None and cut.node.kind == "given" and cut.at == len(ids):
+class _Added(NamedTuple):
+    """What is to be added behind `parent` (None: the root)."""
+
+    parent: Node | None
+    ids: array[int]
+    text: str
+
+
+class RawPlace:
+    """The place of one raw prompt; as `placing.Place`, of a history."""
+
+    def __init__(self, tree: TokenTree, renderer: Renderer, prompt: str | list[int]) -> None:
+        self._tree = tree
+        self._renderer = renderer
+        self._prompt = prompt
+        self._added: _Added | None = None
+        self._cut = _longest(self._cuts(prompt), len(prompt))
+
+    def _cuts(self, prompt: str | list[int]) -> Iterator[_Cut]:
+        renderer = self._renderer
+        if isinstance(prompt, str):
+            return _cuts_of_text(self._tree.root(RAW), renderer, prompt, renderer.opening(prompt))
+        if not prompt or not all(0 <= id < renderer.vocabulary for id in prompt):
+            raise CallRefused(f"a prompt of ids has some, each from 0 to {renderer.vocabulary - 1}", param="prompt")
+        return _cuts_of_ids(self._tree.root(RAW), array("i", prompt))
+
+    @property
+    def size(self) -> int:
+        return len(self._prompt)
+
+    @property
+    def stands(self) -> bool:
+        return self._cut is None or self._cut.node.usable
+
+    def render(self) -> None:
+        if self._known() is None:
+            self._addition()
+
+    def give(self) -> Node:
+        """Return the given node whose path is the prompt; made if no call has asked the same before."""
+        known = self._known()
+        if known is not None:
+            return known
+        parent, ids, text = self._addition()
+        alone = self._tree.empty if parent is None else not parent.children
+        messages = [message("prompt", text)] if ids else []
+        return self._tree.give(parent or self._tree.root(RAW), ids, messages, fork="" if alone else "history")
+
+    def _known(self) -> Node | None:
+        """The node that is the prompt already."""
+        cut = self._cut
+        if cut is None or cut.node.kind != "given" or cut.copied or cut.at < len(self._prompt):
+            return None
         return cut.node
-    return _give(tree, renderer, cut, ids[cut.at :] if cut else ids)
 
+    def _addition(self) -> _Added:
+        if self._added is None:
+            self._added = self._of_text(self._prompt) if isinstance(self._prompt, str) else self._of_ids(self._prompt)
+        return self._added
 
-def _place_text(tree: TokenTree, renderer: Renderer, prompt: str) -> Node:
-    opening = renderer.opening(prompt)
-    cut = _longest(_cuts_of_text(tree.root(RAW), renderer, prompt, opening), len(prompt))
-    if cut is not None and cut.node.kind == "given" and not cut.copied:
-        return cut.node
-    if cut is not None:
-        rest = cut.copied + array("i", renderer.encode(prompt[cut.at :]))
-        ids = [*cut.node.prompt(), *rest]
-        # A tokenizer may write what it takes for the beginning of a text differently.
-        if renderer.decode(ids[len(opening) :]) == prompt:
-            return _give(tree, renderer, cut, rest)
-    ids = [*opening, *renderer.encode(prompt)]
-    if not ids:
-        raise CallRefused("a prompt needs at least one token", param="prompt")
-    return _give(tree, renderer, None, array("i", ids), prompt)
+    def _of_ids(self, prompt: list[int]) -> _Added:
+        ids = array("i", prompt)
+        rest = ids[self._cut.at :] if self._cut else ids
+        return _Added(self._cut.node if self._cut else None, rest, self._renderer.decode(rest))
 
-
-def _give(tree: TokenTree, renderer: Renderer, cut: _Cut | None, ids: array[int], text: str | None = None) -> Node:
-    alone = tree.empty if cut is None else not cut.node.children
-    parent = tree.root(RAW) if cut is None else cut.node
-    said = renderer.decode(ids) if text is None else text
-    messages = [message("prompt", said)] if ids else []
-    return tree.give(parent, ids, messages, fork="" if alone else "history")
+    def _of_text(self, prompt: str) -> _Added:
+        cut, renderer, opening = self._cut, self._renderer, self._renderer.opening(prompt)
+        if cut is not None:
+            rest = cut.copied + renderer.ids(prompt[cut.at :])
+            ids = [*cut.node.prompt(), *rest]
+            # A tokenizer may write what it takes for the beginning of a text differently.
+            if renderer.decode(ids[len(opening) :]) == prompt:
+                return _Added(cut.node, rest, renderer.decode(rest))
+        whole = array("i", opening) + renderer.ids(prompt)
+        if not whole:
+            raise CallRefused("a prompt needs at least one token", param="prompt")
+        return _Added(None, whole, prompt)
 
 
 def _longest(cuts: Iterator[_Cut], whole: int) -> _Cut | None:

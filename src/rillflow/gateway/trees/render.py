@@ -20,6 +20,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from threading import Lock
 from typing import Any, NamedTuple
 
 import msgspec
@@ -27,6 +28,7 @@ import msgspec
 from rillflow.errors import BadRequest, ConfigError
 from rillflow.gateway.trees.messages import Body, Message
 from rillflow.gateway.trees.probes import PROBES, STAND_IN, STAND_IN_CALLING, Probe
+from rillflow.gateway.trees.tokenising import encode_apart
 from rillflow.gateway.trees.tree import Canonical
 from rillflow.weights.model_folder import model_folder
 from rillflow.weights.models import load_tokenizer
@@ -36,6 +38,8 @@ Tools = list[Body] | None
 _CACHED_PROMPTS = 512
 _CACHED_BYTES = 1 << 16  # of the messages and tools of one cached prompt
 _DIGEST = 16
+_APART = 256 << 10  # characters that are tokenised in this process
+_MANY_IDS = 4096
 _REASONING = "reasoning_content"
 
 
@@ -50,7 +54,8 @@ class Rendered(NamedTuple):
 
 
 class Renderer:
-    """One policy's tokenizer and chat template. `stop_tokens` end an answer; they include the end of a turn."""
+    """One policy's tokenizer and chat template, which any thread may use. `stop_tokens` end an answer; they include
+    the end of a turn."""
 
     def __init__(self, tokenizer: Any, stop_tokens: Iterable[int] = ()) -> None:
         if getattr(tokenizer, "chat_template", None) is None:
@@ -60,8 +65,13 @@ class Renderer:
         written = tokenizer.chat_template  # a tokenizer may have several, by name
         self.template = written if isinstance(written, str) else "\n".join(written.values())
         self._prompts: OrderedDict[bytes, Rendered] = OrderedDict()
+        self._prompts_lock = Lock()
         self._stand_ins: dict[tuple[int, bool], str] = {}
+        self._written = ""  # the tokenizer as JSON, once it is needed
         self._longest = max((len(token) for token in tokenizer.get_vocab()), default=1)
+        # Asked once: this way of encoding sets the tokenizer up, which no thread may do while another one encodes.
+        opened = list(tokenizer.encode("", add_special_tokens=True))[:1]
+        self._opening = opened if opened == [tokenizer.bos_token_id] else []
         eos = tokenizer.eos_token_id
         stops = [*([] if eos is None else [eos]), *stop_tokens]
         self.end_text, self.end_token, self._gap = self._turn_end(stops)
@@ -80,11 +90,22 @@ class Renderer:
 
     def encode(self, text: str) -> list[int]:
         if self._backend is not None:
-            return list(self._backend.encode(text, add_special_tokens=False).ids)
+            # Of the ways to encode one text, this one lets other threads run meanwhile.
+            return list(self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
         return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def ids(self, text: str) -> array[int]:
+        """As `encode`, for texts of any length."""
+        if self._backend is None or len(text) <= _APART:
+            return array("i", self.encode(text))
+        if not self._written:
+            self._written = self._backend.to_str()
+        return encode_apart(self._written, text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Special tokens are text here: tool-call markers are often special."""
+        if self._backend is not None and len(ids) > _MANY_IDS:  # as slow, but it lets other threads run
+            return str(self._backend.decode_batch([ids], skip_special_tokens=False)[0])
         if self._backend is not None:
             return str(self._backend.decode(ids, skip_special_tokens=False))
         return str(
@@ -93,14 +114,12 @@ class Renderer:
 
     def opening(self, text: str) -> list[int]:
         """The ids that the tokenizer puts before a text of its own, unless the text begins with them already."""
-        bos = self._tokenizer.bos_token_id
-        adds = bos is not None and list(self._tokenizer.encode("", add_special_tokens=True))[:1] == [bos]
-        return [bos] if adds and not text.startswith(self._tokenizer.bos_token) else []
+        return self._opening if self._opening and not text.startswith(self._tokenizer.bos_token) else []
 
-    def least_tokens(self, text: str) -> int:
-        """So many tokens `text` has at least, by its length alone. Half of what the longest token would give, for
-        tokenizers that drop some of a text."""
-        return len(text) // (2 * self._longest)
+    def characters_of(self, tokens: int) -> int:
+        """Return a number of characters that no text of `tokens` tokens has: twice what the longest token would give,
+        for tokenizers that drop some of a text."""
+        return tokens * 2 * self._longest
 
     @property
     def vocabulary(self) -> int:
@@ -143,7 +162,7 @@ class Renderer:
             return None
         text, canonical = found
         # Encoded together with the end of the turn, so that nothing is tokenised as the beginning of a text.
-        ids = array("i", self.encode(self.end_text + self._gap + text))
+        ids = self.ids(self.end_text + self._gap + text)
         return self._keep(key, Rendered(ids[1:] if ended else ids, canonical))
 
     def after_prompt(self, new: Sequence[Message]) -> Rendered | None:
@@ -175,19 +194,21 @@ class Renderer:
         return self._text(bodies(messages), tools, prompt=prompt)
 
     def _rendered(self, text: str, canonical: Canonical | None) -> Rendered:
-        return Rendered(array("i", self.encode(text)), canonical)
+        return Rendered(self.ids(text), canonical)
 
     def _kept(self, key: bytes) -> Rendered | None:
-        found = self._prompts.get(key)
-        if found is not None:
-            self._prompts.move_to_end(key)
-        return found
+        with self._prompts_lock:
+            found = self._prompts.get(key)
+            if found is not None:
+                self._prompts.move_to_end(key)
+            return found
 
     def _keep(self, key: bytes, rendered: Rendered) -> Rendered:
         if key and len(key) <= _CACHED_BYTES:
-            self._prompts[key] = rendered
-            if len(self._prompts) > _CACHED_PROMPTS:
-                self._prompts.popitem(last=False)
+            with self._prompts_lock:
+                self._prompts[key] = rendered
+                if len(self._prompts) > _CACHED_PROMPTS:
+                    self._prompts.popitem(last=False)
         return rendered
 
     def _suffix(
