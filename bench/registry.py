@@ -122,6 +122,7 @@ BENCHES: dict[str, Bench] = {
     "trainer": Bench(1),
     "tree": Bench(2),
     "weights": Bench(5),
+    "weights_probe": Bench(0.5),
     "catch_up": Bench(1),
     "cross_region": Bench(4, needs=(network_namespaces,)),
     "pipeline": Bench(4),

@@ -8,7 +8,7 @@ from typing import Any
 
 from rillflow.contracts import Patch
 from rillflow.errors import ContextOverflow, EngineLost, QueueFull
-from rillflow.types import Chunk, EngineStats, FinishReason, GenerateRequest, Sampling
+from rillflow.types import Chunk, EngineStats, FinishReason, GenerateRequest, Probe, Sampling
 
 VOCABULARY = 1000
 
@@ -38,6 +38,7 @@ class CountingEngine:
         self, *, version: int = 0, slots: int = 4, queue: int = 100, context: int = 4096, hand_out: bool = False
     ):
         self.version = version
+        self.proven = True
         self.context = context
         self.requests: list[GenerateRequest] = []
         self.logged: list[tuple[str, int]] = []
@@ -62,10 +63,15 @@ class CountingEngine:
         self._paused = False
         self._wake()
 
-    async def load(self, tensors: Mapping[str, Any], version: int) -> None:
+    def doubt(self) -> None:
+        """It samples no weights that could be wrong."""
+
+    async def prove(self, probe: Probe | None) -> None: ...
+
+    async def load(self, tensors: Mapping[str, Any], version: int, probe: Probe | None = None) -> None:
         self.version = version
 
-    async def patch(self, patch: Patch, version: int) -> None:
+    async def patch(self, patch: Patch, version: int, probe: Probe | None = None) -> None:
         self.version = version
 
     def stats(self) -> EngineStats:

@@ -41,7 +41,15 @@ def make_folder(parent: Path, on_update: str) -> RunFolder:
     recipe = validate(
         {
             "name": "gateway-chaos",
-            "policies": {POLICY: {"model": "tiny", "engine": engine, "sampling": {"temperature": 1.0}}},
+            # No trainer publishes here that could vouch for what the engines start with.
+            "policies": {
+                POLICY: {
+                    "model": "tiny",
+                    "engine": engine,
+                    "sampling": {"temperature": 1.0},
+                    "weights": {"probe": "off"},
+                }
+            },
             "workflow": "rillflow.agents.workflows.stockroom:play",
             "data": {"prompts": {"path": str(parent / "prompts.jsonl")}},
             "rollout": {"engines": 2, "refresh_every": 0.02},

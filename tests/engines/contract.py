@@ -25,14 +25,28 @@ from rillflow.engine.servers import ServerEngine
 from rillflow.engine.servers.updates import lay_changes
 from rillflow.errors import ContextOverflow, EngineError, EngineLost, WeightsError
 from rillflow.gateway.trees.record import Sample
-from rillflow.types import Chunk, GenerateRequest, Sampling
+from rillflow.types import Chunk, GenerateRequest, Probe, Sampling
 from rillflow.weights.fingerprint import fingerprint
+from rillflow.weights.probe import FP32, ProbeMismatch, prompts
+from rillflow.weights.pull import Pulled, Transfer
+from rillflow.weights.refresh import Refresher
 
 CONTEXT = 320
 
 
+ASKED = prompts(734, CONTEXT)
+
+
+@torch.no_grad()
+def probe_of(model: Any) -> Probe:
+    ids_RT = torch.tensor(ASKED)
+    logprob_RTV = model(ids_RT).logits[:, :-1].log_softmax(-1)
+    logprobs = logprob_RTV.gather(-1, ids_RT[:, 1:, None])[:, :, 0].tolist()
+    return Probe(prompts=ASKED, logprobs=logprobs, tolerance=FP32)
+
+
 class World(ABC):
-    """A server, and the weights of every version that it was given."""
+    """A server, and the weights of every version that it was given. Each of them had to prove right."""
 
     kind: str
     cut_logprobs = True  # whether log-probs are of what `top_k` leaves
@@ -49,6 +63,11 @@ class World(ABC):
 
     @abstractmethod
     def make(self, settings: EngineConfig) -> ServerEngine: ...
+
+    async def start(self) -> None:
+        await self.engine.start()
+        self.engine.doubt()
+        await self.engine.prove(probe_of(self.model))
 
     @abstractmethod
     async def write(self, paths: list[str]) -> None:
@@ -77,14 +96,14 @@ class World(ABC):
 
     async def load(self) -> None:
         self.changed(1.0)
-        await self.engine.load(self.model.state_dict(), self._next())
+        await self.engine.load(self.model.state_dict(), self._next(), probe_of(self.model))
 
     async def patch(self, share: float = 0.02) -> None:
         patch = self.changed(share)
-        await self.engine.patch(patch, self._next())
+        await self.engine.patch(patch, self._next(), probe_of(self.model))
 
     async def reload(self) -> None:
-        await self.engine.load(self.model.state_dict(), self.version)
+        await self.engine.load(self.model.state_dict(), self.version, probe_of(self.model))
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -330,6 +349,105 @@ async def test_a_wrong_weight_in_the_server_is_noticed(world: World) -> None:
     assert not late.done(), "nothing is sampled from it"
     await world.reload()
     check(world, prompt(30), await late)
+
+
+# ---------------------------------------------------------------- probes
+
+
+class Given:
+    """Gives an engine these tensors as the next version, with the probe of the model that they should be of."""
+
+    def __init__(self, world: World, tensors: Any) -> None:
+        self._version = world.version
+        self._tensors = tensors
+        self._models = world.models
+
+    async def head(self) -> int:
+        return self._version
+
+    async def pull(self) -> Pulled:
+        transfer = Transfer(self._version, None, "full", 1, 0, 0.0, 0.0)
+        return Pulled(self._version, self._tensors, None, transfer, probe_of(self._models[self._version]))
+
+    async def probe(self, version: int) -> Probe:
+        return probe_of(self._models[version])
+
+    async def changed(self, seconds: float) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+def tensor_left_stale(old: Any, new: Any) -> Any:
+    name = "model.layers.1.mlp.down_proj.weight"
+    return new | {name: old[name]}
+
+
+def tensors_swapped(old: Any, new: Any) -> Any:
+    first, second = "model.layers.0.self_attn.k_proj.weight", "model.layers.0.self_attn.v_proj.weight"
+    return new | {first: new[second], second: new[first]}
+
+
+def of_another_model(old: Any, new: Any) -> Any:
+    generator = torch.Generator().manual_seed(77)
+    # Tied weights stay tied.
+    drawn = {one.data_ptr(): 0.2 * torch.randn(one.shape, generator=generator) for one in new.values()}
+    return {name: drawn[one.data_ptr()] for name, one in new.items()}
+
+
+def adapter_not_delivered(old: Any, new: Any) -> Any:
+    """A LoRA policy's version is its base's weights with the adapter in them."""
+    return old
+
+
+@pytest.mark.parametrize(
+    ("spoil", "cause"),
+    [
+        (tensor_left_stale, "wrong weights"),
+        (tensors_swapped, "wrong weights"),
+        (of_another_model, "wrong weights"),
+        (adapter_not_delivered, "stale weights: the engine still computes with version"),
+    ],
+)
+async def test_weights_that_are_not_the_trainers_are_caught_before_they_serve(
+    world: World, spoil: Any, cause: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The bytes arrive as they were sent: fingerprints find nothing wrong with them."""
+    old = world.models[world.version].state_dict()
+    world.changed(1.0)
+    version = world._next()
+    refresher = Refresher("p", world.engine, Given(world, spoil(old, world.model.state_dict())), doubts=True)
+    assert not await refresher.refresh()
+    assert f"version {version} is not served, {cause}" in refresher.trouble
+    assert f"version {version} not loaded, the engine samples nothing" in caplog.text
+    assert (world.engine.version, world.engine.proven) == (-1, False)
+    late = asyncio.create_task(ask(world.engine, prompt(30)))
+    await asyncio.sleep(0.2)
+    assert not late.done(), "nothing is sampled from it"
+    good = Refresher("p", world.engine, Given(world, world.model.state_dict()), doubts=True)
+    assert await good.refresh()
+    chunks = await late
+    assert set(versions(chunks)) == {version}
+    check(world, prompt(30), chunks)
+
+
+async def test_a_tensor_that_an_update_does_not_name_is_proven_too(world: World) -> None:
+    """The fingerprints of an update are those of the tensors that it changes. What else the server computes with, such
+    as tensors that it has derived from others, only a probe sees."""
+    name = "model.layers.1.self_attn.k_proj.weight"
+    laid = lay_changes({name: Change(torch.arange(4096), torch.full((4096,), 0.7))}, {})
+    await world.write([str(path) for path in laid.folder.iterdir()])
+    laid.remove()
+    before = world.version
+    with torch.no_grad():
+        world.model.model.norm.weight.mul_(1.01)
+    weight = world.model.model.norm.weight.data
+    changes = {"model.norm.weight": Change(None, weight.clone())}
+    patch = Patch(before, changes, {"model.norm.weight": fingerprint(weight)})
+    with pytest.raises(ProbeMismatch, match="wrong weights"):
+        await world.engine.patch(patch, world._next(), probe_of(world.model))
+    assert world.engine.version == -1
+    await world.reload()
+    check(world, prompt(30), await ask(world.engine, prompt(30)))
 
 
 # ---------------------------------------------------------------- the server

@@ -47,7 +47,7 @@ async def world(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, sglang_python: str
 ) -> AsyncIterator[SglangWorld]:
     world = SglangWorld(tmp_path_factory.mktemp(request.param), sglang_python, tied=request.param == "tied")
-    await world.engine.start()
+    await world.start()
     yield world
     await world.engine.close()
 

@@ -39,7 +39,7 @@ async def world(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, vllm_python: str
 ) -> AsyncIterator[VllmWorld]:
     world = VllmWorld(tmp_path_factory.mktemp(request.param), vllm_python, tied=request.param == "tied")
-    await world.engine.start()
+    await world.start()
     yield world
     await world.engine.close()
 

@@ -80,16 +80,23 @@ def test_from_the_runs_weight_server(cli: Cli) -> None:
 
 
 @pytest.mark.slow
-def test_a_source_that_nobody_serves(cli: Cli) -> None:
-    """The node says so, once, and plays on with what it has, as far as the staleness bound lets it."""
+@pytest.mark.parametrize("plays", [False, True])
+def test_a_source_that_nobody_serves(cli: Cli, plays: bool) -> None:
+    """The node says so, once, and samples nothing: nobody vouches for what it has. Without probes it plays on, as far
+    as the staleness bound lets it."""
     source = f"policies.agent.weights.source=http://127.0.0.1:{free_port()}"
-    run = cli.start("run", "stockroom", *TINY, source)
-    said = "no newer version loaded, version 0 goes on"
+    run = cli.start("run", "stockroom", *TINY, source, *(["policies.agent.weights.probe=off"] if plays else []))
+    said = f"no newer version loaded, {'version 0 goes on' if plays else 'the engine samples nothing'}"
 
     def log() -> str:
-        return (run.folder / "logs" / "rollout-0.log").read_text()
+        path = run.folder / "logs" / "rollout-0.log"
+        return path.read_text() if path.exists() else ""
 
-    wait_until(lambda: any(run.runs.iterdir()) and steps_of(run.folder) >= 2, "two steps", 600)
+    wait_until(lambda: any(run.runs.iterdir()) and said in log(), "a word of the node", 600)
+    if plays:
+        wait_until(lambda: steps_of(run.folder) >= 2, "two steps", 600)
+    else:
+        assert steps_of(run.folder) == 0
     assert processes_of(run.folder)["rollout"].is_running()
     assert log().count(said) <= 4, log()
     assert said in log()

@@ -126,6 +126,11 @@ class PolicyConfig(Section):
         # Adapters are small, and every weight of them changes at every step.
         return self.trainer.lora is None and (mode == "delta" or (mode == "auto" and narrow))
 
+    @property
+    def proves(self) -> bool:
+        """Whether engines must reproduce a version's probe before they serve it."""
+        return self.weights.probe != "off"
+
 
 class HookConfig(Named):
     """A data algorithm, written as its name (or module:Class), or as a mapping of that name to its options."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from rillflow.config.base import Positive, Section
+
+Share = Annotated[float, Field(gt=0)]
 
 
 class WeightsConfig(Section):
@@ -28,3 +30,14 @@ class WeightsConfig(Section):
         "run's own folder",
     )
     streams: Positive = Field(4, description="parts of a file that are fetched at once, over HTTP")
+    probe: Literal["auto", "off"] | Share = Field(
+        "auto",
+        description="how far an engine's log-probs of a version's probe may be from the trainer's before it serves the "
+        "version: a number, as a share of their spread; auto: by the dtypes; off: versions have no probe",
+    )
+
+    @field_validator("probe", mode="before")
+    @classmethod
+    def _off_is_no_bool(cls, value: Any) -> Any:
+        """YAML takes `off` and `on` for truth values."""
+        return {False: "off", True: "auto"}[value] if isinstance(value, bool) else value

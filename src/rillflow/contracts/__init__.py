@@ -18,6 +18,7 @@ from rillflow.contracts.data import (
     Stateful,
 )
 from rillflow.contracts.parts import (
+    UNKNOWN,
     Change,
     Clock,
     Engine,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from rillflow.contracts.parts import Buffer, Tensors
 
 __all__ = [
+    "UNKNOWN",
     "Buffer",
     "Change",
     "Clock",

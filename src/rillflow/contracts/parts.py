@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from rillflow.types import Chunk, EngineStats, GenerateRequest, Row, UnitInfo
+from rillflow.types import Chunk, EngineStats, GenerateRequest, Probe, Row, UnitInfo
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
     Buffer = bytes | bytearray | memoryview | npt.NDArray[Any]
     Tensors = Mapping[str, torch.Tensor]
+
+
+UNKNOWN = -1  # the version of weights that nobody vouches for
 
 
 class Change(NamedTuple):
@@ -68,10 +71,17 @@ class Engine(Protocol):
     A token is sampled by exactly one version. `load` takes effect between two tokens and drops no request:
     running requests go on, their later chunks carrying the new version. `pause` returns once no token is being
     sampled; requests stay and go on after `resume`. Closing the iterator of `generate` aborts the request.
+
+    Weights that come with a probe serve once the engine has reproduced it. One that does not raises ProbeMismatch: its
+    version is UNKNOWN then, and its requests wait until weights have come that prove right.
     """
 
     @property
     def version(self) -> int: ...
+
+    @property
+    def proven(self) -> bool:
+        """Whether it samples from the weights that it has; False only after `doubt`, and after a mismatch."""
 
     @property
     def context(self) -> int:
@@ -88,10 +98,16 @@ class Engine(Protocol):
 
     async def resume(self) -> None: ...
 
-    async def load(self, tensors: Tensors, version: int) -> None:
+    def doubt(self) -> None:
+        """From now on, also after a restart, sample only from weights that were loaded or proven."""
+
+    async def prove(self, probe: Probe | None) -> None:
+        """Have the weights that are there reproduce their version's probe; None: the version has none."""
+
+    async def load(self, tensors: Tensors, version: int, probe: Probe | None = None) -> None:
         """Raises WeightsError, changing nothing, when names, shapes or dtypes do not fit."""
 
-    async def patch(self, patch: Patch, version: int) -> None:
+    async def patch(self, patch: Patch, version: int, probe: Probe | None = None) -> None:
         """As `load`, of weights that differ from those it serves in a few places only. WeightsError, changing nothing,
         when it does not serve `patch.base`, or when the weights do not fit."""
 
@@ -133,6 +149,9 @@ class WeightStore(Protocol):
     def pull(self, version: int) -> dict[str, torch.Tensor]:
         """Verified against the manifest; raises CorruptData rather than returning something else."""
 
+    def probe(self, version: int) -> Probe | None:
+        """What an engine must reproduce of the version before it serves it; None: nothing."""
+
     def rewind(self, version: int) -> list[int]:
         """Make `version` the head again and mark later versions orphaned; returns them."""
 
@@ -140,8 +159,9 @@ class WeightStore(Protocol):
 class Generator(Protocol):
     """The rollout of a process that also trains: it samples only between `begin` and `end`."""
 
-    def begin(self, tensors: Tensors, version: int) -> None:
-        """Take over these weights, which stay as they are until `end`, and sample with them."""
+    def begin(self, tensors: Tensors, version: int, probe: Probe | None = None) -> None:
+        """Take over these weights, which stay as they are until `end`, and sample with them once they have reproduced
+        their probe."""
 
     def end(self) -> None:
         """Returns once no token is being sampled. Episodes that are under way wait for the next `begin`."""

@@ -72,6 +72,7 @@ log = logging.getLogger(__name__)
 LONGEST_POLL = 60.0
 HOUSEKEEPING = 0.2
 NEWS_PAUSE = 0.002
+_SHOWN = 300  # letters of what is wrong with a node's weights
 
 
 class DataflowService(Service):
@@ -102,6 +103,7 @@ class DataflowService(Service):
         self._told: tuple[int, dict[str, int], str] = (0, {}, "")
         self._started = self._clock.monotonic()
         self._waits: dict[int, Callable[[], str]] = {}
+        self._troubles: dict[str, str] = {}  # what nodes say is wrong with their engines' weights
         self._housekeeper: asyncio.Task[None] | None = None
         self._beside = ledger.run_hooks_beside(hook_timeout)
         self._admitting: asyncio.Task[None] | None = None
@@ -291,7 +293,10 @@ class DataflowService(Service):
         return await self._changed(await self._do(lambda: self._ledger.fail(news)))
 
     async def _heartbeat(self, beat: Heartbeat) -> HeartbeatReply:
-        return await self._changed(await self._do(lambda: self._ledger.renew(beat)))
+        reply = await self._do(lambda: self._ledger.renew(beat))
+        if beat.trouble or beat.node in self._troubles:
+            self._troubles[beat.node] = beat.trouble
+        return await self._changed(reply)
 
     async def _retire(self, ask: RetireNode) -> Ack:
         return await self._changed(await self._do(lambda: self._ledger.retire(ask)))
@@ -420,12 +425,21 @@ class DataflowService(Service):
         return await self._changed(Ack(accepted=True))
 
     async def _status(self) -> Status:
-        waits = [why() for why in list(self._waits.values())]
+        waits = [*self._in_trouble(), *(why() for why in list(self._waits.values()))]
         if self._ledger.phase != "ended" and self._ledger.nodes.healthy == 0:
             waits.append(self._absent("rollout node", self._ledger.nodes.seen))
         if self._ledger.phase != "ended" and self._ledger.roster.count == 0:
             waits.append(self._absent("storage unit", self._ledger.roster.seen))
         return report.status(self._ledger, waits)
+
+    def _in_trouble(self) -> Iterator[str]:
+        """Nodes and engines that are there and do not sample because of their weights."""
+        for node in self._ledger.nodes.infos() if any(self._troubles.values()) else []:
+            if node.state == "healthy" and (trouble := self._troubles.get(node.name)):
+                yield f"node {node.name}: {trouble[:_SHOWN]}"
+        for engine in self._engines.engines().engines:
+            if engine.trouble:
+                yield f"engine {engine.name}: {engine.trouble[:_SHOWN]}"
 
     def _absent(self, what: str, seen: float | None) -> str:
         """What to say while no process of a kind is alive that the run needs; one was `seen` last at that time."""

@@ -51,4 +51,10 @@ def follow(
 
     word = FetchWord(tell, policy, name) if tell else None
     puller = Puller(source, settings.weights.mode, initial=initial, word=word)
-    return Refresher(policy, engine, puller, turn=EngineTurn(turn, policy, name) if turn else None)
+    return Refresher(
+        policy,
+        engine,
+        puller,
+        turn=EngineTurn(turn, policy, name) if turn else None,
+        doubts=settings.proves,
+    )

@@ -23,6 +23,7 @@ from rillflow.types import Chunk, EngineInfo, GenerateRequest
 HOLD_SECONDS = 10.0  # of a hold that nobody renews: who asked for it may have died
 CATCH_UP = 5.0  # seconds that a request waits for the version it must not fall behind
 _STOPPING = "stopping"
+_UNPROVEN = "weights not proven yet"
 _LOOK = 0.02
 _DRAIN_SECONDS = 2.0
 _FLUSH = 0.05  # for chunks that a paused engine has already let go to reach their reader
@@ -45,6 +46,7 @@ class EngineHost:
     """Samples for the pools of this process, or through an EngineService for those of others.
 
     `on_busy` is told when it begins to sample and when it no longer does: an answer is open, and nothing holds it.
+    `trouble` tells what is wrong with its weights.
     """
 
     def __init__(self, name: str, engines: Mapping[str, Engine], url: str = "") -> None:
@@ -52,6 +54,7 @@ class EngineHost:
         self.url = url
         self.engines = dict(engines)
         self.on_busy: Callable[[bool], None] = lambda busy: None
+        self.trouble: Callable[[], str] = lambda: ""
         self._holds: dict[str, _Hold] = {}
         self._answers = 0
         self._busy = False
@@ -72,8 +75,14 @@ class EngineHost:
             slots=sum(one.slots for one in stats),
             running=sum(one.running for one in stats),
             waiting=sum(one.waiting for one in stats),
-            paused=", ".join(self._holds),
+            paused=", ".join(self._reasons()),
+            trouble=self.trouble(),
         )
+
+    def _reasons(self) -> list[str]:
+        """Why nothing is sampled at present."""
+        unproven = not all(engine.proven for engine in self.engines.values())
+        return [*self._holds, *([_UNPROVEN] if unproven else [])]
 
     async def info(self) -> EngineInfo:
         return self.known

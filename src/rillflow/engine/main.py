@@ -22,6 +22,7 @@ from rillflow.storage import startup
 from rillflow.storage.spans import open_spans
 from rillflow.weights.delta.ahead import Ahead
 from rillflow.weights.models import DTYPES
+from rillflow.weights.refresh import troubles
 from rillflow.wire import Client
 from rillflow.wire.collecting import keep_what_is_there
 
@@ -68,6 +69,7 @@ async def run_engine(
     ]
     news, spans = asyncio.Event(), open_spans(weights.parent, name)
     tell_busy(served, spans)
+    served.trouble = lambda: troubles(refreshers)
     for refresher in refreshers:
         refresher.on_load = news.set
         refresher.spans = spans

@@ -22,6 +22,7 @@ from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import WeightsError
 from rillflow.gateway.sampling.node_engines import NodeEngines
 from rillflow.rollout.episodes import Episodes
+from rillflow.types import Probe
 
 if TYPE_CHECKING:
     import torch
@@ -38,9 +39,10 @@ class HandedWeights:
     def __init__(self) -> None:
         self._head: int | None = None
         self._tensors: Tensors = {}
+        self._probe: Probe | None = None
 
-    def publish(self, tensors: Tensors, version: int, parent: int | None) -> None:
-        self._head, self._tensors = version, tensors
+    def publish(self, tensors: Tensors, version: int, parent: int | None, probe: Probe | None = None) -> None:
+        self._head, self._tensors, self._probe = version, tensors, probe
 
     def head(self) -> int | None:
         return self._head
@@ -52,6 +54,9 @@ class HandedWeights:
         if version != self._head or not self._tensors:
             raise WeightsError(f"version {version} is not here", "the trainer hands over its newest weights alone")
         return dict(self._tensors)
+
+    def probe(self, version: int) -> Probe | None:
+        return self._probe if version == self._head else None
 
     def rewind(self, version: int) -> list[int]:
         """Nothing is kept that could come back."""
@@ -121,12 +126,13 @@ class Handover:
         """The node has ended: there is nothing left to begin or to end."""
         self._engines = self._episodes = None
 
-    async def begin(self, tensors: Tensors, version: int) -> None:
-        """Sample with these weights (steps 2 and 5). WeightsError when they do not fit the engine."""
+    async def begin(self, tensors: Tensors, version: int, probe: Probe | None = None) -> None:
+        """Sample with these weights (steps 2 and 5). WeightsError when they do not fit the engine, or when it does not
+        reproduce their probe."""
         engines, episodes = self._engines, self._episodes
         if engines is None or episodes is None:
             return
-        self.weights.publish(tensors, version, None)
+        self.weights.publish(tensors, version, None, probe)
         await engines.refresh(self._policy)
         self.weights.taken()
         if self._engines is None:
@@ -135,7 +141,7 @@ class Handover:
         if serving != version:
             raise WeightsError(
                 f"the engine serves version {serving}, not version {version} which was handed over",
-                "the log says why the weights were refused; dtype, model and shapes must be the trainer's",
+                engines.trouble or "the log says why they were refused; dtype, model and shapes must be the trainer's",
             )
         self.clock.go()
         await engines.release(_TRAINING)

@@ -263,4 +263,5 @@ class Node:
             stats=stats | {name: value for name, value in self._engines.stats().items() if math.isfinite(value)},
             active="train" if self._episodes.resting else "rollout",
             leaving=self._departure.begun,
+            trouble=self._engines.trouble,
         )

@@ -31,6 +31,7 @@ from rillflow.wire import LoopThread
 if TYPE_CHECKING:
     from rillflow.contracts import Tensors
     from rillflow.storage.spans import Spans
+    from rillflow.types import Probe
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class Rests:
     """`contracts.Generator` of a rank that plays no episodes though others of its trainer do: all go through the same
     steps, because what they do there may be collective."""
 
-    def begin(self, tensors: Tensors, version: int) -> None: ...
+    def begin(self, tensors: Tensors, version: int, probe: Probe | None = None) -> None: ...
 
     def end(self) -> None: ...
 
@@ -150,9 +151,9 @@ class NodeThread:
             self._ended.set()
             self._ready.set()
 
-    def begin(self, tensors: Tensors, version: int) -> None:
+    def begin(self, tensors: Tensors, version: int, probe: Probe | None = None) -> None:
         self.check()
-        self._thread.run(self._handover.begin(tensors, version), _SWITCH)
+        self._thread.run(self._handover.begin(tensors, version, probe), _SWITCH)
 
     def end(self) -> None:
         self._thread.run(self._handover.end(), _SWITCH)

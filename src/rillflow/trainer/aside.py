@@ -22,6 +22,7 @@ from rillflow.storage import disk_errors
 
 if TYPE_CHECKING:
     from rillflow.contracts import Tensors
+    from rillflow.types import Probe
 
 _ALIGNED = 64
 
@@ -48,8 +49,8 @@ class MakesRoom:
         """Set aside at present."""
         return self._aside.bytes
 
-    def begin(self, tensors: Tensors, version: int) -> None:
-        self._generator.begin(tensors, version)
+    def begin(self, tensors: Tensors, version: int, probe: Probe | None = None) -> None:
+        self._generator.begin(tensors, version, probe)
         self._aside.put()
 
     def end(self) -> None:

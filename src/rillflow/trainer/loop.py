@@ -55,6 +55,7 @@ from rillflow.weights.adapters import Adapter
 if TYPE_CHECKING:
     from rillflow.contracts import Tensors
     from rillflow.trainer.parallel.sharding import Shards
+    from rillflow.types import Probe
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +88,10 @@ class Trained(Protocol):
     def restore(self, masters: Tensors, moments: Tensors, steps: int) -> None: ...
 
 
+def _unproven() -> None:
+    """Versions have no probe."""
+
+
 @dataclass(frozen=True)
 class StepReport:
     step: int
@@ -99,7 +104,7 @@ class TrainerLoop:
 
     `in_use` are the versions that live nodes serve, `wanted` those to be kept besides; `published` hears of every
     change of the store. With `shard_deltas` the ranks of a sharded model publish together; otherwise rank 0 does.
-    `spans` hear when it trains.
+    `probe` makes the probe of the weights as they are; all ranks call it together. `spans` hear when it trains.
     """
 
     def __init__(
@@ -123,6 +128,7 @@ class TrainerLoop:
         wanted: Callable[[], Collection[int]] = tuple,
         published: Callable[[], None] = lambda: None,
         shard_deltas: bool = False,
+        probe: Callable[[], Probe | None] = _unproven,
         spans: Spans | None = None,
     ) -> None:
         self._stream = stream
@@ -142,6 +148,8 @@ class TrainerLoop:
         self._report = report
         self._clock = clock or SystemClock()
         self._generator = generator
+        self._probe = probe
+        self._proof: Probe | None = None  # the probe of the weights as they are
         self._spans = spans or NoSpans()
         self._delayed = config.publish_delay > 0 and not publish_first
         self._version = 0
@@ -163,7 +171,7 @@ class TrainerLoop:
             raise
         if self._generator is not None and not stopped:
             # For the evaluation after the last step, until the run has ended.
-            self._generator.begin(self._weights(), self._version)
+            self._generator.begin(self._weights(), self._version, self._proof)
         return not stopped
 
     def _train(self) -> bool:
@@ -192,7 +200,7 @@ class TrainerLoop:
         startup.doing("reading the last checkpoint")
         self._version = self._saved = self._restore()
         startup.doing("publishing the first weights" if self._version == 0 else "taking up the published weights")
-        weights = self._weights()
+        weights, self._proof = self._weights(), self._probe()
         self._on_first(lambda: self._take_over(weights))
         self._next = msgspec.json.decode(self._peers.first(msgspec.json.encode(self._next)), type=int)
 
@@ -210,9 +218,9 @@ class TrainerLoop:
         if self._store.highest() < self._version:
             # A store without this version's number: a new run, one whose weights were removed, or one that was ended
             # between a checkpoint and the publication of its version.
-            self._store.publish(weights, self._version, parent=None)
+            self._store.publish(weights, self._version, parent=None, probe=self._proof)
         else:
-            self._store.mend(weights, self._version)
+            self._store.mend(weights, self._version, self._proof)
         joined = self._stream.join(self._version, self._store.highest())
         if joined.version != self._version:
             raise RunError(
@@ -258,6 +266,7 @@ class TrainerLoop:
             peers=self._peers,
             generator=self._generator,
             weights=self._weights,
+            probe=self._proof,
             spans=self._spans,
         )
         if not parts.open():
@@ -290,16 +299,17 @@ class TrainerLoop:
             ) from error
 
     def _take(self) -> None:
-        """Copy what the step has made, for publication."""
-        adapter = self._worker.adapter()
+        """Copy what the step has made, for publication, and what engines must reproduce of it."""
+        adapter, probe = self._worker.adapter(), self._probe()
+        self._proof = probe
         if self._shards is not None:
-            self._shards.take_shards(self._worker.shards(self._dtype), self._weights)
+            self._shards.take_shards(self._worker.shards(self._dtype), self._weights, probe)
         elif adapter is None:
             weights = self._weights()
             if self._peers.rank == 0:
-                self._publisher.take(weights)
+                self._publisher.take(weights, probe)
         elif self._peers.rank == 0:  # a LoRA policy is whole on every rank: nobody else needs to take part
-            self._publisher.take_adapter(adapter, self._weights)
+            self._publisher.take_adapter(adapter, self._weights, probe)
 
     def _finish(self, parts: Parts, metrics: dict[str, float], started: float) -> None:
         """Commit the batch, publish what was taken and write down what is due."""

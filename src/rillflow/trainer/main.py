@@ -203,6 +203,7 @@ def build_loop(
         wanted=wanted,
         published=published,
         shard_deltas=settings.writes_deltas and _sharded(recipe, policy, peers),
+        probe=worker.prober(settings),
         spans=spans,
     )
 

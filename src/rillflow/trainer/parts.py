@@ -20,7 +20,7 @@ from rillflow.storage.spans import NoSpans, Spans
 from rillflow.trainer.batches import Rows
 from rillflow.trainer.parallel.peers import Alone, Peers, RunOver, Stopped
 from rillflow.trainer.stream import Stream
-from rillflow.types import Batch, BatchReply
+from rillflow.types import Batch, BatchReply, Probe
 
 if TYPE_CHECKING:
     from rillflow.contracts import Tensors
@@ -37,7 +37,8 @@ class NoBatch(DeadlineExceeded):
 
 
 class Parts:
-    """Iterate it once, after `open` has said that there is a batch. `weights` are what a `generator` samples with.
+    """Iterate it once, after `open` has said that there is a batch. `weights` are what a `generator` samples with, once
+    it has reproduced their `probe`.
 
     In `spans` the worker is at `train` when it comes here, and not while it waits.
 
@@ -55,6 +56,7 @@ class Parts:
         peers: Peers | None = None,
         generator: Generator | None = None,
         weights: Callable[[], Tensors] = dict,
+        probe: Probe | None = None,
         spans: Spans | None = None,
     ) -> None:
         self._stream = stream
@@ -65,6 +67,7 @@ class Parts:
         self._peers = peers or Alone()
         self._generator = generator
         self._weights = weights
+        self._probe = probe
         self._spans = spans or NoSpans()
         self._attempt = uuid.uuid4().hex
         self._batch: Batch | None = None
@@ -118,7 +121,7 @@ class Parts:
 
     def _generate(self, generator: Generator, have: int) -> Batch | None:
         with self._spans.doing("switch"):
-            generator.begin(self._weights(), self._version)
+            generator.begin(self._weights(), self._version, self._probe)
         try:
             return self._wait(have)
         finally:

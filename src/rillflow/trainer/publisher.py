@@ -28,6 +28,7 @@ from rillflow.weights.store import Publication
 
 if TYPE_CHECKING:
     from rillflow.contracts import Tensors
+    from rillflow.types import Probe
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ class Retention:
 class _Taken:
     tensors: Tensors
     adapter: Adapter | None
+    probe: Probe | None
 
 
 def _nobody() -> None:
@@ -78,19 +80,19 @@ class Publisher:
         self._last: Publication | None = None
         self._stream: torch.cuda.Stream | None = None
 
-    def take(self, weights: Tensors) -> None:
+    def take(self, weights: Tensors, probe: Probe | None = None) -> None:
         """Copy what the next version consists of, once the last publication has ended."""
         self._background.settle()
-        self._taken = _Taken(self._copy.take(weights), None)
+        self._taken = _Taken(self._copy.take(weights), None, probe)
 
-    def take_adapter(self, adapter: Adapter, whole: Callable[[], Tensors]) -> None:
+    def take_adapter(self, adapter: Adapter, whole: Callable[[], Tensors], probe: Probe | None = None) -> None:
         """The same of an adapter; of the `whole` weights where the store has lost what the adapter belongs to."""
         self._background.settle()
         if self._has_base:
             copied = self._copy.take(adapter.tensors)
-            self._taken = _Taken(copied, Adapter(copied, adapter.rank, adapter.alpha))
+            self._taken = _Taken(copied, Adapter(copied, adapter.rank, adapter.alpha), probe)
         else:
-            self.take(whole())
+            self.take(whole(), probe)
 
     @cached_property
     def _has_base(self) -> bool:
@@ -116,9 +118,9 @@ class Publisher:
     def _write(self, taken: _Taken, version: int, parent: int) -> None:
         with self._apart(taken.tensors):
             if taken.adapter is not None:
-                self._last = self._store.publish_adapter(taken.adapter, version, parent, BASE)
+                self._last = self._store.publish_adapter(taken.adapter, version, parent, BASE, taken.probe)
             else:
-                self._last = self._store.publish(taken.tensors, version, parent)
+                self._last = self._store.publish(taken.tensors, version, parent, taken.probe)
         self._published()
         self.prune()
 

@@ -40,6 +40,7 @@ from rillflow.types.engine import (
     GenerateRequest,
     Grammar,
     LookEngines,
+    Probe,
     Sampling,
     TurnReply,
 )
@@ -117,6 +118,7 @@ __all__ = [
     "Observation",
     "Phase",
     "PolicyStatus",
+    "Probe",
     "Prompt",
     "PutRows",
     "RenewBatch",

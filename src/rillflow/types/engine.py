@@ -59,6 +59,17 @@ class Chunk(Wire, frozen=True):
     seam: str = ""
 
 
+class Probe(Wire, frozen=True):
+    """What a version's trainer says its weights do: the log-probs of every token of `prompts` but the first of each.
+
+    An engine that holds these weights reproduces them within `tolerance`, a share of their spread (`weights.probe`).
+    """
+
+    prompts: list[list[int]]
+    logprobs: list[list[Finite]]
+    tolerance: Finite
+
+
 class EngineStats(Wire, frozen=True):
     version: int
     running: int
@@ -90,7 +101,8 @@ class TurnReply(Wire, frozen=True):
 class EngineInfo(Wire, frozen=True):
     """A process that samples for others: where it listens and which version of each policy it serves now.
 
-    `paused` names why it does not sample at present; empty where it does.
+    `paused` names why it does not sample at present; empty where it does. `trouble` tells what is wrong with its
+    weights.
     """
 
     name: str
@@ -101,6 +113,7 @@ class EngineInfo(Wire, frozen=True):
     running: int = 0
     waiting: int = 0
     paused: str = ""
+    trouble: str = ""
 
 
 class LookEngines(Wire, frozen=True):

@@ -7,7 +7,7 @@ from rillflow.types.base import Finite, Phase, Wire
 
 class Heartbeat(Wire, frozen=True):
     """A node lives and still plays these attempts. `active` is the tag of what its worker does now; a node that is
-    `leaving` wants no more tasks."""
+    `leaving` wants no more tasks. `trouble` says why an engine of it samples nothing."""
 
     node: str
     incarnation: str
@@ -17,6 +17,7 @@ class Heartbeat(Wire, frozen=True):
     stats: dict[str, Finite] = {}
     active: str = "rollout"
     leaving: bool = False
+    trouble: str = ""
 
 
 class HeartbeatReply(Wire, frozen=True):

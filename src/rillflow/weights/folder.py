@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 from rillflow.errors import CorruptData, WeightsError
+from rillflow.types import Probe
 from rillflow.weights import sealed, signing
 from rillflow.weights.adapters import Adapter, merged
 from rillflow.weights.codec import assembled, decode
@@ -81,6 +82,10 @@ class Folder:
         if manifest.version != version:
             raise CorruptData(f"{folder} holds version {manifest.version}", "the folder was renamed or damaged")
         return manifest
+
+    def probe(self, version: int) -> Probe | None:
+        """What an engine must reproduce of a version; None: nothing."""
+        return self.manifest(version).probe
 
     def path(self, version: int) -> Path:
         return self._folder / folder_name(version)

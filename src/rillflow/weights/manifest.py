@@ -17,6 +17,7 @@ from typing import Annotated
 import msgspec
 
 from rillflow.errors import CorruptData
+from rillflow.types import Probe
 from rillflow.weights.sealed import FileFacts, Manifest
 
 DELTA = "delta"
@@ -48,7 +49,8 @@ class AdapterFacts(msgspec.Struct, frozen=True):
 class VersionManifest(Manifest, frozen=True, kw_only=True):
     """`aliases` names tensors that are the same as another one (tied weights) and are stored once. With `adapter` the
     tensors are an adapter's. `fingerprints` (16 hexadecimal digits, `weights.fingerprint`) are of the tensors, however
-    one comes by them. `signature` is made with the run's key, of everything else in the manifest."""
+    one comes by them. `probe` is what an engine must reproduce before it serves the version. `signature` is made with
+    the run's key, of everything else in the manifest."""
 
     version: int
     parent: int | None
@@ -58,6 +60,7 @@ class VersionManifest(Manifest, frozen=True, kw_only=True):
     adapter: AdapterFacts | None = None
     delta_of: int | None = None
     fingerprints: dict[str, Fingerprint] = msgspec.field(default_factory=dict)
+    probe: Probe | None = None
     signature: str = ""
 
     @property

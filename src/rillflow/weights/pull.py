@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from rillflow.contracts import Tensors
+    from rillflow.types import Probe
 
 log = logging.getLogger(__name__)
 
@@ -73,12 +74,14 @@ class Transfer(NamedTuple):
 
 
 class Pulled(NamedTuple):
-    """A version, whole; and, where it came by deltas alone, what has changed. Good until the next pull."""
+    """A version, whole; and, where it came by deltas alone, what has changed. Good until the next pull. `probe` is what
+    an engine must reproduce of it."""
 
     version: int
     tensors: Tensors
     patch: Patch | None
     transfer: Transfer
+    probe: Probe | None = None
 
 
 class _Spoilt(Exception):
@@ -136,6 +139,10 @@ class Puller:
         """Returns once the line is another than at the last look, or after so many seconds."""
         self._line = await self._source.line(self._line, seconds)
 
+    async def probe(self, version: int) -> Probe | None:
+        """That of a version; None if it has none. WeightsError if the version is not there any more."""
+        return (await self._source.manifest(version)).probe
+
     async def close(self) -> None:
         await self._source.close()
 
@@ -183,7 +190,7 @@ class Puller:
         patch = patch if kind == "delta" else None
         base = None if patch is None else patch.base
         transfer = Transfer(head, base, kind, len(way.deltas), size, fetch, verify)
-        return Pulled(head, tensors, patch, transfer)
+        return Pulled(head, tensors, patch, transfer, manifest.probe)
 
     async def _plan(self, line: Line, want: int) -> Route:
         """A new node may find that it holds the root already."""

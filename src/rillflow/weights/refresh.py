@@ -1,7 +1,9 @@
 """Keeps an engine on the head of its policy's weights. A broken version is skipped, the old one stays.
 
 Invariants: everything but the change itself happens while the engine samples; an engine that serves another version
-than a patch is for, or refuses it, gets the whole version.
+than a patch is for, or refuses it, gets the whole version. An engine that `doubts` samples nothing before it has
+reproduced the probe of the version it has, the one that it started with included; one that does not reproduce it gets
+the whole version too, and where that fails as well it is tried again after a while, or when there is a newer version.
 """
 
 from __future__ import annotations
@@ -10,13 +12,15 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from typing import Protocol
 
 from rillflow.contracts import Clock, Engine, SystemClock, WeightStore
 from rillflow.errors import EngineError, RillflowError, WeightsError
 from rillflow.storage.spans import NoSpans, Spans
+from rillflow.types import Probe
+from rillflow.weights.probe import ProbeMismatch
 from rillflow.weights.pull import Pulled, Transfer
 
 log = logging.getLogger(__name__)
@@ -26,6 +30,8 @@ _KEPT = 100
 _LOOK = 2.0
 _AWAY = 1.0  # between two looks when the source cannot be asked
 _REPEAT = 60.0  # before the log has the same complaint again
+_AGAIN = 10.0  # before an engine is given a version again whose probe it did not reproduce
+_ROOT = 0  # the version that every engine starts with
 # What a source, a disk or an engine has to say; a shared folder may be away for a moment too.
 _TROUBLE = (RillflowError, OSError)
 
@@ -38,6 +44,8 @@ class Supply(Protocol):
     async def head(self) -> int | None: ...
 
     async def pull(self) -> Pulled: ...
+
+    async def probe(self, version: int) -> Probe | None: ...
 
     async def changed(self, seconds: float) -> None: ...
 
@@ -59,7 +67,11 @@ class StoreSupply:
             raise WeightsError("no version was published yet", "wait for the first one")
         began = time.perf_counter()
         tensors = await asyncio.to_thread(self._store.pull, head)
-        return Pulled(head, tensors, None, Transfer(head, None, "held", 0, 0, 0.0, time.perf_counter() - began))
+        transfer = Transfer(head, None, "held", 0, 0, 0.0, time.perf_counter() - began)
+        return Pulled(head, tensors, None, transfer, self._store.probe(head))
+
+    async def probe(self, version: int) -> Probe | None:
+        return self._store.probe(version)
 
     async def changed(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
@@ -91,11 +103,19 @@ class Refresher:
     """Pulls the head when it differs from what the engine serves, also when it moved back to an older line.
 
     `turn` is entered around every change of weights, so that not all engines of a policy pause at once; but not at the
-    first look, when the engine serves nobody yet. `on_load` is called after each, `spans` hear of it.
+    first look, when the engine serves nobody yet. `on_load` is called after each, `spans` hear of it. With `doubts` the
+    engine samples from proven weights alone. `trouble` says why it samples nothing.
     """
 
     def __init__(
-        self, policy: str, engine: Engine, supply: Supply, *, turn: Turn | None = None, clock: Clock | None = None
+        self,
+        policy: str,
+        engine: Engine,
+        supply: Supply,
+        *,
+        turn: Turn | None = None,
+        doubts: bool = False,
+        clock: Clock | None = None,
     ) -> None:
         self._policy = policy
         self._engine = engine
@@ -105,6 +125,11 @@ class Refresher:
         self._said: dict[str, float] = {}
         self._one_at_a_time = asyncio.Lock()
         self._serving = False
+        self._served = engine.version  # the last one that it was known to have
+        self._failed: tuple[int, float] | None = None  # the version that did not prove right, and until when it rests
+        self.trouble = ""
+        if doubts:
+            engine.doubt()
         self.on_load: Callable[[], None] = lambda: None
         self.spans: Spans = NoSpans()
         self.transfers = Transfers()
@@ -115,9 +140,12 @@ class Refresher:
             head: int | None = None
             try:
                 head = await self._supply.head()
-                if head is None or head == self._engine.version:
+                if head is None or self._rests(head) or await self._has(head):
                     return False
                 return await self._give(await self._supply.pull())
+            except ProbeMismatch as error:
+                await self._mistrust(error)
+                return False
             except _TROUBLE as error:
                 # The head may have moved on while it was read; a really broken version stays in the log.
                 self._complain("no newer version loaded" if head is None else f"version {head} not loaded", error)
@@ -125,19 +153,33 @@ class Refresher:
             finally:
                 self._serving = True
 
+    async def _has(self, head: int) -> bool:
+        """Whether the engine serves the head already. What it started with is proven first."""
+        if self._engine.version != head:
+            return False
+        if not self._engine.proven:
+            try:
+                await self._engine.prove(await self._supply.probe(head))
+            except ProbeMismatch as error:
+                log.warning("policy %s: version %d goes to the engine whole: %s", self._policy, head, error)
+                return False
+            self._note_good(head)
+            self.on_load()
+        return True
+
     async def _give(self, pulled: Pulled) -> bool:
-        if pulled.version == self._engine.version:  # the line went back to it meanwhile
+        if await self._has(pulled.version):  # the line went back to it meanwhile
             return False
         async with self._turn() if self._turn is not None and self._serving else nullcontext():
             began, paused = time.perf_counter(), self._engine.stats().load_seconds
             with self.spans.doing("load"):
                 by_patch = await self._patched(pulled)
                 if not by_patch:
-                    await self._engine.load(pulled.tensors, pulled.version)
+                    await self._engine.load(pulled.tensors, pulled.version, pulled.probe)
             apply = time.perf_counter() - began
         pause = self._engine.stats().load_seconds - paused
         done = pulled.transfer._replace(apply=apply, pause=pause)
-        self._said.clear()
+        self._note_good(pulled.version)
         self.transfers.add(done)
         log.info("policy %s: %s", self._policy, done)
         self.on_load()
@@ -148,11 +190,33 @@ class Refresher:
         if pulled.patch is None or pulled.patch.base != self._engine.version:
             return False
         try:
-            await self._engine.patch(pulled.patch, pulled.version)
+            await self._engine.patch(pulled.patch, pulled.version, pulled.probe)
         except (WeightsError, EngineError) as error:
             log.warning("policy %s: version %d goes to the engine whole: %s", self._policy, pulled.version, error)
             return False
         return True
+
+    # ------------------------------------------------------------ proofs
+
+    def _note_good(self, version: int) -> None:
+        self._served, self._failed, self.trouble = version, None, ""
+        self._said.clear()
+
+    def _rests(self, head: int) -> bool:
+        """Whether this version has failed a moment ago: to load it again and again would gain nothing."""
+        return self._failed is not None and self._failed[0] == head and self._clock.monotonic() < self._failed[1]
+
+    async def _mistrust(self, error: ProbeMismatch) -> None:
+        """Say what is wrong, to the log and to the run: the engine serves nothing until weights prove right."""
+        self._failed = error.version, self._clock.monotonic() + _AGAIN
+        earlier: dict[int, Probe] = {}
+        for version in {self._served, _ROOT} - {error.version}:
+            with suppress(*_TROUBLE):  # it may have been removed
+                if (probe := await self._supply.probe(version)) is not None:
+                    earlier[version] = probe
+        self._complain(
+            f"version {error.version} not loaded", ProbeMismatch(error.version, error.probe, error.scores, earlier)
+        )
 
     async def run(self, every: float) -> None:
         """Follow the head for ever, with so many seconds between two looks at least."""
@@ -167,11 +231,20 @@ class Refresher:
 
     def _complain(self, what: str, error: Exception) -> None:
         """Nodes that are behind ask several times a second: what was said is not said again for a while."""
+        if not self._engine.proven:
+            why = error.message if isinstance(error, RillflowError) else str(error)
+            self.trouble = f"policy {self._policy}: {what}: {why}"
         now = self._clock.monotonic()
         self._said = {text: until for text, until in self._said.items() if until > now}
         if what not in self._said:
             self._said[what] = now + _REPEAT
-            log.warning("policy %s: %s, version %d goes on: %s", self._policy, what, self._engine.version, error)
+            still = f"version {self._engine.version} goes on" if self._engine.proven else "the engine samples nothing"
+            log.warning("policy %s: %s, %s: %s", self._policy, what, still, error)
 
     async def close(self) -> None:
         await self._supply.close()
+
+
+def troubles(refreshers: Iterable[Refresher]) -> str:
+    """Why some of their engines sample nothing."""
+    return "; ".join(refresher.trouble for refresher in refreshers if refresher.trouble)

@@ -39,6 +39,7 @@ from rillflow.weights.route import route
 
 if TYPE_CHECKING:
     from rillflow.contracts import Tensors
+    from rillflow.types import Probe
     from rillflow.weights.delta.container import Part
     from rillflow.weights.previous import Difference, Previous
 
@@ -92,37 +93,43 @@ class FolderStore(Folder):
 
     # ------------------------------------------------------------ writing
 
-    def publish(self, tensors: Tensors, version: int, parent: int | None) -> Publication:
-        """Write a version and make it the head. `parent` is the head it was trained from; None for a root."""
+    def publish(self, tensors: Tensors, version: int, parent: int | None, probe: Probe | None = None) -> Publication:
+        """Write a version and make it the head. `parent` is the head it was trained from; None for a root. `probe` is
+        what engines have to reproduce of it."""
         self._check_new(version, parent)
-        done = self._write(tensors, version, parent)
+        done = self._write(tensors, version, parent, probe=probe)
         self._move(version, self.line().orphaned)
         return done
 
-    def publish_adapter(self, adapter: Adapter, version: int, parent: int | None, base: int) -> Publication:
+    def publish_adapter(
+        self, adapter: Adapter, version: int, parent: int | None, base: int, probe: Probe | None = None
+    ) -> Publication:
         """The same for a version that is an adapter of `base`, a full one."""
         self._check_new(version, parent)
         if self.manifest(base).adapter is not None:
             raise WeightsError(f"version {base} is an adapter itself", "adapters belong to a version of all weights")
-        done = self._write(adapter.tensors, version, parent, AdapterFacts(adapter.rank, adapter.alpha, base))
+        facts = AdapterFacts(adapter.rank, adapter.alpha, base)
+        done = self._write(adapter.tensors, version, parent, facts, probe)
         self._move(version, self.line().orphaned)
         return done
 
-    def mend(self, tensors: Tensors, version: int) -> bool:
+    def mend(self, tensors: Tensors, version: int, probe: Probe | None = None) -> bool:
         """Write `version` again if it is missing, damaged or of other tensors than these; whether it was.
 
-        For a trainer that begins again at `version`: what nodes are to pull must be there. The next delta begins here.
+        For a trainer that begins again at `version`: what nodes are to pull must be there, with the probe that this
+        trainer has made of it. The next delta begins here.
         """
         try:
             pulled = self.pull(version)
             if _facts(pulled) == _facts(tensors):
                 self._hold(pulled, version)
+                self._replace(msgspec.structs.replace(self.manifest(version), probe=probe))
                 return False
         except (CorruptData, WeightsError) as error:
             log.warning("version %d is written again: %s", version, error)
         if self.path(version).exists():
             sealed.remove(self.path(version))
-        self._write(tensors, version, parent=None)
+        self._write(tensors, version, parent=None, probe=probe)
         line = self.line()
         if line.head is not None:
             self._move(line.head, line.orphaned, anew={version})
@@ -142,7 +149,12 @@ class FolderStore(Folder):
         return sums_of(_parts(tensors), compiled=compiled)
 
     def _write(
-        self, tensors: Tensors, version: int, parent: int | None, adapter: AdapterFacts | None = None
+        self,
+        tensors: Tensors,
+        version: int,
+        parent: int | None,
+        adapter: AdapterFacts | None = None,
+        probe: Probe | None = None,
     ) -> Publication:
         started = time.perf_counter()
         single, aliases = unique(tensors)
@@ -162,6 +174,7 @@ class FolderStore(Folder):
             adapter=adapter,
             delta_of=None if found is None else parent,
             fingerprints=as_hexadecimal({part.tensor: value for part, value in sums.items()}),
+            probe=probe,
         )
         whole = found is None or parent is None or self.whole_is_due(parent)
         try:
@@ -225,9 +238,13 @@ class FolderStore(Folder):
         """Versions that were published with another key or none: this writer answers for them."""
         for version in self.versions() if self._key else []:
             with suppress(CorruptData):
-                manifest = self.manifest(version)
-                if (again := signing.signed(manifest, self._key)) != manifest:
-                    write_atomic(self.path(version) / sealed.MANIFEST, sealed.as_text(again))
+                self._replace(self.manifest(version))
+
+    def _replace(self, manifest: VersionManifest) -> None:
+        """Write the manifest of a version that is there again, signed, where it differs."""
+        again = self._signed(manifest)
+        if again != self.manifest(manifest.version):
+            write_atomic(self.path(manifest.version) / sealed.MANIFEST, sealed.as_text(again))
 
     def prune(
         self, keep: int, protect: Collection[int] = (), in_use: Collection[int] = (), retain: int = 64

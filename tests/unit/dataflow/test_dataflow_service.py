@@ -121,6 +121,21 @@ async def test_a_lease_of_tasks_is_a_long_poll(tmp_path):
         assert len((await asyncio.wait_for(waiting, 60)).leases) == 4
 
 
+async def test_what_is_wrong_with_the_weights_of_an_engine_is_the_first_thing_that_the_status_says(tmp_path):
+    async with served(tmp_path) as run:
+        await run.lease()
+        beat = Heartbeat(
+            node="n0", incarnation="a", attempts=[], versions={POLICY: -1}, capacity=1, trouble="stale weights"
+        )
+        await run.client.heartbeat(beat, 5.0)
+        engine = EngineInfo("far", "http://127.0.0.1:1", {POLICY: -1}, 64, 1, trouble="wrong weights")
+        await run.client.engine_beat(engine)
+        assert (await run.client.status()).waits[:2] == ["node n0: stale weights", "engine far: wrong weights"]
+        await run.client.heartbeat(msgspec.structs.replace(beat, trouble=""), 5.0)
+        await run.client.engine_beat(msgspec.structs.replace(engine, trouble=""))
+        assert not any("weights" in wait for wait in (await run.client.status()).waits)
+
+
 async def test_a_node_that_does_not_know_of_newer_weights_is_told_at_once(tmp_path):
     """It may ask right after a step: were it to wait for news, it would wait for the next step."""
     async with served(tmp_path) as run:

@@ -14,6 +14,7 @@ import torch
 
 from rillflow.contracts import Patch
 from rillflow.errors import EngineLost, Unavailable, WeightsError
+from rillflow.types import Probe
 from rillflow.weights.pull import Puller
 from rillflow.weights.refresh import Refresher, StoreSupply
 from rillflow.weights.store import FolderStore
@@ -126,7 +127,7 @@ async def test_an_engine_that_refuses_a_patch_gets_all(
 ) -> None:
     async with following(kit, tmp_path) as world:
 
-        async def refuse(patch: Patch, version: int) -> None:
+        async def refuse(patch: Patch, version: int, probe: Probe | None) -> None:
             raise WeightsError("not this way")
 
         monkeypatch.setattr(world.engine, "patch", refuse)

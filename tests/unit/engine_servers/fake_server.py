@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from rillflow.config.engine import EngineConfig
@@ -50,6 +50,7 @@ class FakeServer(ServerEngine):
         self.oversleeps = False
         self.asked: list[tuple[int, GenerateRequest]] = []
         self.running = 0
+        self.logprob = -1.0  # of every token of a prompt
         self.updates: list[FakeUpdate] = []
         self._deaf = deaf
         self._start = start
@@ -128,6 +129,11 @@ class FakeServer(ServerEngine):
         self.log.append("go on")
         self._cutting = False
         self._wake()
+
+    async def scores(self, prompts: Sequence[Sequence[int]], version: int) -> list[list[float]]:
+        assert not self._cutting, "the server was told to sample nothing"
+        self.log.append("score")
+        return [[self.logprob] * (len(prompt) - 1) for prompt in prompts]
 
     async def prepare_load(self, tensors: Any) -> Update:
         self.updates.append(FakeUpdate(self, tensors.get("outcome", "")))

@@ -24,9 +24,10 @@ from rillflow.engine.sglang.inside.rillflow_sglang import ORDERS, answer_name
 from rillflow.engine.sglang.launch import KEY
 from rillflow.engine.sglang.wire import generate_body
 from rillflow.errors import ConfigError, ContextOverflow, EngineError, EngineLost, WeightsError
-from rillflow.types import Chunk, GenerateRequest, Grammar, Sampling
+from rillflow.types import Chunk, GenerateRequest, Grammar, Probe, Sampling
 from rillflow.weights.fingerprint import fingerprint
 from rillflow.weights.models import load_policy_model, pick_device
+from rillflow.weights.probe import FP32, ProbeMismatch
 
 FIXTURES = Path(__file__).parent / "fixtures"
 PROMPT = [5, 6, 7, 8, 9]
@@ -76,6 +77,8 @@ class Recorded:
         if self.status != 200:
             return web.Response(status=self.status, text="not now")
         body = self.asked[-1][1]
+        if isinstance(body["input_ids"][0], list):
+            return web.json_response([self._scored(body | {"input_ids": ids}) for ids in body["input_ids"]])
         if not body.get("stream"):
             return web.json_response(self._scored(body))
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
@@ -167,6 +170,22 @@ async def test_a_stream_gives_its_tokens_once_with_their_logprobs(server: tuple[
     assert body["sampling_params"] == {
         "temperature": 0.5, "top_p": 1.0, "top_k": -1, "max_new_tokens": 20, "stop_token_ids": [], "ignore_eos": True,
     }  # fmt: skip
+
+
+async def test_a_probe_is_one_request_that_no_cache_answers(server: tuple[Recorded, SglangEngine]) -> None:
+    recorded, engine = server
+    asked = [[5, 6, 7], [8, 9, 10]]
+    good = Probe(prompts=asked, logprobs=[[-101.0, -102.0]] * 2, tolerance=FP32)
+    for _ in range(2):
+        await engine.load(dict(recorded.held), 3, good)
+    probes = [body for path, body in recorded.asked if path == "/generate"]
+    assert [(body["input_ids"], body["logprob_start_len"]) for body in probes] == [(asked, 0)] * 2
+    keys = {key for body in probes for key in body["extra_key"]}
+    assert len(keys) == 2, "what the version cached when it was loaded before is not found again"
+    assert all(key.startswith(engine.salt(3)) and key != engine.salt(3) for key in keys)
+    with pytest.raises(ProbeMismatch, match="version 4 is not served"):
+        await engine.load(dict(recorded.held), 4, Probe(prompts=asked, logprobs=[[-1.0, -9.0]] * 2, tolerance=FP32))
+    assert engine.version == -1
 
 
 @pytest.mark.parametrize(("kind", "named"), [("json", "json_schema"), ("regex", "regex"), ("lark", "ebnf")])

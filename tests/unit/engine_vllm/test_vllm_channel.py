@@ -208,6 +208,16 @@ async def test_an_answer_under_a_grammar_comes_whole_and_scored(
     assert scored == {"type": "token", "prompt_token_ids": [5, 6, 7, 0, 1, 2, 3], "cache_salt": "3"}
 
 
+async def test_several_prompts_are_scored_by_one_call(world: World, client: ChannelClient) -> None:
+    world.llm.give(1)
+    scores = await client.call("score", [[5, 6, 7], [8, 9]], "3-probe-0", deadline=60.0)
+    assert scores == [[-101.0, -102.0], [-101.0]]
+    assert [(prompt["prompt_token_ids"], prompt["cache_salt"]) for prompt, _ in world.llm.asked] == [
+        ([5, 6, 7], "3-probe-0"), ([8, 9], "3-probe-0"),
+    ]  # fmt: skip
+    assert {params["max_tokens"] for _, params in world.llm.asked} == {1}
+
+
 @pytest.mark.parametrize("sampled", [2, 4])
 async def test_an_answer_under_a_grammar_that_is_cut_leaves_nothing(
     world: World, client: ChannelClient, sampled: int

@@ -127,6 +127,7 @@ class NoEngines:
         self.manager: Any = SimpleNamespace(episode_finished=self._count)
         self.finished = 0
         self.serving: dict[str, int] | None = dict(versions or {"agent": 0})
+        self.trouble = ""
 
     def _count(self) -> None:
         self.finished += 1

@@ -20,8 +20,9 @@ from rillflow.engine.service import EngineService
 from rillflow.errors import WeightsError
 from rillflow.gateway.sampling.node_engines import NodeEngines, node_engines
 from rillflow.rollout.handover import HandedWeights, Handover, NodeClock
-from rillflow.types import Chunk, EngineInfo, Engines, LookEngines
+from rillflow.types import Chunk, EngineInfo, Engines, LookEngines, Probe
 from rillflow.weights.models import load_policy_model
+from rillflow.weights.probe import FP32, prompts
 
 Weights = dict[str, torch.Tensor]
 TOKEN = "t" * 32
@@ -270,3 +271,27 @@ async def test_an_answer_that_is_moved_goes_on_at_once_elsewhere(tmp_path: Path,
     assert [chunk.seam for chunk in chunks if chunk.seam] == ["preempted"]
     assert {chunk.version for chunk in new} == {0}
     assert {chunk.version for chunk in back} == {2}, "a group's versions do not go back"
+
+
+def probe_of(weights: Weights) -> Probe:
+    model = load_policy_model("tiny", "fp32", torch.device("cpu"))
+    model.load_state_dict(weights)
+    ids_RT = torch.tensor(prompts(model.config.vocab_size, 512))
+    with torch.no_grad():
+        logprob_RTV = model(ids_RT).logits[:, :-1].log_softmax(-1)
+    logprobs = logprob_RTV.gather(-1, ids_RT[:, 1:, None])[:, :, 0].tolist()
+    return Probe(prompts=ids_RT.tolist(), logprobs=logprobs, tolerance=FP32)
+
+
+async def test_weights_that_are_handed_over_must_prove_right(world: World, weights: Weights) -> None:
+    """Version 0 too, which the engine has from its own files."""
+    torch.manual_seed(0)
+    noise = {tensor.data_ptr(): 0.5 * tensor.std() * torch.randn_like(tensor) for tensor in weights.values()}
+    other = {name: tensor + noise[tensor.data_ptr()] for name, tensor in weights.items()}
+    asked = asyncio.create_task(world.answer())
+    with pytest.raises(WeightsError, match="serves version -1, not version 0") as caught:
+        await world.handover.begin(weights, 0, probe_of(other))
+    assert "wrong weights" in caught.value.hint
+    assert world.sampled == 0
+    await world.handover.begin(other, 1, probe_of(other))
+    assert {chunk.version for chunk in await asyncio.wait_for(asked, 60)} == {1}

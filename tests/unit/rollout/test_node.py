@@ -302,3 +302,13 @@ async def test_an_episode_that_failed_answers_no_more_calls(tmp_path: Path) -> N
         with pytest.raises(openai.NotFoundError):
             await call(sessions[0].base_url, sessions[0].api_key)
         told.set()
+
+
+async def test_what_is_wrong_with_an_engines_weights_is_told_with_the_heartbeat() -> None:
+    engines, dataflow = NoEngines(), Dataflow([])
+    engines.trouble = "policy agent: version 3 is not served, stale weights"
+    running = asyncio.create_task(make(dataflow, engines).run())
+    await until(lambda: bool(dataflow.beats))
+    assert dataflow.beats[0].trouble == engines.trouble
+    dataflow.over.set()
+    await asyncio.wait_for(running, 60)

@@ -17,7 +17,7 @@ from rillflow.trainer.batches import Rows, make_rows
 from rillflow.trainer.checkpoint import Checkpoints, State
 from rillflow.trainer.loop import TrainerLoop
 from rillflow.trainer.parallel.peers import Peers
-from rillflow.types import Batch, BatchReply, TrainerJoined
+from rillflow.types import Batch, BatchReply, Probe, TrainerJoined
 from rillflow.weights import FolderStore
 from rillflow.weights.adapters import Adapter
 from rillflow.weights.store import Publication
@@ -185,9 +185,9 @@ class NotedStore(FolderStore):
         super().__init__(folder, **options)
         self._ledger = ledger
 
-    def publish(self, tensors: Any, version: int, parent: int | None) -> Publication:
+    def publish(self, tensors: Any, version: int, parent: int | None, probe: Probe | None = None) -> Publication:
         self._ledger.note(f"publish {version}")
-        done = super().publish(tensors, version, parent)
+        done = super().publish(tensors, version, parent, probe)
         self._ledger.note(f"published {version}")
         return done
 

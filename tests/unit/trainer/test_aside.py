@@ -23,7 +23,7 @@ class Generator:
         self.held: list[int] = []
         self.fails = False
 
-    def begin(self, tensors: Any, version: int) -> None:
+    def begin(self, tensors: Any, version: int, probe: Any = None) -> None:
         self.held.append(held(self._optimizer))
 
     def end(self) -> None:

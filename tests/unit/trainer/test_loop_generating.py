@@ -23,7 +23,7 @@ class Recorder:
         if event.startswith(("lease", "commit")):
             assert self.on == (event == "lease"), event
 
-    def begin(self, tensors: Any, version: int) -> None:
+    def begin(self, tensors: Any, version: int, probe: Any = None) -> None:
         assert not self.on
         self.on = True
         self.begun.append((version, tensors["embed"].clone()))

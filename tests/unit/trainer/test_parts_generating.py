@@ -35,7 +35,7 @@ class Generator:
         self.on = False
         self.begun: list[tuple[dict[str, Any], int]] = []
 
-    def begin(self, tensors: Any, version: int) -> None:
+    def begin(self, tensors: Any, version: int, probe: Any = None) -> None:
         assert not self.on
         self.on = True
         self.begun.append((dict(tensors), version))

@@ -40,7 +40,7 @@ class Batch:
     when nothing is cached yet: then the new tokens attend causally to one another alone. `last_R` is the index, in
     the flattened tokens, of each row's last real token; None when every row has exactly one. `stretches` are the rows
     that a decode step reads together, with their mask. A decode step for compiled attention has `columns` instead, and
-    neither a mask nor an index to write by.
+    neither a mask nor an index to write by. Without any of these nothing is stored.
     """
 
     ids_RT: torch.Tensor

@@ -188,6 +188,15 @@ class Core:
         if not self._exact:
             self._share_again()
 
+    @torch.inference_mode()
+    def scores(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """The log-probs of each prompt's tokens but the first, under the weights that are served; prompts are of one
+        length. What runs or is cached does not notice."""
+        ids_RT = torch.tensor(prompts, device=self._cache.device)
+        logprob_RTV = self._forward.logits(ids_RT)[:, :-1].float().log_softmax(-1)
+        scores: list[list[float]] = logprob_RTV.gather(-1, ids_RT[:, 1:, None])[:, :, 0].tolist()
+        return scores
+
     def free(self) -> None:
         """Give back the memory of all that is cached; the next step takes it again, and computes what runs again."""
         self._readings.clear()

@@ -1,8 +1,9 @@
 """The async face of the embedded engine: requests in from many coroutines, one driver that steps the core.
 
 Invariants: only the driver, or a coroutine that holds `_between`, touches the core, so `pause`, `load` and `patch` act
-between two tokens. A request always ends: with a finish reason, or with EngineLost when a step failed. A slow consumer
-costs memory bounded by its own max_tokens, and finds the waiting tokens merged into one chunk per version.
+between two tokens. Nothing is sampled from weights that have not reproduced the probe that came with them. A request
+always ends: with a finish reason, or with EngineLost when a step failed. A slow consumer costs memory bounded by its
+own max_tokens, and finds the waiting tokens merged into one chunk per version.
 
 On a CPU a step runs in the event loop's own thread: a second thread would only fight it for the interpreter lock. On a
 GPU steps run in a single worker thread, and the loop serves meanwhile.
@@ -20,13 +21,14 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from rillflow.contracts import Clock, SystemClock
+from rillflow.contracts import UNKNOWN, Clock, SystemClock
 from rillflow.engine.admission import check_request
 from rillflow.engine.embedded.core import Core, Ticket
 from rillflow.engine.embedded.grammars import Grammars, Matcher
 from rillflow.engine.stream import Stream
 from rillflow.errors import EngineError, EngineLost, QueueFull
-from rillflow.types import Chunk, EngineStats, GenerateRequest
+from rillflow.types import Chunk, EngineStats, GenerateRequest, Probe
+from rillflow.weights import probe as probing
 from rillflow.wire import in_thread
 
 if TYPE_CHECKING:
@@ -72,6 +74,7 @@ class EmbeddedEngine:
         self._wake = asyncio.Event()
         self._stepped = asyncio.Event()
         self._paused = False
+        self._proven = True
         self._closed = False
         self._driver: asyncio.Task[None] | None = None
         # Weak: a caller that drops its stream thereby aborts the request.
@@ -83,6 +86,10 @@ class EmbeddedEngine:
     @property
     def version(self) -> int:
         return self._core.version
+
+    @property
+    def proven(self) -> bool:
+        return self._proven
 
     @property
     def context(self) -> int:
@@ -172,28 +179,54 @@ class EmbeddedEngine:
     def cache_bytes(self) -> int:
         return self._core.cache_bytes
 
-    async def load(self, tensors: Tensors, version: int) -> None:
-        await self._change(lambda: self._core.load(tensors, version))
+    def doubt(self) -> None:
+        self._proven = False
 
-    async def patch(self, patch: Patch, version: int) -> None:
+    async def prove(self, probe: Probe | None) -> None:
+        async with self._between:
+            await self._prove(probe)
+
+    async def load(self, tensors: Tensors, version: int, probe: Probe | None = None) -> None:
+        await self._change(lambda: self._core.load(tensors, version), probe)
+
+    async def patch(self, patch: Patch, version: int, probe: Probe | None = None) -> None:
         # Checks, places and copies to the device while tokens are sampled: what is left for the pause is to write.
         writes = await asyncio.to_thread(self._core.prepare, patch)
-        await self._change(lambda: self._core.patch(writes, patch.base, version))
+        await self._change(lambda: self._core.patch(writes, patch.base, version), probe)
 
-    async def _change(self, change: Callable[[], None]) -> None:
+    async def _change(self, change: Callable[[], None], probe: Probe | None) -> None:
         """Give the core other weights, between two tokens."""
         await self._settle()
         async with self._between:
             began = self._clock.monotonic()
-            await self._run(change)
-            self._load_seconds += self._clock.monotonic() - began
-            self._hand_out()
+            try:
+                await self._run(change)
+                await self._prove(probe)
+            finally:
+                self._load_seconds += self._clock.monotonic() - began
+                self._hand_out()
+
+    async def _prove(self, probe: Probe | None) -> None:
+        """The core's weights are sampled from once they have reproduced the probe, if there is one. Also where the
+        caller goes before: nobody knows then."""
+        scores: list[list[float]] = []
+        try:
+            if probe is not None:
+                await self._run(lambda: scores.extend(self._core.scores(probe.prompts)))
+                probing.check(self._core.version, probe, scores)
+        except BaseException as error:
+            self._proven = False
+            if isinstance(error, probing.ProbeMismatch):
+                self._core.version = UNKNOWN
+            raise
+        self._proven = True
+        self._wake.set()
 
     async def _settle(self) -> None:
         """Let every running sequence have a token of the last load's weights: loads that come faster than sequences
         are computed again would otherwise keep all of them from getting on."""
         deadline = self._clock.monotonic() + _SETTLE_SECONDS
-        while self._core.owes and not (self._paused or self._closed) and self._clock.monotonic() < deadline:
+        while self._core.owes and self._sampling and self._clock.monotonic() < deadline:
             self._stepped.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(_SETTLE_SECONDS):
@@ -201,13 +234,18 @@ class EmbeddedEngine:
 
     # ------------------------------------------------------------ the driver
 
+    @property
+    def _sampling(self) -> bool:
+        """Whether anything may be sampled now."""
+        return self._proven and not (self._paused or self._closed)
+
     async def _drive(self) -> None:
         while True:
-            while self._paused or not self._core.busy:
+            while not (self._sampling and self._core.busy):
                 self._wake.clear()
                 await self._wake.wait()
             async with self._between:
-                if not self._paused:
+                if self._sampling:
                     await self._step()
             self._stepped.set()
             for _ in range(_TURNS):

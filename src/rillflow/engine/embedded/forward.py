@@ -35,6 +35,9 @@ class Forward(Protocol):
     def __call__(self, batch: Batch) -> torch.Tensor:
         """Write the batch's keys and values; return logits [R, V] of each row's last token."""
 
+    def logits(self, ids_RT: torch.Tensor) -> torch.Tensor:
+        """Return the logits [R, T, V] after every token of new sequences; what is cached stays as it is."""
+
     def refresh(self) -> None:
         """Recompute what is derived from the weights; called after they changed."""
 
@@ -155,6 +158,19 @@ class LeanForward:
         for layer in self._layers:
             layer.refresh()
 
+    def logits(self, ids_RT: torch.Tensor) -> torch.Tensor:
+        rows, width = ids_RT.shape
+        batch = Batch(
+            ids_RT=ids_RT,
+            positions_RT=torch.arange(width, device=ids_RT.device).repeat(rows, 1),
+            rows=slice(0, 0),
+            write_N2K=None,
+            extent=width,
+            mask_RTE=None,
+            last_R=None,
+        )
+        return self(batch).view(rows, width, -1)
+
     def __call__(self, batch: Batch) -> torch.Tensor:
         positions_N = batch.positions_RT.view(-1)
         cos_N1D = self._cos_CD[positions_N][:, None]
@@ -196,7 +212,8 @@ class LeanForward:
         """Store the new keys and values; what the new queries find."""
         if self._decode_attention is not None and batch.columns is not None:
             return self._decode_attention(index, batch.columns, qkv_NAD, layer.scaling)
-        self._cache.write(index, batch, qkv_NAD[:, layer.heads :].reshape(-1, layer.head_size))
+        if batch.write_N2K is not None:
+            self._cache.write(index, batch, qkv_NAD[:, layer.heads :].reshape(-1, layer.head_size))
         rows, width = batch.ids_RT.shape
         if batch.stretches:  # decode: the G query heads of a kv head stand where several tokens would; no copies
             q_RKGD = qkv_NAD[:, : layer.heads].view(rows, layer.kv_heads, -1, layer.head_size)

@@ -47,6 +47,10 @@ class LibraryForward:
     def refresh(self) -> None:
         """Nothing is derived from the weights."""
 
+    def logits(self, ids_RT: torch.Tensor) -> torch.Tensor:
+        logits_RTV: torch.Tensor = self._model(input_ids=ids_RT, use_cache=False).logits
+        return logits_RTV
+
     @torch.inference_mode()
     def check(self) -> None:
         """EngineError where a few tokens have other logits than by the model's plain forward: it attends in a way that

@@ -1,7 +1,8 @@
 """An engine that is a server of its own: what does not depend on how the server is spoken to.
 
 Invariants: an attempt to sample runs only while no reason holds the engine, and weights change only once no attempt
-runs, so every token has the version that sampled it. Answers that are cut go on from the ids they have: nothing sampled
+runs, so every token has the version that sampled it; a reason to hold is that weights have not reproduced the probe
+that came with them. Answers that are cut go on from the ids they have: nothing sampled
 is delivered twice, nothing delivered is sampled again. A request always ends: with a finish reason, or with EngineLost
 when the server died or no longer does what it is told; it is then started again, and samples nothing before it has
 weights again. Nobody but a request waits for a server that is not there.
@@ -12,13 +13,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING
 from weakref import ref
 
 from rillflow.config.engine import EngineConfig
-from rillflow.contracts import Clock, SystemClock
+from rillflow.contracts import UNKNOWN, Clock, SystemClock
 from rillflow.engine.admission import check_request
 from rillflow.engine.servers.calls import Call, Part
 from rillflow.engine.servers.facts import ModelFacts
@@ -27,7 +28,8 @@ from rillflow.engine.servers.updates import Update
 from rillflow.engine.stream import Stream
 from rillflow.errors import EngineError, EngineLost, QueueFull, RillflowError, WeightsError
 from rillflow.storage import startup
-from rillflow.types import Chunk, EngineStats, FinishReason, GenerateRequest
+from rillflow.types import Chunk, EngineStats, FinishReason, GenerateRequest, Probe
+from rillflow.weights import probe as probing
 from rillflow.wire import take_short_turns
 
 if TYPE_CHECKING:
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-UNKNOWN = -1  # the version of weights that nobody vouches for
 _CUT_SECONDS = 10.0  # for running attempts to end when the server was told to cut them
 _SETTLE_SECONDS = 5.0  # new weights wait no longer for answers that have had no token of the last ones
 _WHOLE_SECONDS = 30.0  # likewise, where one of them was sampled anew from its beginning
@@ -62,6 +63,7 @@ class ServerEngine(ABC):
         self._disobeyed = asyncio.Event()  # the server did not do what it was told
         self._halted = False  # whether the server was told to sample nothing
         self._asleep = False  # whether it has given its memory back
+        self._doubts = False  # whether weights must be proven before they are sampled from
         self._closed = False
         self._supervisor: asyncio.Task[None] | None = None
         self._generated = self._loads = 0
@@ -101,6 +103,11 @@ class ServerEngine(ABC):
     async def prepare_patch(self, patch: Patch) -> Update:
         """Likewise."""
 
+    @abstractmethod
+    async def scores(self, prompts: Sequence[Sequence[int]], version: int) -> list[list[float]]:
+        """The model's own log-probs of each prompt's tokens but the first, by one request to a server that samples
+        nothing else; nothing of it is found in the prefix cache by anybody."""
+
     async def sleep(self) -> bool:
         """Have the server give its memory back, while nothing is sampled; whether it did. Few servers can."""
         return False
@@ -114,6 +121,10 @@ class ServerEngine(ABC):
     @property
     def version(self) -> int:
         return self._version
+
+    @property
+    def proven(self) -> bool:
+        return _WEIGHTS not in self._held
 
     @property
     def context(self) -> int:
@@ -208,48 +219,63 @@ class ServerEngine(ABC):
             log.warning("the server does not wake up: %s", error.message)
             self._disobeyed.set()
 
-    async def load(self, tensors: Tensors, version: int) -> None:
+    def doubt(self) -> None:
+        self._doubts = True
+        self._hold(_WEIGHTS)
+
+    async def prove(self, probe: Probe | None) -> None:
+        async with self._one_at_a_time:
+            await self._apply(None, self._version, probe)
+
+    async def load(self, tensors: Tensors, version: int, probe: Probe | None = None) -> None:
         """As the contract has it. Where the written weights turn out wrong, `Tainted`: the version is unknown then."""
         self._check_up()
-        await self._change(await self.prepare_load(tensors), version)
+        await self._change(await self.prepare_load(tensors), version, probe)
 
-    async def patch(self, patch: Patch, version: int) -> None:
+    async def patch(self, patch: Patch, version: int, probe: Probe | None = None) -> None:
         self._check_up()
         self._check_base(patch)
-        await self._change(await self.prepare_patch(patch), version, lambda: self._check_base(patch))
+        await self._change(await self.prepare_patch(patch), version, probe, lambda: self._check_base(patch))
 
     # ------------------------------------------------------------ weights
 
-    async def _change(self, update: Update, version: int, check: Callable[[], None] = lambda: None) -> None:
+    async def _change(
+        self, update: Update, version: int, probe: Probe | None, check: Callable[[], None] = lambda: None
+    ) -> None:
         try:
             await self._settle()
             async with self._one_at_a_time:
                 check()
-                await self._apply(update, version)
+                await self._apply(update, version, probe)
+                self._loads += 1
         finally:
             await update.close()
 
-    async def _apply(self, update: Update, version: int) -> None:
+    async def _apply(self, update: Update | None, version: int, probe: Probe | None) -> None:
+        """Write and prove weights; without an update, prove those that are there."""
         self._check_up()
         began = self._clock.monotonic()
         self._hold(_UPDATE)
         try:
             await self._wake_up()
             await self._cut_all("weights")
-            await self._write(update)
+            await self._write(update, version, probe)
             self._version = version
-            self._loads += 1
             self._held.discard(_WEIGHTS)
         finally:
             await self._let_go(_UPDATE)
             self._load_seconds += self._clock.monotonic() - began
 
-    async def _write(self, update: Update) -> None:
+    async def _write(self, update: Update | None, version: int, probe: Probe | None) -> None:
         """However it is broken off, also by a caller who goes: nobody knows then what was written."""
         try:
-            await update.apply()
+            if update is not None:
+                await update.apply()
+            if probe is not None:
+                await self._go_on()  # our own answers are held; the server must sample for the probe
+                probing.check(version, probe, await self.scores(probe.prompts, version))
         except BaseException as error:
-            if isinstance(error, Tainted) or not isinstance(error, WeightsError):
+            if isinstance(error, Tainted | probing.ProbeMismatch) or not isinstance(error, WeightsError):
                 self._version = UNKNOWN
                 self._hold(_WEIGHTS)
             if isinstance(error, EngineLost):
@@ -289,14 +315,20 @@ class ServerEngine(ABC):
 
     async def _let_go(self, reason: str) -> None:
         """The reason is gone; without any other, the server samples again."""
-        if self._halted and not self._held - {reason}:
-            try:
-                await self.go_on()
-            except EngineLost as error:
-                log.warning("the server does not go on: %s", error.message)
-                self._disobeyed.set()
-            self._halted = False
+        if not self._held - {reason}:
+            await self._go_on()
         self._release(reason)
+
+    async def _go_on(self) -> None:
+        """The server samples what it is asked for, if it was told not to."""
+        if not self._halted:
+            return
+        try:
+            await self.go_on()
+        except EngineLost as error:
+            log.warning("the server does not go on: %s", error.message)
+            self._disobeyed.set()
+        self._halted = False
 
     async def _cut_all(self, cause: str) -> None:
         """Returns once no attempt runs. One that does not end by itself is given up: what it has not handed over is
@@ -395,7 +427,9 @@ class ServerEngine(ABC):
             await self._again()
             self._disobeyed.clear()
             began_with, self._version = self._version, 0
-            if began_with != 0:
+            if self._doubts:
+                self._hold(_WEIGHTS)
+            elif began_with != 0:
                 self._hold(_WEIGHTS)
                 asyncio.get_running_loop().call_later(_WEIGHTS_SECONDS, self._make_do, self._loads)
             self._release(_DOWN)

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -42,11 +43,16 @@ class InPlaceEngine(ServerEngine):
         self.process: ServerProcess | None = None
         self._logs = logs
         self._start_id = secrets.token_hex(8)
+        self._probes = count()
 
     def salt(self, version: int) -> str:
         """What the server's prefix cache is kept under. A server that runs already may have served other weights under
         the same version."""
         return f"{self._start_id}-{version}"
+
+    def probe_salt(self, version: int) -> str:
+        """One for each probe: a version that failed and is loaded again must not find what it cached then."""
+        return f"{self.salt(version)}-probe-{next(self._probes)}"
 
     async def launch(self, process: ServerProcess) -> None:
         self.process = process

@@ -19,7 +19,7 @@ import math
 import secrets
 import shutil
 import tempfile
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from itertools import count
 from pathlib import Path
@@ -37,7 +37,7 @@ from rillflow.engine.servers.layout import check_layout
 from rillflow.engine.servers.process import ServerProcess, free_port
 from rillflow.engine.sglang import launch
 from rillflow.engine.sglang.inside.rillflow_sglang import answer_name, write_order
-from rillflow.engine.sglang.wire import Chunk, Outcome, generate_body, loader_body, score_body
+from rillflow.engine.sglang.wire import Chunk, Outcome, generate_body, loader_body, probe_body, score_body
 from rillflow.errors import EngineError, EngineLost
 from rillflow.types import FinishReason, GenerateRequest, Sampling
 from rillflow.weights.models import DTYPES
@@ -161,13 +161,12 @@ class SglangEngine(InPlaceEngine):
         finally:
             self._running -= 1
         reason = scored.meta_info.finish_reason
-        if reason is None or reason.type == "abort":
-            return []
-        last = scored.meta_info.input_token_logprobs[-len(answer) :]
-        raw = [value for value, _, _ in last if value is not None]
-        if [token for _, token, _ in last] != answer or len(raw) != len(answer):
-            raise EngineError("SGLang did not score the tokens that it was given", "is it a tried release?")
-        return raw
+        return [] if reason is None or reason.type == "abort" else _scored(scored, answer)
+
+    async def scores(self, prompts: Sequence[Sequence[int]], version: int) -> list[list[float]]:
+        body = probe_body(prompts, self.probe_salt(version))
+        found = await self._call("POST", "/generate", list[Chunk], body, deadline=_STALL_SECONDS)
+        return [_scored(one, list(prompt[1:])) for one, prompt in zip(found, prompts, strict=True)]
 
     async def _parts(self, request: GenerateRequest, version: int) -> AsyncGenerator[Part]:
         body = generate_body(request, self.settings.context, self.salt(version))
@@ -294,6 +293,15 @@ class SglangEngine(InPlaceEngine):
             return msgspec.json.decode(data, type=shape)
         except msgspec.MsgspecError as error:
             raise EngineError(f"SGLang answered {route} with {data[:200]!r}", "is it a tried release?") from error
+
+
+def _scored(chunk: Chunk, tokens: list[int]) -> list[float]:
+    """The log-probs of a prompt's last tokens."""
+    last = chunk.meta_info.input_token_logprobs[-len(tokens) :]
+    raw = [value for value, _, _ in last if value is not None]
+    if [token for _, token, _ in last] != tokens or len(raw) != len(tokens):
+        raise EngineError("SGLang did not score the tokens that it was given", "is it a tried release?")
+    return raw
 
 
 def _part(chunk: Chunk, asked: Sampling) -> Part:

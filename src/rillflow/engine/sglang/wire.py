@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -91,6 +92,17 @@ def score_body(tokens: list[int], answer: list[int], salt: str) -> dict[str, Any
         "return_logprob": True,
         "logprob_start_len": len(tokens) - 1,
         "extra_key": salt,
+    }
+
+
+def probe_body(prompts: Sequence[Sequence[int]], salt: str) -> dict[str, Any]:
+    """For the log-probs of all tokens of several prompts, in one request."""
+    return {
+        "input_ids": prompts,
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "extra_key": [salt] * len(prompts),
     }
 
 

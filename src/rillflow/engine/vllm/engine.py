@@ -17,7 +17,7 @@ import asyncio
 import math
 import secrets
 import tempfile
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -158,6 +158,12 @@ class VllmEngine(InPlaceEngine):
                     return
         finally:
             channel.drop(number)
+
+    async def scores(self, prompts: Sequence[Sequence[int]], version: int) -> list[list[float]]:
+        scored: list[list[float]] = await self._call(
+            "score", prompts, self.probe_salt(version), deadline=_WEIGHTS_SECONDS
+        )
+        return scored
 
     def _room(self, request: GenerateRequest) -> int:
         """Tokens that may follow. An answer that is scored becomes a prompt, which needs a place behind it."""

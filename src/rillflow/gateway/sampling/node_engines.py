@@ -28,7 +28,7 @@ from rillflow.gateway.sampling.pool import EnginePool
 from rillflow.storage import startup
 from rillflow.storage.spans import SpanLog, Spans, open_spans
 from rillflow.types import EngineInfo, Engines, LookEngines
-from rillflow.weights.refresh import Refresher, StoreSupply
+from rillflow.weights.refresh import Refresher, StoreSupply, troubles
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +72,8 @@ class NodeEngines:
         self._closing = closing
         for refresher in self._refreshers.values():
             refresher.on_load = self.fleet.tell
+        if host is not None:
+            host.trouble = lambda: troubles(self._refreshers.values())
         if host is not None and spans is not None:
             tell_busy(host, spans)
             for refresher in self._refreshers.values():
@@ -128,6 +130,11 @@ class NodeEngines:
     def versions(self) -> dict[str, int] | None:
         """Of every policy the lowest that its engines serve; None while one has no engine: no task can be played."""
         return self.fleet.versions(self.pools)
+
+    @property
+    def trouble(self) -> str:
+        """Why an own engine samples nothing, because of its weights."""
+        return self._host.known.trouble if self._host is not None else ""
 
     async def newer(self, than: Mapping[str, int], seconds: float) -> None:
         """Until the engines serve other versions, for so many seconds at most."""
@@ -227,7 +234,7 @@ def node_engines(
     logs = weights.parent / "logs"
     engines = {policy: build_engine(settings, exact=exact, logs=logs) for policy, settings in recipe.policies.items()}
     refreshers = {
-        policy: Refresher(policy, engine, StoreSupply(stores[policy]))
+        policy: Refresher(policy, engine, StoreSupply(stores[policy]), doubts=recipe.policies[policy].proves)
         if stores and policy in stores
         else follow(
             policy, recipe.policies[policy], engine, name=name, weights=weights, token=token, turn=turn, tell=tell

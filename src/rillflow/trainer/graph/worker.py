@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rillflow.config import Recipe, TrainerConfig
+from rillflow.config import PolicyConfig, Recipe, TrainerConfig
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import ConfigError
 from rillflow.trainer.algorithms import ALGORITHMS, Algorithm
@@ -27,11 +27,13 @@ from rillflow.trainer.learner import Learner
 from rillflow.trainer.metrics import finite
 from rillflow.trainer.optimizer import Optimizer
 from rillflow.trainer.parallel.peers import Peers
+from rillflow.trainer.probing import Prober
 from rillflow.weights.models import pick_device
 
 if TYPE_CHECKING:
     from rillflow.contracts import Tensors
     from rillflow.trainer.parallel.sharding import Shards
+    from rillflow.types import Probe
     from rillflow.weights.adapters import Adapter
 
 # How many updates a role has made, among its moments: with mini-batches and warm-ups it is not the number of batches.
@@ -146,6 +148,12 @@ class Worker:
     def adapter(self) -> Adapter | None:
         """What was trained of a LoRA policy; None of any other."""
         return self._main.adapter()
+
+    def prober(self, settings: PolicyConfig) -> Callable[[], Probe | None]:
+        """What makes the probe of each published version; a model that gives no log-probs has none."""
+        if not settings.proves or "actor" not in self._models:
+            return _nothing
+        return Prober(self._models["actor"], settings)
 
     def masters(self) -> dict[str, torch.Tensor]:
         """The exact weights of all that trains, each tied one once."""

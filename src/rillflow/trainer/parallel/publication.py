@@ -37,6 +37,7 @@ from rillflow.weights.store import Publication
 
 if TYPE_CHECKING:
     from rillflow.contracts import Tensors
+    from rillflow.types import Probe
     from rillflow.weights.delta.container import Part
 
 _MODULUS = 1 << 64  # of fingerprints
@@ -67,6 +68,7 @@ class _Taken:
     shards: Shards
     whole: Tensors  # on rank 0, where a whole version is due
     kind: _Kind
+    probe: Probe | None
 
 
 class ShardPublisher(Publisher):
@@ -90,7 +92,7 @@ class ShardPublisher(Publisher):
         self._shards = HostCopy(stay=True)
         self._taken_shards: _Taken | None = None
 
-    def take_shards(self, shards: Shards, whole: Callable[[], Tensors]) -> None:
+    def take_shards(self, shards: Shards, whole: Callable[[], Tensors], probe: Probe | None = None) -> None:
         """Copy this rank's shards of what the next version consists of, and gather the `whole` where it is due."""
         self._background.settle()
         kind = self._decided()
@@ -98,7 +100,7 @@ class ShardPublisher(Publisher):
         parts = {part: copied[part.tensor] for part in shards.parts}
         gathered = whole() if kind.whole else {}
         kept = self._copy.take(gathered) if self._peers.rank == 0 else {}
-        self._taken_shards = _Taken(shards._replace(parts=parts), kept, kind)
+        self._taken_shards = _Taken(shards._replace(parts=parts), kept, kind, probe)
 
     def _decided(self) -> _Kind:
         base = self._previous.version
@@ -124,7 +126,7 @@ class ShardPublisher(Publisher):
                 mine = {part.tensor: value for part, value in sums.items()}
                 last = self._write_delta(taken, found, mine, version, parent)
             elif self._peers.rank == 0:
-                last = self._store.publish(taken.whole, version, parent)
+                last = self._store.publish(taken.whole, version, parent, taken.probe)
             else:
                 last = None
             self._previous.hold(parts, aliases, version, sums, () if found is None else found.runs)
@@ -169,6 +171,7 @@ class ShardPublisher(Publisher):
             aliases=shards.aliases,
             delta_of=parent,
             fingerprints=as_hexadecimal({name: sums[name] % _MODULUS for name in shards.tensors}),
+            probe=taken.probe,
         )
         self._store.publish_filled(temporary, manifest)
         weights = sum(math.prod(facts.shape) for facts in shards.tensors.values())

@@ -8,13 +8,16 @@ from pathlib import Path
 import torch
 from sharded_rank import CPU, model_of
 
-from rillflow.config import TrainerConfig
+from rillflow.config import PolicyConfig, TrainerConfig
+from rillflow.trainer.forward import PolicyForward
+from rillflow.trainer.learner import Learner
 from rillflow.trainer.optimizer import Optimizer
 from rillflow.trainer.parallel.address import Place
 from rillflow.trainer.parallel.peers import Peers
 from rillflow.trainer.parallel.publication import ShardPublisher
 from rillflow.trainer.parallel.rendezvous import connect
 from rillflow.trainer.parallel.sharding import shard
+from rillflow.trainer.probing import Prober
 from rillflow.trainer.publisher import Retention
 from rillflow.weights import FolderStore
 from rillflow.weights.signing import key_of
@@ -29,20 +32,22 @@ def publish(folder: Path, peers: Peers, dtype: torch.dtype, *, tied: bool) -> No
     config = TrainerConfig(sharding="fsdp", lr=1e-4)
     shard(model, config, peers, CPU)
     optimizer = Optimizer(model, config, peers)
+    settings = PolicyConfig.model_validate({"model": "tiny", "engine": {"dtype": "bf16" if tied else "fp32"}})
+    prober = Prober(Learner("actor", model, PolicyForward(model, config), optimizer, config, peers), settings)
     together, alone = FolderStore(folder / "together", KEY, fingerprints=True, snapshot_every=EVERY), None
     publisher = ShardPublisher(together, dtype, peers, Retention(keep=100))
     if peers.rank == 0:
         alone = FolderStore(folder / "alone", KEY, deltas=True, snapshot_every=EVERY)
     for version in range(VERSIONS):
         parent = version - 1 if version else None
-        weights = optimizer.weights(dtype)
+        weights, probe = optimizer.weights(dtype), prober()
         if alone is not None:
             alone.publish(weights, version, parent)
         if parent is None:
             if peers.rank == 0:
-                together.publish(weights, 0, None)
+                together.publish(weights, 0, None, probe)
         else:
-            publisher.take_shards(optimizer.shards(dtype), lambda: optimizer.weights(dtype))
+            publisher.take_shards(optimizer.shards(dtype), lambda: optimizer.weights(dtype), probe)
             with torch.no_grad():
                 before = [p.to_local().clone() for p in model.parameters()]
                 for parameter in model.parameters():

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from publishing_rank import EVERY, KEY, VERSIONS
+from sharded_rank import model_of
 
 from rillflow.trainer.parallel.launch import launch
 from rillflow.weights import FolderStore
+from rillflow.weights.probe import check as check_probe
 from rillflow.weights.signing import check
 from soak import repetitions
 
@@ -54,3 +56,17 @@ def compare(together: FolderStore, alone: FolderStore, version: int, ranks: int)
     assert pulled.keys() == whole.keys()
     for name, tensor in whole.items():
         assert torch.equal(bits(pulled[name]), bits(tensor)), name
+    probe = mine.probe
+    assert probe is not None
+    check_probe(version, probe, scores(whole, probe.prompts))
+
+
+@torch.no_grad()
+def scores(weights: dict[str, torch.Tensor], prompts: list[list[int]]) -> list[list[float]]:
+    """What one plain model says that has the published weights."""
+    model = model_of(tied=weights["model.norm.weight"].dtype == torch.bfloat16)
+    model.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
+    ids_RT = torch.tensor(prompts)
+    logprob_RTV = model(ids_RT).logits[:, :-1].log_softmax(-1)
+    values: list[list[float]] = logprob_RTV.gather(-1, ids_RT[:, 1:, None])[:, :, 0].tolist()
+    return values

@@ -10,10 +10,14 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rillflow.errors import CorruptData, DiskFull, Unauthorized, Unavailable, WeightsError, WireError
+from rillflow.types import Probe
+from rillflow.weights.pull import Puller
+from rillflow.weights.store import FolderStore
 from rillflow.weights.transport import download as downloads
 from rillflow.weights.transport import mirrors as servers
 from rillflow.weights.transport import remote
@@ -82,6 +86,20 @@ async def reader(tmp_path: Path) -> AsyncIterator[Reader]:
 def as_given(source: HttpSource) -> None:
     """The first server counts as the nearest."""
     source._mirrors._probing = asyncio.create_task(asyncio.sleep(0))
+
+
+async def test_a_version_comes_with_its_probe_as_it_was_signed(tmp_path: Path, reader: Reader) -> None:
+    probe = Probe(prompts=[[1, 2, 3]], logprobs=[[-1.5, -0.25]], tolerance=0.125)
+    store = FolderStore(tmp_path / "weights" / POLICY, KEY)
+    store.publish({"w": torch.ones(4)}, 0, None, probe)
+    async with served(tmp_path / "weights") as url:
+        puller = Puller(reader(url))
+        assert (await puller.pull()).probe == probe
+        assert await puller.probe(0) == probe
+        manifest = store.path(0) / "manifest.json"
+        manifest.write_text(manifest.read_text().replace("0.125", "9.0"))
+        with pytest.raises(CorruptData, match="not signed with this run's key"):
+            await reader(url, cache=tmp_path / "other").manifest(0)
 
 
 # ---------------------------------------------------------------- parts

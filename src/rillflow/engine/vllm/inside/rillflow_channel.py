@@ -56,7 +56,7 @@ class Drop(msgspec.Struct, array_like=True, tag="drop"):
 
 
 class Control(msgspec.Struct, array_like=True, tag="control"):
-    """`pause`, `resume`, or a method of all workers (`rillflow_…`) with its arguments."""
+    """`pause`, `resume`, `score` (prompts, salt), or a method of all workers (`rillflow_…`) with its arguments."""
 
     id: int
     what: str
@@ -216,13 +216,22 @@ class _Connection:
             whole.cached = max(whole.cached, part.cached)
             whole.finish = part.finish or "abort"
         if whole.finish != "abort":
-            whole.raw = await self._scores(ask, whole.tokens)
+            name = self._name(ask.id) + "-scored"
+            whole.raw = await self._scores([*ask.tokens, *whole.tokens], len(whole.tokens), ask.salt, name)
         return whole if whole.raw else Part(ask.id, [], [], "abort")
 
-    async def _scores(self, ask: Ask, answer: list[int]) -> list[float]:
-        """The log-probs of an answer as the model's own, without cuts: vLLM masks logits before it takes any, so they
-        are those of a prompt. None where that was cut."""
-        prompt = {"type": "token", "prompt_token_ids": [*ask.tokens, *answer], "cache_salt": ask.salt}
+    async def _score_all(self, control: int, prompts: list[list[int]], salt: str) -> list[list[float]]:
+        """Of each prompt all but its first token, which nothing comes before. vLLM computes them in one step."""
+        asked = [
+            self._scores(prompt, len(prompt) - 1, salt, f"{self._name(control)}-{place}")
+            for place, prompt in enumerate(prompts)
+        ]
+        return await asyncio.gather(*asked)
+
+    async def _scores(self, tokens: list[int], last: int, salt: str, name: str) -> list[float]:
+        """The log-probs of the `last` tokens as the model's own, without cuts: vLLM masks logits before it takes any,
+        so they are those of a prompt. None where that was cut."""
+        prompt = {"type": "token", "prompt_token_ids": tokens, "cache_salt": salt}
         params = self._params.SamplingParams(
             temperature=0.0,
             max_tokens=1,
@@ -231,10 +240,10 @@ class _Connection:
             detokenize=False,
             output_kind=self._params.RequestOutputKind.FINAL_ONLY,
         )
-        async for output in self._engine.generate(prompt, params, self._name(ask.id) + "-scored"):
+        async for output in self._engine.generate(prompt, params, name):
             if output.finished and output.outputs[0].finish_reason == "length" and output.prompt_logprobs:
-                rows = list(output.prompt_logprobs)[-len(answer) :]
-                return [row[token].logprob for row, token in zip(rows, answer, strict=True)]
+                rows = list(output.prompt_logprobs)[-last:]
+                return [row[token].logprob for row, token in zip(rows, tokens[-last:], strict=True)]
         return []
 
     def _sampling(self, ask: Ask) -> Any:
@@ -276,6 +285,8 @@ class _Connection:
                     await self._engine.sleep(level=1)
             elif message.what == "wake":
                 await self._engine.wake_up()
+            elif message.what == "score":
+                result = await self._score_all(message.id, *message.arguments)
             elif message.what.startswith("rillflow_"):
                 result = await self._engine.collective_rpc(message.what, args=tuple(message.arguments))
             else:
