@@ -35,6 +35,7 @@ from rillflow.dataflow.database import Value, storage_error
 from rillflow.dataflow.part import Base, Part
 from rillflow.dataflow.tables import FORMAT
 from rillflow.errors import CorruptData, RunError
+from rillflow.types.decoding import json_decoder
 
 Kept = TypeVar("Kept", Mark, Report)
 
@@ -200,7 +201,7 @@ def _last_news(reads: Reads, mark: Mark) -> float:
 
 def _read(reads: Reads, key: str, kind: type[Kept]) -> Kept | None:
     text = reads.value("SELECT value FROM meta WHERE key = ?", (key,))
-    return None if text is None else msgspec.json.decode(text, type=kind)
+    return None if text is None else json_decoder(kind).decode(text)
 
 
 # ---------------------------------------------------------------- Prometheus

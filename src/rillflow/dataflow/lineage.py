@@ -12,6 +12,7 @@ import msgspec
 from rillflow.dataflow.part import Part
 from rillflow.errors import BadRequest, ConfigError, LeaseLost
 from rillflow.types import JoinTrainer, TrainerJoined
+from rillflow.types.decoding import json_decoder
 
 
 class Lineage(Part):
@@ -105,7 +106,7 @@ class Lineage(Part):
         row = self._db.one("SELECT incarnation, joined FROM policies WHERE name = ?", (ask.policy,))
         if row is None or row["incarnation"] != ask.incarnation:
             return None
-        return msgspec.json.decode(row["joined"], type=TrainerJoined)
+        return json_decoder(TrainerJoined).decode(row["joined"])
 
     def check_checkpoint(self, policy: str, checkpoint: int) -> None:
         if checkpoint != 0 and not self._db.value(

@@ -9,6 +9,7 @@ import msgspec
 from rillflow.dataflow.part import Part
 from rillflow.errors import BadRequest
 from rillflow.types import UnitInfo
+from rillflow.types.decoding import json_decoder
 
 
 class Roster(Part):
@@ -29,7 +30,7 @@ class Roster(Part):
     def healthy(self) -> list[UnitInfo]:
         """The units that were heard of lately, the least loaded first."""
         rows = self._db.all("SELECT info FROM units WHERE state = 'healthy' ORDER BY load, unit")
-        return [msgspec.json.decode(row["info"], type=UnitInfo) for row in rows]
+        return [json_decoder(UnitInfo).decode(row["info"]) for row in rows]
 
     @property
     def count(self) -> int:

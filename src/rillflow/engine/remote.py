@@ -20,6 +20,7 @@ from rillflow.engine.frames import LENGTH, LONGEST, Frame, Generate, Hold, Relea
 from rillflow.engine.host import HOLD_SECONDS
 from rillflow.errors import BadRequest, EngineError, EngineLost, ErrorBody, RillflowError, from_body
 from rillflow.types import Chunk, EngineInfo, GenerateRequest
+from rillflow.types.decoding import msgpack_decoder
 
 STALL_SECONDS = 10.0
 CONNECT_SECONDS = 3.0
@@ -81,7 +82,7 @@ class RemoteEngine:
                 body = await response.read()
                 if response.status != 200:
                     raise _refusal(self.name, response.status, body)
-            self.known = msgspec.msgpack.decode(body, type=EngineInfo)
+            self.known = msgpack_decoder(EngineInfo).decode(body)
             self._told_at = asyncio.get_running_loop().time()
         return self.known
 
@@ -191,7 +192,7 @@ async def _to_the_end(response: aiohttp.ClientResponse) -> None:
 
 def _refusal(name: str, status: int, body: bytes) -> RillflowError:
     try:
-        return _said(name, from_body(msgspec.msgpack.decode(body, type=ErrorBody)))
+        return _said(name, from_body(msgpack_decoder(ErrorBody).decode(body)))
     except msgspec.MsgspecError:
         return EngineLost(f"engine {name} answered with status {status}")
 

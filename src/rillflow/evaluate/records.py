@@ -16,6 +16,7 @@ from xxhash import xxh3_64_hexdigest
 
 from rillflow.errors import DataError
 from rillflow.storage import disk_errors
+from rillflow.types.decoding import json_decoder
 
 _MARK = b',"check":"'
 _END = b'"}\n'
@@ -114,7 +115,7 @@ def decode(line: bytes) -> Record | None:
     text, mark, end = line.rpartition(_MARK)
     if not mark or end != xxh3_64_hexdigest(text).encode() + _END:
         return None
-    return msgspec.json.decode(text + b"}", type=Record)
+    return json_decoder(Record).decode(text + b"}")
 
 
 def fingerprint(records: Sequence[Record]) -> str:

@@ -20,6 +20,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from rillflow.types.decoding import json_decoder
+
 log = logging.getLogger(__name__)
 
 FOLDER = "starting"
@@ -96,7 +98,7 @@ def stage_path(run: Path, process: str) -> Path:
 def read_stage(run: Path, process: str) -> Stage | None:
     """Return what the process said last, or None if it has said nothing."""
     with suppress(OSError, msgspec.MsgspecError):
-        return msgspec.json.decode(stage_path(run, process).read_bytes(), type=Stage)
+        return json_decoder(Stage).decode(stage_path(run, process).read_bytes())
     return None
 
 

@@ -35,6 +35,7 @@ from rillflow.trainer.background import DEADLINE, Background, HostCopy
 from rillflow.trainer.parallel.handing import collect, hand_in
 from rillflow.trainer.parallel.peers import Alone, Peers
 from rillflow.trainer.slices import own, read, wanted_by
+from rillflow.types.decoding import json_decoder
 from rillflow.weights import sealed
 from rillflow.weights.codec import encode
 
@@ -210,7 +211,7 @@ class Checkpoints:
         folder = self._path(version)
         manifest = sealed.read_manifest(folder, sealed.Manifest)
         try:
-            state = msgspec.json.decode(sealed.read_file(folder, "state.json", manifest), type=State)
+            state = json_decoder(State).decode(sealed.read_file(folder, "state.json", manifest))
         except msgspec.MsgspecError as error:
             raise CorruptData(f"{folder / 'state.json'} is not a state: {error}", "it was changed") from error
         wanted = wanted_by(like, self._peers.rank, self._peers.size)

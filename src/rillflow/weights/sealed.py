@@ -20,6 +20,7 @@ import msgspec
 
 from rillflow.errors import CorruptData, StorageError
 from rillflow.storage import disk_errors, file_hash, fsync_folder
+from rillflow.types.decoding import json_decoder
 
 MANIFEST = "manifest.json"
 _TEMPORARY = ".tmp"
@@ -127,7 +128,7 @@ def _rename(temporary: Path, target: Path) -> None:
 def read_manifest(folder: Path, kind: type[M]) -> M:
     """The manifest, validated; CorruptData when it is missing, torn or not of this kind."""
     try:
-        return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=kind)
+        return json_decoder(kind).decode((folder / MANIFEST).read_bytes())
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CorruptData(f"{folder} has no valid manifest: {error}", "the folder is damaged") from error
 

@@ -23,6 +23,7 @@ import msgspec
 
 from rillflow.errors import ConfigError, StorageError
 from rillflow.storage import disk_errors
+from rillflow.types.decoding import json_decoder
 
 if TYPE_CHECKING:
     from qdrant_client import QdrantClient
@@ -135,7 +136,7 @@ class EpisodeStore:
                 os.truncate(journal, len(whole) + 1 if whole else 0)
         lines = whole.split(b"\n") if whole else []
         try:
-            kept = {(episode := msgspec.json.decode(line, type=Remembered)).id: episode for line in lines}
+            kept = {(episode := json_decoder(Remembered).decode(line)).id: episode for line in lines}
         except msgspec.MsgspecError as error:
             raise StorageError(
                 f"{journal} is no journal of episodes: {error}", "remove the line, or the file"

@@ -20,6 +20,7 @@ import msgspec
 import torch
 
 from rillflow.errors import ConfigError, RewardError
+from rillflow.types.decoding import json_decoder
 from rillflow.weights.model_folder import model_folder
 from rillflow.weights.models import load_scalar_model, load_tokenizer, pick_device
 
@@ -155,6 +156,6 @@ def _facts(folder: Path) -> Facts:
             f"{folder} is no process reward model: it has no {_FACTS}", "give the `model` folder of a fit"
         )
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Facts)
+        return json_decoder(Facts).decode(path.read_bytes())
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{path} is not what `rillflow fit` writes: {error}", "export the model again") from error

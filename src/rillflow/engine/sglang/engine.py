@@ -40,6 +40,7 @@ from rillflow.engine.sglang.inside.rillflow_sglang import answer_name, write_ord
 from rillflow.engine.sglang.wire import Chunk, Outcome, generate_body, loader_body, probe_body, score_body
 from rillflow.errors import EngineError, EngineLost
 from rillflow.types import FinishReason, GenerateRequest, Sampling
+from rillflow.types.decoding import json_decoder
 from rillflow.weights.models import DTYPES
 
 _T = TypeVar("_T")
@@ -290,7 +291,7 @@ class SglangEngine(InPlaceEngine):
         if shape is None:
             return None  # type: ignore[return-value]
         try:
-            return msgspec.json.decode(data, type=shape)
+            return json_decoder(shape).decode(data)
         except msgspec.MsgspecError as error:
             raise EngineError(f"SGLang answered {route} with {data[:200]!r}", "is it a tried release?") from error
 

@@ -9,6 +9,7 @@ import msgspec
 
 from rillflow.errors import CorruptData
 from rillflow.storage import write_atomic
+from rillflow.types.decoding import json_decoder
 
 
 class Kept(msgspec.Struct, forbid_unknown_fields=True):
@@ -28,7 +29,7 @@ class KeptNodes:
         if not self._path.is_file():
             return {}
         try:
-            return msgspec.json.decode(self._path.read_bytes(), type=dict[str, Kept])
+            return json_decoder(dict[str, Kept]).decode(self._path.read_bytes())
         except msgspec.MsgspecError as error:
             raise CorruptData(
                 f"{self._path} cannot be read: {error}",

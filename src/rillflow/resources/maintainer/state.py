@@ -16,6 +16,7 @@ import msgspec
 
 from rillflow.errors import CorruptData
 from rillflow.storage import disk_errors, write_atomic
+from rillflow.types.decoding import json_decoder
 
 FORMAT = 1
 Action = Literal["begin", "grow", "shrink", "hold", "start", "joined", "failed", "stopped", "died", "refused"]
@@ -109,13 +110,13 @@ class Book:
         if not self._log.is_file():
             return []
         raw = self._log.read_bytes().splitlines()[-last:]
-        return [msgspec.json.decode(line, type=Line) for line in raw]
+        return [json_decoder(Line).decode(line) for line in raw]
 
     def _read(self) -> State:
         if not self._path.is_file():
             return State()
         try:
-            state = msgspec.json.decode(self._path.read_bytes(), type=State)
+            state = json_decoder(State).decode(self._path.read_bytes())
         except msgspec.MsgspecError as error:
             raise CorruptData(
                 f"{self._path} cannot be read: {error}",

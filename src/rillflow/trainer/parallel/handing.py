@@ -13,6 +13,7 @@ import msgspec
 
 from rillflow.errors import StorageError
 from rillflow.storage import write_atomic
+from rillflow.types.decoding import json_decoder
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -34,7 +35,7 @@ def collect(folder: Path, rank: int, kind: type[S], patience: float) -> S:
                 "all ranks must see the same run folder; see that rank's log",
             )
         time.sleep(_LOOK)
-    news = msgspec.json.decode(path.read_bytes(), type=kind)
+    news = json_decoder(kind).decode(path.read_bytes())
     path.unlink()
     return news
 

@@ -28,6 +28,7 @@ from rillflow.trainer.supervised.examples import SEPARATOR, Example, Examples, w
 from rillflow.trainer.supervised.functions import STEP_LOSS, StepLossName
 from rillflow.trainer.supervised.shapes import Answered, Stepwise, read_row
 from rillflow.trainer.supervised.texts import Writer, Written
+from rillflow.types.decoding import json_decoder
 from rillflow.weights.model_folder import model_folder
 from rillflow.weights.models import Dtype, pick_device
 
@@ -90,6 +91,6 @@ def _facts(folder: Path) -> Facts:
     if not path.is_file():
         return Facts()
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Facts)
+        return json_decoder(Facts).decode(path.read_bytes())
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{path} is not what `rillflow fit` writes: {error}", "export the model again") from error

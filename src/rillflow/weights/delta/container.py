@@ -26,6 +26,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from rillflow.errors import CorruptData
+from rillflow.types.decoding import msgpack_decoder
 
 _START = struct.Struct("<4sI")
 _MAGIC = b"RFC1"
@@ -100,7 +101,7 @@ def _list(content: memoryview, path: Path) -> tuple[list[_Listed], int]:
     try:
         deflated = zlib.decompressobj()
         text = deflated.decompress(content[_START.size : start], _LONGEST_LIST)
-        listed = msgspec.msgpack.decode(text, type=list[_Listed])
+        listed = msgpack_decoder(list[_Listed]).decode(text)
     except (zlib.error, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CorruptData(f"{path} has no valid list of pieces: {error}", _DAMAGED) from error
     if not deflated.eof or deflated.unused_data:

@@ -18,6 +18,7 @@ import msgspec
 
 from rillflow.errors import CorruptData
 from rillflow.storage import disk_errors, file_hash, fsync_folder
+from rillflow.types.decoding import json_decoder
 from rillflow.weights.sealed import FileFacts
 
 Span = tuple[int, int]
@@ -83,7 +84,7 @@ class PartFile:
 
     def _known(self) -> Spans:
         try:
-            record = msgspec.json.decode(self._record.read_bytes(), type=_Record)
+            record = json_decoder(_Record).decode(self._record.read_bytes())
             whole = self.path.stat().st_size == record.size
         except (OSError, msgspec.MsgspecError):
             return Spans()

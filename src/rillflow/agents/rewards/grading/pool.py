@@ -24,6 +24,7 @@ import msgspec
 from rillflow.agents.rewards.calling import in_thread
 from rillflow.agents.rewards.grading.worker import LOAD, OUT_OF_TIME, Order, Reply
 from rillflow.errors import RewardError
+from rillflow.types.decoding import json_decoder
 
 _START = 300.0  # seconds for a process to start and to load a grader
 _LAST = 10.0  # seconds between the end of its output and its own
@@ -75,7 +76,7 @@ class Grader:
             raise _too_slow(order)
         if not line.endswith(b"\n"):
             raise _too_slow(order) if self._ended() == -OUT_OF_TIME else GraderDied
-        return msgspec.json.decode(line, type=Reply)
+        return json_decoder(Reply).decode(line)
 
     def _ended(self) -> int | None:
         """By what it ended, now that its output has."""
