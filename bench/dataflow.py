@@ -1,7 +1,7 @@
 """The dataflow layer against TransferQueue, and how its cost grows.
 
     bash scripts/make_venv.sh .venv-transferqueue transferqueue
-    python -m bench.dataflow [--quick] [--json FILE] [--peer PYTHON] [--only abcg]
+    python -m bench.dataflow [--quick] [--json FILE] [--peer PYTHON] [--only abcgn]
 
 Side by side in one run, taking turns, with data of the same shape. TransferQueue keeps it in memory (its default
 backend on a local Ray); we have it on disk, synced, before it is acknowledged, and verify every checksum on reading.
@@ -12,6 +12,7 @@ backend on a local Ray); we have it on disk, synced, before it is acknowledged, 
     process at once, each its own row; read in batches of 64. The peer's call for 64 rows at once stands beside.
 (c) 64 producers in two processes, 8 consumers of micro-batches: rows a second from the first put to the last read
 (g) one run of up to 1e6 samples: seconds a sample and memory of the service, against those at 1e4
+(n) a lease after 10,000 nodes have come and gone, against one where none has: at most 1.5 times the time
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from typing import Any
 from bench import dataflow_ours as ours
 from bench.common import Report, parser
 from bench.dataflow_growth import Point, grow
+from bench.dataflow_nodes import lease_seconds
 
 Times = dict[str, float]
 
@@ -37,6 +39,7 @@ ROWS, COLUMNS, WIDTH = 1024, 9, 8192
 BYTES = ROWS * COLUMNS * WIDTH * 4
 PRODUCERS, PROCESSES, CONSUMERS = 64, 2, 8
 WARM = 4  # rounds of (a) that do not count
+GONE = 10_000  # nodes of (n)
 DEFAULT_PEER = Path(".venv-transferqueue/bin/python")
 
 
@@ -181,10 +184,17 @@ def report_growth(report: Report, points: list[Point]) -> None:
         report.add(f"{name}: payload kept", point.stored, None, unit="MB on disk")
 
 
+def report_nodes(report: Report, rounds: int) -> None:
+    after, none = lease_seconds(GONE, rounds)
+    unit = "µs a lease (peer: no node has gone)"
+    name = f"(n) lease, {GONE:,} nodes gone"
+    report.add(name, after * 1e6, none * 1e6, unit=unit, goal=1 / 1.5, less_is_better=True)
+
+
 def main() -> None:
     arguments = parser(__doc__ or "")
     arguments.add_argument("--peer", type=Path, default=DEFAULT_PEER, help="Python that has TransferQueue")
-    arguments.add_argument("--only", default="abcg", help="which of the cases a, b, c and g")
+    arguments.add_argument("--only", default="abcgn", help="which of the cases a, b, c, g and n")
     given = arguments.parse_args()
     report = Report("dataflow")
     if set(given.only) & set("abc"):
@@ -197,6 +207,8 @@ def main() -> None:
     if "g" in given.only:
         sizes = [1_000, 10_000, 40_000] if given.quick else [1_000, 10_000, 100_000, 1_000_000]
         report_growth(report, asyncio.run(grow(sizes)))
+    if "n" in given.only:
+        report_nodes(report, 500 if given.quick else 2000)
     report.finish(given.json)
 
 
