@@ -98,8 +98,9 @@ class World:
     def relay(self, region: Region) -> None:
         code = (
             "import asyncio, sys; from pathlib import Path; from rillflow.weights.transport.relay import serve_relay; "
-            "from rillflow.weights.transport.serve import reading_token; "
-            f"asyncio.run(serve_relay(['http://127.0.0.1:{FAR_PORT}'], Path(sys.argv[1]), reading_token({TOKEN!r}), "
+            "from rillflow.wire.tokens import scoped_token; "
+            f"asyncio.run(serve_relay(['http://127.0.0.1:{FAR_PORT}'], Path(sys.argv[1]), "
+            f"scoped_token({TOKEN!r}, 'reader'), "
             f"port={RELAY_PORT}, on_ready=lambda url: Path(sys.argv[2]).touch()))"
         )
         arguments = (str(self.root / "relay"), str(self.root / "relayed"))

@@ -29,9 +29,11 @@ from rillflow.weights.pull import Puller
 from rillflow.weights.signing import key_of
 from rillflow.weights.store import FolderStore
 from rillflow.weights.transport.objects import open_source
+from rillflow.wire.tokens import scoped_token
 
 POLICY = "policy"
 TOKEN = "the token of a benchmark"
+NODE_TOKEN = scoped_token(TOKEN, "node")
 PROMPT, ANSWER, CONTEXT, STREAMS = 32, 96, 256, 2
 _LOOK = 0.2
 _THINK = 0.1  # seconds between two answers, as an agent has them; many pools share this machine
@@ -75,7 +77,7 @@ def train(ask: Train) -> dict[str, Any]:
     root = Path(ask.root)
     model = LlamaForCausalLM.from_pretrained(root / "model", dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=ask.rate)
-    store = FolderStore(root / "weights" / POLICY, key_of(TOKEN), deltas=ask.deltas, snapshot_every=10**6)
+    store = FolderStore(root / "weights" / POLICY, key_of(NODE_TOKEN), deltas=ask.deltas, snapshot_every=10**6)
     store.publish(_published(model), 0, None)
     publisher = Publisher(store, torch.bfloat16, Retention(keep=10**6))
     (root / "ready").touch()
@@ -133,7 +135,7 @@ async def pool(ask: Pool) -> dict[str, Any]:
         weights=WeightsConfig.model_validate({"mode": ask.mode, "source": ask.source or None}),
     )
     engine = build_engine(settings, exact=False)
-    refresher = follow(POLICY, settings, engine, name=ask.name, weights=root / "weights", token=TOKEN)
+    refresher = follow(POLICY, settings, engine, name=ask.name, weights=root / "weights", token=NODE_TOKEN)
     head = FolderStore(root / "weights" / POLICY).head
     answers: list[list[_Token]] = []
     lags: list[int] = []
@@ -213,7 +215,9 @@ class Pull(NamedTuple):
 async def pull(ask: Pull) -> dict[str, Any]:
     """A new node that takes the head, without an engine."""
     root = Path(ask.root)
-    source = open_source(ask.source, POLICY, key=key_of(TOKEN), cache=root / "cache" / ask.name, streams=4, token=TOKEN)
+    source = open_source(
+        ask.source, POLICY, key=key_of(NODE_TOKEN), cache=root / "cache" / ask.name, streams=4, token=NODE_TOKEN
+    )
     puller = Puller(source, ask.mode)  # type: ignore[arg-type]
     (root / f"ready-{ask.name}").touch()
     while not (root / "go").exists():  # noqa: ASYNC110

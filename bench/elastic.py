@@ -86,7 +86,7 @@ class Run:
     def __init__(self, parent: Path, overrides: tuple[str, ...] = OVERRIDES) -> None:
         self.folder = RunFolder.create(load_recipe("stockroom", overrides), parent)
         self.token = parent / "token"
-        self.token.write_text(self.folder.token)
+        self.token.write_text(self.folder.token_of("node"))
         self.services: dict[str, subprocess.Popen[bytes]] = {}
         self.nodes: dict[str, subprocess.Popen[bytes]] = {}
 

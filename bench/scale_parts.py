@@ -29,7 +29,8 @@ from rillflow.clients.units import UnitWriter
 from rillflow.gateway import Renderer
 from rillflow.storage import write_atomic
 from rillflow.weights.store import FolderStore
-from rillflow.weights.transport.serve import reading_token, serve_weights
+from rillflow.weights.transport.serve import serve_weights
+from rillflow.wire.tokens import scoped_token
 
 TOKEN = "of no run"
 SHORT, LONG = 1000, 16_000  # tokens of a row
@@ -160,7 +161,7 @@ async def _weights(rounds: int) -> dict[str, float]:
     """What a weight server does for a node that takes a version: it tells the line, the manifest and the file."""
     with tempfile.TemporaryDirectory() as parent, _serving(Path(parent)) as (url, pid):
         meter = Meter(pid)
-        headers = {"authorization": f"Bearer {reading_token(TOKEN)}"}
+        headers = {"authorization": f"Bearer {scoped_token(TOKEN, 'reader')}"}
         async with aiohttp.ClientSession(url, headers=headers) as session:
             line = await _get(session, "/weights/main/line")
             assert line

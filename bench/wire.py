@@ -38,7 +38,7 @@ def serve(told: Connection) -> None:
 
     async def work() -> None:
         service = Service("bench", TOKEN)
-        service.post("/news", take, FailTask)
+        service.post("/news", take, FailTask, "node")
         told.send(await service.start())
         await asyncio.sleep(3600)
 

@@ -21,10 +21,13 @@ from rillflow.weights.manifest import Line, VersionManifest
 from rillflow.weights.sealed import FileFacts
 from rillflow.weights.signing import key_of, signed
 from rillflow.weights.transport.partial import PartFile
-from rillflow.weights.transport.serve import WeightService, reading_token
+from rillflow.weights.transport.serve import WeightService
 from rillflow.weights.transport.shelf import FolderShelf
+from rillflow.wire.tokens import reader_token, scoped_token
 
-TOKEN = "the run's token"
+RUN_TOKEN = "the run's token"
+TOKEN = scoped_token(RUN_TOKEN, "node")  # what a node pulls with
+READING = reader_token(TOKEN)  # what it sends
 KEY = key_of(TOKEN)
 POLICY = "solver"
 
@@ -57,7 +60,7 @@ def write_line(root: Path, head: int, policy: str = POLICY) -> None:
 
 @asynccontextmanager
 async def served(root: Path) -> AsyncIterator[str]:
-    service = WeightService(FolderShelf(root), reading_token(TOKEN))
+    service = WeightService(FolderShelf(root), RUN_TOKEN)
     url = await service.start()
     try:
         yield url

@@ -8,7 +8,8 @@
     │   ├── DiskFault          a disk failed in a way that may pass: nothing was acknowledged (retried)
     │   └── DiskFull           no space left: nothing was acknowledged
     ├── WireError              a call between two processes failed
-    │   ├── Unauthorized       no token, or the wrong one
+    │   ├── Unauthorized       no token, or an unknown one
+    │   ├── Forbidden          a token of another scope than the route needs (403)
     │   ├── BadRequest         the body does not match the route's type, or a limit was passed
     │   ├── Unavailable        the peer cannot be reached or asks to come back later (retried)
     │   ├── DeadlineExceeded   the deadline of a call or a wait has passed
@@ -79,6 +80,10 @@ class WireError(RillflowError):
 
 class Unauthorized(WireError):
     status = 401
+
+
+class Forbidden(WireError):
+    status = 403
 
 
 class BadRequest(WireError):

@@ -64,7 +64,7 @@ class Roster(Service):
     def __init__(self, token: str) -> None:
         super().__init__("dataflow", token)
         self._engines = EngineRoster()
-        self.post("/engines/beat", self._beat, EngineInfo)
+        self.post("/engines/beat", self._beat, EngineInfo, "node")
 
     async def _beat(self, info: EngineInfo) -> Engines:
         return self._engines.hear(info)

@@ -15,9 +15,8 @@ import pytest
 
 from forwarder import forwarder
 from rillflow.weights.transport.remote import HttpSource
-from rillflow.weights.transport.serve import reading_token
 from small_disk import small_disk
-from weight_servers import KEY, POLICY, TOKEN, publish, served, some_bytes
+from weight_servers import KEY, POLICY, READING, TOKEN, publish, served, some_bytes
 
 pytestmark = pytest.mark.chaos
 
@@ -48,7 +47,7 @@ async def relay(origin: str, cache: Path) -> AsyncIterator[Relay]:
     command = (sys.executable, "-m", "rillflow", "relay", "--upstream", origin, "--cache", str(cache), "--limit", "1")
     with open(log, "wb") as output:
         process = await asyncio.create_subprocess_exec(
-            *command, stdout=output, stderr=output, env=os.environ | {"RILLFLOW_WEIGHTS_TOKEN": reading_token(TOKEN)}
+            *command, stdout=output, stderr=output, env=os.environ | {"RILLFLOW_WEIGHTS_TOKEN": READING}
         )
     try:
         await until(lambda: re.search(r"http://127\.0\.0\.1:\d+(?=, cache)", log.read_text()), "the relay")

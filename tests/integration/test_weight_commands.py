@@ -16,7 +16,6 @@ from rillflow.errors import WireError
 from rillflow.runtime.folder import RunFolder
 from rillflow.weights.signing import key_of, signed
 from rillflow.weights.transport.remote import HttpSource
-from rillflow.weights.transport.serve import reading_token
 from weight_servers import publish, some_bytes
 
 DATA = some_bytes(2_000_000)
@@ -28,7 +27,7 @@ pytestmark = pytest.mark.slow
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     """A run whose trainer has published version 7 of its policy."""
     made = RunFolder.create(load_recipe("quickstart"), tmp_path / "runs")
-    monkeypatch.setattr("weight_servers.signed", lambda value, _: signed(value, key_of(made.token)))
+    monkeypatch.setattr("weight_servers.signed", lambda value, _: signed(value, key_of(made.token_of("node"))))
     publish(made.root / "weights", 7, {"model.bin": DATA}, policy=made.recipe.policy)
     return made
 
@@ -47,8 +46,8 @@ def listening(started: Started) -> str:
 
 
 async def _read(url: str, folder: RunFolder, cache: Path) -> bytes:
-    policy = folder.recipe.policy
-    source = HttpSource(f"{url}/{policy}", cache=cache, key=key_of(folder.token), token=folder.token)
+    policy, token = folder.recipe.policy, folder.token_of("node")
+    source = HttpSource(f"{url}/{policy}", cache=cache, key=key_of(token), token=token)
     try:
         assert (await source.line()).head == 7
         return (await source.file(7, "model.bin")).read_bytes()
@@ -65,8 +64,8 @@ def served(cli: Cli, folder: RunFolder) -> tuple[Started, str]:
 
 def test_from_the_run_through_a_relay(cli: Cli, folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     server, url = served(cli, folder)
-    token = cli.run("weights", str(folder.root), "--token").output().strip()
-    assert token == reading_token(folder.token)
+    token = cli.run("token", str(folder.root), "reader").output().strip()
+    assert token == folder.token_of("reader")
     monkeypatch.setenv("RILLFLOW_WEIGHTS_TOKEN", token)
     relay = cli.start("relay", "--upstream", url, "--cache", str(cli.cwd / "relay"), "--limit", "0.1")
     near = listening(relay)

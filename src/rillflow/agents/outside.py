@@ -21,6 +21,7 @@ import msgspec
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import BadRequest, Unauthorized, Unavailable, WireError
 from rillflow.gateway.feed import Ended, EndSession, OutsideTask
+from rillflow.types.decoding import json_decoder
 
 SILENCE = 30.0  # without a sign of life, a feed is dead; the gateway gives one every five seconds
 _PAUSE = 0.25
@@ -79,7 +80,7 @@ class Feed:
             await _check(response)
             yield None
             async for line in _lines(response.content):
-                yield msgspec.json.decode(line, type=OutsideTask) if line.strip() else None
+                yield json_decoder(OutsideTask).decode(line) if line.strip() else None
 
     async def end(
         self,
@@ -108,7 +109,7 @@ class Feed:
             if response.status == _GONE:  # its deadline has passed, or the run has taken it and forgotten
                 return Ended(session=task.session, accepted=False, reason="the session is not open any more")
             await _check(response)
-            return msgspec.json.decode(await response.read(), type=Ended)
+            return json_decoder(Ended).decode(await response.read())
 
     async def _pause(self, since: float, error: Exception) -> None:
         if self._clock.monotonic() - since > self._patience:
@@ -135,7 +136,7 @@ async def _check(response: aiohttp.ClientResponse) -> None:
         return
     said = (await response.text())[:500]
     if response.status == Unauthorized.status:
-        raise Unauthorized("the gateway does not take this token", "use the one in the run folder's run.json")
+        raise Unauthorized("the gateway does not take this token", "use the one that `rillflow token RUN node` prints")
     if response.status in (429, Unavailable.status):
         raise Unavailable(said)
     raise (BadRequest if response.status < 500 else WireError)(f"the gateway answered {response.status}: {said}")

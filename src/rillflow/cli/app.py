@@ -29,7 +29,7 @@ RunArgument = Annotated[Path, typer.Argument(help="A run folder, such as runs/qu
 MaybeRun = Annotated[Path | None, typer.Argument(help="A run folder, such as runs/quickstart-…", metavar="[RUN]")]
 JoinOption = Annotated[str | None, typer.Option(help="Instead: where the run's service listens", metavar="URL")]
 TokenOption = Annotated[
-    Path | None, typer.Option(help="With --join: the run's token", show_default="RILLFLOW_TOKEN", dir_okay=False)
+    Path | None, typer.Option(help="With --join: a token of the run", show_default="RILLFLOW_TOKEN", dir_okay=False)
 ]
 CacheOption = Annotated[
     Path | None,

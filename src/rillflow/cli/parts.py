@@ -103,10 +103,6 @@ def rollout(
 @app.command(rich_help_panel="One part of a run, started by hand")
 def weights(
     folder: RunArgument,
-    token: Annotated[
-        bool,
-        typer.Option("--token", help="Only print the token that opens these weights, for relays, and nothing else"),
-    ] = False,
     host: Annotated[str | None, typer.Option(help="Where to listen", show_default="runtime.host")] = None,
     port: Annotated[
         int | None,
@@ -119,16 +115,11 @@ def weights(
 
     Where it listens is in RUN/endpoints/weights.json. Nodes pull from there with policies.*.weights.source=URL.
     """
-    from rillflow.cli.weights import print_token
     from rillflow.runtime.folder import RunFolder
     from rillflow.runtime.roles import weights_role
 
     with clear_errors(role=True):
-        opened = RunFolder.open(folder)
-        if token:
-            print_token(opened)
-            return
-        raise typer.Exit(weights_role(opened, host=host, port=port))
+        raise typer.Exit(weights_role(RunFolder.open(folder), host=host, port=port))
 
 
 @app.command(rich_help_panel="One part of a run, started by hand")
@@ -141,8 +132,8 @@ def relay(
 ) -> None:
     """Pass a run's weights on in another region: fetched once, kept, served to all nodes there.
 
-    The token that opens the run's weights is taken from RILLFLOW_WEIGHTS_TOKEN (`rillflow weights RUN --token`). Nodes
-    pull from the relay with policies.*.weights.source=URL; the URL is printed once it listens.
+    The reader's token of the run is taken from RILLFLOW_WEIGHTS_TOKEN (`rillflow token RUN reader`). Nodes pull
+    from the relay with policies.*.weights.source=URL; the URL is printed once it listens.
     """
     from rillflow.cli.weights import relay as run_relay
 
@@ -187,7 +178,7 @@ def maintain(
         Path | None, typer.Option(help="With --join: where the maintainer keeps what it has started", file_okay=False)
     ] = None,
     token_file: Annotated[
-        Path | None, typer.Option(help="With --join: the run's token", show_default="RILLFLOW_TOKEN")
+        Path | None, typer.Option(help="With --join: the operator's token", show_default="RILLFLOW_TOKEN")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done")] = False,
     mcp: Annotated[

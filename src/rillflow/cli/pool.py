@@ -9,6 +9,7 @@ import typer
 
 from rillflow.cli.app import JoinOption, MaybeRun, RunArgument, TokenOption, app, clear_errors
 from rillflow.errors import ConfigError
+from rillflow.types import TokenScope
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
@@ -45,6 +46,23 @@ def nodes(
 
     with clear_errors():
         print_nodes(folder, join, token_file, as_json=as_json)
+
+
+@app.command()
+def token(
+    folder: RunArgument,
+    scope: Annotated[TokenScope, typer.Argument(help="Who it is for", show_default=True)] = "node",
+) -> None:
+    """Print a token of a run, to hand to processes elsewhere.
+
+    [b]node[/b]: rollout nodes, engines and agents that join; [b]reader[/b]: dashboards and relays, which only read;
+    [b]trainer[/b]: leases batches and commits steps; [b]operator[/b]: everything, such as retiring a node or stopping
+    the run.
+    """
+    from rillflow.runtime.folder import RunFolder
+
+    with clear_errors():
+        print(RunFolder.open(folder).token_of(scope))
 
 
 @app.command()

@@ -171,7 +171,7 @@ class Doors:
             url = self._folder.endpoint(node)
             if url is not None and url != self._known.get(node):
                 self._known[node] = url
-                self._say(f"agents connect at {url} (POST /sessions, GET /feed) with the token in run.json")
+                self._say(f"agents connect at {url} (POST /sessions, GET /feed) with the node token (`rillflow token`)")
 
 
 def _conclude(folder: RunFolder, status: Status, seconds: float, since: float) -> int:

@@ -9,19 +9,12 @@ from pathlib import Path
 from rich.console import Console
 
 from rillflow.errors import ConfigError
-from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.process import prepare, run_until_signal
-from rillflow.weights.transport.serve import reading_token
 
 TOKEN_VARIABLE = "RILLFLOW_WEIGHTS_TOKEN"
 _LEAST = 1 << 20
 
 console = Console(stderr=True)
-
-
-def print_token(folder: RunFolder) -> None:
-    """What a relay of this run needs: it opens the run's weights and nothing else."""
-    print(reading_token(folder.token))
 
 
 def relay(upstream: str, cache: Path, *, gigabytes: float, host: str, port: int) -> int:
@@ -31,8 +24,8 @@ def relay(upstream: str, cache: Path, *, gigabytes: float, host: str, port: int)
     token = os.environ.get(TOKEN_VARIABLE, "")
     if not token:
         raise ConfigError(
-            f"a relay needs the token that opens the run's weights, in {TOKEN_VARIABLE}",
-            "`rillflow weights RUN --token` prints it, where the run's folder is",
+            f"a relay needs the reader's token of the run, in {TOKEN_VARIABLE}",
+            "`rillflow token RUN reader` prints it, where the run's folder is",
         )
     if not _LEAST <= gigabytes * 1e9 < math.inf:  # also when it is no number
         raise ConfigError(f"a cache cannot have {gigabytes} GB", "give --limit at least the size of a version")

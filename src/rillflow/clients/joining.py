@@ -7,6 +7,7 @@ one error before anything is started, and says what to do.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import os
 from dataclasses import dataclass
@@ -19,10 +20,11 @@ from rillflow.config import Recipe
 from rillflow.config.load import read_resolved, validate
 from rillflow.config.secrets import missing, unmasked
 from rillflow.contracts import Clock, SystemClock
-from rillflow.errors import ConfigError, RillflowError, RunError, Unauthorized, WireError
+from rillflow.errors import ConfigError, Forbidden, RillflowError, RunError, Unauthorized, WireError
 from rillflow.storage import read_json
 from rillflow.types import RunRecipe
 from rillflow.wire import Client
+from rillflow.wire.tokens import Keyring, scoped_token
 
 log = logging.getLogger(__name__)
 
@@ -34,23 +36,26 @@ _LOOK = 0.5
 
 @dataclass(frozen=True)
 class Joined:
-    """A run as a process from elsewhere works on it. `weights` is the run's own folder of weights where it lies on this
-    host; else the recipe names where they come from, and the folder is this process's own."""
+    """A run as a process from elsewhere works on it. `token` is the node's; the `keyring` recognises all others.
+    `weights` is the run's own folder of weights where it lies on this host; else the recipe names where they come from,
+    and the folder is this process's own."""
 
     url: str
     token: str
+    keyring: Keyring
     recipe: Recipe
     weights: Path
 
 
 def token_of(file: Path | None) -> str:
-    """The run's token, from a file or from the environment; never from the command line, which everybody can read."""
+    """A token of the run, from a file or the environment; never from the command line, which everybody can read."""
     if file is None:
         token = os.environ.get(TOKEN_VARIABLE, "")
         if not token:
             raise ConfigError(
-                "the run's token is not known",
-                f"set {TOKEN_VARIABLE}, or give --token-file FILE; it stands in run.json of the run's folder",
+                "no token of the run is known",
+                f"set {TOKEN_VARIABLE}, or give --token-file FILE; `rillflow token RUN` prints it, where the run's "
+                "folder is",
             )
         return token.strip()
     try:
@@ -58,24 +63,27 @@ def token_of(file: Path | None) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the token file {file} cannot be read: {error}", "check the path and its rights") from None
     if not token:
-        raise ConfigError(f"the token file {file} is empty", "it holds the `token` of run.json in the run's folder")
+        raise ConfigError(f"the token file {file} is empty", "it holds what `rillflow token RUN` prints")
     return token
 
 
 async def join(url: str, token: str, cache: Path, *, clock: Clock | None = None) -> Joined:
-    """All that a node or an engine needs of the run at `url`; `cache` is its own folder."""
+    """All that a node or an engine needs of the run at `url`; `cache` is its own folder. `token` is the node's, or the
+    operator's, of which the node's is made."""
     clock = clock or SystemClock()
     client = DataflowClient(Client(_checked(url), token, peer="dataflow", clock=clock))
     try:
         told = await _told(client, REACHED)
         recipe = _recipe(told)
-        folder = Path(told.folder)
+        folder, weights, keyring = Path(told.folder), cache / "weights", Keyring(told.digests)
+        if keyring.scope_of(token) == "operator":
+            token = scoped_token(token, "node")
         if is_here(folder, token):
-            own = folder / "recipe.yaml"  # with its secrets
-            return Joined(client.wire.url, token, read_resolved(own) if own.is_file() else recipe, folder / "weights")
-        if any(policy.weights.source is None for policy in recipe.policies.values()):
+            own, weights = folder / "recipe.yaml", folder / "weights"
+            recipe = read_resolved(own) if own.is_file() else recipe  # with its secrets
+        elif any(policy.weights.source is None for policy in recipe.policies.values()):
             recipe = _pulling(recipe, await _weights(client, told, recipe, clock))
-        return Joined(client.wire.url, token, recipe, cache / "weights")
+        return Joined(client.wire.url, token, keyring, recipe, weights)
     finally:
         await client.close()
 
@@ -97,9 +105,10 @@ async def _told(client: DataflowClient, deadline: float) -> RunRecipe:
     where = client.wire.url
     try:
         return await client.recipe(deadline)
-    except Unauthorized as error:
+    except (Unauthorized, Forbidden) as error:
         raise RunError(
-            f"the run at {where} does not take this token", "take the `token` of run.json in that run's folder"
+            f"the run at {where} does not take this token: {error.message}",
+            "take the one that `rillflow token RUN node` prints, where that run's folder is",
         ) from error
     except WireError as error:
         raise RunError(
@@ -123,11 +132,12 @@ def _recipe(told: RunRecipe) -> Recipe:
         ) from error
 
 
-def is_here(folder: Path, token: str) -> bool:
+def is_here(folder: Path, node_token: str) -> bool:
     """Whether the run's own folder can be read on this host: the same run, not another one at the same path."""
     try:
-        return bool(read_json(folder / "run.json")["token"] == token) and (folder / "weights").is_dir()
-    except (OSError, RillflowError, KeyError, TypeError):
+        own = scoped_token(read_json(folder / "run.json")["token"], "node")
+        return hmac.compare_digest(own, node_token) and (folder / "weights").is_dir()
+    except (OSError, RillflowError, AttributeError, KeyError, TypeError):
         return False
 
 

@@ -309,7 +309,7 @@ class Recipe(Section):
     )
     rewards: Literal["recipe", "agent"] = Field(
         "recipe",
-        description="who gives rewards: the recipe (`reward`, else its workflow or a program with the run's token), or "
+        description="who gives rewards: the recipe (`reward`, else its workflow or a program with a node's token), or "
         "also the agent, over HTTP with its session's key",
     )
     ends: dict[str, Annotated[float, Field(allow_inf_nan=False)] | Literal["retry"]] = Field(
@@ -397,7 +397,7 @@ class Recipe(Section):
         if self.command is not None and self.reward_givers == "run" and not self.rollout.late_rewards:
             raise ValueError(
                 "nothing rewards the command: name `reward`, let the agent reward itself (`rewards: agent`), or wait "
-                "for rewards that are sent with the run's token (rollout.late_rewards)"
+                "for rewards that are sent with the node's token (rollout.late_rewards)"
             )
         for name in self.policies:
             if self.step_rewards(name) in ("own", "to_go") and any(worth != "retry" for worth in self.ends.values()):
@@ -424,7 +424,7 @@ class Recipe(Section):
 
     @property
     def reward_givers(self) -> Literal["nobody", "run", "agent"]:
-        """Who may give rewards over HTTP: nobody where a reward function decides, else who holds the run's token, and
+        """Who may give rewards over HTTP: nobody where a reward function decides, else who holds the node's token, and
         the agent where the recipe says so."""
         if self.reward is not None:
             return "nobody"

@@ -1,7 +1,8 @@
 """What a process that sees nothing of the run folder is told of the run.
 
 Nothing secret is in it: passwords of URLs are taken out, and keys, variables and headers whose names say that they are
-secret are masked (`config.secrets`). A process that joins takes the variables from its own environment.
+secret are masked (`config.secrets`). A process that joins takes the variables from its own environment. Of the run's
+tokens it has digests only.
 """
 
 from __future__ import annotations
@@ -14,18 +15,24 @@ from rillflow.config.secrets import masked
 from rillflow.errors import StorageError
 from rillflow.storage import read_json
 from rillflow.types import RunRecipe
+from rillflow.wire.tokens import Keyring
 
 
 class Invitation:
     """The recipe of the run in `folder`, and where its weights are served now."""
 
-    def __init__(self, recipe: Recipe, folder: Path) -> None:
+    def __init__(self, recipe: Recipe, folder: Path, keyring: Keyring) -> None:
         self._recipe = masked(recipe.model_dump(mode="json"))
         self._folder = folder
+        self._keyring = keyring
 
     def answer(self) -> RunRecipe:
         return RunRecipe(
-            recipe=self._recipe, version=__version__, weights=self._weights(), folder=str(self._folder.resolve())
+            recipe=self._recipe,
+            version=__version__,
+            weights=self._weights(),
+            folder=str(self._folder.resolve()),
+            digests=self._keyring.digests,
         )
 
     def _weights(self) -> str:

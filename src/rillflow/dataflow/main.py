@@ -16,6 +16,7 @@ from rillflow.dataflow.service import DataflowService
 from rillflow.dataflow.sources import open_heldout, open_sources
 from rillflow.storage import disk_errors
 from rillflow.wire.collecting import keep_what_is_there
+from rillflow.wire.tokens import Keyring
 
 LEDGER, METRICS = "ledger.sqlite", "metrics.jsonl"
 
@@ -49,7 +50,7 @@ async def serve(
             Journal(folder / METRICS),
             token,
             commit_interval=recipe.dataflow.commit_interval,
-            invitation=Invitation(recipe, folder),
+            invitation=Invitation(recipe, folder, Keyring.of_run(token)),
             hook_timeout=recipe.dataflow.hook_timeout,
         )
         try:

@@ -25,6 +25,7 @@ from rillflow.weights.models import DTYPES
 from rillflow.weights.refresh import troubles
 from rillflow.wire import Client
 from rillflow.wire.collecting import keep_what_is_there
+from rillflow.wire.tokens import Keyring
 
 log = logging.getLogger(__name__)
 
@@ -39,12 +40,14 @@ async def run_engine(
     *,
     dataflow_url: str,
     token: str,
+    keyring: Keyring,
     weights: Path,
     on_ready: Callable[[str], None],
     host: str = "127.0.0.1",
     patience: float = math.inf,
 ) -> None:
-    """Serve until cancelled; `on_ready` gets the URL. Nobody hears of it before it has the newest weights. One that
+    """Serve until cancelled; `on_ready` gets the URL. `token` is the node's, with which it calls others; the `keyring`
+    tells who may call it. Nobody hears of it before it has the newest weights. One that
     nobody supervises, with a `patience`, ends with the run, or when its service has not answered for so many seconds.
     """
     exact = recipe.runtime.deterministic
@@ -52,7 +55,7 @@ async def run_engine(
     startup.doing("loading the model")
     engines = {policy: build_engine(settings, exact=exact, logs=logs) for policy, settings in recipe.policies.items()}
     served = EngineHost(name, engines)
-    service = EngineService(served, token)
+    service = EngineService(served, keyring)
     dataflow = DataflowClient(Client(dataflow_url, token, peer="dataflow"))
     refreshers = [
         follow(

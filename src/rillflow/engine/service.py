@@ -22,6 +22,7 @@ from rillflow.errors import BadRequest, RillflowError, to_body
 from rillflow.types import Chunk, EngineInfo
 from rillflow.wire import Service
 from rillflow.wire.server import disconnected, read_body
+from rillflow.wire.tokens import Keyring
 
 log = logging.getLogger(__name__)
 
@@ -34,17 +35,17 @@ Frames = AsyncGenerator[Chunk | None]
 
 
 class EngineService(Service):
-    """Serves `host` to whoever has the run's token."""
+    """Serves `host` to the run's nodes."""
 
-    def __init__(self, host: EngineHost, token: str, *, idle: float = KEEP_ALIVE_SECONDS) -> None:
+    def __init__(self, host: EngineHost, token: str | Keyring, *, idle: float = KEEP_ALIVE_SECONDS) -> None:
         super().__init__("engine", token, body_limit=BODY_LIMIT)
         self._host = host
         self._idle = idle
         self._decode = msgspec.msgpack.Decoder(Generate).decode
-        self.route("/generate", self._generate, ["POST"])
-        self.post("/pause", self._pause, Hold)
-        self.post("/resume", self._resume, Release)
-        self.get("/status", self._host.info)
+        self.route("/generate", self._generate, ["POST"], "node", body=Generate, waits=True)
+        self.post("/pause", self._pause, Hold, "node")
+        self.post("/resume", self._resume, Release, "node")
+        self.get("/status", self._host.info, "reader")
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
         self._host.url = await super().start(host, port)

@@ -1,10 +1,10 @@
 """The routes beside the dialects: rewards over HTTP, and sessions for agents from outside.
 
-The recipe's reward is final. Where it has a reward function, nobody gives rewards over HTTP; else the run's token does,
-and a session's own key only where the recipe says `rewards: agent`. This holds for `/reward` and for the reward in
-`/end`. Attempts that are refused are counted with the session.
+The recipe's reward is final. Where it has a reward function, nobody gives rewards over HTTP; else the node's token
+does, and a session's own key only where the recipe says `rewards: agent`. This holds for `/reward` and for the reward
+in `/end`. Attempts that are refused are counted with the session.
 
-An end is sent with the session's own key or the run's token; tasks are handed out for the run's token only.
+An end is sent with the session's own key or the node's token; tasks are handed out for the node's token only.
 What is acknowledged here is on disk first: a task's session before its key is told, a reward, an end. An end is
 answered once the run has taken the episode, or refused it.
 """
@@ -26,6 +26,7 @@ from rillflow.gateway.feed import Asker, Ended, EndSession, Feed, OutsideTask, r
 from rillflow.gateway.openapi import JSON, Operation
 from rillflow.gateway.server import Gateway
 from rillflow.gateway.sessions.session import Session
+from rillflow.types.decoding import json_decoder
 from rillflow.wire.server import disconnected, read_body
 
 Body = TypeVar("Body")
@@ -86,10 +87,10 @@ class Control:
         self._feed = feed
         self._on_reward = on_reward
         self._givers = givers
-        gateway.route(REWARD, self._reward, ["POST"])
-        gateway.route(END, self._end, ["POST"])
-        gateway.route(SESSIONS, self._take, ["POST"])
-        gateway.route(FEED, self._stream, ["GET"])
+        gateway.route(REWARD, self._reward, ["POST"], "node", body=GiveReward)
+        gateway.route(END, self._end, ["POST"], "node", body=EndSession)
+        gateway.route(SESSIONS, self._take, ["POST"], "node", body=TakeTask, waits=True)
+        gateway.route(FEED, self._stream, ["GET"], "node", waits=True)
         gateway.operations |= OPERATIONS
 
     async def _reward(self, request: Request) -> Response:
@@ -130,7 +131,7 @@ class Control:
             why = "the recipe's `reward` function decides what a session is worth; rewards are given over HTTP only "
             why += "where the recipe has no `reward`"
         else:
-            why = "a session's key gives no rewards; set `rewards: agent` in the recipe, or send the run's token"
+            why = "a session's key gives no rewards; set `rewards: agent` in the recipe, or send the node's token"
         raise CallRefused(f"this reward does not count: {why}", status=403, code="reward_refused")
 
     async def _take(self, request: Request) -> Response:
@@ -162,7 +163,7 @@ class Control:
     async def _body(self, request: Request, kind: type[Body]) -> Body:
         raw = await read_body(request, self._gateway.limits.body)
         try:
-            return msgspec.json.decode(raw or b"{}", type=kind)
+            return json_decoder(kind).decode(raw or b"{}")
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise CallRefused(f"the body is not a {kind.__name__}: {error}", code="invalid_request") from error
 

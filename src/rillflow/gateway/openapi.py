@@ -26,7 +26,7 @@ Route = tuple[str, str]  # method and path
 STATUSES = {
     400: "The request is wrong, does not fit into the model's context, or passes a limit of the run.",
     401: "No key, or one that does not open this route.",
-    403: "The recipe does not let this key give rewards.",
+    403: "The recipe does not let this key give rewards, or the token has another scope than this route needs.",
     404: "No such session (it may have been closed), model or route.",
     408: "The body did not come in time.",
     409: "The session is not the caller's to end.",
@@ -118,7 +118,7 @@ def description(operations: Mapping[Route, Operation], routes: Iterable[Route]) 
 
 
 _SCHEMES = {
-    "bearer": {"type": "http", "scheme": "bearer", "description": "A session's key, or the run's token."},
+    "bearer": {"type": "http", "scheme": "bearer", "description": "A session's key, or a token of the run."},
     "key": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "The same, as Anthropic's clients."},
 }
 

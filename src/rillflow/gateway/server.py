@@ -1,13 +1,13 @@
 """The gateway's HTTP service. An agent gets a base URL and a key, and talks to it as to any provider.
 
-The run's token opens every route. A session's key opens that session's routes, by path (`/s/{session}/v1/…`) or by
-the key alone (`/v1/…`), the description of all routes, and nothing else. Agents are answered in their provider's
-shape, errors included; our own processes as everywhere on our wire.
+A session's key opens that session's routes, by path (`/s/{session}/v1/…`) or by the key alone (`/v1/…`), the
+description of all routes, and nothing else. The node's token opens the routes of every session; engines are held with
+the operator's. Agents are answered in their provider's shape, errors included; our own processes as everywhere on our
+wire.
 """
 
 from __future__ import annotations
 
-import hmac
 import logging
 import re
 from collections.abc import Callable, Mapping
@@ -41,6 +41,7 @@ from rillflow.gateway.trees.tree import TokenTree
 from rillflow.wire import Service
 from rillflow.wire.gate import Gate
 from rillflow.wire.server import Endpoint, bearer, error_headers, read_body
+from rillflow.wire.tokens import Keyring
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,10 @@ class _Counted(NamedTuple):
 
 
 class Gateway(Service):
-    """Serves the sessions of one node, by policy. With a `log`, what a session holds outlives this process."""
+    """Serves the sessions of one node, by policy. With a `log`, what a session holds outlives this process.
+
+    Session keys are signed with `token`. Without a `keyring`, `token` is the run's own.
+    """
 
     def __init__(
         self,
@@ -82,9 +86,10 @@ class Gateway(Service):
         limits: GatewayConfig | None = None,
         clock: Clock | None = None,
         log: SessionLog | None = None,
+        keyring: Keyring | None = None,
     ) -> None:
         self.limits = limits or GatewayConfig()
-        super().__init__("gateway", token, body_limit=self.limits.body)
+        super().__init__("gateway", keyring or token, body_limit=self.limits.body)
         if policies.keys() != defaults.keys():
             raise ConfigError("policies and defaults do not name the same policies")
         if not policies.keys() >= set(self.limits.aliases.values()):
@@ -110,20 +115,18 @@ class Gateway(Service):
         self._agent_route(f"{responses.PATH}/{{response}}", self._response, "GET")
         self._agent_route("/v1/models", self._models, "GET")
         self._agent_route("/v1/models/{model}", self._model, "GET")
-        self.route(DESCRIPTION, self._describe, ["GET"])
+        self.route(DESCRIPTION, self._describe, ["GET"], "reader")
 
     def _agent_route(self, path: str, endpoint: Endpoint, method: str, gate: Gate | None = None) -> None:
         for prefix in ("/s/{session}", ""):
-            self.route(f"{prefix}{path}", endpoint, [method], gate)
+            self.route(f"{prefix}{path}", endpoint, [method], "node", gate=gate)
 
     # ------------------------------------------------------------ who may do what
 
     def presented(self, scope: Scope) -> str:
         return presented_key(scope)
 
-    def allowed(self, path: str, presented: str) -> bool:
-        if super().allowed(path, presented):
-            return True
+    def opens(self, path: str, presented: str) -> bool:
         session = self.sessions.name_in(presented)
         return bool(session) and (path.startswith((f"/s/{session}/", "/v1/")) or path == DESCRIPTION)
 
@@ -133,17 +136,17 @@ class Gateway(Service):
         )
 
     def session_of(self, request: Request) -> Session:
-        """The session that a request is about: the one that its key opens, or, with the run's token, its path's."""
+        """The session that a request is about: the one that its key opens, or, with a token, its path's."""
         name = request.path_params.get("session")
         if not self.has_token(request):
             return self.sessions.of_key(presented_key(request.scope))
         if name is None:
-            raise CallRefused("this route needs a session's own key", status=401)
+            raise CallRefused("this path names no session: send the session's own key, or ask below /s/SESSION")
         return self.sessions.get(name)
 
     def has_token(self, request: Request) -> bool:
-        """Return whether a request was sent with the run's token, not with a session's key."""
-        return hmac.compare_digest(presented_key(request.scope).encode(), self._token.encode())
+        """Return whether a request was sent with a token of the run, not with a session's key."""
+        return self.keyring.scope_of(presented_key(request.scope)) is not None
 
     def error_response(self, error: RillflowError, scope: Scope) -> Response:
         if scope["path"].startswith(OURS):
@@ -281,8 +284,12 @@ class Gateway(Service):
 
     async def _describe(self, request: Request) -> Response:
         if self._description is None:
-            self._description = msgspec.json.encode(openapi.description(self.operations, self.routes()))
+            self._description = msgspec.json.encode(self.described())
         return Response(self._description, media_type=JSON)
+
+    def described(self) -> dict[str, Any]:
+        """The routes as an OpenAPI document."""
+        return openapi.description(self.operations, [(route.method, route.path) for route in self.routes()])
 
     def _policy_name(self, model: str) -> str:
         """The policy that a request's `model` asks for, by its name or by an alias of it."""

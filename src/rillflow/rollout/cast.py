@@ -29,6 +29,7 @@ from rillflow.rollout.loading import load_reward
 from rillflow.rollout.players import Player, load_player
 from rillflow.rollout.push import Ends
 from rillflow.rollout.rewards import RewardRules
+from rillflow.wire.tokens import Keyring
 
 
 class Cast(NamedTuple):
@@ -79,7 +80,13 @@ async def open_cast(recipe: Recipe, feed: Feed, folder: Path) -> AsyncIterator[C
 
 
 def build_gateway(
-    recipe: Recipe, token: str, engines: NodeEngines, *, sessions: SessionLog | None = None, clock: Clock | None = None
+    recipe: Recipe,
+    token: str,
+    engines: NodeEngines,
+    *,
+    keyring: Keyring | None = None,
+    sessions: SessionLog | None = None,
+    clock: Clock | None = None,
 ) -> Gateway:
     """Without `sessions` they live in memory."""
     policies = recipe.policies
@@ -90,6 +97,7 @@ def build_gateway(
         limits=recipe.gateway,
         clock=clock,
         log=sessions,
+        keyring=keyring,
     )
 
 

@@ -29,6 +29,7 @@ from rillflow.rollout.push import Pusher
 from rillflow.storage import read_json, startup, write_json
 from rillflow.wire import Client
 from rillflow.wire.collecting import keep_what_is_there
+from rillflow.wire.tokens import Keyring
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ async def run_node(
     *,
     dataflow_url: str,
     token: str,
+    keyring: Keyring,
     weights: Path,
     folder: Path,
     on_ready: Callable[[str], None],
@@ -50,9 +52,10 @@ async def run_node(
 ) -> None:
     """Play until the run has ended, the node has left or the caller cancels; `on_ready` gets the gateway's URL.
 
-    `folder` is the node's own and outlives it; `port` is where the gateway was before, if it was. With a `handover` the
-    node plays only when a trainer in the same process lets it, with that trainer's weights. `departure` tells it to
-    leave; after `patience` seconds without an answer of the service it gives up.
+    `token` is the node's, with which it calls others; the `keyring` tells who may call its gateway. `folder` is the
+    node's own and outlives it; `port` is where the gateway was before, if it was. With a `handover` the node plays only
+    when a trainer in the same process lets it, with that trainer's weights. `departure` tells it to leave; after
+    `patience` seconds without an answer of the service it gives up.
     """
     # Time-outs stand still while training has paused a hosted node.
     clock, feed = SystemClock() if handover is None else handover.clock, Feed()
@@ -76,7 +79,7 @@ async def run_node(
             hosted=handover is not None,
             spans=None if handover is None else handover.spans,
         )
-        gateway = build_gateway(recipe, token, engines, sessions=sessions, clock=clock)
+        gateway = build_gateway(recipe, token, engines, keyring=keyring, sessions=sessions, clock=clock)
         add_engine_routes(gateway, engines.manager)
         Control(gateway, feed, late.given, recipe.reward_givers)
         # The gateway goes first: no agent is to see the engines go.

@@ -34,6 +34,8 @@ from rillflow.errors import RunError
 from rillflow.resources.workers import WorkersFile
 from rillflow.storage import disk_errors, read_json, write_json
 from rillflow.storage.locks import LockHeld, locked
+from rillflow.types import TokenScope
+from rillflow.wire.tokens import Keyring, scoped_token
 
 State = Literal["running", "finished", "stopped", "failed"]
 
@@ -54,8 +56,8 @@ class RunFolder:
             for name in ("logs", "endpoints"):
                 (root / name).mkdir()
         write_resolved(recipe, root / "recipe.yaml")
-        # The token opens every route of the run: only its owner may read it. The folder was made closed; it gets the
-        # rights that new folders have here.
+        # The token is the operator's, from which all others are made: only its owner may read it. The folder was made
+        # closed; it gets the rights that new folders have here.
         write_json(root / "run.json", {"token": secrets.token_urlsafe(32), "started": now, **_versions()}, private=True)
         os.chmod(root, (root / "logs").stat().st_mode & 0o777)
         return cls(root)
@@ -73,7 +75,15 @@ class RunFolder:
 
     @property
     def token(self) -> str:
+        """The run's own token: the operator's, which opens every route."""
         return str(read_json(self.root / "run.json")["token"])
+
+    def token_of(self, scope: TokenScope) -> str:
+        return scoped_token(self.token, scope)
+
+    @property
+    def keyring(self) -> Keyring:
+        return Keyring.of_run(self.token)
 
     @property
     def ledger(self) -> Path:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.config import Recipe
-from rillflow.errors import RunError
+from rillflow.errors import ConfigError, RunError
 from rillflow.resources.executors import Home, build_executor
 from rillflow.resources.maintainer.loop import Maintainer
 from rillflow.resources.maintainer.service import FileWorkers, ServiceRun
@@ -28,6 +28,7 @@ from rillflow.runtime.process import child_environment, prepare, run_until_signa
 from rillflow.runtime.roles import PREDECESSOR_WAIT, wait_for_endpoint
 from rillflow.storage import disk_errors
 from rillflow.wire import Client
+from rillflow.wire.tokens import scoped_token
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,8 @@ _ENDING = 60.0  # seconds for all nodes of a run that is given up
 
 @dataclass(frozen=True)
 class Place:
-    """Where a maintainer works: its files' folder, and the run that it maintains."""
+    """Where a maintainer works: its files' folder, and the run that it maintains. `token` is the operator's; the nodes
+    that it starts get the node's."""
 
     folder: RunFolder
     recipe: Recipe
@@ -46,8 +48,8 @@ class Place:
 
     @property
     def home(self) -> Home:
-        root = self.folder.root
-        return Home(root, self.url, self.token, _token_file(root, self.token), _environment(self.recipe, self.token))
+        root, token = self.folder.root, scoped_token(self.token, "node")
+        return Home(root, self.url, token, _token_file(root, token), _environment(self.recipe, token))
 
 
 async def place_of(folder: RunFolder) -> Place:
@@ -63,6 +65,11 @@ async def place_at(url: str, token: str, folder: Path) -> Place:
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     joined = await join(url, token, folder)
+    if joined.keyring.scope_of(token) != "operator":
+        raise ConfigError(
+            "a maintainer needs the operator's token: it retires nodes",
+            "give it the one that `rillflow token RUN operator` prints",
+        )
     return Place(RunFolder(folder.resolve()), joined.recipe, joined.url, token)
 
 
@@ -136,7 +143,7 @@ def _environment(recipe: Recipe, token: str) -> dict[str, str]:
 
 
 def _token_file(root: Path, token: str) -> Path:
-    """A file with nothing but the token, which only its owner may read: for commands that start nodes elsewhere."""
+    """A file with the node's token alone, which only its owner may read: for commands that start nodes elsewhere."""
     path = root / "token"
     with disk_errors(path):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)

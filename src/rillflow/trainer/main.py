@@ -41,6 +41,7 @@ from rillflow.weights.signing import key_of
 from rillflow.weights.transport.upload import uploader
 from rillflow.wire import Client, LoopThread, Service
 from rillflow.wire.collecting import keep_what_is_there
+from rillflow.wire.tokens import scoped_token
 
 log = logging.getLogger(__name__)
 
@@ -62,10 +63,10 @@ def run_trainer(
 ) -> bool:
     """Train `policy` until the run has no more batches, or False when SIGTERM came first, to this rank or to another.
 
-    `on_ready` gets the URL of the metrics. A `generator` samples in this process while no step computes. Any error ends
-    the trainer; started again, it goes on from its last checkpoint. Of several ranks each runs this at its own `place`;
-    rank 0 speaks for all of them. If one has a `generator`, all have: their decisions must be the same. `spans` hear
-    what this worker does.
+    `token` is the run's own. `on_ready` gets the URL of the metrics. A `generator` samples in this process while no
+    step computes. Any error ends the trainer; started again, it goes on from its last checkpoint. Of several ranks each
+    runs this at its own `place`; rank 0 speaks for all of them. If one has a `generator`, all have: their decisions
+    must be the same. `spans` hear what this worker does.
     """
     stop = threading.Event()
     place = place or Place()
@@ -107,8 +108,9 @@ class _Wire:
         self._policy = policy
         self.thread = LoopThread("trainer-wire")
         self.service = Service(f"trainer-{policy}", token)
-        self.dataflow = DataflowClient(Client(dataflow_url, token, peer="dataflow"))
-        self.reader = PayloadReader(self.dataflow.units, token)
+        own = scoped_token(token, "trainer")
+        self.dataflow = DataflowClient(Client(dataflow_url, own, peer="dataflow"))
+        self.reader = PayloadReader(self.dataflow.units, own)
 
     def __enter__(self) -> Self:
         return self
@@ -228,7 +230,7 @@ def _opened(
     settings, deltas = recipe.policies[policy].weights, recipe.policies[policy].writes_deltas
     store = FolderStore(
         folder / "weights" / policy,
-        key_of(token),
+        key_of(scoped_token(token, "node")),
         # The ranks of a sharded model find out themselves what has changed.
         deltas=deltas and not _sharded(recipe, policy, peers),
         fingerprints=deltas,

@@ -13,6 +13,7 @@ from rillflow.types.base import (
     Finite,
     Lane,
     Phase,
+    TokenScope,
     Wire,
     new_attempt,
 )
@@ -140,6 +141,7 @@ __all__ = [
     "TaskLeases",
     "TasksTaken",
     "TellFetch",
+    "TokenScope",
     "ToolUse",
     "TrainerJoined",
     "TurnReply",

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from rillflow.types.base import Wire
+from rillflow.types.base import TokenScope, Wire
 
 
 class RunRecipe(Wire, frozen=True):
     """What a process that sees nothing of the run folder works by.
 
     `version` is of the Rillflow that serves the run. `weights` is where the run's weight server listens, empty where
-    there is none; `folder` is the run's, which a process on the same host may read.
+    there is none; `folder` is the run's, which a process on the same host may read. `digests` are those of the run's
+    tokens, by scope: with them a process recognises tokens that it does not hold (`wire.tokens.Keyring`).
     """
 
     recipe: dict[str, Any]
     version: str
     weights: str
     folder: str
+    digests: dict[TokenScope, str]
 
 
 class TellFetch(Wire, frozen=True):

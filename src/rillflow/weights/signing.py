@@ -1,10 +1,10 @@
-"""Signatures of manifests and lines: HMAC-SHA256 of their canonical JSON, keyed with the run's token.
+"""Signatures of manifests and lines: HMAC-SHA256 of their canonical JSON, with a key made of the node's token.
 
 Who holds the key knows that a version was published by this run's trainer, whatever carried the files: the manifest is
 signed, and it has the hashes of all files. Without a key nothing is checked but the hashes.
 
-What it does not protect against: somebody who has the token; a carrier that shows an older line than the newest one, or
-the versions of another policy of the same run.
+What it does not protect against: somebody who has that token; a carrier that shows an older line than the newest one,
+or the versions of another policy of the same run.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from rillflow.errors import CorruptData
+from rillflow.types.decoding import json_decoder
 from rillflow.weights.manifest import Line, VersionManifest
 from rillflow.weights.sealed import FILE_NAME
 
@@ -24,9 +25,9 @@ S = TypeVar("S", Line, VersionManifest)
 _PURPOSE = b"rillflow weights"
 
 
-def key_of(token: str) -> bytes:
-    """The key that a run's token stands for; none for no token."""
-    return hmac.digest(token.encode(), _PURPOSE, "sha256") if token else b""
+def key_of(node_token: str) -> bytes:
+    """The key that a run's node token stands for; none for no token."""
+    return hmac.digest(node_token.encode(), _PURPOSE, "sha256") if node_token else b""
 
 
 def signed(value: S, key: bytes) -> S:
@@ -46,7 +47,7 @@ def check(value: S, key: bytes, what: str) -> None:
 def parse_line(data: bytes, key: bytes, what: str) -> Line:
     """The line in these bytes, validated and checked."""
     try:
-        line = msgspec.json.decode(data, type=Line)
+        line = json_decoder(Line).decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CorruptData(f"{what} does not name a head: {error}", "it is damaged") from error
     check(line, key, what)
@@ -56,7 +57,7 @@ def parse_line(data: bytes, key: bytes, what: str) -> Line:
 def parse_manifest(data: bytes, version: int, key: bytes, what: str) -> VersionManifest:
     """The manifest in these bytes, validated and checked: of this version, and of files that have plain names."""
     try:
-        manifest = msgspec.json.decode(data, type=VersionManifest)
+        manifest = json_decoder(VersionManifest).decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CorruptData(f"{what} is not a valid manifest: {error}", "it is damaged") from error
     check(manifest, key, what)

@@ -2,7 +2,7 @@
 
 A call is retried when the peer could not be reached, cut the connection or said 503. That is safe because every
 body that changes something carries an attempt id, which the receiver takes once (see `types`), or changes nothing
-when it comes twice; tests/unit/dataflow/test_attempts.py lists which.
+when it comes twice; tests/unit/dataflow/test_every_route.py lists which.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import msgspec
 
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import DeadlineExceeded, DiskFault, ErrorBody, Unavailable, WireError, from_body
+from rillflow.types.decoding import msgpack_decoder
 from rillflow.wire.connections import Answer, Connections
 
 Reply = TypeVar("Reply")
@@ -24,7 +25,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
 
 
 class Client:
-    """Calls one service at `url` with the run's token."""
+    """Calls one service at `url` with a token."""
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class Client:
         if answer.status != 200:
             raise self._error(path, answer)
         try:
-            return msgspec.msgpack.decode(answer.body, type=reply)
+            return msgpack_decoder(reply).decode(answer.body)
         except msgspec.MsgspecError as error:
             raise WireError(
                 f"{self.peer} answered {path} with something else than a {reply.__name__}: {error}"
@@ -99,6 +100,6 @@ class Client:
 
     def _error(self, path: str, answer: Answer) -> Exception:
         try:
-            return from_body(msgspec.msgpack.decode(answer.body, type=ErrorBody))
+            return from_body(msgpack_decoder(ErrorBody).decode(answer.body))
         except msgspec.MsgspecError:
             return WireError(f"{self.peer} answered {path} with status {answer.status}")

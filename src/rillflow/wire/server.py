@@ -1,8 +1,9 @@
-"""The server base. Closed by default: loopback, a bearer token on every route, a bound on every head and body.
+"""The server base. Closed by default: loopback, a scoped token on every route, a bound on every head and body.
 
-A service adds routes with `post(path, handler, Body)`: the body is decoded and validated into `Body` before the
-handler sees it, and whatever the handler returns is encoded. A RillflowError becomes its status and an ErrorBody;
-anything else becomes a 500 that names the error, is logged with its traceback and never ends the process.
+A service adds routes with `post(path, handler, Body, scope)`: a token of that scope opens it (`wire.tokens`), the body
+is decoded and validated into `Body` before the handler sees it, and whatever the handler returns is encoded. A request
+without a known token is answered 401, one with a token of another scope 403. A RillflowError becomes its status and an
+ErrorBody; anything else becomes a 500 that names the error, is logged with its traceback and never ends the process.
 
 A handler whose body has a `wait` is a long poll: it is cancelled when its client disconnects, so that nothing is given
 to a client that has gone. A streaming response watches for that itself, with `disconnected`.
@@ -11,7 +12,6 @@ to a client that has gone. A streaming response watches for that itself, with `d
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import socket
 from collections.abc import Awaitable, Callable
@@ -21,15 +21,18 @@ from typing import Any, TypeVar
 
 import msgspec
 import uvicorn
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from rillflow.errors import BadRequest, DiskFull, RillflowError, RunError, Unauthorized, to_body
+from rillflow.types import TokenScope
+from rillflow.types.decoding import msgpack_decoder
 from rillflow.wire.gate import Gate
 from rillflow.wire.protocol import IDLE_SECONDS, BoundedHttp, Link
-from rillflow.wire.routing import Routes, WrongMethod
+from rillflow.wire.routing import Route, Routes, WrongMethod
+from rillflow.wire.tokens import Keyring, check_scope
 
 Body = TypeVar("Body")
 Reply = TypeVar("Reply")
@@ -132,15 +135,17 @@ def _refused(status: int, message: str, hint: str) -> BadRequest:
 
 
 class Service:
-    """A named HTTP service with health, metrics, and the routes that its owner adds before `start`."""
+    """A named HTTP service with health, metrics, and the routes that its owner adds before `start`.
 
-    def __init__(self, name: str, token: str, *, body_limit: int = DEFAULT_BODY_LIMIT) -> None:
+    `token` is the run's own, or the digests of the tokens that a process knows which has not got it.
+    """
+
+    def __init__(self, name: str, token: str | Keyring, *, body_limit: int = DEFAULT_BODY_LIMIT) -> None:
         if not token:
-            raise RunError(f"the {name} service needs a token", "start it through `rillflow run`, or give --token")
+            raise RunError(f"the {name} service needs a token", "start it through `rillflow run`")
         self.name = name
         self.registry = CollectorRegistry()
-        self.bodies: dict[str, type] = {}  # of each route that `post` has added
-        self._token = token
+        self.keyring = token if isinstance(token, Keyring) else Keyring.of_run(token)
         self._body_limit = body_limit
         self._routes = Routes()
         self._server: uvicorn.Server | None = None
@@ -151,17 +156,17 @@ class Service:
         self._latency = Histogram(
             "rillflow_request_seconds", "Time to answer by route", ["route"], registry=self.registry
         )
-        self.get("/health", self._health)
-        self.route("/metrics", self._metrics, ["GET"])
+        self._open = Gauge("rillflow_requests_open", "Requests being answered", ["route"], registry=self.registry)
+        self.get("/health", self._health, "reader")
+        self.route("/metrics", self._metrics, ["GET"], "reader")
 
     # ------------------------------------------------------------ routes
 
-    def post(self, path: str, handler: Callable[[Body], Awaitable[Any]], body: type[Body]) -> None:
+    def post(self, path: str, handler: Callable[[Body], Awaitable[Any]], body: type[Body], *scopes: TokenScope) -> None:
         """A route whose msgpack body is validated as `body` before `handler` runs. A body with a `wait` is a long poll:
         its handler is cancelled when the client disconnects."""
-        self.bodies[path] = body
         waits = "wait" in getattr(body, "__struct_fields__", ())
-        decoder = msgspec.msgpack.Decoder(body)
+        decoder = msgpack_decoder(body)
 
         async def endpoint(request: Request) -> Response:
             raw = await read_body(request, self._body_limit)
@@ -175,18 +180,27 @@ class Service:
                 reply = await handler(value)
             return Response(msgspec.msgpack.encode(reply), media_type=MSGPACK)
 
-        self.route(path, endpoint, ["POST"])
+        self.route(path, endpoint, ["POST"], *scopes, body=body, waits=waits)
 
-    def get(self, path: str, handler: Callable[[], Awaitable[Any]]) -> None:
+    def get(self, path: str, handler: Callable[[], Awaitable[Any]], *scopes: TokenScope) -> None:
         async def endpoint(request: Request) -> Response:
             return Response(msgspec.msgpack.encode(await handler()), media_type=MSGPACK)
 
-        self.route(path, endpoint, ["GET"])
+        self.route(path, endpoint, ["GET"], *scopes)
 
-    def route(self, path: str, endpoint: Endpoint, methods: list[str], gate: Gate | None = None) -> None:
+    def route(
+        self,
+        path: str,
+        endpoint: Endpoint,
+        methods: list[str],
+        *scopes: TokenScope,
+        gate: Gate | None = None,
+        body: type | None = None,
+        waits: bool = False,
+    ) -> None:
         """A raw route, measured and with errors answered like every other; a request that `gate` bounds may be
-        refused before anything of its body is read."""
-        latency = self._latency.labels(path)
+        refused before anything of its body is read. `body` and `waits` are for the route table (`routing.Route`)."""
+        latency, open_now = self._latency.labels(path), self._open.labels(path)
         counters: dict[int, Counter] = {}
 
         def seen(response: Response, begun: float) -> Response:
@@ -203,19 +217,21 @@ class Service:
                 refused = self.error_response(gate.refusal(), scope)
                 await seen(refused, begun)(scope, receive, send)
                 return
+            open_now.inc()
             try:
                 response = await self._answer(endpoint, Request(scope, receive, send))
                 await seen(response, begun)(scope, receive, send)
             finally:
+                open_now.dec()
                 if gate is not None:
                     gate.leave()
 
         for method in methods:
-            self._routes.add(path, method, answered)
+            self._routes.add(Route(method, path, scopes, answered, body, waits))
 
-    def routes(self) -> list[tuple[str, str]]:
-        """Every route: its method and its path."""
-        return sorted(self._routes)
+    def routes(self) -> list[Route]:
+        """The route table, in the order of paths."""
+        return sorted(self._routes, key=lambda route: (route.path, route.method))
 
     def error_response(self, error: RillflowError, scope: Scope) -> Response:
         """How an error of a request is answered; a service with other dialects overrides this."""
@@ -225,12 +241,12 @@ class Service:
         """The token that a request brings; a service that takes it from elsewhere too overrides this."""
         return bearer_token(scope)
 
-    def allowed(self, path: str, presented: str) -> bool:
-        """Whether `presented` opens `path`; a service with more than the run's token overrides this."""
-        return hmac.compare_digest(presented.encode(), self._token.encode())
+    def opens(self, path: str, presented: str) -> bool:
+        """Whether `presented`, which is none of the run's tokens, opens `path`: for a service that has other keys."""
+        return False
 
     def unauthorized(self) -> Unauthorized:
-        return Unauthorized("missing or wrong token", "send the run's token as `Authorization: Bearer …`")
+        return Unauthorized("missing or wrong token", "send a token of the run as `Authorization: Bearer …`")
 
     async def _answer(self, endpoint: Endpoint, request: Request) -> Response:
         try:
@@ -257,15 +273,18 @@ class Service:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The service as an ASGI application. What no token opens is refused before anything of its body is read."""
         assert scope["type"] == "http", scope["type"]
-        path = scope["path"]
+        path, presented = scope["path"], self.presented(scope)
         try:
-            if not self.allowed(path, self.presented(scope)):
+            held = self.keyring.scope_of(presented)
+            if held is None and not self.opens(path, presented):
                 raise self.unauthorized()
-            answered, scope["path_params"] = self._routes.find(path, scope["method"])
+            route, scope["path_params"] = self._routes.find(path, scope["method"])
+            if held is not None:
+                check_scope(held, route.scopes, path)
         except RillflowError as error:
             await self.error_response(error, scope)(scope, receive, send)
             return
-        await answered(scope, receive, send)
+        await route.app(scope, receive, send)
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
         """Bind and serve; returns the base URL. A port in use is a RunError that says which."""

@@ -53,7 +53,7 @@ def served(folder: RunFolder, token: str, answer: object) -> Iterator[None]:
     async def balance() -> object:
         return answer
 
-    service.get("/balance", balance)
+    service.get("/balance", balance, "reader")
     try:
         folder.publish_endpoint("dataflow", thread.run(service.start(), 10.0))
         yield

@@ -23,4 +23,4 @@ def test_without_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     with pytest.raises(ConfigError, match=TOKEN_VARIABLE) as refused:
         relay("http://127.0.0.1:1", tmp_path, gigabytes=1.0, host="127.0.0.1", port=0)
-    assert "--token" in refused.value.hint
+    assert "rillflow token RUN reader" in refused.value.hint

@@ -20,8 +20,10 @@ from rillflow.dataflow.joining import Invitation
 from rillflow.errors import ConfigError, RunError
 from rillflow.types import RunRecipe
 from rillflow.wire import Service
+from rillflow.wire.tokens import SCOPES, Keyring, scoped_token
 
 TOKEN = "t" * 32
+KEYRING = Keyring.of_run(TOKEN)
 
 
 class Inviting(Service):
@@ -30,7 +32,7 @@ class Inviting(Service):
     def __init__(self, *answers: RunRecipe) -> None:
         super().__init__("dataflow", TOKEN)
         self.answers = list(answers)
-        self.get("/recipe", self._told)
+        self.get("/recipe", self._told, "node")
 
     async def _told(self) -> RunRecipe:
         return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
@@ -48,9 +50,8 @@ async def inviting(*answers: RunRecipe) -> AsyncIterator[str]:
 
 def told(*overrides: str, **change: Any) -> RunRecipe:
     recipe = load_recipe("quickstart", overrides).model_dump(mode="json")
-    return RunRecipe(
-        **{"recipe": recipe, "version": __version__, "weights": "http://w:1", "folder": "/not/here"} | change
-    )
+    plain = {"recipe": recipe, "version": __version__, "weights": "http://w:1", "folder": "/not/here"}
+    return RunRecipe(**plain | {"digests": KEYRING.digests} | change)
 
 
 @pytest.fixture(autouse=True)
@@ -148,7 +149,7 @@ async def test_secrets_do_not_travel_and_variables_come_from_where_a_node_runs(t
     if known:
         monkeypatch.setenv("SEARCH_API_KEY", "of this host")
     recipe = load_recipe("command_agent", SECRETS)
-    answer = Invitation(recipe, tmp_path).answer()
+    answer = Invitation(recipe, tmp_path, KEYRING).answer()
     assert "hidden" not in str(answer)
     async with inviting(msgspec.structs.replace(answer, folder="/nowhere", weights="http://w:1")) as url:
         joined = await join(url, TOKEN, tmp_path)
@@ -163,12 +164,28 @@ async def test_a_node_on_the_host_of_the_run_reads_its_secrets(tmp_path):
     (tmp_path / "run.json").write_text(json.dumps({"token": TOKEN}))
     recipe = load_recipe("quickstart", SECRETS[:1])
     write_resolved(recipe, tmp_path / "recipe.yaml")
-    async with inviting(Invitation(recipe, tmp_path).answer()) as url:
+    async with inviting(Invitation(recipe, tmp_path, KEYRING).answer()) as url:
         joined = await join(url, TOKEN, tmp_path / "cache")
     assert joined.recipe == recipe
 
 
 # ---------------------------------------------------------------- tokens
+
+
+@pytest.mark.parametrize("scope", ["operator", "node"])
+async def test_a_process_that_joins_works_with_the_nodes_token(tmp_path, scope):
+    async with inviting(told()) as url:
+        joined = await join(url, scoped_token(TOKEN, scope), tmp_path)
+    assert joined.token == scoped_token(TOKEN, "node")
+    assert joined.keyring.scope_of(TOKEN) == "operator"
+
+
+@pytest.mark.parametrize("scope", ["trainer", "reader"])
+async def test_a_token_of_another_scope_does_not_join(tmp_path, scope):
+    async with inviting(told()) as url:
+        with pytest.raises(RunError, match="needs a token of scope node") as caught:
+            await join(url, scoped_token(TOKEN, scope), tmp_path)
+    assert "rillflow token RUN node" in caught.value.hint
 
 
 def test_the_token_is_in_a_file_or_in_the_environment(tmp_path, monkeypatch):
@@ -180,7 +197,7 @@ def test_the_token_is_in_a_file_or_in_the_environment(tmp_path, monkeypatch):
 
 def test_no_token(tmp_path, monkeypatch):
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
-    with pytest.raises(ConfigError, match="token is not known"):
+    with pytest.raises(ConfigError, match="no token of the run"):
         token_of(None)
     with pytest.raises(ConfigError, match="cannot be read"):
         token_of(tmp_path / "missing")
@@ -192,9 +209,14 @@ def test_no_token(tmp_path, monkeypatch):
 # ---------------------------------------------------------------- what a run tells
 
 
+def test_an_invitation_tells_no_token(tmp_path: Path):
+    said = str(Invitation(load_recipe("quickstart"), tmp_path, KEYRING).answer())
+    assert not [scope for scope in SCOPES if scoped_token(TOKEN, scope) in said]
+
+
 def test_an_invitation_has_no_password_and_knows_the_weight_server_once_it_listens(tmp_path: Path):
     recipe = load_recipe("quickstart", ["dataflow.units.redis=redis://me:secret@host:6379/0"])
-    invitation = Invitation(recipe, tmp_path)
+    invitation = Invitation(recipe, tmp_path, KEYRING)
     assert invitation.answer().recipe["dataflow"]["units"]["redis"] == "redis://host:6379/0"
     assert invitation.answer().weights == ""
     (tmp_path / "endpoints").mkdir()

@@ -39,14 +39,6 @@ async def ended(run, wait):
         await run.waits_for(lambda waits: not any(wait in one for one in waits))
 
 
-async def until(condition):
-    for _ in range(int(WAIT / 3 / 0.005)):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("it never came")
-
-
 @pytest.mark.parametrize("reset", [False, True])
 async def test_a_node_that_has_gone_takes_no_lease(tmp_path, reset):
     async with served(tmp_path) as run:
@@ -88,37 +80,6 @@ async def test_a_stage_worker_that_has_gone_takes_no_group(tmp_path):
         assert there.batch.groups == 2
 
 
-def with_zeros(body):
-    """A body of this type in which every field has some value, and which waits."""
-    empty = {"str": POLICY, "int": 1, "bool": False, "float": 0.0, "dict": {}, "list": []}
-    fields = {field.name: field.type for field in msgspec.inspect.type_info(body).fields}
-    kinds = {name: type(kind).__name__.removesuffix("Type").lower() for name, kind in fields.items()}
-    return {name: empty[kind] for name, kind in kinds.items()} | {"wait": WAIT}
-
-
-async def test_every_route_that_waits_ends_with_its_client(tmp_path, monkeypatch):
-    """Taken from the route table: whatever body has a `wait` is cancelled when its connection is closed."""
-    async with served(tmp_path) as run:
-        service = run.service
-        waiting = {path: body for path, body in service.bodies.items() if "wait" in body.__struct_fields__}
-        assert {"/tasks/lease", "/batches/lease", "/stages/lease", "/engines", "/weights/turn"} <= set(waiting)
-        began, ended = [], []
-
-        async def held(value):
-            began.append(type(value))
-            try:
-                await asyncio.sleep(WAIT)
-            finally:
-                ended.append(type(value))
-
-        monkeypatch.setattr(service, "_routes", type(service._routes)())
-        for path, body in waiting.items():
-            service.post(path, held, body)
-            async with asked(run.url, path, with_zeros(body)):
-                await until(lambda body=body: body in began)
-            await until(lambda body=body: body in ended)
-
-
 async def test_a_request_that_does_not_wait_is_carried_out_without_its_client(tmp_path):
     """A change that was begun is not cut in the middle."""
     async with served(tmp_path) as run:
@@ -129,7 +90,7 @@ async def test_a_request_that_does_not_wait_is_carried_out_without_its_client(tm
             await go_on.wait()
             ended.set()
 
-        run.service.post("/slow", slow, dict)
+        run.service.post("/slow", slow, dict, "operator")
         async with asked(run.url, "/slow", {}):
             await asyncio.wait_for(began.wait(), 60)
         await asyncio.sleep(0.05)

@@ -12,6 +12,7 @@ from rillflow.config import load_recipe
 from rillflow.engine import main
 from rillflow.engine.build import build_engine
 from rillflow.errors import EngineError
+from rillflow.wire.tokens import Keyring
 
 
 async def test_an_engine_that_does_not_start_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,6 +42,7 @@ async def test_an_engine_that_does_not_start_is_closed(tmp_path: Path, monkeypat
             recipe,
             dataflow_url="http://127.0.0.1:1",
             token="t",
+            keyring=Keyring.of_run("t"),
             weights=tmp_path / "weights",
             on_ready=lambda url: None,
         )

@@ -20,7 +20,6 @@ from rillflow.config import GatewayConfig, SamplingConfig
 from rillflow.gateway import Gateway, Policy
 from rillflow.gateway.dialects.openai import Distortions
 from rillflow.gateway.failures import CallRefused
-from rillflow.gateway.openapi import description
 from rillflow.types import Chunk, GenerateRequest
 from rillflow.wire import LoopThread
 from soak import repetitions
@@ -78,7 +77,7 @@ class Target:
         return self.gateway.sessions.open("s1", seed=7, group="g1", deadline_seconds=3600)
 
     def _described(self) -> dict[str, Any]:
-        return description(self.gateway.operations, self.gateway.routes())
+        return self.gateway.described()
 
     def send(self, case: Case) -> int:
         """Play one case, hold its answer to the description, and return its status."""

@@ -29,7 +29,7 @@ class Dataflow(Service):
     def __init__(self, token: str) -> None:
         super().__init__("dataflow", token)
         self.roster = EngineRoster()
-        self.post("/engines/beat", self._beat, EngineInfo)
+        self.post("/engines/beat", self._beat, EngineInfo, "node")
 
     async def _beat(self, info: EngineInfo) -> Engines:
         return self.roster.hear(info)
@@ -57,7 +57,7 @@ async def test_an_engine_process_serves_and_sends_its_answers_away_when_it_is_st
     try:
         info = await first_beat(dataflow)
         assert (info.name, info.url, info.versions) == ("engine-7", folder.endpoint("engine-7"), {policy: 0})
-        remote = RemoteEngine(info.name, info.url, folder.token)
+        remote = RemoteEngine(info.name, info.url, folder.token_of("node"))
         room = info.context - 4
         asked = GenerateRequest(id="r", tokens=[5, 6, 7, 8], sampling=Sampling(max_tokens=room, seed=1))
         chunks: list[Chunk] = []

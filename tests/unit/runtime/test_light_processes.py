@@ -16,7 +16,6 @@ import pytest
 from loaded_modules import LoadedModules
 from rillflow.config import load_recipe
 from rillflow.runtime.folder import RunFolder
-from rillflow.weights.transport.serve import reading_token
 
 pytestmark = pytest.mark.slow  # each command is a process of its own
 
@@ -73,7 +72,7 @@ def test_the_dataflow_service_and_a_unit(loaded: LoadedModules, folder: RunFolde
 def test_the_weight_server_and_a_relay(loaded: LoadedModules, folder: RunFolder, tmp_path: Path) -> None:
     with running(loaded, "weights", str(folder.root)) as server:
         wait_for(lambda: folder.endpoint("weights"), server)
-        url, token = folder.endpoint("weights"), reading_token(folder.token)
+        url, token = folder.endpoint("weights"), folder.token_of("reader")
         options = ("--upstream", str(url), "--cache", str(tmp_path / "cache"))
         with running(loaded, "relay", *options, RILLFLOW_WEIGHTS_TOKEN=token) as relay:
             assert relay.stderr is not None
@@ -94,7 +93,7 @@ def test_the_weight_server_and_a_relay(loaded: LoadedModules, folder: RunFolder,
         ["audit", "RUN"],
         ["nodes", "RUN"],
         ["tags", "RUN"],
-        ["weights", "RUN", "--token"],
+        ["token", "RUN"],
     ],
     ids=lambda arguments: arguments[0],
 )

@@ -29,7 +29,7 @@ class Dataflow(Service):
     def __init__(self, token: str) -> None:
         super().__init__("dataflow", token)
         self.beats: list[UnitBeat] = []
-        self.post("/units/beat", self._beat, UnitBeat)
+        self.post("/units/beat", self._beat, UnitBeat, "operator")
 
     async def _beat(self, beat: UnitBeat) -> UnitBeatReply:
         self.beats.append(beat)
@@ -77,7 +77,7 @@ async def test_a_unit_tells_the_dataflow_service_where_it_is_and_keeps_its_name(
             assert first.url == folder.endpoint("unit-0")
             await until(lambda: doing(folder, "unit-0") == "ready")
             assert Path(first.path) == folder.root / "units" / "unit-0"
-            writer = UnitWriter(dataflow.units, folder.token, allow_local=False)
+            writer = UnitWriter(dataflow.units, folder.token_of("node"), allow_local=False)
             (row,) = await writer.put([{"tokens": b"\0" * 4}])
             await writer.close()
             assert row.unit == first.unit

@@ -46,12 +46,12 @@ class Peer(Service):
         self.on_commit: Callable[[CommitBatch], Awaitable[None]] | None = None
         self.unit = FileUnit(folder / "units" / "unit-0")
         self.samples = [self._stored(number) for number in range(min(total, DIFFERENT))]
-        self.post("/trainers/join", self._join, JoinTrainer)
-        self.post("/batches/lease", self._lease, LeaseBatch)
-        self.post("/batches/renew", self._renew, RenewBatch)
-        self.post("/batches/commit", self._commit, CommitBatch)
-        self.post("/rows/lost", self._lose, LoseRows)
-        self.get("/units", self._units)
+        self.post("/trainers/join", self._join, JoinTrainer, "trainer")
+        self.post("/batches/lease", self._lease, LeaseBatch, "trainer")
+        self.post("/batches/renew", self._renew, RenewBatch, "trainer")
+        self.post("/batches/commit", self._commit, CommitBatch, "trainer")
+        self.post("/rows/lost", self._lose, LoseRows, "trainer")
+        self.get("/units", self._units, "trainer")
 
     def _stored(self, number: int) -> list[BatchSample]:
         """Its samples, whose columns lie in two rows each, as those of stages do."""

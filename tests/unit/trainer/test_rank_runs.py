@@ -148,7 +148,7 @@ def test_ranks_of_a_sharded_model_publish_deltas(tmp_path: Path) -> None:
         assert "weights_delta_bytes" in run.peer.commits[-1].metrics
         store = FolderStore(run.folder.weights("p"))
         assert set(store.manifest(4).files) == {"delta-00000.rfd", "delta-00001.rfd"}
-        check(store.manifest(4), key_of(run.folder.token), "the version")
+        check(store.manifest(4), key_of(run.folder.token_of("node")), "the version")
         masters = Checkpoints(run.folder.checkpoints("p"), 2).load(4).masters
         pulled = store.pull(4)
         assert all(torch.equal(pulled[name], tensor.bfloat16()) for name, tensor in masters.items())

@@ -30,9 +30,9 @@ class Held(Service):
         self.begun = 0
         self.gone = 0
         self.bound = Gate(2, "requests")
-        self.route("/wait", self._wait, ["POST"], self.bound)
-        self.route("/read", self._read, ["POST"])
-        self.route("/things/{name}/{number:int}", self._thing, ["GET"])
+        self.route("/wait", self._wait, ["POST"], "node", gate=self.bound)
+        self.route("/read", self._read, ["POST"], "node")
+        self.route("/things/{name}/{number:int}", self._thing, ["GET"], "node")
 
     async def _wait(self, request: Request) -> Response:
         self.begun += 1

@@ -34,7 +34,7 @@ class Echo(Service):
     def __init__(self) -> None:
         super().__init__("echo", "secret", body_limit=4096)
         self.seen = 0
-        self.post("/fail", self.fail, FailTask)
+        self.post("/fail", self.fail, FailTask, "node")
 
     async def fail(self, news: FailTask) -> Ack:
         self.seen += 1
@@ -101,12 +101,11 @@ async def test_unreachable_peer_ends_in_an_error() -> None:
     await client.close()
 
 
-async def test_every_route_needs_the_token(echo: tuple[Echo, str]) -> None:
+async def test_a_stranger_does_not_learn_which_routes_there_are(echo: tuple[Echo, str]) -> None:
     async with aiohttp.ClientSession() as session:
-        for route in ("/health", "/metrics", "/fail", "/no-such-route"):
-            for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": ""}):
-                async with session.get(echo[1] + route, headers=headers) as response:
-                    assert response.status == 401
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": ""}):
+            async with session.get(echo[1] + "/no-such-route", headers=headers) as response:
+                assert response.status == 401
     client = Client(echo[1], "wrong")
     with pytest.raises(Unauthorized, match="token"):
         await client.get("/health", dict[str, str])

@@ -80,11 +80,11 @@ class UnitService(Service):
         self._beating: asyncio.Task[None] | None = None
         self._url = ""
         self._lately, self._written, self._looked_at = 0.0, 0, self._clock.monotonic()
-        self.post("/put", self._put, PutRows)
-        self.post("/get", self._get, GetRows)
-        self.get("/info", self.info)
+        self.post("/put", self._put, PutRows, "node", "trainer")
+        self.post("/get", self._get, GetRows, "trainer")
+        self.get("/info", self.info, "reader")
         if isinstance(unit, RangedUnit):
-            self.route("/segments/{number:int}", self._segment, ["GET"])
+            self.route("/segments/{number:int}", self._segment, ["GET"], "trainer")
 
     # ------------------------------------------------------------ life
 

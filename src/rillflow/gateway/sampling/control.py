@@ -1,4 +1,4 @@
-"""Routes of the rollout manager, for operators and the resource manager. The run's token opens them; bodies are JSON.
+"""Routes of the rollout manager, for operators and the resource manager. Bodies are JSON.
 
 POST /engines/interrupt  {"reason", "engines"?, "move"?, "seconds"?}
 POST /engines/resume     {"reason", "engines"?}
@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from rillflow.errors import BadRequest
 from rillflow.gateway.sampling.manager import RolloutManager
+from rillflow.types.decoding import json_decoder
 from rillflow.wire import Service
 from rillflow.wire.server import read_body
 
@@ -50,9 +51,9 @@ def add_engine_routes(service: Service, manager: RolloutManager) -> None:
     async def show(request: Request) -> Response:
         return _state(manager)
 
-    service.route("/engines/interrupt", _taking(Interrupt, interrupt, manager), ["POST"])
-    service.route("/engines/resume", _taking(Resume, resume, manager), ["POST"])
-    service.route("/engines", show, ["GET"])
+    service.route("/engines/interrupt", _taking(Interrupt, interrupt, manager), ["POST"], "operator", body=Interrupt)
+    service.route("/engines/resume", _taking(Resume, resume, manager), ["POST"], "operator", body=Resume)
+    service.route("/engines", show, ["GET"], "reader")
 
 
 def _taking(
@@ -60,7 +61,7 @@ def _taking(
 ) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         try:
-            ask = msgspec.json.decode(await read_body(request, _BODY), type=kind)
+            ask = json_decoder(kind).decode(await read_body(request, _BODY))
         except (msgspec.MsgspecError, UnicodeError) as error:
             raise BadRequest(f"{request.url.path}: {error}", 'send JSON, such as {"reason": "maintenance"}') from error
         await act(ask)

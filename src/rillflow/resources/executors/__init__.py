@@ -15,7 +15,7 @@ from rillflow.resources.executors.local import LocalExecutor
 @dataclass(frozen=True)
 class Home:
     """What the nodes of a run are started with. `root` is the maintainer's folder (of a run, the run's own), `url` the
-    dataflow service's; `environment` that of processes on this machine, with the token in it."""
+    dataflow service's; `token` is the node's; `environment` that of processes on this machine, with the token in it."""
 
     root: Path
     url: str

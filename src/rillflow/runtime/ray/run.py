@@ -2,7 +2,7 @@
 
 On the driver's node, as processes of this machine: what writes the run folder for all (the dataflow service, storage
 units), what reads it for all (the weight server), and the maintainer. Placed by Ray: rollout nodes and engines, which
-need nothing but the service's address and the token, and the ranks of trainers, which need the run folder.
+need nothing but the service's address and the node's token, and the ranks of trainers, which need the run folder.
 """
 
 from __future__ import annotations
@@ -97,10 +97,12 @@ class RayRun(LocalRun):
         return Room(self._recipe.runtime.start_timeout)
 
     def _place(self, name: str, members: list[Member], room: Room, token: str = "") -> Supervised:
-        """With `token`, the run's token is in the environment under that name: argument lists are seen by everybody."""
+        """With `token`, the node's is in the environment under that name: argument lists are seen by everybody."""
         runtime = self._recipe.runtime
         path = {"PYTHONPATH": value} if (value := os.environ.get("PYTHONPATH")) else {}
-        environment = role_environment(runtime.threads) | path | ({token: self._folder.token} if token else {})
+        environment = (
+            role_environment(runtime.threads) | path | ({token: self._folder.token_of("node")} if token else {})
+        )
         gang = Gang(name, members, self._cluster, environment=environment, restarts=runtime.restarts, room=room)
         return self.supervisor.add(gang)
 

@@ -27,6 +27,7 @@ from rillflow.errors import (
     WireError,
     from_body,
 )
+from rillflow.types.decoding import msgpack_decoder
 
 log = logging.getLogger(__name__)
 
@@ -223,14 +224,14 @@ def _unreachable(url: str, error: BaseException) -> Unavailable:
 
 
 def _refusal(url: str, path: str, status: int, data: bytes) -> RillflowError:
-    """404, 401 and 416 mean what they say; all else may pass."""
+    """404, 401, 403 and 416 mean what they say; all else may pass."""
     try:
-        told = from_body(msgspec.msgpack.decode(data, type=ErrorBody)).message
+        told = from_body(msgpack_decoder(ErrorBody).decode(data)).message
     except msgspec.MsgspecError:
         told = "no reason given"
     if status == 404:
         return NotThere(f"{url} has no {path}: {told}", "look at the line again")
-    if status == 401:
+    if status in (401, 403):
         return Unauthorized(f"{url} does not take the token", "give it the token of the run that it serves")
     if status == 416:
         return WireError(f"{url} does not have these bytes of {path}: {told}", "it serves another file")

@@ -30,6 +30,7 @@ from rillflow.weights.transport.mirrors import STALL_SECONDS, Mirrors, NotThere
 from rillflow.weights.transport.partial import PartFile
 from rillflow.weights.transport.serve import WeightService
 from rillflow.weights.transport.shelf import BLOCK, DiskFile, OpenFile, Told, absent, checked
+from rillflow.wire.tokens import Keyring
 
 log = logging.getLogger(__name__)
 
@@ -296,7 +297,7 @@ def _write(path: Path, data: bytes) -> None:
 
 class RelayService(WeightService):
     def __init__(self, shelf: RelayShelf, token: str) -> None:
-        super().__init__(shelf, token, name="relay")
+        super().__init__(shelf, Keyring.of_reader(token), name="relay")
         fetched = Gauge("rillflow_relay_fetched_bytes", "Bytes of files from upstream", registry=self.registry)
         fetched.set_function(lambda: shelf.fetched)
 
@@ -311,7 +312,7 @@ async def serve_relay(
     host: str = "127.0.0.1",
     port: int = 0,
 ) -> None:
-    """Serve until cancelled. `token` is the reading token of the run, for both sides."""
+    """Serve until cancelled. `token` is the reader's of the run, for both sides."""
     service = RelayService(RelayShelf(upstream, token, cache, limit), token)
     on_ready(await service.start(host, port))
     try:

@@ -25,8 +25,8 @@ from rillflow.weights.transport.cache import FileCache
 from rillflow.weights.transport.download import PATIENCE, Download
 from rillflow.weights.transport.mirrors import STALL_SECONDS, Mirrors, NotThere
 from rillflow.weights.transport.partial import PartFile
-from rillflow.weights.transport.serve import reading_token
 from rillflow.weights.transport.shelf import NOTHING
+from rillflow.wire.tokens import reader_token
 
 _WAIT = 20.0  # seconds that a request for news waits at the server
 _FOLLOWED = 120.0  # seconds after which a line that nobody asks for is not followed on
@@ -48,7 +48,7 @@ class Transfer(NamedTuple):
 
 class HttpSource:
     """`weights.source.WeightSource`. `where` is `URL/POLICY`, or several URLs with commas, then `/POLICY`: the nearest
-    is asked, the others when it fails. Only a token that is made of the run's is sent."""
+    is asked, the others when it fails. `token` is the node's; only the reader's, which is made of it, is sent."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class HttpSource:
     ) -> None:
         urls, _, policy = where.rpartition("/")
         self._clock = clock or SystemClock()
-        self._mirrors = Mirrors(urls.split(","), reading_token(token), clock=self._clock, stall=stall)
+        self._mirrors = Mirrors(urls.split(","), reader_token(token), clock=self._clock, stall=stall)
         self._path = f"/weights/{quote(policy, safe='')}"
         self._key = key
         self._streams = streams

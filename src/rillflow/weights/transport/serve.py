@@ -5,17 +5,13 @@
     GET /weights/{policy}/{version}/{file}                whole, or a `Range`; HEAD for its size
 
 Invariants: what is served are the bytes that were published, so that readers can check them; a reader that takes
-nothing for a while is cut off; how many are served at once is bounded. These routes are opened by a token of their
-own, which is made of the run's and does not tell it: a relay can read weights, and neither sign them nor do anything
-else.
+nothing for a while is cut off; how many are served at once is bounded. The reader's token opens these routes: a relay
+that has it can read weights, and neither sign them nor change anything else of the run.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
-import hmac
 import logging
 import math
 import re
@@ -33,7 +29,8 @@ from rillflow.weights.sealed import MANIFEST
 from rillflow.weights.transport.shelf import NOTHING, FolderShelf, OpenFile, Shelf, absent
 from rillflow.wire import Service
 from rillflow.wire.gate import Gate
-from rillflow.wire.server import disconnected
+from rillflow.wire.server import disconnected, while_connected
+from rillflow.wire.tokens import Keyring
 
 log = logging.getLogger(__name__)
 
@@ -51,23 +48,17 @@ class NoSuchRange(WireError):
     status = 416
 
 
-def reading_token(token: str) -> str:
-    """What opens the weights of a run, and nothing else of it."""
-    made = hmac.digest(token.encode(), b"rillflow: read weights", hashlib.sha256)
-    return base64.urlsafe_b64encode(made).decode().rstrip("=")
-
-
 class WeightService(Service):
-    """Serves a shelf to who has `token`. The shelf is closed with it."""
+    """Serves a shelf to readers. The shelf is closed with it."""
 
-    def __init__(self, shelf: Shelf, token: str, *, name: str = "weights") -> None:
+    def __init__(self, shelf: Shelf, token: str | Keyring, *, name: str = "weights") -> None:
         super().__init__(name, token)
         self._shelf = shelf
         self._sent = Counter("rillflow_weights_sent_bytes", "Bytes of files sent", ["policy"], registry=self.registry)
         files, lines = Gate(TRANSFERS, "transfers"), Gate(WAITS, "waits for the line")
-        self.route("/weights/{policy}/line", self._line, ["GET"], lines)
-        self.route(f"/weights/{{policy}}/{{version:int}}/{MANIFEST}", self._manifest, ["GET"], files)
-        self.route("/weights/{policy}/{version:int}/{file}", self._file, ["GET"], files)
+        self.route("/weights/{policy}/line", self._line, ["GET"], "reader", gate=lines, waits=True)
+        self.route(f"/weights/{{policy}}/{{version:int}}/{MANIFEST}", self._manifest, ["GET"], "reader", gate=files)
+        self.route("/weights/{policy}/{version:int}/{file}", self._file, ["GET"], "reader", gate=files)
 
     async def stop(self) -> None:
         await super().stop()
@@ -75,7 +66,8 @@ class WeightService(Service):
 
     async def _line(self, request: Request) -> Response:
         known = request.query_params.get("known", "")
-        told = await self._shelf.line(request.path_params["policy"], known, _seconds(request))
+        policy, wait = request.path_params["policy"], _seconds(request)
+        told = await while_connected(request.scope, lambda: self._shelf.line(policy, known, wait))
         headers = {"etag": f'"{told.tag}"', "cache-control": _ASK_AGAIN, **told.notes}
         if told.tag == known:
             return Response(status_code=304, headers=headers)
@@ -172,8 +164,8 @@ class FilePart(Response):
 async def serve_weights(
     root: Path, token: str, *, on_ready: Callable[[str], None], host: str = "127.0.0.1", port: int = 0
 ) -> None:
-    """Serve the stores in `root` until cancelled. `token` is the run's; readers send the one that is made of it."""
-    service = WeightService(FolderShelf(root), reading_token(token))
+    """Serve the stores in `root` until cancelled. `token` is the run's own."""
+    service = WeightService(FolderShelf(root), token)
     on_ready(await service.start(host, port))
     try:
         await asyncio.Event().wait()

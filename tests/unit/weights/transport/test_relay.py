@@ -18,15 +18,13 @@ from rillflow.weights.transport import following, relay
 from rillflow.weights.transport import mirrors as servers
 from rillflow.weights.transport.relay import RelayService, RelayShelf
 from rillflow.weights.transport.remote import HttpSource
-from rillflow.weights.transport.serve import reading_token
-from weight_servers import KEY, POLICY, TOKEN, Exchange, between, publish, served, some_bytes, well
+from weight_servers import KEY, POLICY, READING, TOKEN, Exchange, between, publish, served, some_bytes, well
 
 SIZE = 3_000_000
 DATA = some_bytes(SIZE)
 NAME = "model.bin"
 LONG = 32 << 20  # more than lies in the buffers of a connection
 PATH = f"/weights/{POLICY}/7/{NAME}"
-READING = reading_token(TOKEN)
 
 
 @pytest.fixture(autouse=True)

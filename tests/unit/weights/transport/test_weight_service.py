@@ -13,13 +13,11 @@ import pytest
 
 from raw_http import connected, exchanged
 from rillflow.weights.transport import serve
-from rillflow.weights.transport.serve import reading_token
-from rillflow.wire.client import Client
-from weight_servers import POLICY, TOKEN, publish, served, some_bytes
+from weight_servers import POLICY, READING, publish, served, some_bytes
 
 DATA = some_bytes(3_000_000)
 PATH = f"/weights/{POLICY}/7/model.bin"
-BEARER = {"authorization": f"Bearer {reading_token(TOKEN)}"}
+BEARER = {"authorization": f"Bearer {READING}"}
 
 
 @pytest.fixture
@@ -77,27 +75,6 @@ async def test_head_and_if_range(http: aiohttp.ClientSession) -> None:
     for condition, status in ((tag, 206), ('"another"', 200)):
         async with http.get(PATH, headers={"range": "bytes=0-9", "if-range": condition}) as response:
             assert response.status == status
-
-
-@pytest.mark.parametrize("token", ["", TOKEN, "x"])
-async def test_only_the_reading_token_opens_it(url: str, token: str) -> None:
-    async with aiohttp.ClientSession(url, headers={"authorization": f"Bearer {token}"}) as session:
-        for path in (PATH, f"/weights/{POLICY}/line", f"/weights/{POLICY}/7/manifest.json"):
-            async with session.get(path) as response:
-                assert response.status == 401
-
-
-async def test_the_reading_token_opens_nothing_else() -> None:
-    from rillflow.wire import Service
-
-    service = Service("other", TOKEN)
-    client = Client(await service.start(), reading_token(TOKEN))
-    try:
-        with pytest.raises(Exception, match="token"):
-            await client.get("/health", dict, deadline=5.0)
-    finally:
-        await client.close()
-        await service.stop()
 
 
 @pytest.mark.parametrize(
