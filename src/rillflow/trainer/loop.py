@@ -67,6 +67,7 @@ class Trained(Protocol):
     """What the loop asks of a worker (`graph.worker`)."""
 
     steps: int
+    generates: bool  # whether its graph asks this trainer's own engine for samples, where it has one
 
     def step(
         self, parts: Iterable[Rows], check: Callable[[], None], publish: Callable[[], None]
@@ -103,8 +104,9 @@ class TrainerLoop:
     """Runs until the dataflow service has no more batches, or `stop` says so.
 
     `in_use` are the versions that live nodes serve, `wanted` those to be kept besides; `published` hears of every
-    change of the store. With `shard_deltas` the ranks of a sharded model publish together; otherwise rank 0 does.
-    `probe` makes the probe of the weights as they are; all ranks call it together. `spans` hear when it trains.
+    change of the store. A `generator` samples while a batch is waited for, if the worker's graph generates. With
+    `shard_deltas` the ranks of a sharded model publish together; otherwise rank 0 does. `probe` makes the probe of the
+    weights as they are; all ranks call it together. `spans` hear when it trains.
     """
 
     def __init__(
@@ -147,7 +149,7 @@ class TrainerLoop:
         self._stop = stop
         self._report = report
         self._clock = clock or SystemClock()
-        self._generator = generator
+        self._generator = generator if generator is not None and worker.generates else None
         self._probe = probe
         self._proof: Probe | None = None  # the probe of the weights as they are
         self._spans = spans or NoSpans()

@@ -30,6 +30,8 @@ class Crash(Exception):
 class Unigram:
     """The smallest policy that can be trained: token frequencies, pushed by rewards, with AdamW and a tied weight."""
 
+    generates = True
+
     def __init__(self, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.steps = 0

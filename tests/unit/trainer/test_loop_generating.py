@@ -59,3 +59,21 @@ def test_a_trainer_that_comes_back_with_nothing_left_to_train_plays_on(tmp_path:
     start(tmp_path, ledger, Unigram(), generator=again, steps=2)
     assert [version for version, _ in again.begun] == [2]
     assert again.on
+
+
+class Silent:
+    """An engine that nobody wakes."""
+
+    def begin(self, tensors: Any, version: int) -> None:
+        raise AssertionError("no node of the graph has asked for samples")
+
+    def end(self) -> None:
+        raise AssertionError("it never began")
+
+
+def test_a_graph_that_fetches_never_wakes_its_own_engine(tmp_path: Path) -> None:
+    """In a multiplexed run other nodes sample for it; see `chain_of` for a colocated one."""
+    ledger, worker = Ledger(batches=3), Unigram()
+    worker.generates = False
+    start(tmp_path, ledger, worker, generator=Silent(), steps=2)
+    assert [version for _, version in ledger.live] == [1, 2]

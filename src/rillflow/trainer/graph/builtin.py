@@ -33,6 +33,11 @@ def chain_of(config: TrainerConfig, mode: Mode = "asynchronous", *, registry: Re
                 f"node {source.id} generates, but in asynchronous mode rollout nodes do that",
                 "take the function fetch instead, or set mode: colocated",
             )
+        if source.kind == "fetch" and mode == "colocated":
+            raise GraphError(
+                f"node {source.id} fetches, but in colocated mode nobody plays unless the step generates",
+                "take the function generate instead, or set mode: asynchronous or multiplexed",
+            )
         return chain
     nodes = [make_node(each, registry) for each in (*builtin(config, mode), *config.nodes)]
     return plan(_regrouped(nodes, registry), registry, ranks=config.ranks)

@@ -13,7 +13,7 @@ import torch
 
 from rillflow.config import PolicyConfig, Recipe, TrainerConfig
 from rillflow.contracts import Clock, SystemClock
-from rillflow.errors import ConfigError
+from rillflow.errors import ConfigError, GraphError
 from rillflow.trainer.algorithms import ALGORITHMS, Algorithm
 from rillflow.trainer.batches import Rows
 from rillflow.trainer.consistency import Watch
@@ -77,7 +77,8 @@ def build_worker(
 class Worker:
     """`models` are the roles' by name. The first role that trains, the actor where there is one, is what is published.
 
-    `steps` counts batches.
+    `steps` counts batches. `generates` says whether the chain's source asks this worker's own engine for the samples of
+    each step; otherwise it takes what others have sampled.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Worker:
     ) -> None:
         agree(chain, peers)
         self.steps = 0
+        self.generates = chain.nodes[0].kind == "generate"
         self._chain = chain
         self._models = models
         self._algorithm = algorithm
@@ -123,8 +125,8 @@ class Worker:
             algorithm=self._algorithm,
             models=self._models,
             peers=self._peers,
-            fetch=rows,
-            generate=rows,
+            fetch=self._not_this if self.generates else rows,
+            generate=rows if self.generates else self._not_this,
             publish=publish,
             check=check,
             seed=self._seed,
@@ -134,6 +136,13 @@ class Worker:
         if self._peers.rank == 0:
             self._watch.see(metrics, truncated=self._config.truncate is not None)
         return finite(metrics)
+
+    def _not_this(self) -> Iterator[Databuffer]:
+        source = self._chain.nodes[0]
+        raise GraphError(
+            f"node {source.id} is of kind {source.kind} and asks the step for the other kind of source",
+            f"let its function call step.{source.kind}(), or declare the other kind",
+        )
 
     # ------------------------------------------------------------ weights and state
 

@@ -69,6 +69,13 @@ def test_generating_is_refused_where_rollout_nodes_do_it() -> None:
         ids(graph=graph)
 
 
+def test_fetching_is_refused_where_nobody_else_plays() -> None:
+    graph = ["fetch", "advantages", "train_actor", "publish"]
+    assert ids("multiplexed", graph=graph) == graph
+    with pytest.raises(GraphError, match="fetch fetches, but in colocated mode nobody plays unless the step generates"):
+        ids("colocated", graph=graph)
+
+
 def test_rewards_made_anew_are_compared_anew() -> None:
     assert ids(overlong=OVERLONG)[1:4] == ["punish_overlong", "group_statistics", "advantages"]
     assert "group_statistics" not in ids(algorithm="ppo", overlong=OVERLONG)  # nothing is compared with a group

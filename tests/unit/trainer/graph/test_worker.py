@@ -173,6 +173,19 @@ def test_a_graph_of_ones_own_runs_as_written() -> None:
     assert {"node_mine_seconds", "node_actor_logprobs_seconds"} <= metrics.keys()
 
 
+@function("samples_here", role="actor", kind="fetch", gives=["answer_R"])
+def samples_here(step: Step) -> Any:
+    return step.generate()
+
+
+def test_a_source_that_fetches_cannot_ask_for_samples() -> None:
+    graph = [f"{__file__}:samples_here", "advantages", "train_actor", "publish"]
+    worker = learner(graph=graph)
+    assert not worker.generates
+    with pytest.raises(GraphError, match="node samples_here is of kind fetch"):
+        worker.step([random_rows(0)])
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -188,6 +201,7 @@ def test_workers_are_built_from_recipes(overrides: list[str]) -> None:
     assert metrics["skipped"] == 0.0
     assert metrics["grad_norm"] > 0
     assert (worker.adapter() is not None) == ("trainer.lora.rank=4" in overrides)
+    assert worker.generates == ("runtime.mode=colocated" in overrides)
     if "trainer.kl.coefficient=0.1" in overrides:
         assert metrics["kl"] == pytest.approx(0.0, abs=1e-6)  # the reference is the policy itself, adapters off
 

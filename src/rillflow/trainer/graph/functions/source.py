@@ -1,5 +1,5 @@
 """The rows of a batch, part by part, as the ledger serves them: of episodes that others play (`fetch`), or that these
-same workers play between two steps (`generate`).
+same workers play for this very step (`generate`). A graph without `generate` never wakes its worker's own engine.
 
 Both note what the rows say as they were sampled, and apply the overlong filter: rows whose answer was cut say nothing
 about its end, so they are not trained, while `answer_R` remembers how many tokens they had.
