@@ -17,6 +17,7 @@ import torch
 
 from conftest import build_model
 from counting_engine import until
+from drawn_from import GRID, drawn_from
 from playing import play_episodes
 from rillflow.config import SamplingConfig
 from rillflow.config.engine import EngineConfig, ServerConfig
@@ -49,7 +50,6 @@ class World(ABC):
     """A server, and the weights of every version that it was given. Each of them had to prove right."""
 
     kind: str
-    cut_logprobs = True  # whether log-probs are of what `top_k` leaves
 
     def __init__(self, folder: Path, python: str, *, tied: bool) -> None:
         self.folder = folder
@@ -171,20 +171,7 @@ async def test_logprobs_are_of_the_distribution_sampled_from(world: World) -> No
     assert logprobs(greedy, "raw_logprobs") == pytest.approx(plain(model, asked, tokens(greedy)), abs=2e-4)
 
 
-def drawn_from(rows: torch.Tensor, temperature: float, top_p: float, top_k: int) -> torch.Tensor:
-    """Log-probs of the distribution that is left of logits: tempered, then the likeliest, then the share."""
-    rows = rows / temperature
-    if top_k:
-        rows = rows.masked_fill(rows < rows.topk(top_k).values[:, -1:], -torch.inf)
-    order = rows.argsort(-1)
-    less = rows.gather(-1, order).softmax(-1).cumsum(-1) <= 1 - top_p
-    less[:, -1] = False
-    return rows.masked_fill(torch.zeros_like(less).scatter(-1, order, less), -torch.inf).log_softmax(-1)
-
-
-@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
-@pytest.mark.parametrize("top_p", [1.0, 0.8])
-@pytest.mark.parametrize("top_k", [0, 5, 20])
+@pytest.mark.parametrize(("temperature", "top_p", "top_k"), GRID)
 async def test_both_log_probs_are_exact_for_any_sampling(
     world: World, temperature: float, top_p: float, top_k: int
 ) -> None:
@@ -193,12 +180,10 @@ async def test_both_log_probs_are_exact_for_any_sampling(
     answer = torch.tensor(tokens(chunks))[:, None]
     rows = logits(model, asked, tokens(chunks))
     drawn = drawn_from(rows, temperature, top_p, top_k).gather(-1, answer)[:, 0].tolist()
-    cut = top_p < 1.0 or top_k > 0
-    if world.cut_logprobs or not cut:
-        assert logprobs(chunks) == pytest.approx(drawn, abs=2e-4)
     assert all(map(math.isfinite, drawn)), "nothing is drawn that was cut away"
+    assert logprobs(chunks) == pytest.approx(drawn, abs=2e-4)
     raw = logprobs(chunks, "raw_logprobs")
-    if cut or temperature == 1.0:
+    if top_p < 1.0 or top_k > 0 or temperature == 1.0:
         assert raw == pytest.approx(plain(model, asked, tokens(chunks)), abs=2e-4)
     else:
         assert all(map(math.isnan, raw)), "the temperature alone explains the draw"

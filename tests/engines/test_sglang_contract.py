@@ -29,7 +29,6 @@ def sglang_python() -> str:
 
 class SglangWorld(World):
     kind = "sglang"
-    cut_logprobs = False
 
     def make(self, settings: EngineConfig) -> ServerEngine:
         return SglangEngine(model_facts(str(self.folder / "model"), "fp32"), settings, logs=self.folder)

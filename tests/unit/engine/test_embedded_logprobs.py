@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import BloomConfig, BloomForCausalLM
 
+from drawn_from import GRID, drawn_from
 from rillflow.config import PolicyConfig
 from rillflow.engine.build import build_engine
 from rillflow.engine.embedded import EmbeddedEngine, core
@@ -56,6 +57,25 @@ def test_attention_that_we_do_not_compute_is_refused_at_the_start(kit: Any) -> N
     mixed.config.layer_types = ["full_attention", "sliding_attention"]
     with pytest.raises(EngineError, match="layers of kind sliding_attention"):
         EmbeddedEngine(mixed, slots=2, context=64)
+
+
+async def test_both_log_probs_are_exact_for_any_sampling(kit: Any) -> None:
+    """The grid that real servers are held to, in one batch."""
+    model, reference = kit.pair()
+    async with kit.running(model, slots=len(GRID)) as engine:
+        answers = await asyncio.gather(
+            *[
+                kit.ask(engine, kit.prompt(9), max_tokens=20, seed=n, temperature=t, top_p=p, top_k=k)
+                for n, (t, p, k) in enumerate(GRID)
+            ]
+        )
+    for answer, how in zip(answers, GRID, strict=True):
+        ids = torch.tensor([answer.prompt + answer.tokens])
+        with torch.no_grad():
+            rows = reference(ids).logits[0, len(answer.prompt) - 1 : -1]
+        drawn = drawn_from(rows, *how).gather(-1, torch.tensor(answer.tokens)[:, None])[:, 0].tolist()
+        assert answer.logprobs == pytest.approx(drawn, abs=1e-4), how
+        assert answer.raw_logprobs == pytest.approx(kit.plain(reference, answer), abs=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

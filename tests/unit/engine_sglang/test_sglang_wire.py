@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickletools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ import torch
 from aiohttp import web
 
 from counting_engine import until
+from drawn_from import GRID, drawn_from
 from rillflow.config.engine import EngineConfig, ServerConfig
 from rillflow.contracts import Change, Patch
 from rillflow.engine.servers.facts import model_facts
 from rillflow.engine.sglang import SglangEngine
-from rillflow.engine.sglang.inside.rillflow_sglang import ORDERS, answer_name
+from rillflow.engine.sglang.inside.rillflow_sglang import ORDERS, Cuts, answer_name
 from rillflow.engine.sglang.launch import KEY
 from rillflow.engine.sglang.wire import generate_body
 from rillflow.errors import ConfigError, ContextOverflow, EngineError, EngineLost, WeightsError
@@ -332,3 +334,48 @@ def test_an_answer_that_is_scored_leaves_a_place_behind_it(sampling: Sampling, m
     full = GenerateRequest(id="r", tokens=[1] * 9, sampling=Sampling(top_p=0.9))
     with pytest.raises(ContextOverflow, match="no room"):
         generate_body(full, 10, "salt")
+
+
+@pytest.mark.parametrize("sampling", [{"top_p": 0.8}, {"top_k": 5, "temperature": 0.6}])
+def test_cuts_are_our_own_and_the_server_draws_from_all_that_is_left(sampling: dict[str, Any]) -> None:
+    """SGLang's own come after its log-probs, and take `top_p` of the whole instead of what `top_k` leaves."""
+    request = GenerateRequest(id="r", tokens=[1, 2, 3], sampling=Sampling(**sampling))
+    body = json.loads(generate_body(request, 100, "salt"))
+    asked = body["sampling_params"]
+    assert (asked["top_p"], asked["top_k"]) == (1.0, -1)
+    assert asked["custom_params"] == {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | sampling
+    named = json.loads(body["custom_logit_processor"])["callable"]
+    (opcode, name, _), *_ = pickletools.genops(bytes.fromhex(named))
+    assert (opcode.name, name) == ("GLOBAL", f"rillflow_sglang {Cuts.__name__}")
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.0, top_p=0.8, top_k=5)])
+def test_nothing_is_cut_where_nothing_is_to_be(sampling: Sampling) -> None:
+    body = json.loads(generate_body(GenerateRequest(id="r", tokens=[1, 2, 3], sampling=sampling), 100, "salt"))
+    assert "custom_logit_processor" not in body
+    assert "custom_params" not in body["sampling_params"]
+
+
+def test_what_the_cuts_leave_is_what_is_drawn_from() -> None:
+    """Each row as its own request asks, at the temperature that SGLang divides by afterwards."""
+    logits = 3 * torch.randn(len(GRID), 97, generator=torch.Generator().manual_seed(1))
+    asked = [{"temperature": t, "top_p": p, "top_k": k} for t, p, k in GRID]
+    left = Cuts()(logits.clone(), asked)
+    for row, cut, (temperature, top_p, top_k) in zip(logits, left, GRID, strict=True):
+        expected = drawn_from(row[None], temperature, top_p, top_k)[0]
+        assert torch.equal(cut.isneginf(), expected.isneginf())
+        kept = ~expected.isneginf()
+        assert (cut / temperature).log_softmax(-1)[kept].tolist() == pytest.approx(expected[kept].tolist(), abs=1e-5)
+
+
+def test_more_than_the_vocabulary_and_equal_logits_are_kept() -> None:
+    logits = torch.zeros(2, 5)
+    assert torch.equal(
+        Cuts()(
+            logits,
+            [{"temperature": 1.0, "top_k": 50, "top_p": 1.0}, {"temperature": 1.0, "top_k": 0, "top_p": 1e-9}],
+        )
+        .isneginf()
+        .sum(-1),
+        torch.tensor([0, 4]),
+    )

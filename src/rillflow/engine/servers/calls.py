@@ -26,8 +26,12 @@ class Part(NamedTuple):
 def is_scored(sampling: Sampling) -> bool:
     """Whether the model's own log-probs of an answer have to be asked for once it is there: servers tell those of the
     distribution that they drew from, and a cut or a grammar leaves no way back from these."""
-    cut = sampling.temperature > 0.0 and (sampling.top_p < 1.0 or sampling.top_k > 0)
-    return cut or sampling.grammar is not None
+    return is_cut(sampling) or sampling.grammar is not None
+
+
+def is_cut(sampling: Sampling) -> bool:
+    """Return whether tokens are drawn from less than the tempered distribution."""
+    return sampling.temperature > 0.0 and (sampling.top_p < 1.0 or sampling.top_k > 0)
 
 
 class Call:

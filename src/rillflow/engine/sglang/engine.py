@@ -6,7 +6,8 @@ published, so weights that arrived wrong are noticed before a token is sampled f
 
 Running requests are ended with `abort_request`, not with `pause_generation`, which looks whether all have ended only
 once a second. Seeds are not passed on: SGLang draws by them in a slower mode of its own only. Its log-probs are of the
-distribution at the temperature asked for, before `top_p` and `top_k` cut it: `logprobs` are exact where nothing is cut.
+distribution at the temperature asked for, before its own `top_p` and `top_k`; so these are cut by our own code inside
+it (`Cuts`), and `logprobs` are of what was drawn from.
 `raw_logprobs` are the same at temperatures 0 and 1; with `top_p`, `top_k` or a grammar the whole answer is scored as a
 prompt, so it comes at once when it is done, and one that new weights cut is sampled anew from its beginning: nobody has
 seen any of it. At another temperature without such cuts they are NaN: the temperature alone explains the draw.

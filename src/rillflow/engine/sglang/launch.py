@@ -39,6 +39,7 @@ def command(model: ModelFacts, settings: EngineConfig, port: int, secret: Path) 
         *("--random-seed", str(secrets.randbits(31))),  # two servers must not draw alike
         *("--stream-interval", str(_STREAM_INTERVAL)),
         *("--custom-weight-loader", LOADER),
+        "--enable-custom-logit-processor",  # whoever has the key may run code in the server: nobody else has it
         *("--log-level", "warning"),
         "--incremental-streaming-output",
         *("--grammar-backend", "llguidance"),  # what the gateway checks grammars with

@@ -9,14 +9,15 @@ from typing import Any
 
 import msgspec
 
-from rillflow.engine.servers.calls import is_scored
+from rillflow.engine.servers.calls import is_cut, is_scored
 from rillflow.errors import ContextOverflow
 from rillflow.types import GenerateRequest
 
 # SGLang wants a list of named tensors for each rank in Python's own serialisation. This is the empty one, byte for
 # byte: nothing of ours is written in it, and nothing in it is ever read here.
 _NO_TENSORS = base64.b64encode(b"\x80\x04].").decode()
-
+# What changes logits is wanted in that serialisation, too: this is the name of a class on SGLang's path, byte for byte.
+_CUTS = msgspec.json.encode({"callable": b"crillflow_sglang\nCuts\n.".hex()}).decode()
 
 _SHAPES = {"json": "json_schema", "regex": "regex", "lark": "ebnf"}  # what SGLang calls the kinds of grammars
 
@@ -57,15 +58,15 @@ class Outcome(msgspec.Struct):
 
 def generate_body(request: GenerateRequest, context: int, salt: str) -> bytes:
     """`salt` keeps the prefix cache from crossing versions. An answer that is scored becomes a prompt, which needs a
-    place behind it."""
+    place behind it. `top_p` and `top_k` are our own cuts (`Cuts`): SGLang tells log-probs as before its own."""
     asked = request.sampling
     room = context - len(request.tokens) - is_scored(asked)
     if room < 1:
         raise ContextOverflow("the prompt leaves no room for an answer that has to be scored", "shorten it")
-    sampling = {
+    sampling: dict[str, Any] = {
         "temperature": asked.temperature,
-        "top_p": asked.top_p,
-        "top_k": asked.top_k or -1,
+        "top_p": 1.0,
+        "top_k": -1,
         "max_new_tokens": min(asked.max_tokens, room),
         "stop_token_ids": list(asked.stop_tokens),
         # It switches off all stopping by tokens: without, SGLang also stops at the model's own ends.
@@ -73,15 +74,17 @@ def generate_body(request: GenerateRequest, context: int, salt: str) -> bytes:
     }
     if asked.grammar is not None:
         sampling[_SHAPES[asked.grammar.kind]] = asked.grammar.text
-    return msgspec.json.encode(
-        {
-            "input_ids": request.tokens,
-            "sampling_params": sampling,
-            "return_logprob": True,
-            "stream": True,
-            "extra_key": salt,
-        }
-    )
+    body: dict[str, Any] = {
+        "input_ids": request.tokens,
+        "sampling_params": sampling,
+        "return_logprob": True,
+        "stream": True,
+        "extra_key": salt,
+    }
+    if is_cut(asked):
+        sampling["custom_params"] = {"temperature": asked.temperature, "top_k": asked.top_k, "top_p": asked.top_p}
+        body["custom_logit_processor"] = _CUTS
+    return msgspec.json.encode(body)
 
 
 def score_body(tokens: list[int], answer: list[int], salt: str) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Weights of a running SGLang, changed in place and verified: a loader of its own (`--custom-weight-loader`).
+"""What runs inside SGLang: a loader that changes its weights in place and verifies them (`--custom-weight-loader`), and
+the cuts of `top_k` and `top_p` (`--enable-custom-logit-processor`).
 
 SGLang calls `take` in every rank, between two steps of its scheduler. What to do stands in a file, since the call
 itself carries tensors only; what came of it is written beside it. Invariants: an order is answered once by each rank;
@@ -62,3 +63,29 @@ def _write(path: Path, value: dict[str, Any]) -> None:
     half = path.with_suffix(".part")
     half.write_text(json.dumps(value))
     half.replace(path)
+
+
+class Cuts:
+    """Cuts logits to what `top_k` and `top_p` leave of the tempered distribution, before SGLang draws.
+
+    SGLang is asked to draw from all that is left, so that the log-probs that it tells are of what was drawn from; its
+    own cuts come after its log-probs. First the likeliest `top_k`, then of these the share `top_p`, as with the other
+    engines.
+    """
+
+    def __call__(self, logits: torch.Tensor, asked: list[dict[str, Any]]) -> torch.Tensor:
+        """`asked` are the `custom_params` of each row's request: `temperature`, `top_k` (0: all) and `top_p`."""
+
+        def column(name: str, dtype: torch.dtype) -> torch.Tensor:
+            return torch.tensor([one[name] for one in asked], dtype=dtype, device=logits.device)[:, None]
+
+        sorted_RV, order_RV = (logits.float() / column("temperature", torch.float32)).sort(-1, descending=True)
+        size, top_k = logits.shape[-1], column("top_k", torch.int64)
+        last = torch.where(top_k > 0, top_k.clamp(max=size), size) - 1
+        sorted_RV = sorted_RV.masked_fill(sorted_RV < sorted_RV.gather(-1, last), -torch.inf)
+        share_RV = sorted_RV.softmax(-1)
+        before_RV = share_RV.cumsum(-1) - share_RV  # the share of those that are likelier
+        top_p = column("top_p", torch.float32)
+        gone_RV = ((before_RV >= top_p) & (top_p < 1.0)) | sorted_RV.isneginf()
+        gone_RV[:, 0] = False
+        return logits.masked_fill(torch.zeros_like(gone_RV).scatter(-1, order_RV, gone_RV), -torch.inf)

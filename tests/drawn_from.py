@@ -1,0 +1,23 @@
+"""What tokens are drawn from, by its definition, and the grid of settings on which every engine must tell it exactly.
+
+There is no `min_p` in it, nor penalties, nor `logit_bias`: the gateway refuses them by name (`test_odd_values.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+GRID = list(itertools.product((0.6, 1.0, 1.5), (1.0, 0.8), (0, 5, 20)))  # temperature, top_p, top_k
+
+
+def drawn_from(rows: torch.Tensor, temperature: float, top_p: float, top_k: int) -> torch.Tensor:
+    """Return the log-probs of what is left of logits: tempered, then the likeliest, then the share."""
+    rows = rows / temperature
+    if top_k:
+        rows = rows.masked_fill(rows < rows.topk(top_k).values[:, -1:], -torch.inf)
+    order = rows.argsort(-1)
+    less = rows.gather(-1, order).softmax(-1).cumsum(-1) <= 1 - top_p
+    less[:, -1] = False
+    return rows.masked_fill(torch.zeros_like(less).scatter(-1, order, less), -torch.inf).log_softmax(-1)
