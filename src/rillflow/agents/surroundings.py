@@ -9,18 +9,20 @@ from typing import Any
 from rillflow.agents.environments.registry import environment_factory
 from rillflow.agents.tools.toolbox import OpenToolbox, open_toolbox
 from rillflow.config import Recipe
+from rillflow.config.tracebacks import UserErrors
 from rillflow.contracts import Environment, Toolbox
 from rillflow.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """`environment` makes one for an episode; None where the recipe names none."""
+    """`environment` makes one for an episode; None where the recipe names none. `errors` hears what its code raises."""
 
     roles: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     tools: Toolbox = field(default_factory=OpenToolbox)
     environment: Callable[[], Environment] | None = None
+    errors: UserErrors = field(default_factory=UserErrors)
 
     def new_environment(self) -> Environment:
         if self.environment is None:
@@ -36,5 +38,6 @@ async def open_surroundings(recipe: Recipe) -> tuple[Surroundings, OpenToolbox]:
     """The toolbox is the caller's to close; it is opened last, so an error leaves nothing open."""
     hook = recipe.environment
     made = None if hook is None else environment_factory(hook.name, hook.options)
-    toolbox = await open_toolbox(recipe.tools)
-    return Surroundings(recipe.roles, recipe.options, toolbox, made), toolbox
+    errors = UserErrors()
+    toolbox = await open_toolbox(recipe.tools, errors)
+    return Surroundings(recipe.roles, recipe.options, toolbox, made, errors), toolbox

@@ -15,7 +15,7 @@ from rillflow.types import COLUMNS, column_dtype
 if TYPE_CHECKING:
     from rillflow.contracts import Buffer
 
-_PER_TOKEN = frozenset(name for name in COLUMNS if name != "transcript")
+_PER_TOKEN = frozenset(name for name in COLUMNS if name not in ("transcript", "answer"))
 
 
 @lru_cache(4096)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from rillflow.types import Prompt
+from rillflow.types import FinishedEpisode, Prompt, Scored
 
 
 class PromptSource(Protocol):
@@ -136,3 +136,10 @@ class Replayer(Protocol):
 
     def replay(self, pool: Sequence[ReadyGroup], groups: int) -> list[str]:
         """Ids of `pool` that a new batch of `groups` groups gets before any fresh one; may be empty."""
+
+
+class GroupReward(Protocol):
+    """The parts of a recipe's reward that are of whole groups."""
+
+    async def score(self, group: Sequence[FinishedEpisode]) -> Sequence[Scored]:
+        """Return what each episode of a complete group is given, in their order; raise where there is no reward."""

@@ -26,6 +26,7 @@ from rillflow.dataflow.tables import (
 )
 from rillflow.errors import CorruptData, RunError
 
+_OPEN_TASK = "EXISTS (SELECT 1 FROM tasks t WHERE t.grp = g.id AND t.state IN ('pending', 'leased'))"
 _OPEN_SHARE = "EXISTS (SELECT 1 FROM shares s WHERE s.grp = g.id AND s.state IN ('ready', 'leased'))"
 _TRAINED_SHARE = "EXISTS (SELECT 1 FROM shares s WHERE s.grp = g.id AND s.state = 'trained')"
 _MEMBERS = "FROM members m JOIN batches b ON b.id = m.batch"
@@ -190,8 +191,11 @@ class _Auditor:
         )
         self._none(
             "groups: playing ones without an open task",
-            "SELECT count(*) FROM groups g WHERE g.state = 'playing' AND NOT EXISTS "
-            "(SELECT 1 FROM tasks t WHERE t.grp = g.id AND t.state IN ('pending', 'leased'))",
+            f"SELECT count(*) FROM groups g WHERE g.state = 'playing' AND g.scoring = 0 AND NOT {_OPEN_TASK}",
+        )
+        self._none(
+            "groups: waiting for their group's reward, but with an open task or an end",
+            f"SELECT count(*) FROM groups g WHERE g.scoring = 1 AND (g.state != 'playing' OR {_OPEN_TASK})",
         )
         self._report.counts["trajectories"] = self._count("SELECT count(*) FROM tasks WHERE state = 'done'")
 

@@ -25,6 +25,7 @@ from rillflow.dataflow.part import Base, Part
 from rillflow.dataflow.rows import Rows
 from rillflow.dataflow.tables import NEWEST
 from rillflow.dataflow.tasks import Tasks
+from rillflow.dataflow.user_errors import UserErrors
 from rillflow.errors import BadRequest, LeaseLost, RillflowError
 from rillflow.types import Ack, CompleteTask, SampleMeta
 
@@ -36,7 +37,7 @@ NOTES = "notes"  # what people are told of how agents play: the first text of ea
 _MOST_NOTES, _LONGEST_NOTE = 16, 2000
 _MOST_TOKENS = 1 << 31  # of one sample: sums over a group stay within 64 bits
 _LONGEST_AGENT = 100
-_LARGEST_REWARD = 3.4e38  # a trainer's numbers have 32 bits; statistics of larger ones are no numbers
+LARGEST_REWARD = 3.4e38  # a trainer's numbers have 32 bits; statistics of larger ones are no numbers
 _ATTEMPTS = (
     "SELECT t.id, t.grp, t.lane, t.place, t.attempt, t.node, t.failures, t.returns, a.id AS asked, "
     "a.state AS held, a.cause AS why, a.node AS holder, a.digest "
@@ -71,8 +72,19 @@ _Judged = _Good | RillflowError | Callable[[], Ack]
 
 
 class Completions(Part):
-    def __init__(self, base: Base, *, tasks: Tasks, groups: Groups, lineage: Lineage, nodes: Nodes, rows: Rows) -> None:
+    def __init__(
+        self,
+        base: Base,
+        *,
+        tasks: Tasks,
+        groups: Groups,
+        lineage: Lineage,
+        nodes: Nodes,
+        rows: Rows,
+        errors: UserErrors,
+    ) -> None:
         super().__init__(base)
+        self._errors = errors
         self._tasks = tasks
         self._groups = groups
         self._lineage = lineage
@@ -203,12 +215,13 @@ class Completions(Part):
             if not all(one.live):
                 self._rows.note(sample.row for sample in one.news.samples)
         now = self._clock.now()
+        self._errors.add([error for one in ends for error in one.news.errors])
         self._db.many(
             "UPDATE attempts SET state = 'done', cause = '', digest = ?, ended_at = ? WHERE id = ?",
             [(one.digest, now, one.news.attempt) for one in ends],
         )
         self._db.many(
-            "UPDATE tasks SET state = 'done', cause = '', error = '', reward = ?, samples = ?, calls = ?, "
+            "UPDATE tasks SET state = 'done', cause = '', error = '', reward = ?, given = ?, samples = ?, calls = ?, "
             "seconds = ?, metrics = ? WHERE id = ?",
             [_task_values(one.news) for one in ends],
         )
@@ -221,7 +234,8 @@ class Completions(Part):
         self._note(ends)
         for end, times in Counter(one.news.end[:100] for one in ends if one.news.end).items():
             self._db.count(f"{ENDED}{end}", times)
-        self._db.clear_counter("failures_in_a_row")
+        if not self._rules.group_reward:  # else they have not succeeded yet
+            self._db.clear_counter("failures_in_a_row")
         for group in reversed(dict.fromkeys(one.row["grp"] for one in reversed(ends))):  # as their last ones came
             self._groups.settle(group)
 
@@ -265,7 +279,7 @@ def _why_failed(lane: str, news: CompleteTask) -> str:
     if trained == 0:
         return NO_MODEL_CALL
     rewards = [news.reward, *[sample.reward for sample in news.samples]]
-    return "" if all([abs(reward) <= _LARGEST_REWARD for reward in rewards]) else BAD_REWARD
+    return "" if all([abs(reward) <= LARGEST_REWARD for reward in rewards]) else BAD_REWARD
 
 
 def _digest(news: CompleteTask) -> str:
@@ -274,7 +288,7 @@ def _digest(news: CompleteTask) -> str:
 
 def _task_values(news: CompleteTask) -> tuple[float | int | str, ...]:
     metrics = msgspec.json.encode(news.metrics).decode()
-    return (news.reward, len(news.samples), news.calls, news.seconds, metrics, news.task)
+    return (news.reward, news.reward, len(news.samples), news.calls, news.seconds, metrics, news.task)
 
 
 def _sample_values(one: _Good) -> Iterator[tuple[str | int | float, ...]]:

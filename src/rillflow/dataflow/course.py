@@ -19,6 +19,7 @@ from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.lineage import Lineage
 from rillflow.dataflow.nodes import Nodes
 from rillflow.dataflow.part import Base, Part
+from rillflow.dataflow.scoring import Scoring
 from rillflow.dataflow.shares import Shares
 from rillflow.dataflow.streams import SKIPPED_IN_A_ROW, Streams
 from rillflow.dataflow.tables import NEWEST
@@ -42,6 +43,7 @@ class Parts(Protocol):
     tasks: Tasks
     batches: Batches
     evaluations: Evaluations
+    scoring: Scoring
 
 
 class Course(Part):
@@ -203,6 +205,7 @@ class Course(Part):
             return evaluation
         ready, staged = self._parts.streams.servable(policy), self._parts.streams.in_stages(policy)
         stages = f", {staged} in stages" if staged else ""
+        stages += f", {scoring} waiting for their group's reward" if (scoring := self._parts.scoring.count) else ""
         running, nodes = self._parts.tasks.running, self._parts.nodes.healthy
         return (
             f"{ready} of {groups} groups ready{stages}, {running} tasks running, {nodes} nodes"
@@ -218,14 +221,21 @@ class Course(Part):
         return f"; the last {failed} episodes failed, the latest with {error[:_SHOWN]}"
 
     def _flat(self, policy: str, groups: int) -> str:
-        """Where group after group has nothing to tell apart, a batch may never fill: say so."""
-        row = self._db.one("SELECT count(*) AS complete, total(flat) AS flat FROM recent WHERE stream = ?", (policy,))
+        """Where group after group has nothing to tell apart, a batch may never fill: say which rewards they had since
+        the last step."""
+        row = self._db.one(
+            "SELECT count(*) AS complete, total(flat) AS flat, min(at) AS since FROM recent WHERE stream = ?", (policy,)
+        )
         if row is None or row["complete"] < _FLAT_AFTER * groups or row["flat"] < 0.8 * row["complete"]:
             return ""
         same = self._db.all(
-            "SELECT reward, count(*) AS n FROM recent WHERE stream = ? AND flat "
+            "SELECT reward, count(*) AS n, sum(rewards) AS rewards FROM recent WHERE stream = ? AND flat "
             "GROUP BY reward ORDER BY n DESC, reward LIMIT ?",
             (policy, _SHOWN_REWARDS),
         )
+        window = f"of the last {max(self._clock.now() - row['since'], 0.0):.0f} s"
+        if same[0]["n"] == row["complete"]:
+            only = same[0]
+            return f"; all {only['rewards']} rewards {window} were {round(only['reward'], 4)} ({only['n']} groups)"
         seen = ", ".join(f"{one['n']} with {round(one['reward'], 4)}" for one in same)
-        return f"; {row['flat']:.0f} of the last {row['complete']} groups had equal rewards: {seen}"
+        return f"; {row['flat']:.0f} of {row['complete']} groups {window} had equal rewards: {seen}"

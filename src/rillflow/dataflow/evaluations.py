@@ -90,7 +90,11 @@ class Evaluations(Part):
             "AND g.state = 'playing' AND t.state IN ('pending', 'leased')",
             (row["id"],),
         )
-        return f"the evaluation of version {row['version']}: {left} of {row['planned']} episodes left"
+        scoring = self._db.value(
+            "SELECT count(*) FROM groups WHERE lane = 'eval' AND round = ? AND scoring = 1", (row["id"],)
+        )
+        rewards = f", {scoring} groups wait for their reward" if scoring else ""
+        return f"the evaluation of version {row['version']}: {left} of {row['planned']} episodes left{rewards}"
 
     def close(self) -> None:
         """End the rounds whose groups have all ended."""

@@ -155,13 +155,15 @@ class Groups(Part):
             return
         ended = self._clock.now() if state in GROUP_ENDED else None
         self._db.run(
-            "UPDATE groups SET state = ?, cause = ?, ended_at = ? WHERE id = ?", (state, cause, ended, row["id"])
+            "UPDATE groups SET state = ?, cause = ?, ended_at = ?, scoring = 0 WHERE id = ?",
+            (state, cause, ended, row["id"]),
         )
         self._tally(row["lane"], row["state"], row["cause"], -1)
         self._tally(row["lane"], state, cause, 1)
 
-    def settle(self, group: str) -> bool:
-        """End the group's playing, once all its tasks have ended."""
+    def settle(self, group: str, *, scored: bool = False) -> bool:
+        """End the group's playing, once all its tasks have ended and, where the run has a group's reward, it is
+        `scored`."""
         if self._db.value("SELECT 1 FROM tasks WHERE grp = ? AND state IN ('pending', 'leased') LIMIT 1", (group,)):
             return False
         row = self.row(group)
@@ -169,6 +171,9 @@ class Groups(Part):
         needed = 2 if row["lane"] == "train" and row["planned"] > 1 else 1
         if done < needed:
             self._fail(row)
+        elif self._rules.group_reward and not scored:
+            self._db.run("UPDATE groups SET scoring = 1 WHERE id = ?", (group,))
+            return False
         elif row["lane"] == "eval":
             self._move(row, "evaluated")
         else:
@@ -273,8 +278,8 @@ class Groups(Part):
                 if producer in episodes:
                     rewards = [episode["reward"] for episode in episodes[producer]]
                     flat = len(rewards) > 1 and min(rewards) == max(rewards)
-                    values = (stream, group, fmean(rewards), flat)
-                    self._db.run("INSERT OR REPLACE INTO recent VALUES (?, ?, ?, ?)", values)
+                    values = (stream, group, fmean(rewards), flat, len(rewards), self._clock.now())
+                    self._db.run("INSERT OR REPLACE INTO recent VALUES (?, ?, ?, ?, ?, ?)", values)
                     break
 
     # ------------------------------------------------------------ ending early
@@ -304,7 +309,8 @@ class Groups(Part):
         if self._rules.group_deadline is None:
             return
         for row in self._db.all(
-            "SELECT id FROM groups WHERE lane = 'train' AND state = 'playing' AND started < ? ORDER BY ord",
+            "SELECT id FROM groups WHERE lane = 'train' AND state = 'playing' AND scoring = 0 AND started < ? "
+            "ORDER BY ord",
             (self._clock.now() - self._rules.group_deadline,),
         ):
             self.cancel(row["id"], GROUP_DEADLINE)
@@ -400,7 +406,7 @@ class Groups(Part):
                 self._shares.remove(share)
         row = self.row(group)
         self._move(row, "playing")
-        self._db.run("UPDATE groups SET started = NULL WHERE id = ?", (group,))
+        self._db.run("UPDATE groups SET started = NULL, scoring = 0 WHERE id = ?", (group,))
         self._db.run("DELETE FROM group_versions WHERE grp = ?", (group,))
         if row["lane"] == "train":
             self._db.run(

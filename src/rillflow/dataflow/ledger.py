@@ -30,12 +30,14 @@ from rillflow.dataflow.part import Base
 from rillflow.dataflow.roster import Roster
 from rillflow.dataflow.rows import Rows
 from rillflow.dataflow.rules import Rules
+from rillflow.dataflow.scoring import Scoring, UnscoredGroup
 from rillflow.dataflow.shares import Shares
 from rillflow.dataflow.stages import Stages
 from rillflow.dataflow.steps import Steps
 from rillflow.dataflow.streams import Streams
 from rillflow.dataflow.tables import FORMAT, NEWEST
 from rillflow.dataflow.tasks import Tasks
+from rillflow.dataflow.user_errors import UserErrors
 from rillflow.errors import BadRequest, DataError, LeaseLost, RillflowError
 from rillflow.types import (
     Ack,
@@ -56,11 +58,13 @@ from rillflow.types import (
     Phase,
     RenewBatch,
     RetireNode,
+    Scored,
     TaskLeases,
     TrainerJoined,
     UnitBeat,
     UnitBeatReply,
     Units,
+    UserError,
 )
 
 _MOST_TASKS = 1024
@@ -102,6 +106,7 @@ class Ledger:
         self.nodes = Nodes(base)
         self.roster = Roster(base)
         self.rows = Rows(base)
+        self.user_errors = UserErrors(base)
         self.shares = Shares(base, self.rows)
         self.groups = Groups(
             base,
@@ -112,11 +117,18 @@ class Ledger:
             rows=self.rows,
             shares=self.shares,
         )
+        self.scoring = Scoring(base, self.groups, self.rows)
         self.streams = Streams(base, self.groups, self.shares, self.lineage)
         self.leasing = Leasing(base, self.groups, self.lineage, self.nodes, self.streams)
-        self.tasks = Tasks(base, self.groups, self.nodes, self.rows)
+        self.tasks = Tasks(base, self.groups, self.nodes, self.rows, self.user_errors)
         self.completions = Completions(
-            base, tasks=self.tasks, groups=self.groups, lineage=self.lineage, nodes=self.nodes, rows=self.rows
+            base,
+            tasks=self.tasks,
+            groups=self.groups,
+            lineage=self.lineage,
+            nodes=self.nodes,
+            rows=self.rows,
+            errors=self.user_errors,
         )
         self.steps = Steps(base, self.groups, self.lineage, self.nodes)
         self.batches = Batches(
@@ -145,6 +157,7 @@ class Ledger:
             self.balances.open()
             self.grace()
             self.course.reopen(resume)
+            self.scoring.open()
         self._restore_hooks()
         self.commit()
 
@@ -199,8 +212,10 @@ class Ledger:
 
     def write(self) -> None:
         """Every transition so far is in the log; DiskFull when it cannot, and then none of them has happened."""
-        if self.dirty and (changes := self._hooks.changes()):
+        changes, errors = (self._hooks.changes(), self._hooks.errors.take()) if self.dirty else ([], [])
+        if changes or errors:
             with self.db.change():
+                self.user_errors.add(errors)
                 self.db.many("INSERT OR REPLACE INTO hook_state VALUES (?, ?, ?)", changes)
         self.db.write()
 
@@ -334,6 +349,25 @@ class Ledger:
             ack = self.tasks.fail(news)
             self.advance()
             return ack
+
+    def score_group(self, group: UnscoredGroup, rewards: Sequence[Scored]) -> bool:
+        """The group's reward says this of its episodes; False where one of them was played again since."""
+        with self.db.change():
+            scored = self.scoring.score(group, rewards)
+            self.advance()
+            return scored
+
+    def fail_group(self, group: UnscoredGroup, error: str) -> bool:
+        """The group's reward could not be computed; False where one of its episodes was played again since."""
+        with self.db.change():
+            failed = self.scoring.fail(group, error)
+            self.advance()
+            return failed
+
+    def note_errors(self, errors: Sequence[UserError]) -> None:
+        """User code that runs beside the ledger has raised these."""
+        with self.db.change():
+            self.user_errors.add(errors)
 
     def expire(self) -> None:
         """Return what was leased for too long or to nodes that are gone, and see what follows."""

@@ -70,7 +70,7 @@ class Losses(Part):
 
     def _lose_samples(self, group: str, lost: Sequence[sqlite3.Row], cause: str) -> None:
         row = self._groups.row(group)
-        if row["lane"] == "eval":
+        if row["lane"] == "eval" and not row["scoring"]:
             return  # its reward is known
         shares = self._shares.of(group)
         if any(share["state"] == "trained" for share in shares):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rillflow.config import Recipe
-from rillflow.contracts import Clock
+from rillflow.contracts import Clock, GroupReward
 from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.joining import Invitation
 from rillflow.dataflow.journal import Journal
@@ -21,7 +21,9 @@ from rillflow.wire.tokens import Keyring
 LEDGER, METRICS = "ledger.sqlite", "metrics.jsonl"
 
 
-def open_ledger(recipe: Recipe, folder: Path, *, resume: bool = False, clock: Clock | None = None) -> Ledger:
+def open_ledger(
+    recipe: Recipe, folder: Path, *, resume: bool = False, clock: Clock | None = None, group_reward: bool = False
+) -> Ledger:
     """The ledger of the run in `folder`, new or as it was left."""
     data = recipe.data
     source = open_sources(data.prompts, seed=recipe.seed, shuffle=data.shuffle)
@@ -29,7 +31,8 @@ def open_ledger(recipe: Recipe, folder: Path, *, resume: bool = False, clock: Cl
     hooks = Hooks.of(recipe.dataflow)
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    return Ledger(folder / LEDGER, Rules.of(recipe), source, heldout, hooks=hooks, clock=clock, resume=resume)
+    rules = Rules.of(recipe, group_reward=group_reward)
+    return Ledger(folder / LEDGER, rules, source, heldout, hooks=hooks, clock=clock, resume=resume)
 
 
 async def serve(
@@ -41,9 +44,10 @@ async def serve(
     *,
     on_ready: Callable[[str], None] = lambda url: None,
     resume: bool = False,
+    group_reward: GroupReward | None = None,
 ) -> None:
     """Serve until cancelled; `on_ready` gets the URL. `resume` lets a run that was stopped go on."""
-    ledger = open_ledger(recipe, folder, resume=resume)
+    ledger = open_ledger(recipe, folder, resume=resume, group_reward=group_reward is not None)
     try:
         service = DataflowService(
             ledger,
@@ -52,6 +56,8 @@ async def serve(
             commit_interval=recipe.dataflow.commit_interval,
             invitation=Invitation(recipe, folder, Keyring.of_run(token)),
             hook_timeout=recipe.dataflow.hook_timeout,
+            group_reward=group_reward,
+            reward_timeout=recipe.rollout.reward_timeout,
         )
         try:
             url = await service.start(host, port)

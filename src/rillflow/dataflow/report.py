@@ -66,4 +66,5 @@ def status(ledger: Ledger, waits: list[str]) -> Status:
         policies=policies,
         units=ledger.roster.count,
         notes=ledger.db.meta(NOTES, {}),
+        errors=ledger.user_errors.shown(),
     )

@@ -65,6 +65,7 @@ class Rules:
     repeats: int = 1
     target: float | None = None  # the held-out reward that ends the run
     balance_every: int = 10
+    group_reward: bool = False  # a complete group is rewarded before its statistics are taken: see `scoring`
 
     def __post_init__(self) -> None:
         for policy in self.policies.values():
@@ -105,7 +106,7 @@ class Rules:
         return cls(policies={policy: PolicyRules(policy, **own)}, **values)
 
     @classmethod
-    def of(cls, recipe: Recipe) -> Rules:
+    def of(cls, recipe: Recipe, *, group_reward: bool = False) -> Rules:
         flow = recipe.dataflow
         return cls(
             policies={name: _policy_rules(recipe, name) for name in recipe.policies},
@@ -125,6 +126,7 @@ class Rules:
             repeats=recipe.evaluation.repeats,
             target=recipe.evaluation.target,
             balance_every=flow.balance_every,
+            group_reward=group_reward,
         )
 
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
-from rillflow.contracts import Clock, SystemClock
+from rillflow.contracts import Clock, GroupReward, SystemClock
 from rillflow.dataflow import report
 from rillflow.dataflow.balance import Balance
 from rillflow.dataflow.balance_ledger import BalanceGauges
@@ -23,6 +23,7 @@ from rillflow.dataflow.engines import EngineRoster
 from rillflow.dataflow.fetches import Fetches
 from rillflow.dataflow.flow import GroupCommit, News, Watch
 from rillflow.dataflow.gauges import LedgerGauges
+from rillflow.dataflow.group_scorer import GroupScorer
 from rillflow.dataflow.hooks.beside import Beside, HookPending
 from rillflow.dataflow.joining import Invitation
 from rillflow.dataflow.journal import Journal
@@ -87,6 +88,8 @@ class DataflowService(Service):
         body_limit: int = 64 << 20,
         invitation: Invitation | None = None,
         hook_timeout: float = 10.0,
+        group_reward: GroupReward | None = None,
+        reward_timeout: float = 20.0,
     ) -> None:
         super().__init__("dataflow", token, body_limit=body_limit)
         self._invitation = invitation
@@ -107,6 +110,11 @@ class DataflowService(Service):
         self._housekeeper: asyncio.Task[None] | None = None
         self._beside = ledger.run_hooks_beside(hook_timeout)
         self._admitting: asyncio.Task[None] | None = None
+        self._scorer: GroupScorer | None = None
+        if group_reward is not None:
+            self._scorer = GroupScorer(
+                ledger, group_reward, token, seconds=reward_timeout, carry_out=self._carry_out, clock=self._clock
+            )
         self.registry.register(LedgerGauges(ledger))
         self.registry.register(BalanceGauges(ledger.balances))
         self._add_routes()
@@ -156,6 +164,8 @@ class DataflowService(Service):
                 task.cancel()
                 with suppress(asyncio.CancelledError):
                     await task
+        if self._scorer is not None:
+            await self._scorer.close()
         await super().stop()
         await self._disk.close()
 
@@ -230,9 +240,14 @@ class DataflowService(Service):
         await self._disk.durable()
         return reply
 
+    async def _carry_out(self, transition: Callable[[], Reply]) -> Reply:
+        return await self._changed(await self._do(transition))
+
     def _tell(self) -> None:
-        """Wake the polls whose answer may be another now."""
+        """Wake the polls whose answer may be another now, and score the groups that are complete."""
         ledger = self._ledger
+        if self._scorer is not None:
+            self._scorer.look()
         now = (ledger.moves, ledger.heads, ledger.phase)
         if now != self._told:
             self._batch_news.tell()
@@ -426,6 +441,8 @@ class DataflowService(Service):
 
     async def _status(self) -> Status:
         waits = [*self._in_trouble(), *(why() for why in list(self._waits.values()))]
+        if self._scorer is not None:
+            waits += self._scorer.waits()
         if self._ledger.phase != "ended" and self._ledger.nodes.healthy == 0:
             waits.append(self._absent("rollout node", self._ledger.nodes.seen))
         if self._ledger.phase != "ended" and self._ledger.roster.count == 0:

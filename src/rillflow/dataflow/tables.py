@@ -21,7 +21,7 @@ States:
 
 from __future__ import annotations
 
-FORMAT = 5
+FORMAT = 6
 NEWEST = (1 << 62) - 1  # above every version and position
 
 GROUP_OPEN = ("playing", "open")
@@ -45,9 +45,11 @@ CREATE TABLE IF NOT EXISTS groups (
     state TEXT NOT NULL,
     cause TEXT NOT NULL DEFAULT '',
     started REAL,                    -- when a task of it was leased first
+    scoring INTEGER NOT NULL DEFAULT 0,  -- all its tasks have ended, and its group's reward is being asked for
     admitted_at REAL NOT NULL, ended_at REAL
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS groups_state ON groups (lane, state, ord);
+CREATE INDEX IF NOT EXISTS groups_scoring ON groups (lane, ord) WHERE scoring = 1;
 CREATE INDEX IF NOT EXISTS groups_round ON groups (round, state) WHERE lane = 'eval';
 
 CREATE TABLE IF NOT EXISTS group_versions (  -- of the trained tokens so far, of groups that are playing only
@@ -57,6 +59,8 @@ CREATE TABLE IF NOT EXISTS group_versions (  -- of the trained tokens so far, of
 
 CREATE TABLE IF NOT EXISTS recent (  -- training groups that became complete since the stream's last step
     stream TEXT NOT NULL, grp TEXT NOT NULL, reward REAL NOT NULL, flat INTEGER NOT NULL,
+    rewards INTEGER NOT NULL,        -- how many, of which `reward` is the mean
+    at REAL NOT NULL,
     PRIMARY KEY (stream, grp)
 ) WITHOUT ROWID;
 
@@ -105,7 +109,9 @@ CREATE TABLE IF NOT EXISTS tasks (
     leases INTEGER NOT NULL DEFAULT 0,    -- ever given; numbers the attempts
     failures INTEGER NOT NULL DEFAULT 0,  -- attempts used up
     returns INTEGER NOT NULL DEFAULT 0,   -- leases lost with their node
-    reward REAL, samples INTEGER NOT NULL DEFAULT 0,
+    reward REAL,
+    given REAL,                           -- by its node: its group's reward is added to that
+    samples INTEGER NOT NULL DEFAULT 0,
     calls INTEGER, seconds REAL, metrics TEXT
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS tasks_group ON tasks (grp, place);
@@ -251,6 +257,10 @@ CREATE TABLE IF NOT EXISTS round_sources (  -- of rounds that have ended, where 
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS hook_state (
     hook TEXT NOT NULL, key TEXT NOT NULL, value TEXT NOT NULL, PRIMARY KEY (hook, key)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS user_errors (
+    kind TEXT NOT NULL, place TEXT NOT NULL, error TEXT NOT NULL, trace TEXT NOT NULL, n INTEGER NOT NULL,
+    PRIMARY KEY (kind, place)
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS events (seq INTEGER PRIMARY KEY AUTOINCREMENT, line TEXT NOT NULL);
 """

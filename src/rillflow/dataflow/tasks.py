@@ -12,6 +12,7 @@ from rillflow.dataflow.groups import Groups
 from rillflow.dataflow.nodes import Nodes
 from rillflow.dataflow.part import Base, Part
 from rillflow.dataflow.rows import Rows
+from rillflow.dataflow.user_errors import UserErrors
 from rillflow.types import Ack, FailTask, SampleMeta
 
 _ATTEMPT = (
@@ -21,8 +22,9 @@ _ATTEMPT = (
 
 
 class Tasks(Part):
-    def __init__(self, base: Base, groups: Groups, nodes: Nodes, rows: Rows) -> None:
+    def __init__(self, base: Base, groups: Groups, nodes: Nodes, rows: Rows, errors: UserErrors) -> None:
         super().__init__(base)
+        self._errors = errors
         self._groups = groups
         self._nodes = nodes
         self._rows = rows
@@ -75,6 +77,7 @@ class Tasks(Part):
             return Ack(accepted=True)
         if row is None or row["held"] != "held":
             return self.refuse(row, [])
+        self._errors.add(news.errors)
         self.end_badly(row, news.cause[:200] or "unknown", news.error[:4000])
         return Ack(accepted=True)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from secrets import token_urlsafe
 from typing import Any
 
+from rillflow.agents.rewards.registry import load_group_reward
 from rillflow.config import Recipe
 from rillflow.contracts import SystemClock
 from rillflow.engine.build import build_engine
@@ -91,6 +92,11 @@ async def open_stage(recipe: Recipe, engines: NodeEngines, folder: Path) -> Asyn
     """`folder` is where commands get theirs."""
     if recipe.outside:
         raise ConfigError("the recipe's agents come from outside: nobody here can play", "give --workflow")
+    if load_group_reward(recipe.reward) is not None:
+        raise ConfigError(
+            "the recipe's `reward` names `group`, and an evaluation plays and rewards episodes one by one",
+            "give a recipe whose `reward` is of single episodes, or a benchmark, which has its own",
+        )
     clock, ends, feed = SystemClock(), _Ends(), Feed()
     late = LateRewards(clock)
     async with open_cast(recipe, feed, folder) as cast:
@@ -122,6 +128,7 @@ class _Ends:
         metrics: Mapping[str, float],
         *,
         end: str = "",
+        answer: bytes | None = None,
     ) -> Ack:
         self.ended[lease.attempt] = Ended(record=record, rewards=rewards, metrics=metrics, seconds=seconds)
         return Ack(accepted=True)

@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rillflow.observe.summary import failures, listed, rewarded_ends
+from rillflow.observe.summary import described, failures, listed, rewarded_ends
 from rillflow.storage.startup import Starting
 from rillflow.types import PolicyStatus, Status
 
@@ -53,6 +53,7 @@ class Progress:
         self._started = time.monotonic()
         self._printed: float | None = None
         self._noted: set[str] = set()
+        self._told: set[tuple[str, str]] = set()  # errors of user code whose traceback was shown
 
     def __enter__(self) -> Progress:
         if self._live is not None:
@@ -80,6 +81,10 @@ class Progress:
             if subject not in self._noted:
                 self._noted.add(subject)
                 self.say(f"note: {note}")
+        for error in status.errors:
+            if (error.kind, error.where) not in self._told:
+                self._told.add((error.kind, error.where))
+                self.say(described(error))
         self._draw(self._panel(status), self._line(status), now=status.phase == "ended")
 
     def _draw(self, panel: RenderableType, line: str, *, now: bool) -> None:
@@ -107,6 +112,8 @@ class Progress:
         }
         if failed:
             numbers["failed episodes"] = f"{sum(failed.values())} ({listed(failed)})"
+        if status.errors:
+            numbers["errors of user code"] = str(sum(error.count for error in status.errors))
         return numbers | ({"rewarded ends": listed(ended)} if ended else {})
 
     def _startup(self) -> str:

@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.table import Table
+from rich.text import Text
 
 from rillflow.observe.metrics import Metrics
-from rillflow.types import Status
+from rillflow.types import Status, UserError
 
+_SHOWN_ERRORS = 3
 _FAILURES, _ENDED = "failures", "ended"  # how counts of failed episodes, and of rewarded ends, begin
 _REWARDABLE = ("agent_error", "workflow_error", "context_overflow", "timeout")  # what `ends` may name
 _PATHS = ("forks", "tokens_forwarded", "tokens_trained")  # what every episode measures of its paths
@@ -41,6 +44,7 @@ def summarise(
         "target": None if target is None else _target(metrics, target),
         "counts": status.counts,
         "notes": status.notes,
+        "errors": [msgspec.to_builtins(error) for error in status.errors],
     }
 
 
@@ -69,6 +73,8 @@ def summary_table(summary: dict[str, Any], folder: Path, plot: Path | None) -> T
     if failed:
         hint = "; `ends` can make such an end a reward" if any(cause in failed for cause in _REWARDABLE) else ""
         table.add_row("failed episodes", f"{listed(failed)}; each traceback is in {folder / 'logs'}{hint}")
+    for error in summary["errors"][:_SHOWN_ERRORS]:
+        table.add_row("error of user code", Text(described(msgspec.convert(error, UserError))))
     if ended:
         table.add_row("rewarded ends", listed(ended))
     table.add_row("ended", summary["end"])
@@ -76,6 +82,12 @@ def summary_table(summary: dict[str, Any], folder: Path, plot: Path | None) -> T
         table.add_row("reward plot", str(plot))
     table.add_row("run folder", str(folder))
     return table
+
+
+def described(error: UserError) -> str:
+    """Return an error of user code as people read it: how often, what and where, and its traceback."""
+    times = "once" if error.count == 1 else f"{error.count} times"
+    return f"{error.kind}, {times}: {error.error}" + (f"\n{error.trace}" if error.trace else "")
 
 
 def failures(counts: Mapping[str, int]) -> dict[str, int]:

@@ -20,11 +20,11 @@ from rillflow.agents.command import AgentFailed
 from rillflow.agents.rewards.calling import Given, call
 from rillflow.agents.roles import Chat, PolicyRole
 from rillflow.agents.surroundings import Surroundings
+from rillflow.config.tracebacks import located
 from rillflow.contracts import Clock, Environment, Toolbox
 from rillflow.errors import WorkflowError
 from rillflow.gateway.server import AGENT_HEADER
 from rillflow.rollout.rewards import rewards_of
-from rillflow.rollout.tracebacks import place_of
 from rillflow.types import Prompt, Scored, Task
 
 log = logging.getLogger(__name__)
@@ -141,7 +141,8 @@ class RunningEpisode:
                 async with asyncio.timeout(GIVE_UP_SECONDS):
                     await self._environment.close()
             except Exception as error:
-                log.warning("an environment could not be closed: %s", short(error))
+                told = self._surroundings.errors.note("environment", error)
+                log.warning("an environment could not be closed: %s%s", located(error), told)
 
     def agent(self, name: str) -> openai.AsyncOpenAI:
         self.roles.add(name)
@@ -262,14 +263,3 @@ async def _call_reward(reward: Reward, given: Given, seconds: float) -> Any:
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds  # nobody pauses a reward
     return await _within(lambda: end - loop.time(), _shielded(call(reward, given)))
-
-
-def located(error: BaseException) -> str:
-    """Return what goes to the ledger and the log of an error of user code: also where it was raised."""
-    place = place_of(error)
-    return f"{short(error)} ({place})" if place else short(error)
-
-
-def short(error: BaseException) -> str:
-    """What goes to the ledger and the log of an error."""
-    return f"{type(error).__name__}: {error}"[:500]

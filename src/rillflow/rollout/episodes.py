@@ -7,6 +7,7 @@ played and waits for its reward holds a session, but no place among those that a
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -20,13 +21,14 @@ import openai
 from rillflow.agents.rewards.calling import Given
 from rillflow.agents.surroundings import Surroundings
 from rillflow.config.schema import RolloutConfig
+from rillflow.config.tracebacks import short
 from rillflow.contracts import Clock
 from rillflow.errors import RewardError, RillflowError, WorkflowError
 from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.feed import EndSession
 from rillflow.gateway.server import Gateway, anthropic_url
 from rillflow.gateway.sessions.session import Session
-from rillflow.rollout.episode import MOST_METRICS, EpisodeFailed, Give, Reward, RunningEpisode, score, short
+from rillflow.rollout.episode import MOST_METRICS, EpisodeFailed, Give, Reward, RunningEpisode, score
 from rillflow.rollout.late import LateRewards
 from rillflow.rollout.players import NotTaken, OutsidePlayer, Played, Player
 from rillflow.rollout.push import Ends, check_record
@@ -192,12 +194,14 @@ class Episodes:
             record = self._sessions.close(lease.attempt, keep=True)
             trained = lease.task.lane != "eval"
             check_record(record, rewards, answer_is_reward=self._reward is None, rules=self._rules if trained else None)
-            for name, value in role_rewards(record, rewards, played.roles).items():
+            answer = _as_json(played.answer) if self._rules.grouped else None
+            roles = {} if self._rules.grouped else role_rewards(record, rewards, played.roles)
+            for name, value in roles.items():
                 if len(metrics) < MOST_METRICS:
                     metrics[name] = value
         except EpisodeFailed as failure:
             return await self._pusher.fail(lease, failure)
-        return await self._pusher.complete(lease, record, rewards, seconds, metrics, end=played.end)
+        return await self._pusher.complete(lease, record, rewards, seconds, metrics, end=played.end, answer=answer)
 
     async def _outcome(self, attempt: str, playing: Awaitable[Played]) -> tuple[Played, Mapping[str, float] | None]:
         """Return how the episode was played, with its rewards where the recipe says what its end is worth. The session
@@ -273,6 +277,11 @@ class Episodes:
                     "the recipe's `reward` decides what the whole episode is worth: this reward would not count",
                     "reward single answers (call=…), or leave `reward` out of the recipe",
                 )
+            if self._rules.grouped:
+                raise WorkflowError(
+                    "the recipe's `reward` compares whole episodes of a group: one of a single answer would not count",
+                    "reward episodes alone, or take the reward that names `group` out of the recipe",
+                )
             session.rewards.give(value, call=call, turn=turn, leaf=leaf, policy=policy)
             session.log.rewarded(session)
 
@@ -302,6 +311,18 @@ def _is_rewarded(session: Session) -> bool:
 def _messages(session: Session) -> list[dict[str, Any]]:
     """Return copies of all messages of a session, each once."""
     return deepcopy([message for path in session.record().transcript() for message in path["messages"]])
+
+
+def _as_json(answer: Any) -> bytes:
+    """Return an answer as a reward of the whole group is given it, in another process."""
+    try:
+        return json.dumps(answer).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise EpisodeFailed(
+            "reward_error",
+            f"the answer is a {type(answer).__name__} and cannot be written as JSON ({error}), so the group's reward "
+            "cannot be given it: return text, numbers, lists or mappings",
+        ) from error
 
 
 async def _played(played: Played) -> Played:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from rillflow.agents.command import words_of
 from rillflow.agents.environments.registry import environment_factory
+from rillflow.agents.rewards.registry import load_group_reward
 from rillflow.agents.rewards.registry import load_reward as load_named_reward
 from rillflow.config import Recipe, resolve_object
 from rillflow.errors import ConfigError
@@ -31,6 +32,14 @@ def check_players(recipe: Recipe) -> None:
     if recipe.environment is not None:
         environment_factory(recipe.environment.name, recipe.environment.options)
     load_reward(recipe)
+    if load_group_reward(recipe.reward) is not None:
+        for policy in recipe.policies:
+            if recipe.step_rewards(policy) in ("own", "to_go"):
+                raise ConfigError(
+                    f"trainer.step_rewards={recipe.step_rewards(policy)} reads rewards of single answers, and `reward` "
+                    "compares whole episodes of a group",
+                    "leave trainer.step_rewards out, or take the reward that names `group` out of the recipe",
+                )
 
 
 def load_workflow(recipe: Recipe) -> Workflow:

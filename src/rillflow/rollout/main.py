@@ -85,7 +85,8 @@ async def run_node(
         # The gateway goes first: no agent is to see the engines go.
         for close in (dataflow.close, writer.close, sessions.close, engines.close, gateway.stop):
             stack.push_async_callback(close)
-        episodes = cast.episodes(gateway, Pusher(name, dataflow, writer, recipe.untrained), late, clock)
+        pusher = Pusher(name, dataflow, writer, recipe.untrained, errors=cast.surroundings.errors)
+        episodes = cast.episodes(gateway, pusher, late, clock)
         going_on = episodes.going_on(gateway.sessions.restore())
         startup.doing("preparing the environment")
         await cast.prepare()

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.clients.units import UnitWriter
+from rillflow.config.tracebacks import UserErrors, short
 from rillflow.errors import DeadlineExceeded, LeaseLost, RillflowError, StorageError, Unavailable
 from rillflow.gateway.trees.forks import cause, forks, forks_always
 from rillflow.gateway.trees.record import Sample, SessionRecord
-from rillflow.rollout.episode import EpisodeFailed, short
+from rillflow.rollout.episode import EpisodeFailed
 from rillflow.rollout.rewards import RewardRules, check_parts, require_all
-from rillflow.rollout.tracebacks import Tracebacks
 from rillflow.types import Ack, CompleteTask, FailTask, Row, SampleMeta, TaskLease
 
 if TYPE_CHECKING:
@@ -46,22 +46,31 @@ class Ends(Protocol):
         metrics: Mapping[str, float],
         *,
         end: str = "",
-    ) -> Ack: ...
+        answer: bytes | None = None,
+    ) -> Ack:
+        """`answer` is its JSON, where a reward of the whole group will be given it."""
 
     async def fail(self, lease: TaskLease, failure: EpisodeFailed) -> Ack: ...
 
 
 class Pusher:
-    """Tells the run of the ends of one node's episodes. What the agents called `untrained` said is not for trainers."""
+    """Tells the run of the ends of one node's episodes, and of the errors of user code that `errors` has heard of. What
+    the agents called `untrained` said is not for trainers."""
 
     def __init__(
-        self, node: str, dataflow: DataflowClient, writer: UnitWriter, untrained: Collection[str] = ()
+        self,
+        node: str,
+        dataflow: DataflowClient,
+        writer: UnitWriter,
+        untrained: Collection[str] = (),
+        *,
+        errors: UserErrors | None = None,
     ) -> None:
         self._node = node
         self._dataflow = dataflow
         self._writer = writer
         self._untrained = frozenset(untrained)
-        self._tracebacks = Tracebacks()
+        self._errors = errors or UserErrors()
         self._told_forks = False
 
     async def complete(
@@ -73,10 +82,11 @@ class Pusher:
         metrics: Mapping[str, float],
         *,
         end: str = "",
+        answer: bytes | None = None,
     ) -> Ack:
         """Push a trajectory whose policies have these `rewards`; a sample's own goes before its policy's. `end` is how
         the episode ended, if without an answer."""
-        samples, payloads = pack(record, list(rewards), self._untrained)
+        samples, payloads = pack(record, list(rewards), self._untrained, answer)
         rows = await self._writer.put(payloads, PUSH_DEADLINE)
         done = CompleteTask(
             task=lease.task.id,
@@ -89,6 +99,7 @@ class Pusher:
             metrics={**metrics, **paths(record, samples)},
             notes=self._notes(record, samples),
             end=end,
+            errors=self._errors.take(),
         )
         try:
             ack = await self._tell(lease, lambda: self._dataflow.complete(done, PUSH_DEADLINE))
@@ -114,9 +125,15 @@ class Pusher:
         return {"forks": note}
 
     async def fail(self, lease: TaskLease, failure: EpisodeFailed) -> Ack:
-        log.warning("task %s failed: %s%s", lease.task.id, failure, self._tracebacks.told(failure.__cause__))
+        told = self._errors.note(failure.cause, failure.__cause__)
+        log.warning("task %s failed: %s%s", lease.task.id, failure, told)
         news = FailTask(
-            task=lease.task.id, attempt=lease.attempt, node=self._node, cause=failure.cause, error=failure.error
+            task=lease.task.id,
+            attempt=lease.attempt,
+            node=self._node,
+            cause=failure.cause,
+            error=failure.error,
+            errors=self._errors.take(),
         )
         await self._tell(lease, lambda: self._dataflow.fail(news, PUSH_DEADLINE))
         return Ack(accepted=False, reason=str(failure))
@@ -157,14 +174,20 @@ def check_record(
 
 
 def pack(
-    record: SessionRecord, policies: Sequence[str], untrained: Collection[str] = ()
+    record: SessionRecord, policies: Sequence[str], untrained: Collection[str] = (), answer: bytes | None = None
 ) -> tuple[list[Sample], list[dict[str, Buffer]]]:
-    """The samples of a trajectory and, in the same order, their payload rows. What `untrained` agents said is left out;
-    the transcript has it."""
+    """Return the samples of a trajectory and, in the same order, their payload rows.
+
+    What `untrained` agents said is left out; the transcript has it. An `answer` for the group's reward lies beside the
+    transcript, with the first trained sample of each policy: rows that no trainer wants are not kept.
+    """
     samples = [sample for policy in policies for sample in record.samples(policy) if sample.agent not in untrained]
     payloads: list[dict[str, Buffer]] = [dict(sample.columns) for sample in samples]
     if payloads:
-        payloads[0]["transcript"] = json.dumps(record.transcript()).encode()
+        transcript = payloads[0]["transcript"] = json.dumps(record.transcript()).encode()
+        if answer is not None:
+            for n in _firsts(samples):
+                payloads[n] |= {"transcript": transcript, "answer": answer}
     return samples, payloads
 
 
@@ -175,6 +198,14 @@ def paths(record: SessionRecord, samples: Sequence[Sample]) -> dict[str, float]:
         FORWARDED: float(sum(sample.tokens for sample in samples)),
         TRAINED: float(sum(sample.trained for sample in samples)),
     }
+
+
+def _firsts(samples: Sequence[Sample]) -> list[int]:
+    """Return the number of each policy's first sample that trains, or of its first where none does."""
+    found: dict[str, int] = {}
+    for n, sample in sorted(enumerate(samples), key=lambda one: one[1].trained == 0):
+        found.setdefault(sample.policy, n)
+    return list(found.values())
 
 
 def describe(sample: Sample, row: Row, reward: float) -> SampleMeta:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from rillflow.agents.rewards.registry import load_group_reward
 from rillflow.config import Recipe
 from rillflow.errors import RewardError, RillflowError, WorkflowError
 from rillflow.gateway.sessions.rewards import Settled
@@ -29,16 +30,19 @@ _NONE_NAMED = "the workflow must return the reward, because the recipe names non
 @dataclass(frozen=True)
 class RewardRules:
     """What a recipe says of rewards. `steps` is the `trainer.step_rewards` of whoever trains on a policy's samples;
-    what `untrained` agents said needs no reward; `ends` are the rewards of episodes that ended without an answer."""
+    what `untrained` agents said needs no reward; `ends` are the rewards of episodes that ended without an answer.
+    `grouped`: the dataflow service adds a reward of the whole group."""
 
     steps: Mapping[str, str | None] = field(default_factory=dict)
     untrained: frozenset[str] = frozenset()
     ends: Mapping[str, float | str] = field(default_factory=dict)
+    grouped: bool = False
 
     @classmethod
     def of(cls, recipe: Recipe) -> RewardRules:
         steps = {name: recipe.step_rewards(name) for name in recipe.policies}
-        return cls(steps, frozenset(recipe.untrained), recipe.ends)
+        grouped = load_group_reward(recipe.reward) is not None
+        return cls(steps, frozenset(recipe.untrained), recipe.ends, grouped)
 
     def end(self, cause: str, detail: str) -> tuple[str, float] | None:
         """Return the end that the recipe rewards, by its name there, and its reward; None: the task is retried."""

@@ -11,7 +11,7 @@ import re
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from rillflow.contracts import Generator
+from rillflow.contracts import Generator, GroupReward
 from rillflow.errors import RunError
 from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.forking import start_ranks
@@ -29,6 +29,7 @@ from rillflow.storage import startup
 from rillflow.storage.spans import open_spans
 
 if TYPE_CHECKING:
+    from rillflow.config import Recipe
     from rillflow.trainer.parallel.address import Place
 
 log = logging.getLogger(__name__)
@@ -56,11 +57,21 @@ def dataflow_role(folder: RunFolder, *, resume: bool = False) -> int:
             port=port,
             on_ready=startup.and_ready(lambda url: folder.publish_endpoint("dataflow", url)),
             resume=resume,
+            group_reward=_group_reward(recipe),
         )
 
     prepare()
     with folder.locked("dataflow", PREDECESSOR_WAIT):
         return run_until_signal(main())
+
+
+def _group_reward(recipe: Recipe) -> GroupReward | None:
+    """Return the parts of the recipe's reward that are of whole groups. Only functions of the user's can be."""
+    if recipe.reward is None or (isinstance(recipe.reward, str) and ":" not in recipe.reward):
+        return None
+    from rillflow.agents.rewards.registry import load_group_reward
+
+    return load_group_reward(recipe.reward)
 
 
 def unit_role(folder: RunFolder, name: str) -> int:

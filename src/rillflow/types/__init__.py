@@ -4,7 +4,7 @@ Arrays travel as little-endian bytes (`tokens` int32, `logprobs` float32, `versi
 reader can map them without a copy; `column_dtype` is the one place that says which dtype a column has.
 """
 
-from rillflow.types.agents import EpisodeFacts, Observation, Said, Scored, ToolUse
+from rillflow.types.agents import EpisodeFacts, FinishedEpisode, Observation, Said, Scored, ToolUse
 from rillflow.types.base import (
     DONE,
     GOOD_ENDS,
@@ -61,6 +61,7 @@ from rillflow.types.tasks import (
     TaskLease,
     TaskLeases,
     TasksTaken,
+    UserError,
 )
 from rillflow.types.units import (
     DropSegments,
@@ -100,6 +101,7 @@ __all__ = [
     "Evaluation",
     "FailTask",
     "FinishReason",
+    "FinishedEpisode",
     "Finite",
     "GenerateRequest",
     "GetRows",
@@ -149,6 +151,7 @@ __all__ = [
     "UnitBeatReply",
     "UnitInfo",
     "Units",
+    "UserError",
     "Wire",
     "column_dtype",
     "new_attempt",

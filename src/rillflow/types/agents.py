@@ -60,6 +60,18 @@ class EpisodeFacts(Wire, frozen=True):
     seconds: float
 
 
+class FinishedEpisode(Wire, frozen=True):
+    """One of the episodes that a reward of a whole group compares: what rewards of single episodes are given, and what
+    the recipe's other rewards came to (0 where it has none)."""
+
+    payload: dict[str, Any]
+    answer: Any
+    messages: list[dict[str, Any]]
+    metrics: dict[str, float]
+    episode: EpisodeFacts
+    reward: float
+
+
 class Scored(float):
     """A reward that says of which `parts` it is made: they become metrics of the episode. A number like any other."""
 

@@ -13,6 +13,7 @@ COLUMNS: dict[str, str] = {
     "versions": "<i4",  # policy version that sampled the token; -1 where mask is 0
     "rewards": "<f4",  # given to the answer that ends with the token, NaN elsewhere; absent where no answer has its own
     "transcript": "|u1",  # UTF-8 JSON of the episode's messages, on the first sample of a trajectory only
+    "answer": "|u1",  # UTF-8 JSON of what the workflow returned, beside the transcript, for rewards of whole groups
 }
 _OWN_COLUMN = re.compile(r"[a-z][a-z0-9_]{0,63}\.(i4|i8|u1|f2|f4|f8)")
 

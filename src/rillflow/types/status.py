@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rillflow.types.base import Phase, Wire
+from rillflow.types.tasks import UserError
 
 
 class StopRun(Wire, frozen=True):
@@ -56,3 +57,4 @@ class Status(Wire, frozen=True):
     policies: dict[str, PolicyStatus] = {}
     units: int = 0
     notes: dict[str, str] = {}  # what nodes have found out about the agents, by subject
+    errors: list[UserError] = []  # of user code, the most frequent first

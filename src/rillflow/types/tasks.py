@@ -80,12 +80,24 @@ class SampleMeta(Wire, frozen=True):
     turn: int = 0
 
 
+class UserError(Wire, frozen=True):
+    """An error of user code that was seen `count` times: in a `kind` of it (`workflow_error`, `tool count`), at the
+    same lines. `trace` is its traceback, empty where the ledger was told before."""
+
+    kind: str
+    where: str
+    error: str
+    trace: str = ""
+    count: int = 1
+
+
 class CompleteTask(Wire, frozen=True):
     """An episode has a reward; its samples are already durable in a storage unit.
 
     Its numbers are checked by the ledger, not by their types: one that is not finite must not refuse the completions
     that travel with it. `notes` are what a person should know of how agents play, by subject; the run tells each
-    subject once. `end` is how the episode ended, if without an answer: the recipe's `ends` has its reward.
+    subject once. `end` is how the episode ended, if without an answer: the recipe's `ends` has its reward. `errors` are
+    those that its node has seen in user code since it told of the last.
     """
 
     task: str
@@ -98,6 +110,7 @@ class CompleteTask(Wire, frozen=True):
     metrics: dict[str, float] = {}
     notes: dict[str, str] = {}
     end: str = ""
+    errors: list[UserError] = []
 
 
 class FailTask(Wire, frozen=True):
@@ -108,6 +121,7 @@ class FailTask(Wire, frozen=True):
     node: str
     cause: str
     error: str
+    errors: list[UserError] = []
 
 
 class Ack(Wire, frozen=True):

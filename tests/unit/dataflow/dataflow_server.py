@@ -10,7 +10,7 @@ from pathlib import Path
 from dataflow_world import POLICY, RULES, UNIT, FakeClock, changed, prompts
 
 from rillflow.clients.dataflow import DataflowClient
-from rillflow.contracts import Clock, PromptSource
+from rillflow.contracts import Clock, GroupReward, PromptSource
 from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.hooks.filters.zero_variance import ZeroVariance
 from rillflow.dataflow.journal import Journal
@@ -140,12 +140,18 @@ async def served(
     clock: Clock | None = None,
     hooks: Hooks | None = None,
     hook_timeout: float = 60.0,
+    group_reward: GroupReward | None = None,
+    reward_timeout: float = 60.0,
     **rules: object,
 ) -> AsyncIterator[Served]:
     hooks = hooks or Hooks(filters=[("zero_variance", ZeroVariance())])
-    ledger = Ledger(folder / "ledger.sqlite", changed(RULES, **rules), prompts(50), heldout, hooks=hooks, clock=clock)
+    known = changed(RULES, group_reward=group_reward is not None, **rules)
+    ledger = Ledger(folder / "ledger.sqlite", known, prompts(50), heldout, hooks=hooks, clock=clock)
     journal = Journal(folder / "metrics.jsonl")
-    service = DataflowService(ledger, journal, TOKEN, body_limit=body_limit, clock=clock, hook_timeout=hook_timeout)
+    service = DataflowService(
+        ledger, journal, TOKEN, body_limit=body_limit, clock=clock, hook_timeout=hook_timeout,
+        group_reward=group_reward, reward_timeout=reward_timeout,
+    )  # fmt: skip
     found = Served(await service.start(), folder, ledger, service)
     await found.client.unit_beat(found.beat())
     try:

@@ -59,6 +59,7 @@ HARMS = [
     "DELETE FROM tasks WHERE id = 't000001.0'",
     "DELETE FROM attempts WHERE task = 't000001.0'",
     "UPDATE groups SET state = 'open' WHERE id = 't000000'",
+    "UPDATE groups SET scoring = 1 WHERE id = 't000000'",
     "UPDATE groups SET state = 'nowhere' WHERE id = 't000000'",
     "UPDATE groups SET state = 'failed' WHERE state = 'trained'",
     "UPDATE tasks SET state = 'pending' WHERE id = 't000000.0'",
@@ -156,6 +157,6 @@ def test_a_ledger_of_another_format_is_named(make_world):
     world = make_world()
     world.ledger.db.set_meta("format", 1)
     world.ledger.commit()
-    with pytest.raises(CorruptData, match="has ledger format 1, this version reads 5"):
+    with pytest.raises(CorruptData, match="has ledger format 1, this version reads 6"):
         audit(world.path)
-    world.ledger.db.set_meta("format", 5)
+    world.ledger.db.set_meta("format", 6)

@@ -277,12 +277,25 @@ def test_on_policy_weights_ahead_of_the_commit_get_no_tasks(make_world):
 
 
 def test_a_batch_that_may_never_fill_says_why(make_world):
-    world = make_world()
-    for number in range(10):
-        world.ledger.db.run("INSERT INTO recent VALUES (?, ?, 0.0, 1)", (POLICY, f"g{number}"))
-    assert world.ask().waiting_for.endswith("; 10 of the last 10 groups had equal rewards: 10 with 0.0")
-    world.ledger.db.run("INSERT INTO recent VALUES (?, 'one', 1.0, 1), (?, 'two', 0.5, 0)", (POLICY, POLICY))
-    assert "11 of the last 12 groups had equal rewards: 10 with 0.0, 1 with 1.0" in world.ask().waiting_for
+    world = make_world(group_size=4)
+
+    def play(*rewards):
+        """Play a group, in six seconds."""
+        for lease, reward in zip(world.lease(4), rewards, strict=True):
+            world.done(lease, reward)
+        world.clock.time += 6.0
+
+    for _ in range(9):
+        play(0.0, 0.0, 0.0, 0.0)
+    assert "rewards" not in world.ask().waiting_for, "too few to tell"
+    play(0.0, 0.0, 0.0, 0.0)
+    assert world.ask().waiting_for.endswith("; all 40 rewards of the last 60 s were 0.0 (10 groups)")
+    play(1.0, 1.0, 1.0, 1.0)
+    play(0.0, 1.0, 0.0, 0.0)
+    assert "11 of 12 groups of the last 72 s had equal rewards: 10 with 0.0, 1 with 1.0" in world.ask().waiting_for
+    play(0.0, 1.0, 0.0, 0.0)
+    world.commit(world.batch())
+    assert "rewards" not in world.ask().waiting_for, "a step was made: what came before it is no news"
 
 
 def test_a_run_whose_episodes_fail_says_what_with(make_world):

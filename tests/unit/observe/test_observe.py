@@ -18,7 +18,7 @@ from rillflow.observe.progress import Progress, sparkline
 from rillflow.observe.summary import summarise, summary_table
 from rillflow.observe.tensorboard import TensorBoard
 from rillflow.storage.startup import Starting
-from rillflow.types import Evaluation, PolicyStatus, Status
+from rillflow.types import Evaluation, PolicyStatus, Status, UserError
 
 
 def step(version: int, reward: float) -> dict[str, Any]:
@@ -322,3 +322,32 @@ def test_the_summary_says_how_far_engine_and_trainer_are_apart(tmp_path: Path) -
     console = Console(record=True, width=200, file=io.StringIO())
     console.print(summary_table(summary, tmp_path, None))
     assert "log-probs 0.025 apart on average, 0.2 at most, ratio 0.9700 (400 fresh tokens)" in console.export_text()
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_an_error_of_user_code_is_shown_once_with_its_traceback_and_counted(tmp_path: Path, terminal: bool) -> None:
+    error = UserError(
+        kind="workflow_error", where="KeyError play.py:3 in play", error="KeyError: 'qestion' (play.py:3 in play)",
+        trace="Traceback (most recent call last):\n  payload['qestion']\nKeyError: 'qestion'",
+    )  # fmt: skip
+    tool = UserError(
+        kind="tool count", where="ValueError count.py:9 in count", error="ValueError: 7", trace="at count.py"
+    )
+    output = io.StringIO()
+    console = Console(file=output, width=160, force_terminal=terminal)
+    with Progress("title", console) as progress:
+        progress.show(status(errors=[error]))
+        progress.show(status(errors=[msgspec.structs.replace(error, count=64), tool]))
+    told = output.getvalue()
+    assert told.count("payload['qestion']") == told.count("at count.py") == 1
+    assert "workflow_error, once: KeyError: 'qestion' (play.py:3 in play)" in told
+
+    last = status(errors=[msgspec.structs.replace(error, count=64), tool], phase="ended")
+    assert "errors of user code 65" in Progress("title", Console(file=io.StringIO()))._line(last)
+    summary = summarise(read_metrics(tmp_path / "none", "agent"), last, 1.0)
+    assert [(one["kind"], one["count"]) for one in summary["errors"]] == [("workflow_error", 64), ("tool count", 1)]
+    table = Console(file=io.StringIO(), width=160)
+    table.print(summary_table(summary, tmp_path, None))
+    shown = table.file.getvalue()  # type: ignore[attr-defined]
+    assert "workflow_error, 64 times: KeyError: 'qestion'" in shown
+    assert shown.count("payload['qestion']") == 1

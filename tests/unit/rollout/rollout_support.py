@@ -11,6 +11,7 @@ from typing import Any
 
 import openai
 
+from rillflow.agents.surroundings import Surroundings
 from rillflow.clients.units import UnitWriter
 from rillflow.config.schema import GatewayConfig, RolloutConfig, SamplingConfig
 from rillflow.contracts import SystemClock, TokenSource
@@ -167,6 +168,7 @@ class World:
         clock: Any = None,
         limits: GatewayConfig | None = None,
         port: int = 0,
+        surroundings: Surroundings | None = None,
         **rollout: Any,
     ) -> None:
         self.folder = folder
@@ -183,6 +185,7 @@ class World:
         self._rules = rules
         self._policies = policies
         self._limits = limits
+        self._surroundings = surroundings or Surroundings()
         self._rollout = RolloutConfig(**rollout)
         self._port = port
         self._stack = AsyncExitStack()
@@ -211,8 +214,8 @@ class World:
             self._stack.push_async_callback(close)
         self.episodes = Episodes(
             self._rollout, self._policies, player=self._player, reward=self._reward, gateway=self.gateway,
-            client=client, pusher=Pusher("n", self.dataflow, writer), late=late, clock=self.clock,
-            rules=self._rules,
+            client=client, pusher=Pusher("n", self.dataflow, writer, errors=self._surroundings.errors), late=late,
+            clock=self.clock, rules=self._rules, surroundings=self._surroundings,
         )  # fmt: skip
         going_on = self.episodes.going_on(self.gateway.sessions.restore())
         self.url = self.episodes.gateway_url = await self.gateway.start("127.0.0.1", self._port)

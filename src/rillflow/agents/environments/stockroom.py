@@ -15,11 +15,13 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletionFunctionToolParam
+
+    from rillflow.types import FinishedEpisode
 
 BOXES = ("red", "blue", "green", "yellow", "black", "white", "pink", "brown")
 ITEMS = ("pens", "cups", "books", "keys", "coins", "socks", "nails", "balls")
@@ -118,3 +120,15 @@ def reward(payload: Mapping[str, Any], answer: str | None) -> float:
         return 0.0
     # Compared as text: int() refuses very long digit strings, and a model may well write one.
     return float(numbers[-1] == str(payload["stock"][payload["box"]][payload["item"]]))
+
+
+def brief(group: Sequence[FinishedEpisode]) -> list[float]:
+    """Rank the right answers of a group by their length: the reward of each is the share of the others that are longer.
+
+    A wrong answer earns nothing, however short it is.
+    """
+    lengths = [len(episode.answer or "") if episode.reward > 0 else None for episode in group]
+    right = [length for length in lengths if length is not None]
+    return [
+        0.0 if length is None else sum(other > length for other in right) / max(len(right) - 1, 1) for length in lengths
+    ]

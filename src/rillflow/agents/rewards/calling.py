@@ -21,8 +21,9 @@ Messages = list[dict[str, Any]]
 
 OF_ANSWERS = ("payload", "answer")  # what is known as soon as there is an answer
 NAMES = (*OF_ANSWERS, "messages", "metrics", "episode")
-_GROUP = "group"
-_NO_PAIR = {"messages", "metrics", "episode", _GROUP}  # a reward with one of these in front has named its parameters
+GROUP = "group"
+OF_GROUPS = ("payload", GROUP)  # what a reward of a whole group is given
+_NO_PAIR = {"messages", "metrics", "episode", GROUP}  # a reward with one of these in front has named its parameters
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -68,22 +69,34 @@ def parameters_of(reward: Callable[..., Any], label: str = "", among: Sequence[s
     are given what they name. ConfigError, about the reward called `label`, where one of them without a default names
     nothing that is `among` what the reward can be given.
     """
-    function = reward if inspect.isroutine(reward) or isinstance(reward, partial) else type(reward).__call__
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # a builtin may not tell
+    parameters = _signature(reward)
+    if parameters is None:
         return Parameters(places=True)
-    if function is not reward:
-        parameters = parameters[1:]  # self
     first = [one.name for one in parameters if one.kind in _POSITIONAL][:2]
-    places = _are_pair(first, any(one.kind is one.VAR_POSITIONAL for one in parameters))
+    variadic = any(one.kind is one.VAR_POSITIONAL for one in parameters)
+    places = GROUP not in among and _are_pair(first, variadic)
     others = [one for one in parameters if not (places and one.name in first)]
     named = [one.name for one in others if one.name in among and one.kind in _NAMED]
     required = [one.name for one in others if one.default is one.empty and one.kind in (*_POSITIONAL, *_NAMED)]
     unknown = [name for name in required if name not in named]
     if unknown:
-        raise _refusal(label, _GROUP if _GROUP in unknown else unknown[0], among)
+        raise _refusal(label, unknown[0], among)
     return Parameters(places, tuple(named))
+
+
+def is_of_groups(reward: Callable[..., Any]) -> bool:
+    """Return whether a reward names `group`: it is asked once about each group, not about each episode."""
+    return any(one.name == GROUP and one.kind in _NAMED for one in _signature(reward) or ())
+
+
+def _signature(reward: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    """Return the parameters of a reward, without `self`; None of a builtin that does not tell."""
+    function = reward if inspect.isroutine(reward) or isinstance(reward, partial) else type(reward).__call__
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return None
+    return parameters if function is reward else parameters[1:]
 
 
 def _are_pair(first: Sequence[str], variadic: bool) -> bool:
@@ -94,10 +107,11 @@ def _are_pair(first: Sequence[str], variadic: bool) -> bool:
 
 
 def _refusal(label: str, name: str, among: Sequence[str]) -> ConfigError:
-    if name == _GROUP:
+    if among is OF_GROUPS and name in NAMES:
         return ConfigError(
-            f"reward {label}: rewards of a whole group are not possible: its parameter `group` cannot be given",
-            "episodes are rewarded one by one, wherever they were played; compare them in a node of the step graph",
+            f"reward {label}: its parameter {name!r} is of one episode, and a reward that names `group` is asked about "
+            "all episodes of a group at once",
+            f"name payload and group alone; read group[0].{name}",
         )
     known = ", ".join(among)
     return ConfigError(
@@ -143,12 +157,13 @@ class Sum:
         return await self.score(Given(payload, answer))
 
     async def score(self, given: Given) -> Scored:
-        said = {part.label: _number(part.label, await call(part.reward, given)) for part in self.parts}
+        said = {part.label: as_number(part.label, await call(part.reward, given)) for part in self.parts}
         return Scored(math.fsum(part.weight * said[part.label] for part in self.parts), said)
 
 
-def _number(label: str, value: Any) -> float:
-    """A part gives one number: rewards of several policies are a workflow's, or of one function's, business."""
+def as_number(label: str, value: Any) -> float:
+    """Return the one number that a part gives: rewards of several policies are a workflow's, or of one function's,
+    business."""
     if not isinstance(value, Real) or not math.isfinite(value):
         raise RewardError(f"the reward {label} is {value!r:.80}, not a finite number", "return a float")
     return float(value)

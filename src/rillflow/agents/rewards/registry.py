@@ -12,11 +12,12 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
-from rillflow.agents.rewards.calling import NAMES, Part, Sum, parameters_of
+from rillflow.agents.rewards.calling import GROUP, NAMES, OF_GROUPS, Part, Sum, is_of_groups, parameters_of
 from rillflow.agents.rewards.code import Code
 from rillflow.agents.rewards.exact_match import ExactMatch
 from rillflow.agents.rewards.f1 import F1
 from rillflow.agents.rewards.format import Format
+from rillflow.agents.rewards.grouped import GroupSum
 from rillflow.agents.rewards.judge import Judge
 from rillflow.agents.rewards.length import Length
 from rillflow.agents.rewards.math import Math
@@ -41,15 +42,19 @@ REWARDS: dict[str, type[ShippedReward]] = {
 
 
 def load_reward(reward: str | Sequence[RewardConfig], among: Sequence[str] = NAMES) -> Reward:
-    """The function that a recipe's `reward` names, plain or async; `call` gives it what its parameters name, which has
-    to be `among` these."""
-    if isinstance(reward, str) and ":" in reward:
-        return _custom(RewardConfig(name=reward), among)
-    parts = [RewardConfig(name=reward)] if isinstance(reward, str) else list(reward)
-    if not parts:
-        raise ConfigError("`reward` is an empty list", "name a reward, or leave it out: then the workflow returns it")
-    labels = _different([_label(part.name) for part in parts])
-    return Sum([Part(label, part.weight, _made(part, among)) for label, part in zip(labels, parts, strict=True)])
+    """Return what an episode's reward is asked of, plain or async; `call` gives it what its parameters name, which has
+    to be `among` these. Parts that are of whole groups are left out: see `load_group_reward`."""
+    parts = [Part(label, part.weight, _made(part, among)) for label, part in _labelled(reward)]
+    own = [part for part in parts if not is_of_groups(part.reward)]
+    return own[0].reward if own and isinstance(reward, str) and ":" in reward else Sum(own)
+
+
+def load_group_reward(reward: str | Sequence[RewardConfig] | None) -> GroupSum | None:
+    """Return what whole groups are asked of: the parts of a recipe's `reward` that name `group`; None without any."""
+    named = [] if reward is None else [(label, part) for label, part in _labelled(reward) if ":" in part.name]
+    parts = [Part(label, part.weight, _custom(part, NAMES)) for label, part in named]
+    parts = [part for part in parts if is_of_groups(part.reward)]
+    return GroupSum(parts) if parts else None
 
 
 def make_reward(name: str, **options: Any) -> Reward:
@@ -73,6 +78,14 @@ async def prepare_reward(reward: Reward | None) -> None:
             await part.reward.prepare()
 
 
+def _labelled(reward: str | Sequence[RewardConfig]) -> list[tuple[str, RewardConfig]]:
+    """Return the parts of a recipe's `reward`, each with its name in metrics."""
+    parts = [RewardConfig(name=reward)] if isinstance(reward, str) else list(reward)
+    if not parts:
+        raise ConfigError("`reward` is an empty list", "name a reward, or leave it out: then the workflow returns it")
+    return list(zip(_different([_label(part.name) for part in parts]), parts, strict=True))
+
+
 def _made(part: RewardConfig, among: Sequence[str]) -> Reward:
     if ":" in part.name:
         return _custom(part, among)
@@ -89,7 +102,7 @@ def _custom(part: RewardConfig, among: Sequence[str]) -> Reward:
     if not callable(found):
         raise ConfigError(f"reward {part.name} is not a function", "write `def reward(payload, answer):`")
     is_class = inspect.isclass(found)
-    if taken := [name for name in part.options if name in NAMES and not is_class]:
+    if taken := [name for name in part.options if name in (*NAMES, GROUP) and not is_class]:
         raise ConfigError(
             f"reward {part.name}: its option {taken[0]!r} is the name of what every reward is given",
             "give the option another name",
@@ -103,7 +116,12 @@ def _custom(part: RewardConfig, among: Sequence[str]) -> Reward:
             f"reward {part.name}: its options do not fit: {error}",
             "write `def reward(payload, answer, OPTION=…):`, or a class that takes the options and has `__call__`",
         ) from error
-    parameters_of(made, part.name, among)
+    if is_of_groups(made) and among is not NAMES:
+        raise ConfigError(
+            f"reward {part.name}: its parameter `group` cannot be given: here it is asked about single answers",
+            "name a reward of payload and answer",
+        )
+    parameters_of(made, part.name, OF_GROUPS if is_of_groups(made) else among)
     return made
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from rillflow.agents.tools.functions import tool_of
 from rillflow.agents.tools.registry import opener_of
 from rillflow.config import ToolConfig, resolve_object
+from rillflow.config.tracebacks import UserErrors, located
 from rillflow.contracts import Episode, Tool
 from rillflow.errors import ConfigError, RillflowError, ToolError
 
@@ -29,7 +30,8 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # what every chat API takes
 
 
 class OpenToolbox:
-    """A Toolbox whose tools are open until `close`. `outputs` are the bounds of those tools that have their own."""
+    """A Toolbox whose tools are open until `close`. `outputs` are the bounds of those tools that have their own;
+    `errors` hears what tools raise."""
 
     def __init__(
         self,
@@ -37,8 +39,10 @@ class OpenToolbox:
         *,
         outputs: Mapping[str, int] | None = None,
         on_close: Callable[[], Awaitable[object]] | None = None,
+        errors: UserErrors | None = None,
     ) -> None:
         self._tools = {tool.name: tool for tool in tools}
+        self._errors = errors or UserErrors()
         self._outputs = dict(outputs or {})
         self._on_close = on_close
         if len(self._tools) < len(tools):
@@ -75,8 +79,8 @@ class OpenToolbox:
         except RillflowError:
             raise
         except Exception as error:
-            # A model's arguments may well be the reason, so it reads of it; a bug of the tool shows in the log.
-            log.warning("tool %s raised %s: %.500s", name, type(error).__name__, error)
+            # A model's arguments may well be the reason, so it reads of it; a bug of the tool is told of as any other.
+            log.warning("tool %s raised %s%s", name, located(error), self._errors.note(f"tool {name}", error))
             text = f"error: {type(error).__name__}: {error}"
         return _bounded(text, self._outputs.get(name, MAX_OUTPUT))
 
@@ -85,7 +89,7 @@ class OpenToolbox:
             await self._on_close()
 
 
-async def open_toolbox(tools: Sequence[ToolConfig]) -> OpenToolbox:
+async def open_toolbox(tools: Sequence[ToolConfig], errors: UserErrors | None = None) -> OpenToolbox:
     """Open what the recipe names. A ConfigError says which of it cannot be had, and leaves nothing open."""
     opened: list[Tool] = []
     outputs: dict[str, int] = {}
@@ -95,7 +99,7 @@ async def open_toolbox(tools: Sequence[ToolConfig]) -> OpenToolbox:
             found = await _open(config, stack)
             opened += found
             outputs |= {tool.name: config.output for tool in found}
-        return OpenToolbox(opened, outputs=outputs, on_close=stack.aclose)
+        return OpenToolbox(opened, outputs=outputs, on_close=stack.aclose, errors=errors)
     except BaseException:
         await stack.aclose()
         raise

@@ -3,7 +3,8 @@
 Hooks are the user's code. What they decide is taken; what they raise never loses a group. A group whose filter raised
 ends as failed, with the error as its cause; a curator that raised is logged and passed over; without a sampler there
 is no batch, so what it raised is the trainer's answer. In a service, users' hooks run beside the event loop (`beside`),
-and one that passes its deadline counts as one that raised. The first error of a hook is logged with its traceback.
+and one that passes its deadline counts as one that raised. Each distinct error is logged once with its traceback, and
+counted for the ledger.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from functools import partial
 from typing import TypeVar
 
 from rillflow.config import DataflowConfig
+from rillflow.config.tracebacks import UserErrors, located
 from rillflow.contracts import Curator, Filter, Group, ReadyGroup, Replayer, Sampler
 from rillflow.dataflow.hooks.beside import Beside, HookPending, Key
 from rillflow.dataflow.hooks.build import build, short_name
@@ -45,7 +47,7 @@ class Hooks:
         named = [(type(sampler).__name__, sampler) for sampler in samplers]
         self._states = SavedStates([*self.curators, *self.filters, *named])
         self._beside: Beside | None = None
-        self._failed: set[str] = set()  # hooks whose first error was logged
+        self.errors = UserErrors()
         self._told: deque[Exception] = deque(maxlen=64)  # errors that were logged lately
 
     def run_beside(self, seconds: float) -> Beside | None:
@@ -174,15 +176,11 @@ class Hooks:
         return work() if self._beside is None else self._beside.answer(hook, name, key, work, fits)
 
     def _complain(self, name: str, what: str, error: Exception) -> None:
-        """Log an error of a hook: the first one with its traceback."""
+        """Log an error of a hook, and count it."""
         if any(error is told for told in self._told):
             return  # of a call whose transition is tried again
         self._told.append(error)
-        if name in self._failed:
-            log.error("%s %s: %s: %s", name, what, type(error).__name__, error)
-        else:
-            log.error("%s %s", name, what, exc_info=error)
-        self._failed.add(name)
+        log.error("%s %s: %s%s", name, what, located(error), self.errors.note(name, error))
 
 
 def _is_users(hook: object) -> bool:

@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 
-from rillflow.agents.rewards.calling import OF_ANSWERS, Given, Parameters, Part, Sum, call, parameters_of
+from rillflow.agents.rewards.calling import (
+    OF_ANSWERS,
+    OF_GROUPS,
+    Given,
+    Parameters,
+    Part,
+    Sum,
+    call,
+    is_of_groups,
+    parameters_of,
+)
 from rillflow.errors import ConfigError
 from rillflow.types import EpisodeFacts
 
@@ -99,7 +109,21 @@ def test_what_names_nothing_is_refused_with_the_names(reward: Callable[..., Any]
     assert "name payload, answer, messages, metrics, episode" in str(refused.value)
 
 
-@pytest.mark.parametrize("reward", [lambda group: 0.0, lambda payload, group: 0.0, lambda words, answer, group: 0.0])
-def test_a_group_is_refused(reward: Callable[..., Any]) -> None:
-    with pytest.raises(ConfigError, match="rewards of a whole group are not possible"):
-        parameters_of(reward, "r")
+@pytest.mark.parametrize(
+    ("reward", "named"),
+    [(lambda group: [], ("group",)), (lambda payload, group: [], ("payload", "group"))],
+)
+def test_of_a_group_it_is_given_payload_and_group(reward: Callable[..., Any], named: tuple[str, ...]) -> None:
+    assert is_of_groups(reward)
+    assert parameters_of(reward, "r", OF_GROUPS) == Parameters(places=False, names=named)
+
+
+@pytest.mark.parametrize("reward", [lambda group, answer: [], lambda payload, answer, group: []])
+def test_of_a_group_what_belongs_to_one_episode_is_refused(reward: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match=r"'answer' is of one episode.*\n?.*group\[0\].answer"):
+        parameters_of(reward, "r", OF_GROUPS)
+
+
+def test_others_are_not_of_groups() -> None:
+    assert not any(is_of_groups(reward) for reward, _ in CASES)
+    assert not is_of_groups(max)

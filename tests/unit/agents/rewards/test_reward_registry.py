@@ -33,7 +33,7 @@ async def later(payload, answer):
 def broken(payload, answer):
     return float("nan")
 
-def grouped(payload, group):
+def grouped(answer, group):
     return 1.0
 
 def odd(payload, answer, words):
@@ -92,7 +92,7 @@ def test_a_function_alone_stays_as_it_is(own: str) -> None:
         ({"{own}:short": {"least": 3}}, "unexpected keyword argument 'least'"),
         ({"{own}:Near": {"by": 0}}, "by must be above 0"),
         ("{own}:number", "is not a function"),
-        ("{own}:grouped", "rewards of a whole group are not possible"),
+        ("{own}:grouped", "its parameter 'answer' is of one episode"),
         ("{own}:odd", "its parameter 'words' names nothing that it can be given"),
         ({"{own}:short": {"answer": "4"}}, "its option 'answer' is the name of what every reward is given"),
         ("{own}:nobody", "has no 'nobody'"),
