@@ -85,7 +85,7 @@ def test_nodes_come_and_go_while_the_trainer_trains(run: Run, cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--join", "http://127.0.0.1:9"], "the run's token is not known"),
+        (["--join", "http://127.0.0.1:9"], "no token of the run is known"),
         (["--join", "nowhere", "--token-file", "token"], "is not the URL of a run"),
         ([], "give a run folder, or --join URL"),
     ],
