@@ -16,7 +16,7 @@ from gateway_world import POLICY, World, world
 from soak import repetitions
 
 TURNS, TOKENS = 3, 80
-SESSIONS, VERSIONS = repetitions((40, 8), (200, 20))
+SESSIONS, VERSIONS = repetitions((16, 6), (200, 20))
 EVERY = 0.05  # seconds between two versions
 
 Tokens = dict[str, dict[int, set[tuple[int, int]]]]

@@ -149,6 +149,9 @@ def check(world: World, asked: list[int], chunks: list[Chunk]) -> None:
         assert [found[place] for place in mine] == pytest.approx([expected[place] for place in mine], abs=2e-4)
 
 
+# Whether embeddings are tied matters to weights, not to what follows from logits: such tests use one server only.
+untied = pytest.mark.parametrize("world", ["untied"], indirect=True)
+
 # ---------------------------------------------------------------- sampling
 
 
@@ -161,6 +164,7 @@ async def test_logprobs_are_those_of_the_plain_forward(world: World) -> None:
     assert tokens(await ask(world.engine, asked, max_tokens=60)) != tokens(chunks), "it draws"
 
 
+@untied
 async def test_logprobs_are_of_the_distribution_sampled_from(world: World) -> None:
     asked, model = prompt(30), world.models[world.version]
     warm = await ask(world.engine, asked, temperature=0.7)
@@ -171,6 +175,7 @@ async def test_logprobs_are_of_the_distribution_sampled_from(world: World) -> No
     assert logprobs(greedy, "raw_logprobs") == pytest.approx(plain(model, asked, tokens(greedy)), abs=2e-4)
 
 
+@untied
 @pytest.mark.parametrize(("temperature", "top_p", "top_k"), GRID)
 async def test_both_log_probs_are_exact_for_any_sampling(
     world: World, temperature: float, top_p: float, top_k: int
@@ -189,6 +194,7 @@ async def test_both_log_probs_are_exact_for_any_sampling(
         assert all(map(math.isnan, raw)), "the temperature alone explains the draw"
 
 
+@untied
 async def test_stop_tokens_and_the_context_end_an_answer(world: World) -> None:
     asked = prompt(30)
     free = tokens(await ask(world.engine, asked, temperature=0.0, max_tokens=30))
@@ -204,6 +210,7 @@ async def test_stop_tokens_and_the_context_end_an_answer(world: World) -> None:
         world.engine.generate(request([734]))
 
 
+@untied
 async def test_answers_come_in_pieces_and_closing_aborts(world: World) -> None:
     # So many that one of them takes seconds: where this process gets no turn for long, pieces come joined.
     streams = [world.engine.generate(request(prompt(30, seed), max_tokens=280)) for seed in range(32)]
@@ -215,6 +222,7 @@ async def test_answers_come_in_pieces_and_closing_aborts(world: World) -> None:
     assert len(tokens(await ask(world.engine, prompt(5)))) == 20
 
 
+@untied
 async def test_pause_stops_sampling_and_resume_goes_on(world: World) -> None:
     asked = prompt(30, seed=3)
     task = asyncio.create_task(ask(world.engine, asked, max_tokens=120))
@@ -261,6 +269,7 @@ async def test_versions_are_exact_while_weights_change_under_running_answers(wor
         check(world, asked, chunks)
 
 
+@untied
 async def test_the_prefix_cache_serves_a_version_and_does_not_cross_into_the_next(world: World) -> None:
     asked = prompt(290, seed=9)
     await ask(world.engine, asked, max_tokens=5)
@@ -275,6 +284,7 @@ async def test_the_prefix_cache_serves_a_version_and_does_not_cross_into_the_nex
     check(world, asked, await ask(world.engine, asked, max_tokens=20))
 
 
+@untied
 async def test_episodes_play_through_the_gateway_while_weights_change(world: World) -> None:
     """What the agent's calls leave behind are the tokens that were sampled, with their versions and log-probs."""
     samples: list[Sample] = []
@@ -438,6 +448,7 @@ async def test_a_tensor_that_an_update_does_not_name_is_proven_too(world: World)
 # ---------------------------------------------------------------- the server
 
 
+@untied
 async def test_a_server_that_runs_already_is_used(world: World) -> None:
     other = world.make(world.settings.model_copy(update={"server": world.running()}))
     await other.start()
@@ -449,7 +460,7 @@ async def test_a_server_that_runs_already_is_used(world: World) -> None:
     check(world, asked, await ask(world.engine, asked))
 
 
-@pytest.mark.parametrize("world", ["untied"], indirect=True)  # the first of the fixture's: no further server is started
+@untied
 async def test_a_killed_server_comes_back_with_its_weights(world: World) -> None:
     process: Any = world.engine.process
     # More than it can have answered when the signal comes, however busy the machine is.

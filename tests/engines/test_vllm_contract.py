@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from contract import *  # noqa: F403
-from contract import World
+from contract import World, untied
 
 from rillflow.config.engine import EngineConfig, ServerConfig
 from rillflow.engine.servers import ServerEngine
@@ -44,6 +44,7 @@ async def world(
     await world.engine.close()
 
 
+@untied
 async def test_the_channel_opens_to_nobody_else(world: VllmWorld) -> None:
     stranger = world.make(world.settings.model_copy(update={"server": world.running("x" * 43)}))
     with pytest.raises(EngineLost, match="channel"):
