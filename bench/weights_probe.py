@@ -36,6 +36,7 @@ from rillflow.trainer.probing import Prober
 from rillflow.types import Probe
 from rillflow.weights import probe as probing
 from rillflow.weights.fingerprint import fingerprint
+from rillflow.weights.gguf import SUFFIX, model_from_gguf
 from rillflow.weights.models import DTYPES, pick_device
 
 Weights = dict[str, torch.Tensor]
@@ -58,6 +59,12 @@ def random_model(folder: Path, quick: bool) -> str:
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     return str(folder)
+
+
+def model_of(given: str | None, folder: Path, quick: bool) -> str:
+    if given is None:
+        return random_model(folder, quick)
+    return str(model_from_gguf(Path(given))) if given.endswith(SUFFIX) else given
 
 
 class Trainer:
@@ -84,14 +91,14 @@ class Trainer:
         optimizer.restore(moved, optimizer.moments(), optimizer.steps)
 
 
-def patch_of(weights: Weights, base: int) -> Patch:
+def patch_of(weights: Weights) -> Patch:
     """A share of all weights, which stay what they are: it is written and verified like any other."""
     changes, sums = {}, {}
     for name, tensor in weights.items():
         index_K = torch.arange(0, tensor.numel(), int(1 / SHARE))
         changes[name] = Change(index_K, tensor.view(-1)[index_K])
         sums[name] = fingerprint(tensor)
-    return Patch(base, changes, sums)
+    return Patch(0, changes, sums)
 
 
 async def seconds(step: Callable[[], Awaitable[None]], repeats: int) -> float:
@@ -108,12 +115,14 @@ class Cost:
 
     def __init__(self, engine: Engine, weights: Weights, probe: Probe) -> None:
         self._engine, self._weights, self._probe = engine, weights, probe
+        self._patch = patch_of(weights)
 
     async def load(self) -> None:
         await self._engine.load(self._weights, self._engine.version + 1)
 
     async def patch(self) -> None:
-        await self._engine.patch(patch_of(self._weights, self._engine.version), self._engine.version + 1)
+        version = self._engine.version
+        await self._engine.patch(self._patch._replace(base=version), version + 1)
 
     async def prove(self) -> None:
         await self._engine.prove(self._probe)
@@ -181,7 +190,7 @@ def main() -> None:
             engine["server"] = {"python": given.python}
         settings = PolicyConfig.model_validate(
             {
-                "model": given.model or random_model(Path(folder), given.quick),
+                "model": model_of(given.model, Path(folder), given.quick),
                 "engine": engine,
                 "trainer": {"dtype": given.dtype, "device": given.device},
             }
