@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rillflow.dataflow.audit import examine
+from rillflow.dataflow.database import Database
 from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.hooks.filters.zero_variance import ZeroVariance
 from rillflow.dataflow.hooks.samplers.replay import Replay
@@ -54,10 +56,9 @@ class LedgerMachine(RuleBasedStateMachine):
         found = {name: {"staleness": bound} | rules for name, rules in KINDS[kind].items()}
         filters = [("zero_variance", ZeroVariance())]
         sampler = {"sampler": Replay(ratio=0.5, pool=3, staleness=REPLAY_BOUND)} if replay else {}
-        self.world = World(
-            self.folder,
+        self.world = self.new_world(
+            Hooks(filters=filters, **sampler),
             heldout=prompts(1, "h") if heldout else None,
-            hooks=Hooks(filters=filters, **sampler),
             policies=policies(**found),
             group_size=size,
             attempts=2,
@@ -71,6 +72,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.lives = {"n0": 0, "n1": 0}
         self.leases: list[tuple[str, TaskLease, dict[str, int]]] = []
         self.sent: dict[str, tuple[float, list[SampleMeta]]] = {}  # what was accepted of an attempt
+        self.spoiled: set[str] = set()  # attempts that were completed with a reward which is not finite
         self.batches: dict[str, Batch] = {}  # complete, in a trainer's hands
         self.streams: dict[str, tuple[str, int, list[BatchSample]]] = {}  # incomplete: attempt, groups, samples
         self.committed: list[tuple[Batch, int]] = []
@@ -81,13 +83,21 @@ class LedgerMachine(RuleBasedStateMachine):
         self.told: list[int] = []
         self.segments = 0
         self.unit_v = False
+        self.looked_at: tuple[Database, int] | None = None
         self.ack()
+
+    def new_world(self, hooks: Hooks, **rules: Any) -> World:
+        return World(self.folder, hooks=hooks, **rules)
 
     def teardown(self) -> None:
         if hasattr(self, "world"):
             self.ack()
             self.world.close()
             shutil.rmtree(self.folder)
+
+    def life(self, node: str) -> str:
+        """The incarnation that the node of this name is in."""
+        return f"{node}{self.lives[node]}"
 
     def name(self, who: int) -> str:
         return self.names[who % len(self.names)]
@@ -101,6 +111,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.kept: dict[str, Any] = {
             "lines": {name: list(line) for name, line in self.lines.items()},
             "sent": dict(self.sent),
+            "spoiled": set(self.spoiled),
             "tokens": dict(self.tokens),
             "lives": dict(self.lives),
             "leases": list(self.leases),  # an attempt that was told to nobody may be given to another node
@@ -139,7 +150,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def lease(self, node: str, want: int, behind: int, who: int) -> None:
         heads, policy = self.world.ledger.heads, self.name(who)
         versions = heads | {policy: max(0, heads[policy] - behind)}
-        life, ask = f"{node}{self.lives[node]}", f"asked{self.world.asks}"
+        life, ask = self.life(node), f"asked{self.world.asks}"
         leases = self.world.lease(want, node=node, life=life, versions=versions, ask=ask)
         again = self.world.lease(want, node=node, life=life, versions=versions, ask=ask)
         assert {lease.attempt for lease in again} == {lease.attempt for lease in leases}
@@ -167,14 +178,18 @@ class LedgerMachine(RuleBasedStateMachine):
         try:
             ack = self.world.done(lease, reward, samples=samples, node=node)
         except LeaseLost:
-            assert lease.attempt in self.sent
-            assert self.sent[lease.attempt] != (reward, samples)
+            assert lease.attempt in self.sent or lease.attempt in self.spoiled
+            assert self.sent.get(lease.attempt) != (reward, samples)
             raise
+        self.note(lease, ack, reward, samples)
+        return ack
+
+    def note(self, lease: TaskLease, ack: Ack, reward: float, samples: list[SampleMeta]) -> None:
+        """Note what was accepted of an attempt."""
         if ack.accepted and lease.attempt not in self.sent:
             self.sent[lease.attempt] = (reward, samples)
             for number, found in enumerate(samples):
                 self.tokens[f"{lease.task.id}.{number}"] = (found.policy, found.oldest)
-        return ack
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), reward=st.sampled_from([0.0, 1.0]), refreshed=st.booleans(), old=st.booleans(), who=WHO)
@@ -187,10 +202,8 @@ class LedgerMachine(RuleBasedStateMachine):
             sample(max(heads[name], versions[name]) if refreshed else versions[name], policy=name, row=self.row(old))
             for name in played
         ]
-        try:
+        with suppress(LeaseLost):
             self.send(node, lease, reward, samples)
-        except LeaseLost:
-            assert lease.attempt in self.sent
 
     @precondition(lambda self: self.sent)
     @rule(data=st.data())
@@ -220,20 +233,24 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(node=NODES)
     def beat(self, node: str) -> None:
         mine = [lease.attempt for name, lease, _ in self.leases[-12:] if name == node]
-        self.world.beat(mine, node, f"{node}{self.lives[node]}")
+        self.world.beat(mine, node, self.life(node))
 
     @rule(node=NODES)
     def restart_node(self, node: str) -> None:
         self.lives[node] += 1
-        self.world.beat((), node, f"{node}{self.lives[node]}")
+        self.world.beat((), node, self.life(node))
 
     @rule()
     def play(self) -> None:
         """A good stretch: everything that can be played is, in the order of leasing."""
+        self.all_is_well()
         rounds = 0
         while self.play_some(8):
             rounds += 1
             assert rounds < 100, "the same tasks are leased for ever"
+
+    def all_is_well(self) -> None:
+        """End what would keep a good stretch from coming to its end."""
 
     def play_some(self, want: int) -> int:
         leases = self.world.lease(want, node="good")
@@ -417,21 +434,32 @@ class LedgerMachine(RuleBasedStateMachine):
     # ------------------------------------------------------------ what always holds
 
     @invariant()
-    def the_audit_balances(self) -> None:
-        if hasattr(self, "world"):
-            report = examine(self.world.ledger.db._connection)
-            assert report.balanced, [identity for identity in report.identities if not identity.ok]
+    def holds(self) -> None:
+        """Look after every step that has changed the ledger."""
+        if not hasattr(self, "world"):
+            return
+        db = self.world.ledger.db
+        if self.looked_at != (db, db.changes):
+            self.look_at_all()
+            self.looked_at = (db, db.changes)
 
-    @invariant()
+    def look_at_all(self) -> None:
+        self.the_audit_balances()
+        self.a_run_that_has_ended_has_nothing_outstanding()
+        self.trained_once_on_the_live_lines()
+        self.nothing_accepted_is_lost()
+        self.what_waits_is_bounded()
+
+    def the_audit_balances(self) -> None:
+        report = examine(self.world.ledger.db._connection)
+        assert report.balanced, [identity for identity in report.identities if not identity.ok]
+
     def a_run_that_has_ended_has_nothing_outstanding(self) -> None:
-        if hasattr(self, "world") and self.world.ledger.phase == "ended":
+        if self.world.ledger.phase == "ended":
             assert self.world.ledger.groups.outstanding == 0
             assert not self.world.ledger.evaluations.running
 
-    @invariant()
     def trained_once_on_the_live_lines(self) -> None:
-        if not hasattr(self, "world"):
-            return
         for name, line in self.lines.items():
             assert all(first < second for (first, _), (second, _) in pairwise(line))
             assert sum(len(shares) for _, shares in line) == len(self.trained(name))
@@ -440,19 +468,14 @@ class LedgerMachine(RuleBasedStateMachine):
             )
             assert {(row["grp"], row["producer"]) for row in rows} == self.trained(name)
 
-    @invariant()
     def nothing_accepted_is_lost(self) -> None:
-        if hasattr(self, "world"):
-            rows = self.world.ledger.db.all("SELECT id, state, cause FROM attempts")
-            states = {row["id"]: (row["state"], row["cause"]) for row in rows}
-            for attempt in self.sent:
-                state, cause = states[attempt]
-                assert (state, cause) == ("done", "") or (state == "returned" and cause in _AGAIN)
+        rows = self.world.ledger.db.all("SELECT id, state, cause FROM attempts")
+        states = {row["id"]: (row["state"], row["cause"]) for row in rows}
+        for attempt in self.sent:
+            state, cause = states[attempt]
+            assert (state, cause) == ("done", "") or (state == "returned" and cause in _AGAIN)
 
-    @invariant()
     def what_waits_is_bounded(self) -> None:
-        if not hasattr(self, "world"):
-            return
         ledger = self.world.ledger
         counts = ledger.steps.counters()
         again = sum(number for name, number in counts.items() if name.startswith(("rerun.", "rolled_back")))

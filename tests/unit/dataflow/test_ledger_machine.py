@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import HealthCheck, settings
-from ledger_machine import LedgerMachine
+from ledger_faults import FaultyMachine
 
 from soak import repetitions
 
@@ -18,11 +18,11 @@ def _settings(examples: int, steps: int) -> settings:
     )
 
 
-class TestLedgerMachine(LedgerMachine.TestCase):  # type: ignore[misc, name-defined]
-    settings = _settings(30, 30)
+class TestLedgerMachine(FaultyMachine.TestCase):  # type: ignore[misc, name-defined]
+    settings = _settings(8, 30)
 
 
 @pytest.mark.slow
 @pytest.mark.soak
-class TestLedgerMachineForLonger(LedgerMachine.TestCase):  # type: ignore[misc, name-defined]
-    settings = _settings(repetitions(100, 500), 50)
+class TestLedgerMachineForLonger(FaultyMachine.TestCase):  # type: ignore[misc, name-defined]
+    settings = _settings(repetitions(500, 2000), 50)
