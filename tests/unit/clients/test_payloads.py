@@ -17,6 +17,7 @@ from rillflow.clients.remote import split_calls, split_ranges
 from rillflow.errors import BadRequest, CorruptData, DeadlineExceeded, StorageError, Unauthorized, WireError
 from rillflow.storage.segments import segment_path
 from rillflow.types import COLUMNS, Row, UnitInfo, Units
+from rillflow.wire.tokens import Keyring
 
 NAMES = ["tokens", "logprobs", "mask"]
 LAST = "rewards"  # of the columns that a row has
@@ -244,7 +245,7 @@ async def test_an_error_of_a_unit_is_raised_as_it_is(few, reader, monkeypatch):
         monkeypatch.setattr("rillflow.storage.mapping.mmap.mmap", _refuse)
     else:
         for service in few.services:
-            monkeypatch.setattr(service, "_token", "another")
+            monkeypatch.setattr(service, "keyring", Keyring.of_run("another"))
     with pytest.raises((StorageError, Unauthorized)):
         await reader.read(places, NAMES)
 

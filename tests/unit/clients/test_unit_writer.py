@@ -15,6 +15,7 @@ from rillflow.clients.units import LocalWriter, UnitWriter
 from rillflow.dataflow.units import FileUnit
 from rillflow.errors import BadRequest, DeadlineExceeded, DiskFull, StorageError, Unavailable, WireError
 from rillflow.types import Units
+from rillflow.wire.tokens import Keyring
 
 
 @pytest.fixture
@@ -244,7 +245,7 @@ async def test_units_that_are_known_take_rows_while_nobody_tells_of_them(few, mo
 async def test_a_unit_that_answers_nonsense_is_passed_over(few, tmp_path, monkeypatch):
     few.elsewhere(tmp_path / "nowhere")
     few.change(0, load=-1e9)
-    monkeypatch.setattr(few.services[0], "_token", "of another run")  # which has taken its port
+    monkeypatch.setattr(few.services[0], "keyring", Keyring.of_run("of another run"))  # which has taken its port
     writer = few.writer()
     assert (await writer.put([row(2)]))[0].unit[0] != "0"
     with pytest.raises(BadRequest):

@@ -66,4 +66,6 @@ async def few_units(folder: Path, count: int = 1, **options: int) -> AsyncIterat
 
 
 def row(n: int) -> dict[str, bytes]:
-    return {name: np.arange(n).astype(dtype).tobytes() for name, dtype in COLUMNS.items() if name != "transcript"}
+    """Every column that has a value for each token."""
+    texts = ("transcript", "answer")
+    return {name: np.arange(n).astype(dtype).tobytes() for name, dtype in COLUMNS.items() if name not in texts}

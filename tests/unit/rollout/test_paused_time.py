@@ -53,24 +53,22 @@ async def test_it_is_late_once_its_own_time_is_over() -> None:
 class Session:
     id, closed = "s", False
 
-    def __init__(self) -> None:
+    def __init__(self, deadline: float) -> None:
+        self.deadline = deadline
         self.at_work: dict[Any, Any] = {}
 
 
-class Request:
-    async def receive(self) -> dict[str, str]:
-        await asyncio.sleep(60)
-        return {"type": "http.disconnect"}
+async def receive() -> dict[str, str]:
+    await asyncio.sleep(60)
+    return {"type": "http.disconnect"}
 
 
 async def test_a_call_is_cut_when_its_session_has_no_time_left_and_not_before() -> None:
     clock = NodeClock(SystemClock())
-    end = clock.monotonic() + 0.02
+    session: Any = Session(clock.monotonic() + 0.02)
     clock.stop()
     work = asyncio.create_task(asyncio.sleep(60))
-    session: Any = Session()
-    request: Any = Request()
-    cutting = Cutting(work, lambda: None, session, request, lambda: end - clock.monotonic())
+    cutting = Cutting(work, session, receive, clock)
     await asyncio.sleep(5 * running._LOOK)
     assert not work.done()
     clock.go()

@@ -17,6 +17,8 @@ from rillflow.errors import RunError, WeightsError
 from rillflow.rollout.handover import Handover
 from rillflow.runtime import hosted
 from rillflow.runtime.hosted import NodeThread, Play, Rests
+from rillflow.types import TokenScope
+from rillflow.wire.tokens import Keyring, scoped_token
 
 
 @contextmanager
@@ -103,10 +105,14 @@ class Folder:
     """As much of a run folder as a node needs that never plays."""
 
     token = "t" * 32
+    keyring = Keyring.of_run(token)
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.recipe = _Recipe()
+
+    def token_of(self, scope: TokenScope) -> str:
+        return scoped_token(self.token, scope)
 
     def gateway(self, name: str) -> Path:
         return self.root / name
