@@ -29,17 +29,23 @@ _RESET = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 def unsafe() -> str | None:
     """Return why this process must not fork, or None. Children of a process with threads inherit their locks."""
-    threads = len(os.listdir("/proc/self/task"))
-    if threads != 1:
-        return f"it has {threads} threads"
+    threads = list(Path("/proc/self/task").iterdir())
+    if len(threads) != 1:
+        names = ", ".join((thread / "comm").read_text().strip() for thread in threads)
+        return f"it has {len(threads)} threads ({names})"
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "it has a CUDA context"
     return None
 
 
-# A look for GPUs must not make a CUDA context, and numpy's BLAS must not start threads, before a fork.
-ENVIRONMENT = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "OPENBLAS_NUM_THREADS": "1"}
+# Before a fork, a look for GPUs must not make a CUDA context, and neither numpy's BLAS nor the allocator of pyarrow,
+# which transformers imports where it is installed, may start a thread.
+ENVIRONMENT = {
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+}
 
 
 def start_ranks(modules: Sequence[str]) -> Start:

@@ -98,7 +98,7 @@ def test_a_process_with_threads_does_not_fork_its_ranks(tmp_path: Path) -> None:
     assert printed.splitlines() == [
         "forking rank 0",
         "0",
-        "starting rank 1, which imports for itself: this process must not fork, it has 2 threads",
-        "2 it has 2 threads",  # the real `rillflow version` knows no rank
+        "starting rank 1, which imports for itself: this process must not fork, it has 2 threads (python, python)",
+        "2 it has 2 threads (python, python)",  # the real `rillflow version` knows no rank
     ]
     assert "No such option" in (tmp_path / "log").read_text()
