@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rillflow.runtime.preloaded import available
+from rillflow.runtime.early import available
 from rillflow.runtime.warm import PATH_ENV
 from scrubbing import scrub
 

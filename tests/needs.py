@@ -107,7 +107,7 @@ def _resets() -> str:
 
 
 def _fork() -> str:
-    from rillflow.runtime.preloaded import available
+    from rillflow.runtime.early import available
 
     return "" if available() else "processes are forked on Linux only"
 

@@ -31,12 +31,14 @@ def run(
     address: AddressOption = None,
 ) -> None:
     """Run a recipe: starts every process, here or on a Ray cluster, shows progress, ends with a summary and a plot."""
-    from rillflow.cli.run import Where, check, run_folder, show_recipe
-    from rillflow.config import load_recipe
-    from rillflow.runtime.folder import RunFolder
+    from rillflow.runtime.early import early_server
 
-    with clear_errors():
-        where = Where(runtime, address)
+    with clear_errors(), early_server(wanted=runtime == "local" and not dry_run) as early:
+        from rillflow.cli.run import Where, check, run_folder, show_recipe
+        from rillflow.config import load_recipe
+        from rillflow.runtime.folder import RunFolder
+
+        where = Where(runtime, address, early)
         loaded = load_recipe(recipe, (*where.overrides, *(overrides or ())))
         if dry_run:
             show_recipe(loaded)
@@ -49,11 +51,13 @@ def run(
 @app.command()
 def resume(folder: RunArgument, runtime: RuntimeOption = "local", address: AddressOption = None) -> None:
     """Go on with a run that was stopped, killed or failed, exactly where it was."""
-    from rillflow.cli.run import Where, check, has_finished, how_to_train_on, run_folder
-    from rillflow.runtime.folder import RunFolder
+    from rillflow.runtime.early import early_server
 
-    with clear_errors():
-        where = Where(runtime, address)
+    with clear_errors(), early_server(wanted=runtime == "local") as early:
+        from rillflow.cli.run import Where, check, has_finished, how_to_train_on, run_folder
+        from rillflow.runtime.folder import RunFolder
+
+        where = Where(runtime, address, early)
         opened = RunFolder.open(folder)
         if has_finished(opened):
             reason = opened.state()["reason"]
@@ -193,7 +197,7 @@ def export(
 @app.command()
 def warm() -> None:
     """Keep torch imported, so that later runs on this machine start sooner; Ctrl-C ends it."""
-    from rillflow.runtime.preloaded import available, server_environment
+    from rillflow.runtime.early import available, server_environment
     from rillflow.runtime.warm import start
 
     with clear_errors():

@@ -22,6 +22,7 @@ from rillflow.observe.progress import Progress
 from rillflow.observe.summary import summarise, summary_table
 from rillflow.observe.tensorboard import TensorBoard
 from rillflow.resources.workers import initial_workers
+from rillflow.runtime.early import EarlyServer
 from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.local import LocalRun, ended_well
 from rillflow.storage import write_json
@@ -34,10 +35,12 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class Where:
-    """Where the processes of a run are: on this machine, or on a Ray cluster, at an address or started for it."""
+    """Where the processes of a run are: on this machine, by a fork server that may have been started already, or on a
+    Ray cluster, at an address or started for it."""
 
     runtime: Literal["local", "ray"] = "local"
     address: str | None = None
+    early: EarlyServer | None = None
 
     def __post_init__(self) -> None:
         if self.address is not None and self.runtime != "ray":
@@ -57,7 +60,7 @@ class Where:
         resume: bool,
     ) -> LocalRun:
         if self.runtime == "local":
-            return LocalRun(folder, on_status, resume=resume, on_starting=on_starting)
+            return LocalRun(folder, on_status, resume=resume, on_starting=on_starting, early=self.early)
         from rillflow.runtime.ray.run import RayRun
 
         return RayRun(folder, on_status, resume=resume, on_starting=on_starting, address=self.address)

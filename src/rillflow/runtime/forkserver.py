@@ -5,6 +5,7 @@
 `python -m rillflow.runtime.forkserver` serves the socket that is its standard input: lines of JSON, in both directions.
 
     → {"run", "modules"}                             import them; with transformers, the classes of the run's models too
+    → {"log"}                                        write there from now on, first what was said until now
     → {"id", "arguments", "environment", "log"}     fork a process that runs `rillflow ARGUMENTS`
     → {"kill": id}                                   end it and its group; for a caller that has stopped waiting
     ← {"id", "pid"}, then {"id", "code"}             as `subprocess` has them: a signal's number is negative
@@ -33,6 +34,7 @@ from rillflow.runtime.forking import become, unsafe, write_to
 from rillflow.runtime.process import PARENT_ENV
 
 _CHUNK = 1 << 16
+_SAID = 1 << 20  # bytes at most that a server may say before it has a log
 
 
 def main() -> None:
@@ -49,6 +51,12 @@ def serve(channel: socket.socket) -> None:
     if request is not None:
         write_to(Path(request["log"]))
         become(request["arguments"], request["environment"])
+
+
+def _write_on(log_path: Path) -> None:
+    said = os.pread(1, _SAID, 0)  # of the file that was standard output until now
+    write_to(log_path)
+    os.write(1, said)
 
 
 def _preload(run: Path, modules: Sequence[str]) -> None:
@@ -110,7 +118,9 @@ class Server:
         *lines, self._received = (self._received + received).split(b"\n")
         for line in lines:
             request = json.loads(line)
-            if "modules" in request:
+            if request.keys() == {"log"}:
+                _write_on(Path(request["log"]))
+            elif "modules" in request:
                 _preload(Path(request["run"]), request["modules"])
             elif "kill" in request:
                 self._kill(request["kill"])

@@ -20,9 +20,10 @@ from rillflow.clients.dataflow import DataflowClient
 from rillflow.errors import BadRequest, DeadlineExceeded, RillflowError, RunError, StorageError, WireError
 from rillflow.resources.placement import Placed, maintainers, services
 from rillflow.resources.priorities import measured, with_rooflines
+from rillflow.runtime.early import MODULES, EarlyServer, available
 from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.maintaining import end_nodes
-from rillflow.runtime.preloaded import MODULES, Preloaded, available
+from rillflow.runtime.preloaded import Preloaded
 from rillflow.runtime.process import STOP_SIGNALS, bind_host, ignored, was_asked_to_stop
 from rillflow.runtime.reconcile import Reconciler
 from rillflow.runtime.supervisor import ProcessSpec, Supervised, Supervisor
@@ -53,7 +54,7 @@ class LocalRun:
     """Starts, watches and ends the processes of one run folder.
 
     `on_status` gets each look at the run; `on_starting` gets, before it and until the service answers, the processes
-    that have not started yet.
+    that have not started yet. `early` is a fork server that is importing already.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class LocalRun:
         *,
         resume: bool = False,
         on_starting: Callable[[list[Starting]], None] = lambda parts: None,
+        early: EarlyServer | None = None,
     ) -> None:
         self._folder = folder
         self._recipe = folder.recipe
@@ -70,7 +72,7 @@ class LocalRun:
         self._on_starting = on_starting
         self._resume = resume
         runtime = self._recipe.runtime
-        self._preloaded = self._fork_server()
+        self._preloaded = self._fork_server(early)
         self.supervisor = Supervisor(folder.root / "logs", runtime.restarts, runtime.threads, preloaded=self._preloaded)
         self._client: DataflowClient | None = None
         self._workers = Reconciler(self._recipe, folder.workers, self)
@@ -101,14 +103,14 @@ class LocalRun:
             self._note_end(status)
             return status
 
-    def _fork_server(self) -> Preloaded | None:
+    def _fork_server(self, early: EarlyServer | None) -> Preloaded | None:
         """Return what starts the processes that import torch, where one fork server can do that for all of them."""
         runtime = self._recipe.runtime
         if not runtime.preload or not available():
             return None
         # Where trainers also play, they import what nodes do.
         modules = MODULES if self._recipe.mode == "asynchronous" else (*MODULES, "rillflow.runtime.hosted")
-        return Preloaded(self._folder.root, self._folder.log("forkserver"), runtime.threads, modules)
+        return Preloaded(self._folder.root, self._folder.log("forkserver"), runtime.threads, modules, early)
 
     async def _begin(self) -> None:
         """Before anything is started."""

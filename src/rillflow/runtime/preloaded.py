@@ -13,20 +13,18 @@ import logging
 import os
 import signal
 import socket
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from rillflow.runtime import forking, warm
-from rillflow.runtime.process import child_environment
+from rillflow.runtime import warm
+from rillflow.runtime.early import COMMAND, MODULES, EarlyServer, server_environment
 
 log = logging.getLogger(__name__)
 
-# What all forked processes import, and what each role imports besides. The server imports the modules of a role when
-# the first process of that role is asked for: the trainer loads its model while the server imports the node's modules.
-MODULES = ("torch", "transformers", "rillflow.cli.main", "rillflow.runtime.roles")
+# What each role imports besides `MODULES`. The server imports the modules of a role when the first process of that role
+# is asked for: the trainer loads its model while the server imports the node's modules.
 ROLE_MODULES: dict[str, tuple[str, ...]] = {
     "trainer": ("rillflow.trainer.main",),
     "rollout": ("rillflow.rollout.main",),
@@ -64,9 +62,17 @@ class Forked:
 
 
 class Preloaded:
-    """Starts processes by a fork server, which begins to import as soon as `begin` is called."""
+    """Starts processes by a fork server, which begins to import as soon as `begin` is called, or has begun: `early`."""
 
-    def __init__(self, run: Path, log_path: Path, threads: int, modules: Sequence[str] = MODULES) -> None:
+    def __init__(
+        self,
+        run: Path,
+        log_path: Path,
+        threads: int,
+        modules: Sequence[str] = MODULES,
+        early: EarlyServer | None = None,
+    ) -> None:
+        self._early = early
         self._run = run
         self._log_path = log_path
         self._modules = modules
@@ -118,38 +124,40 @@ class Preloaded:
         return None if connection is None or connection.lost else connection
 
     async def _connect(self) -> _Connection | None:
-        own, its = socket.socketpair()
-        environment = server_environment(self._threads)
-        process: _Ends
         try:
-            with its, open(self._log_path, "ab") as output:
-                pid = await asyncio.to_thread(warm.fork_server, its, environment, self._log_path)
-                if pid is not None:
-                    process = _Adopted(pid)
-                else:
-                    process = await asyncio.create_subprocess_exec(
-                        sys.executable,
-                        "-m",
-                        "rillflow.runtime.forkserver",  # no arguments: the titles of children are longer than this
-                        stdin=its.fileno(),
-                        stdout=output,
-                        stderr=output,
-                        env=environment,
-                        start_new_session=True,
-                    )
+            process, own = await self._server()
             reader, writer = await asyncio.open_connection(sock=own, limit=_MOST)
         except OSError as error:
-            own.close()
             log.warning("cannot start a fork server: %s", error)
             return None
         connection = _Connection(process, reader, writer)
         connection.send({"run": str(self._run), "modules": list(self._modules)})
         return connection
 
-
-def server_environment(threads: int) -> dict[str, str]:
-    """Return the environment of a fork server."""
-    return child_environment(threads) | forking.ENVIRONMENT
+    async def _server(self) -> tuple[_Ends, socket.socket]:
+        """Return a fork server and the socket that it serves: the early one, one of the warm process, or a new one."""
+        if self._early is not None:
+            early, self._early = self._early.take(self._log_path), None
+            return _Adopted(early.process.pid, early.process.wait), early.channel
+        own, its = socket.socketpair()
+        environment = server_environment(self._threads)
+        try:
+            with its, open(self._log_path, "ab") as output:
+                pid = await asyncio.to_thread(warm.fork_server, its, environment, self._log_path)
+                if pid is not None:
+                    return _Adopted(pid), own
+                started = await asyncio.create_subprocess_exec(
+                    *COMMAND,
+                    stdin=its.fileno(),
+                    stdout=output,
+                    stderr=output,
+                    env=environment,
+                    start_new_session=True,
+                )
+                return started, own
+        except OSError:
+            own.close()
+            raise
 
 
 class _Ends(Protocol):
@@ -160,10 +168,11 @@ class _Ends(Protocol):
 
 
 class _Adopted:
-    """A fork server that the warm process has forked; it is not this process's child, and its code is not known."""
+    """A fork server that asyncio has not started: the early one, or one that the warm process has forked. Its code is
+    not known. `reap` is called once it has ended, where it is a child of this process."""
 
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
+    def __init__(self, pid: int, reap: Callable[[], object] = lambda: None) -> None:
+        self._reap = reap
         self._watched = os.pidfd_open(pid)  # OSError where it has ended already
 
     def kill(self) -> None:
@@ -179,6 +188,7 @@ class _Adopted:
         finally:
             loop.remove_reader(self._watched)
         os.close(self._watched)
+        self._reap()
         return None
 
 
@@ -260,8 +270,3 @@ class _Connection:
                 answer.set_result(process)
         elif answer is not None and not answer.done():
             answer.set_exception(_Refused(message["error"]))
-
-
-def available() -> bool:
-    """Return whether processes can be forked safely and watched here."""
-    return sys.platform == "linux" and hasattr(os, "pidfd_open")

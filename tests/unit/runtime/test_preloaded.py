@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from rillflow.runtime import preloaded as module
+from rillflow.runtime.early import early_server
 from rillflow.runtime.preloaded import Forked, Preloaded
 from rillflow.runtime.process import PARENT_ENV
 from rillflow.runtime.supervisor import ProcessSpec, Supervisor
@@ -228,3 +229,30 @@ def test_all_end_with_the_supervisor(tmp_path: Path) -> None:
     supervisor.communicate()
     _, alive = psutil.wait_procs([server, child], timeout=SECONDS)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+async def test_an_early_server_is_taken_by_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It outlives the block that started it, forks what the run asks for, and ends with the run. Its log begins with
+    what it said before it had one."""
+    monkeypatch.setenv("RILLFLOW_WARM", "")
+    log_path = tmp_path / "forkserver.log"
+    with early_server(wanted=True, modules=("this", "forked_code")) as early:
+        assert early is not None
+        preloaded = Preloaded(tmp_path, log_path, 1, ("numpy",), early)
+        preloaded.begin()
+        forked = await start(preloaded, "import sys; sys.exit(3 if 'this' in sys.modules else 4)", tmp_path / "log")
+    assert server_of(forked).pid == early.process.pid
+    assert await forked.wait() == 3
+    assert early.process.poll() is None
+    await preloaded.close()
+    assert early.process.poll() is not None
+    assert log_path.read_text().startswith("The Zen of Python")
+
+
+def test_an_early_server_that_nobody_takes_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RILLFLOW_WARM", "")
+    with early_server(wanted=True, modules=("this",)) as early:
+        assert early is not None
+    assert early.process.poll() is not None
+    with early_server(wanted=False) as none:
+        assert none is None

@@ -20,7 +20,8 @@ import pytest
 from commands import wait_until
 from rillflow.errors import RunError
 from rillflow.runtime import warm
-from rillflow.runtime.preloaded import Preloaded, server_environment
+from rillflow.runtime.early import server_environment
+from rillflow.runtime.preloaded import Preloaded
 
 pytestmark = pytest.mark.needs("fork")
 

@@ -20,6 +20,7 @@ from rillflow.errors import RunError
 from rillflow.resources.placement import Placed
 from rillflow.resources.ray.cluster import Offers, RayCluster, namespace_of, sampling_gpus, training_gpus, wants_of
 from rillflow.resources.ray.host import FOLDER
+from rillflow.runtime.early import EarlyServer
 from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.local import LocalRun
 from rillflow.runtime.process import HOST_ENV, STOP_SIGNALS, role_environment
@@ -60,7 +61,7 @@ class RayRun(LocalRun):
         # Where trainers roll out as well, the run gets on without nodes.
         self._node_room = Room(patience if self._recipe.mode == "asynchronous" else math.inf)
 
-    def _fork_server(self) -> None:
+    def _fork_server(self, early: EarlyServer | None) -> None:
         """Ray places what imports torch."""
         return
 
