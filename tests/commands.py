@@ -16,16 +16,19 @@ from pathlib import Path
 import psutil
 import pytest
 
+from forked_command import ForkedCommand, fork_command
 from rillflow.runtime.early import available
 from rillflow.runtime.warm import PATH_ENV
 from scrubbing import scrub
+
+FORKED = {"engine", "fit", "rollout", "trainer"}  # the commands that import torch
 
 
 @dataclass
 class Started:
     """A `rillflow` command that is running."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[bytes] | ForkedCommand
     runs: Path
     log: Path
 
@@ -135,21 +138,35 @@ class Cli:
     warm: Warm
 
     def start(self, *arguments: str) -> Started:
+        """Start `rillflow ARGUMENTS`; what imports torch is forked from a process that has imported it."""
+        if arguments[0] in FORKED and available():
+            log = self._next_log()
+            forked = fork_command(self.warm.path(), [*arguments], self._environment(), log, self.cwd)
+            if forked is not None:
+                return self._add(forked, log)
         warm = self.warm.path() if arguments[0] in {"run", "resume"} else ""
         return self.start_command(sys.executable, "-m", "rillflow", *arguments, **{PATH_ENV: warm})
 
     def start_command(self, *command: str, **environment: str) -> Started:
         """Start any command whose run folders are made in `runs` here."""
-        log = self.cwd / f"command-{len(self.started)}.log"
+        log = self._next_log()
         with open(log, "w") as output:
             process = subprocess.Popen(
                 command,
                 cwd=self.cwd,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                text=True,
-                env={**os.environ, "COLUMNS": "160", "NO_COLOR": "1", **environment},
+                env=self._environment() | environment,
             )
+        return self._add(process, log)
+
+    def _environment(self) -> dict[str, str]:
+        return {**os.environ, "COLUMNS": "160", "NO_COLOR": "1"}
+
+    def _next_log(self) -> Path:
+        return self.cwd / f"command-{len(self.started)}.log"
+
+    def _add(self, process: subprocess.Popen[bytes] | ForkedCommand, log: Path) -> Started:
         runs = self.cwd / "runs"
         runs.mkdir(exist_ok=True)
         self.started.append(Started(process, runs, log))

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_rank_runs import CALM, STEPS, Run, assert_same_curves, curve, started
+from test_rank_runs import CALM, STEPS, Run, Trainers, assert_same_curves, trainers
 
 from rillflow.config import write_resolved
 from soak import repetitions
 
 pytestmark = pytest.mark.slow
+
+__all__ = ["trainers"]  # a fixture
 
 SHORT: list[dict[str, Any]] = [
     {"ranks": 4, "sharding": "fsdp", "steps": 4},
@@ -30,27 +29,23 @@ LONG: list[dict[str, Any]] = [
 LIVES = repetitions(SHORT, LONG)
 
 
-def go_on(run: Run, **trainer: Any) -> None:
+def go_on(trainers: Trainers, run: Run, **trainer: Any) -> None:
     """Another life of the trainer, under a recipe that was changed."""
     recipe = run.folder.recipe.model_dump()
     recipe["policies"]["p"]["trainer"] |= trainer
     write_resolved(type(run.folder.recipe).model_validate(recipe), run.folder.root / "recipe.yaml")
-    command = [sys.executable, "-m", "rillflow", "trainer", str(run.folder.root), "--policy", "p"]
-    with open(run.folder.log("trainer-p"), "ab") as output:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        code = subprocess.run(command, stdout=output, stderr=output, env=environment, timeout=400, check=False)
-    assert code.returncode == 0, run.log()
+    assert trainers.start(run.folder).wait(400) == 0, run.log()
 
 
 @pytest.mark.soak
-def test_four_ranks_then_two_then_one(tmp_path: Path) -> None:
+def test_four_ranks_then_two_then_one(trainers: Trainers, tmp_path: Path) -> None:
     """With a critic, whose state is in the checkpoints, too."""
     ppo: dict[str, Any] = {"algorithm": "ppo", "critic": {"lr": 2e-3}, "checkpoint_every": 2}
-    expected = curve(tmp_path / "one", **ppo)
-    with started(tmp_path / "other", STEPS, **{**CALM, **ppo, **LIVES[0]}) as run:
+    expected = trainers.curve(tmp_path / "one", **ppo)
+    with trainers.started(tmp_path / "other", STEPS, **{**CALM, **ppo, **LIVES[0]}) as run:
         assert run.ends() == 0, run.log()
         for life in LIVES[1:]:
-            go_on(run, **life)
+            go_on(trainers, run, **life)
         assert [commit.version for commit in run.peer.commits] == list(range(1, STEPS + 1))
         got = [commit.metrics for commit in run.peer.commits], run.weights()
     assert_same_curves(got, expected)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,9 @@ import pytest
 import torch
 from dataflow_peer import Peer, recipe_for
 
+from commands import Warm
 from cutting import cut
+from forked_command import ForkedCommand, fork_command
 from needs import require
 from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.process import GIVE_UP, STOPPED
@@ -39,7 +40,7 @@ CALM = {"lr": 2e-3, "eps": 1e-4, "steps": STEPS, "batch_groups": 3, "checkpoint_
 class Run:
     """A run folder, the service that its trainer finds there, and the trainer's process."""
 
-    def __init__(self, folder: RunFolder, peer: Peer, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, folder: RunFolder, peer: Peer, process: ForkedCommand) -> None:
         self.folder = folder
         self.peer = peer
         self.process = process
@@ -65,33 +66,46 @@ class Run:
         return dict(store.pull(store.head()))
 
 
-@contextmanager
-def started(tmp_path: Path, total: int, **trainer: Any) -> Iterator[Run]:
-    recipe = recipe_for(tmp_path, deterministic=False, **trainer)
-    folder = RunFolder.create(recipe, tmp_path)
-    peer = Peer(folder.root, total, folder.token)
-    thread = LoopThread("peer")
-    folder.publish_endpoint("dataflow", thread.run(peer.start(), 10))
-    command = [sys.executable, "-m", "rillflow", "trainer", str(folder.root), "--policy", "p"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with open(folder.log("trainer-p"), "ab") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
-    try:
-        yield Run(folder, peer, process)
-    finally:
-        process.kill()
-        process.wait(120)
-        thread.run(peer.stop(), 10)
-        thread.close()
-        peer.unit.close()
+@dataclass
+class Trainers:
+    """Starts trainers, forked from a process that has imported torch."""
+
+    warm: Warm
+
+    def start(self, folder: RunFolder) -> ForkedCommand:
+        arguments = ["trainer", str(folder.root), "--policy", "p"]
+        process = fork_command(self.warm.path(), arguments, os.environ, folder.log("trainer-p"))
+        assert process is not None
+        return process
+
+    @contextmanager
+    def started(self, tmp_path: Path, total: int, **trainer: Any) -> Iterator[Run]:
+        recipe = recipe_for(tmp_path, deterministic=False, **trainer)
+        folder = RunFolder.create(recipe, tmp_path)
+        peer = Peer(folder.root, total, folder.token)
+        thread = LoopThread("peer")
+        folder.publish_endpoint("dataflow", thread.run(peer.start(), 10))
+        process = self.start(folder)
+        try:
+            yield Run(folder, peer, process)
+        finally:
+            process.kill()
+            process.wait(120)
+            thread.run(peer.stop(), 10)
+            thread.close()
+            peer.unit.close()
+
+    def curve(self, tmp_path: Path, **trainer: Any) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+        """Metrics of every step and the weights after the last."""
+        with self.started(tmp_path, STEPS, **{**CALM, **trainer}) as run:
+            code = run.ends()
+            assert code == 0, run.log()
+            return [commit.metrics for commit in run.peer.commits], run.weights()
 
 
-def curve(tmp_path: Path, **trainer: Any) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Metrics of every step and the weights after the last."""
-    with started(tmp_path, STEPS, **{**CALM, **trainer}) as run:
-        code = run.ends()
-        assert code == 0, run.log()
-        return [commit.metrics for commit in run.peer.commits], run.weights()
+@pytest.fixture
+def trainers(warm: Warm) -> Trainers:
+    return Trainers(warm)
 
 
 SAME = ("loss", "grad_norm", "entropy", "trained_tokens", "samples", "reward_mean", "lr", "clip_fraction", "kl")
@@ -132,18 +146,18 @@ VARIANTS: list[dict[str, Any]] = [
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", CURVES)
-def test_ranks_shards_and_micro_batches_give_the_same_curve(tmp_path: Path, name: str) -> None:
+def test_ranks_shards_and_micro_batches_give_the_same_curve(trainers: Trainers, tmp_path: Path, name: str) -> None:
     algorithm: dict[str, Any] = ALGORITHMS[name]
-    expected = curve(tmp_path / "one", micro_tokens=64, **algorithm)
+    expected = trainers.curve(tmp_path / "one", micro_tokens=64, **algorithm)
     losses = [metrics["loss"] for metrics in expected[0]]
     assert len({round(loss, 7) for loss in losses}) == STEPS
     for number, variant in enumerate(VARIANTS[: repetitions(2, 4)] if name == "grpo" else VARIANTS[:1]):
-        assert_same_curves(curve(tmp_path / str(number), **algorithm, **variant), expected)
+        assert_same_curves(trainers.curve(tmp_path / str(number), **algorithm, **variant), expected)
 
 
-def test_ranks_of_a_sharded_model_publish_deltas(tmp_path: Path) -> None:
+def test_ranks_of_a_sharded_model_publish_deltas(trainers: Trainers, tmp_path: Path) -> None:
     settings = {**CALM, "steps": 4, "ranks": 2, "sharding": "fsdp", "policy": {"engine": {"dtype": "bf16"}}}
-    with started(tmp_path, 4, **settings) as run:
+    with trainers.started(tmp_path, 4, **settings) as run:
         assert run.ends() == 0, run.log()
         assert "weights_delta_bytes" in run.peer.commits[-1].metrics
         store = FolderStore(run.folder.weights("p"))
@@ -155,11 +169,11 @@ def test_ranks_of_a_sharded_model_publish_deltas(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_parts_leave_ranks_without_rows_and_train_the_same(tmp_path: Path) -> None:
+def test_parts_leave_ranks_without_rows_and_train_the_same(trainers: Trainers, tmp_path: Path) -> None:
     """Parts of one group of four rows among four ranks, and micro-batches of a row."""
-    expected = curve(tmp_path / "one", stream_groups=1)
+    expected = trainers.curve(tmp_path / "one", stream_groups=1)
     for number, sharding in enumerate(repetitions(("fsdp",), ("none", "fsdp"))):
-        got = curve(tmp_path / str(number), ranks=4, stream_groups=1, micro_tokens=8, sharding=sharding)
+        got = trainers.curve(tmp_path / str(number), ranks=4, stream_groups=1, micro_tokens=8, sharding=sharding)
         assert_same_curves(got, expected)
 
 
@@ -188,8 +202,10 @@ def alive(process: psutil.Process) -> bool:
 
 @pytest.mark.chaos
 @pytest.mark.parametrize(("sharding", "victim"), [("none", 0), ("fsdp", 1)])
-def test_a_killed_rank_takes_all_down_with_a_clear_log(tmp_path: Path, sharding: str, victim: int) -> None:
-    with started(tmp_path, 10_000, ranks=3, sharding=sharding, steps=10_000) as run:
+def test_a_killed_rank_takes_all_down_with_a_clear_log(
+    trainers: Trainers, tmp_path: Path, sharding: str, victim: int
+) -> None:
+    with trainers.started(tmp_path, 10_000, ranks=3, sharding=sharding, steps=10_000) as run:
         wait_for(lambda: len(run.peer.commits) >= 3, run)
         ranks = run.ranks()
         assert sorted(ranks) == [0, 1, 2]
@@ -201,8 +217,8 @@ def test_a_killed_rank_takes_all_down_with_a_clear_log(tmp_path: Path, sharding:
 
 
 @pytest.mark.chaos
-def test_a_frozen_rank_is_waited_for_and_one_that_is_cut_off_ends_all(tmp_path: Path) -> None:
-    with started(tmp_path, 10_000, ranks=2, steps=10_000) as run:
+def test_a_frozen_rank_is_waited_for_and_one_that_is_cut_off_ends_all(trainers: Trainers, tmp_path: Path) -> None:
+    with trainers.started(tmp_path, 10_000, ranks=2, steps=10_000) as run:
         wait_for(lambda: len(run.peer.commits) >= 2, run)
         ranks = run.ranks()
         ranks[0].suspend()
@@ -217,16 +233,16 @@ def test_a_frozen_rank_is_waited_for_and_one_that_is_cut_off_ends_all(tmp_path: 
 
 
 @pytest.mark.chaos
-def test_a_killed_launcher_takes_its_ranks_with_it(tmp_path: Path) -> None:
-    with started(tmp_path, 10_000, ranks=2, steps=10_000) as run:
+def test_a_killed_launcher_takes_its_ranks_with_it(trainers: Trainers, tmp_path: Path) -> None:
+    with trainers.started(tmp_path, 10_000, ranks=2, steps=10_000) as run:
         wait_for(lambda: len(run.peer.commits) >= 2, run)
         ranks = list(run.ranks().values())
         run.process.kill()
         assert gone(ranks)
 
 
-def test_sigterm_to_the_launcher_leaves_a_checkpoint_to_go_on_from(tmp_path: Path) -> None:
-    with started(tmp_path, 10_000, ranks=2, steps=10_000, checkpoint_every=10_000) as run:
+def test_sigterm_to_the_launcher_leaves_a_checkpoint_to_go_on_from(trainers: Trainers, tmp_path: Path) -> None:
+    with trainers.started(tmp_path, 10_000, ranks=2, steps=10_000, checkpoint_every=10_000) as run:
         wait_for(lambda: len(run.peer.commits) >= 3, run)
         ranks = list(run.ranks().values())
         run.process.terminate()
@@ -236,8 +252,8 @@ def test_sigterm_to_the_launcher_leaves_a_checkpoint_to_go_on_from(tmp_path: Pat
         assert Checkpoints(run.folder.checkpoints("p"), 2).versions() == [done]
 
 
-def test_a_row_damaged_on_one_rank_makes_all_take_another_batch(tmp_path: Path) -> None:
-    with started(tmp_path, 4, ranks=2, steps=4) as run:
+def test_a_row_damaged_on_one_rank_makes_all_take_another_batch(trainers: Trainers, tmp_path: Path) -> None:
+    with trainers.started(tmp_path, 4, ranks=2, steps=4) as run:
         sample = run.peer.samples[2][5]
         path = next((run.folder.root / "units" / "unit-0").glob(f"*{sample.row.segment}*"))
         data = bytearray(path.read_bytes())
@@ -249,11 +265,11 @@ def test_a_row_damaged_on_one_rank_makes_all_take_another_batch(tmp_path: Path) 
         assert "gave up" in run.log(0) + run.log(1)
 
 
-def test_a_commit_that_came_too_late_ends_all_ranks(tmp_path: Path) -> None:
+def test_a_commit_that_came_too_late_ends_all_ranks(trainers: Trainers, tmp_path: Path) -> None:
     async def refuse(news: CommitBatch) -> None:
         run.peer.accept = len(run.peer.commits) < 2
 
-    with started(tmp_path, 5, ranks=2, steps=5) as run:
+    with trainers.started(tmp_path, 5, ranks=2, steps=5) as run:
         run.peer.on_commit = refuse
         assert run.ends() not in (0, 3)
         assert "too late" in run.log()
