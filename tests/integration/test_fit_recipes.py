@@ -57,7 +57,13 @@ def test_a_process_reward_model_learns_which_steps_are_good(cli: Cli) -> None:
     assert last["auc"] > 0.8
 
 
-SHORT = ("trainer.steps=8", "trainer.checkpoint_every=2", "trainer.batch_groups=8", "data.train.arguments.count=64")
+SHORT = (
+    "trainer.steps=8",
+    "trainer.checkpoint_every=2",
+    "trainer.batch_groups=8",
+    "data.train.arguments.count=64",
+)
+FEW = "data.heldout.arguments.count=16"
 
 
 @pytest.mark.slow
@@ -82,10 +88,12 @@ def test_a_killed_run_ends_as_if_it_had_not_been(cli: Cli) -> None:
     ("recipe", "sharding"), [("sft", "none"), ("reward_model", "none"), ("process_reward", "fsdp")]
 )
 def test_two_ranks_have_the_curve_of_one(cli: Cli, recipe: str, sharding: str) -> None:
-    result = CliRunner().invoke(app, ["fit", recipe, *SHORT, "--runs", str(cli.cwd / "one")])  # no process to start
+    result = CliRunner().invoke(
+        app, ["fit", recipe, *SHORT, FEW, "--runs", str(cli.cwd / "one")]
+    )  # no process to start
     assert result.exit_code == 0, result.output
     (one,) = (cli.cwd / "one").iterdir()
-    two = cli.run("fit", recipe, *SHORT, "trainer.ranks=2", f"trainer.sharding={sharding}", seconds=600).folder
+    two = cli.run("fit", recipe, *SHORT, FEW, "trainer.ranks=2", f"trainer.sharding={sharding}", seconds=600).folder
     curves = [[line["loss"] for line in lines(folder)] for folder in (one, two)]
     assert curves[1] == pytest.approx(curves[0], rel=1e-4, abs=1e-6)
     assert (two / "model" / "config.json").is_file()
