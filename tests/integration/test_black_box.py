@@ -29,8 +29,8 @@ def audited(cli: Cli, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_command_is_trained(cli: Cli) -> None:
-    run = cli.run("run", "command_agent", *SHORT)
-    assert json.loads((run.folder / "summary.json").read_text())["steps"] == 3
+    run = cli.run("run", "command_agent", *SHORT, "trainer.steps=2", "dataflow.group_size=4")
+    assert json.loads((run.folder / "summary.json").read_text())["steps"] == 2
     assert not audited(cli, run.folder)["counts"].get("failed")
     assert list((run.folder / "gateway" / "rollout-0" / "agents").iterdir()) == []
 

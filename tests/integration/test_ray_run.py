@@ -94,37 +94,29 @@ def test_maintainers_find_their_nodes_and_a_stopped_run_leaves_nothing(cli: Cli,
     cluster.remove("both")
 
 
-def test_a_node_is_lost_and_one_added_during_a_run(cli: Cli, cluster: Nodes) -> None:
-    """At first there is room for one node and the trainer, then for all; then where they were goes down."""
-    cluster.add("first", rollout=1, train=1)
-    run = start(cli, cluster, "trainer.steps=14", "rollout.nodes=2")
+def test_what_is_lost_during_a_run_is_placed_again(cli: Cli, cluster: Nodes) -> None:
+    """One run of two ranks. First there is room for one rollout node of two; then an actor of one rank is killed; then
+    a machine comes, and the one where everything was goes down."""
+    cluster.add("first", rollout=1, train=2)
+    run = start(cli, cluster, "trainer.steps=10", "trainer.ranks=2", "rollout.nodes=2")
     wait_until(lambda: steps_of(run.folder) >= 3, "three steps", 600)
     assert len(nodes_of(run.folder)) == 1
-    cluster.add("second", rollout=2, train=1)
-    wait_until(lambda: len(nodes_of(run.folder)) == 2, "the node that waited for room", 600)
-    cluster.remove("first")
-    check_end(cli, run, steps=14)
-    assert "a node it was on has gone: placing it again" in run.output()
-    assert "waits for room" in run.output()
-    cluster.remove("second")
-
-
-def test_a_killed_actor_of_one_rank_restarts_all(cli: Cli, cluster: Nodes) -> None:
-    """On three nodes: the driver's, one that rolls out and one that trains."""
-    cluster.add("rolls", rollout=1)
-    cluster.add("trains", train=2)
-    run = start(cli, cluster, "trainer.steps=6", "trainer.ranks=2")
-    wait_until(lambda: steps_of(run.folder) >= 3, "three steps", 600)
     before = [rank(run.folder, number) for number in (0, 1)]
     actor = before[1].parent()
     assert actor is not None
     actor.kill()
     wait_until(lambda: not any(process.is_running() for process in before), "both ranks end", 120)
-    check_end(cli, run, steps=6)
-    assert "all of trainer-agent end, to begin anew" in run.output()
+    wait_until(lambda: "all of trainer-agent end, to begin anew" in run.output(), "the run to say so")
+
+    cluster.add("second", rollout=2, train=2)
+    wait_until(lambda: len(nodes_of(run.folder)) == 2, "the node that waited for room", 600)
+    cluster.remove("first")
+    check_end(cli, run, steps=10)
+    assert "a node it was on has gone: placing it again" in run.output()
+    assert "waits for room" in run.output()
     logs = {path.stem: path.read_text() for path in (run.folder / "logs").iterdir()}
-    assert set(logs) == {"dataflow", "unit-0", "weights", "rollout-0", "trainer-agent", "trainer-agent-rank1"}
+    ranks = {"trainer-agent", "trainer-agent-rank1"}
+    assert set(logs) == {"dataflow", "unit-0", "weights", "rollout-0", "rollout-1", *ranks}
     assert "gateway at http://" in logs["rollout-0"]
     assert "metrics at http://" in logs["trainer-agent"]
-    cluster.remove("rolls")
-    cluster.remove("trains")
+    cluster.remove("second")
