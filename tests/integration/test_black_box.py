@@ -29,7 +29,7 @@ def audited(cli: Cli, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_command_is_trained(cli: Cli) -> None:
-    run = cli.run("run", "command_agent", *SHORT, "trainer.steps=2", "dataflow.group_size=4")
+    run = cli.run("run", "command_agent", *SHORT, "trainer.steps=2", "dataflow.group_size=2", "dataflow.filters=[]")
     assert json.loads((run.folder / "summary.json").read_text())["steps"] == 2
     assert not audited(cli, run.folder)["counts"].get("failed")
     assert list((run.folder / "gateway" / "rollout-0" / "agents").iterdir()) == []
