@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,12 @@ import torch
 from safetensors import safe_open
 from thread_peers import ThreadPeers, in_ranks
 
+from forked_ranks import run_ranks
 from rillflow.errors import CorruptData, StorageError
 from rillflow.trainer.checkpoint import Checkpoint, Checkpoints, State
 from rillflow.trainer.slices import own, read, share, wanted_by
 
+RANK = Path(__file__).with_name("checkpointing_rank.py")
 SHAPES = {"embed": (13, 3), "norm": (4,), "critic/head": (1, 5), "few": (2, 2), "scale": ()}
 
 
@@ -154,53 +154,10 @@ def test_only_what_is_needed_is_read(tmp_path: Path) -> None:
     assert read([], wanted) == {}
 
 
-REAL = """
-import sys
-from pathlib import Path
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
-from rillflow.trainer.checkpoint import Checkpoints, State
-from rillflow.trainer.parallel.peers import Alone
-
-folder, rank, ranks, task = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-store = dist.FileStore(str(folder / f"meet-{task}"), ranks)
-dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-mesh = init_device_mesh("cpu", (ranks,))
-
-class Two(Alone):
-    size = ranks
-    def __init__(self): self.rank = rank
-    def everyone(self, message):
-        said = [torch.zeros(4096, dtype=torch.uint8) for _ in range(ranks)]
-        mine = torch.zeros(4096, dtype=torch.uint8)
-        mine[: len(message)] = torch.tensor(list(message), dtype=torch.uint8)
-        dist.all_gather(said, mine)
-        return [bytes(one.tolist()).rstrip(b"\\0") for one in said]
-    def first(self, message): return self.everyone(message)[0]
-
-whole = {"w": torch.arange(21.0).reshape(7, 3), "b": torch.arange(2.0)}
-masters = {name: distribute_tensor(t, mesh, [Shard(0)]) for name, t in whole.items()}
-moments = {f"exp_avg/{name}": t * 2 for name, t in masters.items()} | {"step/w": torch.tensor(3.0)}
-checkpoints = Checkpoints(folder / "c", 2, Two(), deadline=30)
-if task == "save":
-    checkpoints.save(State(version=1, step=1, recipe="", random={}), masters, moments)
-else:
-    found = checkpoints.latest_valid(masters)
-    for name, tensor in masters.items():
-        assert torch.equal(found.masters[name], tensor.to_local()), name
-        assert torch.equal(found.moments[f"exp_avg/{name}"], 2 * tensor.to_local()), name
-dist.destroy_process_group()
-"""
-
-
 @pytest.mark.slow
 def test_real_sharded_tensors_in_real_processes(tmp_path: Path) -> None:
     for task, ranks in (("save", 2), ("load", 4)):
-        commands = [[sys.executable, "-c", REAL, str(tmp_path), str(rank), str(ranks), task] for rank in range(ranks)]
-        running = [subprocess.Popen(command) for command in commands]
-        assert [process.wait(300) for process in running] == [0] * ranks
+        run_ranks(RANK, ranks, tmp_path, str(tmp_path / "c"), task)
     found = Checkpoints(tmp_path / "c", 2).load(1)
     assert torch.equal(found.masters["w"], torch.arange(21.0).reshape(7, 3))
     assert torch.equal(found.moments["step/w"], torch.tensor(3.0))

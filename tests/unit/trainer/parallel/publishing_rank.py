@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import torch
@@ -68,12 +67,8 @@ def _rows() -> torch.distributed.tensor.Shard:
     return torch.distributed.tensor.Shard(0)
 
 
-def main(rank: int, ranks: int, rendezvous: str, folder: Path) -> None:
+def main(rank: int, ranks: int, rendezvous: str, folder: str) -> None:
     torch.set_num_threads(1)
     with connect(Place(rank, ranks, rendezvous), CPU) as peers:
-        publish(folder / "tied", peers, torch.bfloat16, tied=True)
-        publish(folder / "untied", peers, torch.float32, tied=False)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
+        publish(Path(folder) / "tied", peers, torch.bfloat16, tied=True)
+        publish(Path(folder) / "untied", peers, torch.float32, tied=False)

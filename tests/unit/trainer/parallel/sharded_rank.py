@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -114,7 +113,3 @@ def main(rank: int, ranks: int, rendezvous: str) -> None:
         gradients_are_summed(peers, tied=False)
         bf16_computes_low_and_keeps_high(peers)
         what_a_restore_writes_is_what_computes(peers)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

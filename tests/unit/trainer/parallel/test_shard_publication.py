@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,7 @@ import torch
 from publishing_rank import EVERY, KEY, VERSIONS
 from sharded_rank import model_of
 
-from rillflow.trainer.parallel.launch import launch
+from forked_ranks import run_ranks
 from rillflow.weights import FolderStore
 from rillflow.weights.probe import check as check_probe
 from rillflow.weights.signing import check
@@ -28,12 +26,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.soak
 @pytest.mark.parametrize("ranks", repetitions([3], [2, 3, 4]))
 def test_shards_are_published_as_the_whole_is(tmp_path: Path, ranks: int) -> None:
-    def command(rank: int, rendezvous: str) -> list[str]:
-        return [sys.executable, str(RANK), str(rank), str(ranks), rendezvous, str(tmp_path)]
-
-    logs = {rank: tmp_path / f"rank{rank}.log" for rank in range(ranks)}
-    code = launch(command, ranks, os.environ | {"OMP_NUM_THREADS": "1"}, logs.__getitem__)
-    assert code == 0, logs[1].read_text()
+    run_ranks(RANK, ranks, tmp_path, str(tmp_path))
     for name in ("tied", "untied"):
         together, alone = FolderStore(tmp_path / name / "together"), FolderStore(tmp_path / name / "alone")
         assert together.versions() == alone.versions() == list(range(VERSIONS))

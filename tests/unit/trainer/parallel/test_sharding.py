@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from forked_ranks import run_ranks
 from rillflow.config import TrainerConfig
 from rillflow.errors import ConfigError
-from rillflow.trainer.parallel.launch import launch
 from rillflow.trainer.parallel.peers import Alone
 from rillflow.trainer.parallel.sharding import entered, shard, whole
 from soak import repetitions
@@ -25,12 +23,7 @@ BF16 = "ignore:mkldnn_matmul failed:UserWarning"  # of a CPU that computes bf16 
 @pytest.mark.soak
 @pytest.mark.parametrize("ranks", repetitions([3], [2, 3, 4]))
 def test_shards_compute_what_the_whole_does(tmp_path: Path, ranks: int) -> None:
-    def command(rank: int, rendezvous: str) -> list[str]:
-        return [sys.executable, "-W", "error", "-W", BF16, str(RANK), str(rank), str(ranks), rendezvous]
-
-    logs = {rank: tmp_path / f"rank{rank}.log" for rank in range(ranks)}
-    code = launch(command, ranks, os.environ | {"OMP_NUM_THREADS": "1"}, logs.__getitem__)
-    assert code == 0, logs[1].read_text()
+    run_ranks(RANK, ranks, tmp_path, options=["-W", "error", "-W", BF16])
 
 
 class Pair(Alone):
