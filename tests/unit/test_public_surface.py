@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+import rillflow
 import rillflow.config
 import rillflow.contracts
 import rillflow.errors
@@ -27,6 +28,7 @@ def surface() -> dict[str, Any]:
     return {
         "commands": sorted(command.callback.__name__ for command in app.registered_commands if command.callback),
         "config": sorted(rillflow.config.__all__),
+        "package": sorted(rillflow.__all__),
         "errors": {name: kind.status for name, kind in sorted(rillflow.errors.KINDS.items())},
         "protocols": _protocols(),
         "recipe keys": {title: sorted(model.model_fields) for title, model in SECTIONS.items()},
