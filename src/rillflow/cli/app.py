@@ -43,6 +43,9 @@ AddressOption = Annotated[
     str | None,
     typer.Option(help="Of the Ray cluster, HOST:PORT", show_default="RAY_ADDRESS, else one is started here"),
 ]
+DashboardOption = Annotated[
+    bool, typer.Option("--dashboard/--no-dashboard", help="Offer a dashboard on loopback; it starts when it is opened")
+]
 
 
 def one_run(folder: Path | None, join: str | None) -> Path | None:

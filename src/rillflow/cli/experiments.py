@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 import rillflow
-from rillflow.cli.app import AddressOption, RunArgument, RuntimeOption, app, clear_errors, errors
+from rillflow.cli.app import AddressOption, DashboardOption, RunArgument, RuntimeOption, app, clear_errors, errors
 from rillflow.errors import ConfigError, RunError
 from rillflow.runtime.process import signals_held
 
@@ -29,6 +29,7 @@ def run(
     ] = False,
     runtime: RuntimeOption = "local",
     address: AddressOption = None,
+    dashboard: DashboardOption = True,
 ) -> None:
     """Run a recipe: starts every process, here or on a Ray cluster, shows progress, ends with a summary and a plot."""
     from rillflow.runtime.early import early_server
@@ -38,7 +39,7 @@ def run(
         from rillflow.config import load_recipe
         from rillflow.runtime.folder import RunFolder
 
-        where = Where(runtime, address, early)
+        where = Where(runtime, address, early, dashboard)
         loaded = load_recipe(recipe, (*where.overrides, *(overrides or ())))
         if dry_run:
             show_recipe(loaded)
@@ -49,7 +50,12 @@ def run(
 
 
 @app.command()
-def resume(folder: RunArgument, runtime: RuntimeOption = "local", address: AddressOption = None) -> None:
+def resume(
+    folder: RunArgument,
+    runtime: RuntimeOption = "local",
+    address: AddressOption = None,
+    dashboard: DashboardOption = True,
+) -> None:
     """Go on with a run that was stopped, killed or failed, exactly where it was."""
     from rillflow.runtime.early import early_server
 
@@ -57,7 +63,7 @@ def resume(folder: RunArgument, runtime: RuntimeOption = "local", address: Addre
         from rillflow.cli.run import Where, check, has_finished, how_to_train_on, run_folder
         from rillflow.runtime.folder import RunFolder
 
-        where = Where(runtime, address, early)
+        where = Where(runtime, address, early, dashboard)
         opened = RunFolder.open(folder)
         if has_finished(opened):
             reason = opened.state()["reason"]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from rillflow.cli import environments, evaluate, experiments, label, parts, pool, rewards, sandbox, tools
+from rillflow.cli import dashboard, environments, evaluate, experiments, label, parts, pool, rewards, sandbox, tools
 from rillflow.cli.app import app
 
-__all__ = ["app", "environments", "evaluate", "experiments", "label", "parts", "pool", "rewards", "sandbox", "tools"]
+__all__ = [
+    "app", "dashboard", "environments", "evaluate", "experiments", "label", "parts", "pool", "rewards", "sandbox",
+    "tools",
+]  # fmt: skip

@@ -41,6 +41,7 @@ class Where:
     runtime: Literal["local", "ray"] = "local"
     address: str | None = None
     early: EarlyServer | None = None
+    dashboard: bool = True
 
     def __post_init__(self) -> None:
         if self.address is not None and self.runtime != "ray":
@@ -56,14 +57,20 @@ class Where:
         folder: RunFolder,
         on_status: Callable[[Status], None],
         on_starting: Callable[[list[Starting]], None],
+        on_dashboard: Callable[[str], None],
         *,
         resume: bool,
     ) -> LocalRun:
+        seen = on_dashboard if self.dashboard else None
         if self.runtime == "local":
-            return LocalRun(folder, on_status, resume=resume, on_starting=on_starting, early=self.early)
+            return LocalRun(
+                folder, on_status, resume=resume, on_starting=on_starting, on_dashboard=seen, early=self.early
+            )
         from rillflow.runtime.ray.run import RayRun
 
-        return RayRun(folder, on_status, resume=resume, on_starting=on_starting, address=self.address)
+        return RayRun(
+            folder, on_status, resume=resume, on_starting=on_starting, on_dashboard=seen, address=self.address
+        )
 
 
 def show_recipe(recipe: BaseModel) -> None:
@@ -145,7 +152,10 @@ def run_folder(folder: RunFolder, where: Where | None = None, *, resume: bool = 
                 if board is not None:
                     board.update()
 
-            run = (where or Where()).run_of(folder, on_status, progress.starting, resume=resume)
+            def on_dashboard(base: str) -> None:
+                progress.say(f"dashboard: {folder.dashboard_url(base)}")
+
+            run = (where or Where()).run_of(folder, on_status, progress.starting, on_dashboard, resume=resume)
             status = asyncio.run(run.run())
     except RunError as error:
         raise RunError(error.message, f"{error.hint}; then `rillflow resume {folder.root}` goes on") from error

@@ -9,22 +9,19 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rillflow.dataflow.database import storage_error
+from rillflow.dataflow.snapshot import snapshot
 from rillflow.dataflow.tables import (
     ATTEMPT_STATES,
-    FORMAT,
     GROUP_ENDED,
     GROUP_OPEN,
     RECLAIMED,
     SHARE_ENDED,
     SHARE_OPEN,
 )
-from rillflow.errors import CorruptData, RunError
 
 _OPEN_TASK = "EXISTS (SELECT 1 FROM tasks t WHERE t.grp = g.id AND t.state IN ('pending', 'leased'))"
 _OPEN_SHARE = "EXISTS (SELECT 1 FROM shares s WHERE s.grp = g.id AND s.state IN ('ready', 'leased'))"
@@ -66,29 +63,13 @@ class AuditReport:
 
 def audit(path: Path) -> AuditReport:
     """Check the ledger at `path` as it was last committed."""
-    if not path.is_file():
-        raise RunError(f"there is no ledger {path}", "give the folder of a run that has been started")
-    try:
-        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as connection:
-            connection.execute("BEGIN")  # one snapshot for all queries
-            _check_format(connection, path)
-            return examine(connection)
-    except sqlite3.Error as error:
-        raise storage_error(path, error) from error
+    with snapshot(path) as reads:
+        return examine(reads.connection)
 
 
 def examine(connection: sqlite3.Connection) -> AuditReport:
     """Check what this connection sees."""
     return _Auditor(connection).report()
-
-
-def _check_format(connection: sqlite3.Connection, path: Path) -> None:
-    found = connection.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()
-    if found is None or found[0] != str(FORMAT):
-        raise CorruptData(
-            f"{path} has ledger format {found[0] if found else 'none'}, this version reads {FORMAT}",
-            "use the version of rillflow that wrote the run",
-        )
 
 
 class _Auditor:

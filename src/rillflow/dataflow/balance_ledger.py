@@ -10,7 +10,6 @@ import json
 import math
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -31,9 +30,9 @@ from rillflow.dataflow.balance import (
     make_report,
     mark_of,
 )
-from rillflow.dataflow.database import Value, storage_error
+from rillflow.dataflow.database import Value
 from rillflow.dataflow.part import Base, Part
-from rillflow.dataflow.tables import FORMAT
+from rillflow.dataflow.snapshot import snapshot
 from rillflow.errors import CorruptData, RunError
 from rillflow.types.decoding import json_decoder
 
@@ -105,44 +104,19 @@ class Balances(Part):
 
 def read_balance(path: Path, policy: str) -> Balance:
     """The balance of a run that is not being served: as of the last that its ledger has heard."""
-    if not path.is_file():
-        raise RunError(f"there is no ledger {path}", "give the folder of a run that has been started")
     try:
-        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as connection:
-            connection.execute("BEGIN")  # one snapshot for all queries
-            return _balance_of(_Snapshot(connection), path, policy)
-    except sqlite3.Error as error:
-        raise storage_error(path, error) from error
+        with snapshot(path) as reads:
+            return _balance_of(reads, path, policy)
     except msgspec.MsgspecError as error:
         raise CorruptData(f"the ledger {path} is damaged: {error}", "restore the run folder from a copy") from error
 
 
 def _balance_of(reads: Reads, path: Path, policy: str) -> Balance:
-    if (found := reads.value("SELECT value FROM meta WHERE key = 'format'")) != str(FORMAT):
-        raise CorruptData(
-            f"{path} has ledger format {found}, this version reads {FORMAT}",
-            "use the version of rillflow that wrote the run",
-        )
     mark = _read(reads, MARK, Mark)
     if mark is None:
         raise RunError(f"{path} has no balance yet", "start the run first")
     look = take_look(reads, policy, mark, _last_news(reads, mark))
     return Balance(latest=_read(reads, LATEST, Report), current=make_report(policy, mark, look))
-
-
-class _Snapshot:
-    """A read-only connection, read like a `Database`."""
-
-    def __init__(self, connection: sqlite3.Connection) -> None:
-        connection.row_factory = sqlite3.Row
-        self._connection = connection
-
-    def all(self, query: str, values: Sequence[Value] = ()) -> list[sqlite3.Row]:
-        return self._connection.execute(query, values).fetchall()
-
-    def value(self, query: str, values: Sequence[Value] = ()) -> Any:
-        row = self._connection.execute(query, values).fetchone()
-        return None if row is None else row[0]
 
 
 # ---------------------------------------------------------------- reading

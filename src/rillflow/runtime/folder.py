@@ -136,6 +136,10 @@ class RunFolder:
         url = self.endpoint(process)
         return int(url.rsplit(":", 1)[1]) if url else 0
 
+    def dashboard_url(self, base: str) -> str:
+        """Where a browser opens the dashboard that listens at `base`: with the reader's token, which only reads."""
+        return f"{base}/?token={self.token_of('reader')}"
+
     def forget_endpoint(self, process: str) -> None:
         (self.root / "endpoints" / f"{process}.json").unlink(missing_ok=True)
 

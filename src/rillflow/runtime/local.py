@@ -23,6 +23,7 @@ from rillflow.resources.priorities import measured, with_rooflines
 from rillflow.runtime.early import MODULES, EarlyServer, available
 from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.maintaining import end_nodes
+from rillflow.runtime.on_demand import OnDemand
 from rillflow.runtime.preloaded import Preloaded
 from rillflow.runtime.process import STOP_SIGNALS, bind_host, ignored, was_asked_to_stop
 from rillflow.runtime.reconcile import Reconciler
@@ -43,6 +44,7 @@ _PORT_PATIENCE = 5.0
 _RETIRE_PATIENCE = 30.0
 _NODE_GRACE = 3.0
 _HEAVY = ("engine", "rollout", "trainer")  # the roles that import torch
+_DASHBOARD = "dashboard"
 
 
 def ended_well(status: Status) -> bool:
@@ -54,7 +56,8 @@ class LocalRun:
     """Starts, watches and ends the processes of one run folder.
 
     `on_status` gets each look at the run; `on_starting` gets, before it and until the service answers, the processes
-    that have not started yet. `early` is a fork server that is importing already.
+    that have not started yet. With `on_dashboard`, which gets its address, the run has a dashboard. `early` is a fork
+    server that is importing already.
     """
 
     def __init__(
@@ -64,19 +67,22 @@ class LocalRun:
         *,
         resume: bool = False,
         on_starting: Callable[[list[Starting]], None] = lambda parts: None,
+        on_dashboard: Callable[[str], None] | None = None,
         early: EarlyServer | None = None,
     ) -> None:
         self._folder = folder
         self._recipe = folder.recipe
         self._on_status = on_status
         self._on_starting = on_starting
+        self._on_dashboard = on_dashboard
+        self._dashboard: OnDemand | None = None
         self._resume = resume
         runtime = self._recipe.runtime
         self._preloaded = self._fork_server(early)
         self.supervisor = Supervisor(folder.root / "logs", runtime.restarts, runtime.threads, preloaded=self._preloaded)
         self._client: DataflowClient | None = None
         self._workers = Reconciler(self._recipe, folder.workers, self)
-        self._optional = {process.name for process in maintainers(self._recipe)}
+        self._optional = {_DASHBOARD, *(process.name for process in maintainers(self._recipe))}
         self._finished: set[str] = set()
         self._interrupted = asyncio.Event()
         self._furthest = 0
@@ -96,6 +102,7 @@ class LocalRun:
             finally:
                 await self._workers.close()
                 await self.supervisor.stop()
+                self._close_dashboard()
                 await self._end_joined()
                 await self._end()
                 if self._client is not None:
@@ -147,6 +154,7 @@ class LocalRun:
     async def _run(self) -> Status:
         if self._preloaded is not None:
             self._preloaded.begin()
+        self._open_dashboard()
         self._client = await self._start_dataflow()
         around = services(self._recipe)
         for process in around:
@@ -158,7 +166,7 @@ class LocalRun:
         status = await self._follow(self._client)
         await self._workers.close()
         # Trainers and nodes see the end themselves and finish what they write; the others stay for them.
-        await self.supervisor.finish(_END_GRACE, keep={"dataflow", *(process.name for process in around)})
+        await self.supervisor.finish(_END_GRACE, keep={"dataflow", _DASHBOARD, *(process.name for process in around)})
         await self._say_goodbye(self._client)
         return status
 
@@ -179,6 +187,29 @@ class LocalRun:
         """Every process of the run is started here."""
         heavy = process.role in _HEAVY
         return self.supervisor.start(ProcessSpec(process.name, process.arguments(self._folder.root), heavy))
+
+    # ------------------------------------------------------------ the dashboard
+
+    def _open_dashboard(self) -> None:
+        """Offer the dashboard, where it was before if that can be. Its process starts when somebody opens it."""
+        if self._on_dashboard is None:
+            return
+        try:
+            self._dashboard = OnDemand(self._start_dashboard, self._folder.last_port(_DASHBOARD))
+            self._folder.publish_endpoint(_DASHBOARD, self._dashboard.url)
+        except (OSError, StorageError) as error:
+            log.warning("the run has no dashboard: %s", error)
+        else:
+            self._on_dashboard(self._dashboard.url)
+
+    def _start_dashboard(self, handle: int) -> None:
+        arguments = (_DASHBOARD, str(self._folder.root), "--handle", str(handle))
+        self.supervisor.start(ProcessSpec(_DASHBOARD, arguments, handles=(handle,)))
+
+    def _close_dashboard(self) -> None:
+        if self._dashboard is not None:
+            self._dashboard.close()
+            self._dashboard = None
 
     # ------------------------------------------------------------ what the tags ask for (reconcile.Carrier)
 
@@ -216,6 +247,8 @@ class LocalRun:
                 if name not in self._optional and not self._workers.lost(name):
                     raise error
                 log.warning("the run goes on without %s: %s", name, error)
+            if name == _DASHBOARD:
+                self._close_dashboard()
             self.supervisor.forget(name)
 
     def _heed_goodbyes(self, status: Status) -> None:

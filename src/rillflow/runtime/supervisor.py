@@ -41,6 +41,7 @@ class ProcessSpec:
     name: str
     arguments: tuple[str, ...]
     heavy: bool = False  # it imports torch, which the fork server has done already
+    handles: tuple[int, ...] = ()  # file descriptors that it takes over
 
 
 class Supervised:
@@ -118,6 +119,7 @@ class Supervised:
                 stderr=output,
                 env=environment,
                 start_new_session=True,
+                pass_fds=self.spec.handles,
             )
 
     def signal(self, number: signal.Signals) -> None:

@@ -289,6 +289,11 @@ class Service:
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
         """Bind and serve; returns the base URL. A port in use is a RunError that says which."""
         listener = _bind(self.name, host, port)
+        await self.start_on(listener)
+        return f"http://{host}:{listener.getsockname()[1]}"
+
+    async def start_on(self, listener: socket.socket) -> None:
+        """Serve on a socket that is bound already."""
         config = uvicorn.Config(
             self,
             http=BoundedHttp,
@@ -310,7 +315,6 @@ class Service:
                 self._serving.result()
                 raise RunError(f"the {self.name} service ended while starting", "see its log")
             await asyncio.sleep(0.005)
-        return f"http://{host}:{listener.getsockname()[1]}"
 
     async def stop(self) -> None:
         if self._server is not None and self._serving is not None:

@@ -81,6 +81,13 @@ def test_the_weight_server_and_a_relay(loaded: LoadedModules, folder: RunFolder,
     assert not HEAVY & loaded.of("relay")
 
 
+def test_the_dashboard(loaded: LoadedModules, folder: RunFolder) -> None:
+    with running(loaded, "dashboard", str(folder.root)) as dashboard:
+        assert dashboard.stderr is not None
+        assert any("token=" in line for line in dashboard.stderr)
+    assert not HEAVY & loaded.of("dashboard")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

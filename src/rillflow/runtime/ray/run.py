@@ -46,9 +46,10 @@ class RayRun(LocalRun):
         *,
         resume: bool = False,
         on_starting: Callable[[list[Starting]], None] = lambda parts: None,
+        on_dashboard: Callable[[str], None] | None = None,
         address: str | None = None,
     ) -> None:
-        super().__init__(folder, on_status, resume=resume, on_starting=on_starting)
+        super().__init__(folder, on_status, resume=resume, on_starting=on_starting, on_dashboard=on_dashboard)
         if not self._recipe.runtime.weights_server:
             raise RunError(
                 "nodes of a cluster fetch weights over HTTP, and this run serves none",

@@ -1,0 +1,70 @@
+"""The panels by their names in URLs: what each is asked with, and the view that answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from rillflow.dashboard.views import flow, logs, nodes, overview, timeline
+from rillflow.dashboard.views.charts import Axis, Window
+
+Pixels = Annotated[int, Meta(ge=50, le=4000)]
+
+
+class Panel(NamedTuple):
+    """`live` ones are given what the run's service says now."""
+
+    query: type
+    view: Callable[..., Any]
+    live: bool = True
+
+
+class Nothing(msgspec.Struct):
+    """A panel that is asked without options."""
+
+
+class Curves(msgspec.Struct):
+    width: Pixels = 600
+    axis: Axis = "step"
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def window(self) -> Window:
+        return Window(self.width, self.axis, self.low, self.high)
+
+
+class SomeCurves(Curves):
+    names: Annotated[str, Meta(max_length=20_000)] = ""
+
+
+class Lanes(msgspec.Struct):
+    width: Pixels = 1000
+    low: float | None = None
+    high: float | None = None
+
+
+class LogLines(msgspec.Struct):
+    name: str
+    level: str = "DEBUG"
+    find: Annotated[str, Meta(max_length=200)] = ""
+
+
+PANELS: dict[str, Panel] = {
+    "overview": Panel(Curves, lambda run, live, query: overview.overview(run, live, query.window)),
+    "metrics": Panel(
+        SomeCurves, lambda run, live, query: overview.metrics(run, query.names.split(","), query.window), live=False
+    ),
+    "timeline": Panel(
+        Lanes, lambda run, live, query: timeline.timeline(run, query.width, query.low, query.high), live=False
+    ),
+    "flow": Panel(Nothing, lambda run, live, query: flow.flow(run), live=False),
+    "nodes": Panel(Nothing, lambda run, live, query: nodes.nodes(run, live)),
+    "logs": Panel(Nothing, lambda run, live, query: logs.log_files(run), live=False),
+    "log": Panel(
+        LogLines, lambda run, live, query: logs.log_lines(run, query.name, query.level, query.find), live=False
+    ),
+}

@@ -1,0 +1,220 @@
+"""The dashboard over HTTP: the page, and what its panels show as JSON.
+
+Authentication is that of every service: a token of the run on each request. A browser brings it once, in the URL that
+was printed, and gets it back as a cookie that scripts cannot read; the page then takes it out of the address bar. The
+tokens of the first run open a dashboard of several. Everything reads, but for what the operator's token allows: to
+stop a run and to retire a node. Those also need a header that no other site's page can send.
+
+Views are made in one thread, one after the other, so that their readers need no locks and a run's cores are left alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import html
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from http.cookies import CookieError, SimpleCookie
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import parse_qs
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from rillflow import __version__
+from rillflow.dashboard.live import LiveRun
+from rillflow.dashboard.panels import PANELS, Panel
+from rillflow.dashboard.views.overview import run_list
+from rillflow.dashboard.watched import WatchedRun
+from rillflow.errors import BadRequest, Forbidden, RillflowError, Unauthorized
+from rillflow.types import RetireNode
+from rillflow.wire import Service
+from rillflow.wire.blocking import in_thread
+from rillflow.wire.routing import NotFound
+from rillflow.wire.server import bearer_token, read_body
+
+Query = TypeVar("Query")
+
+STATIC = Path(__file__).parent / "static"
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_HEADERS = [
+    (b"content-security-policy", b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+     b"connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"cache-control", b"no-store"),
+]  # fmt: skip
+_OWN_PAGE = "x-rillflow-dashboard"  # a header that a page of another site cannot send without being asked first
+_COOKIE_SECONDS = 30 * 86400
+_BODY = 64 << 10
+
+
+class Dashboard(Service):
+    """Serves these runs, with the tokens of the first."""
+
+    def __init__(self, runs: list[WatchedRun]) -> None:
+        super().__init__("dashboard", runs[0].folder.keyring, body_limit=_BODY)
+        self._runs = {run.name: run for run in runs}
+        self._live = {run.name: LiveRun(run, run.folder.token_of("reader")) for run in runs}
+        self._reader = ThreadPoolExecutor(1, "dashboard-views")
+        # Cookies do not tell ports apart: each run has one of its own.
+        self._cookie = f"rillflow-{self.keyring.digests['reader'][:12]}"
+        self._files = {path.name: path.read_bytes() for path in STATIC.iterdir() if path.suffix in _TYPES}
+        self.route("/", self._page, ["GET"], "reader")
+        self.route("/static/{name}", self._file, ["GET"], "reader")
+        self.route("/api/session", self._session, ["GET"], "reader")
+        for name, panel in PANELS.items():
+            self.route(f"/api/runs/{{run}}/{name}", self._panel(panel), ["GET"], "reader")
+        self.route("/api/runs/{run}/stop", self._stop_run, ["POST"], "operator")
+        self.route("/api/runs/{run}/retire", self._retire, ["POST"], "operator")
+
+    async def stop(self) -> None:
+        await super().stop()
+        self._reader.shutdown(wait=False, cancel_futures=True)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), *_HEADERS]}
+            await send(message)
+
+        await super().__call__(scope, receive, guarded)
+
+    # ------------------------------------------------------------ tokens
+
+    def presented(self, scope: Scope) -> str:
+        return _url_token(scope) or bearer_token(scope) or self._cookie_token(scope)
+
+    def _cookie_token(self, scope: Scope) -> str:
+        cookies = SimpleCookie()
+        for name, value in scope["headers"]:
+            if name == b"cookie":
+                try:
+                    cookies.load(value.decode("latin-1"))
+                except CookieError:
+                    return ""
+        found = cookies.get(self._cookie)
+        return found.value if found is not None else ""
+
+    def unauthorized(self) -> Unauthorized:
+        return Unauthorized(
+            "this dashboard needs a token of its run",
+            "open the URL that `rillflow run` or `rillflow dashboard` has printed; "
+            "`rillflow token RUN reader` prints the token for …/?token=TOKEN",
+        )
+
+    def error_response(self, error: RillflowError, scope: Scope) -> Response:
+        if scope["path"].startswith("/api/"):
+            body = msgspec.json.encode({"error": error.message, "hint": error.hint})
+            return Response(body, error.status, media_type="application/json")
+        text = f"<!doctype html><meta charset=utf-8><title>Rillflow</title><h1>{html.escape(error.message)}</h1>"
+        return Response(f"{text}<p>{html.escape(error.hint)}</p>", error.status, media_type="text/html")
+
+    # ------------------------------------------------------------ the page
+
+    async def _page(self, request: Request) -> Response:
+        response = self._static("index.html")
+        token = _url_token(request.scope)
+        if token:
+            response.set_cookie(
+                self._cookie, token, max_age=_COOKIE_SECONDS, path="/", httponly=True, samesite="strict"
+            )
+        return response
+
+    async def _file(self, request: Request) -> Response:
+        return self._static(request.path_params["name"])
+
+    def _static(self, name: str) -> Response:
+        if name not in self._files:
+            raise NotFound(f"there is no file {name[:80]!r}", "reload the page")
+        return Response(self._files[name], media_type=_TYPES[Path(name).suffix])
+
+    # ------------------------------------------------------------ views
+
+    async def _session(self, request: Request) -> Response:
+        """Who looks, and at what."""
+        token = self.presented(request.scope)
+        runs = await self._read(lambda: run_list(list(self._runs.values())))
+        for run in runs:
+            run["operated"] = self._operates(self._runs[run["name"]], token)
+        return _json({"version": __version__, "runs": runs})
+
+    def _panel(self, panel: Panel) -> Callable[[Request], Any]:
+        async def endpoint(request: Request) -> Response:
+            run = self._run(request.path_params["run"])
+            query: Any = _query(request, panel.query)
+            other = getattr(query, "other", "")
+            live = await self._live[run.name].now() if panel.live else None
+            with_other = (self._run(other),) if other else ()
+            return _json(await self._read(lambda: panel.view(run, live, query, *with_other)))
+
+        return endpoint
+
+    async def _read(self, view: Callable[[], Any]) -> Any:
+        return await in_thread(view, self._reader)
+
+    def _run(self, name: str) -> WatchedRun:
+        if name not in self._runs:
+            raise NotFound(f"this dashboard does not show a run {name[:80]!r}", "`rillflow dashboard RUN…` names those")
+        return self._runs[name]
+
+    # ------------------------------------------------------------ what an operator may do
+
+    def _operates(self, run: WatchedRun, token: str) -> bool:
+        return run.folder.keyring.scope_of(token) == "operator"
+
+    def _operating(self, request: Request) -> tuple[LiveRun, str]:
+        """The run that is told something, and the token to tell it with: the caller's own."""
+        run, token = self._run(request.path_params["run"]), self.presented(request.scope)
+        if _OWN_PAGE not in request.headers:
+            raise BadRequest(f"the header {_OWN_PAGE} is missing", "ask from the dashboard's own page")
+        if not self._operates(run, token):
+            raise Forbidden(
+                f"this token is not the operator's of {run.name}", "`rillflow token RUN operator` prints it"
+            )
+        return self._live[run.name], token
+
+    async def _stop_run(self, request: Request) -> Response:
+        live, token = self._operating(request)
+        await live.stop(token)
+        return _json({"done": True})
+
+    async def _retire(self, request: Request) -> Response:
+        live, token = self._operating(request)
+        try:
+            ask = msgspec.json.decode(await read_body(request, _BODY), type=RetireNode)
+        except msgspec.MsgspecError as error:
+            raise BadRequest(f"not a node to retire: {error}", 'send {"node": NAME}') from error
+        await live.retire(token, ask)
+        return _json({"done": True})
+
+
+def _url_token(scope: Scope) -> str:
+    """The token in the address of the page; no other address takes one."""
+    if scope["path"] != "/":
+        return ""
+    words: bytes = scope.get("query_string", b"")
+    return parse_qs(words.decode("latin-1")).get("token", [""])[0]
+
+
+def _query(request: Request, kind: type[Query]) -> Query:
+    try:
+        return msgspec.convert(dict(request.query_params), kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"{request.url.path}: {error}", "reload the page") from error
+
+
+def _json(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+async def serve(dashboard: Dashboard) -> None:
+    """Until the caller cancels."""
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await dashboard.stop()

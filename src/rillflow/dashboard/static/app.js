@@ -1,0 +1,199 @@
+// The frame around the panels: which run and panel are shown (in the address), when they are updated, and the keys.
+import { h, duration } from "./dom.js";
+import * as overview from "./overview.js";
+import * as metrics from "./metrics.js";
+import * as timeline from "./timeline.js";
+import * as flow from "./flow.js";
+import * as nodes from "./nodes.js";
+import * as logs from "./logs.js";
+
+const PANELS = { overview, metrics, timeline, flow, nodes, logs };
+const EVERY = 2000; // milliseconds between updates of a run that runs
+const THEMES = { auto: "◐ auto", light: "☀ light", dark: "☾ dark" };
+
+const state = { session: null, run: "", panel: "overview", args: new URLSearchParams(), shown: null, paused: false, generation: 0 };
+const root = document.getElementById("content");
+
+export async function api(path, query = {}, options = {}) {
+  const words = new URLSearchParams(Object.entries(query).filter(([, value]) => value !== null && value !== undefined && value !== ""));
+  const reply = await fetch(`${path}?${words}`, { ...options, headers: { "x-rillflow-dashboard": "1", ...(options.headers || {}) } });
+  const body = await reply.json().catch(() => ({ error: `the dashboard answered with status ${reply.status}`, hint: "" }));
+  if (!reply.ok) throw Object.assign(new Error(body.error), { hint: body.hint });
+  return body;
+}
+
+function context() {
+  const run = state.run;
+  return {
+    run,
+    runs: state.session.runs,
+    args: state.args,
+    get: (view, query, of = run) => api(`/api/runs/${encodeURIComponent(of)}/${view}`, query),
+    post: (action, body) => api(`/api/runs/${encodeURIComponent(run)}/${action}`, {}, { method: "POST", body: JSON.stringify(body || {}) }),
+    operated: ((of) => Boolean(of && of.operated && of.state === "running"))(current()),
+    set: (changes) => go(run, state.panel, changes, true),
+    go: (panel, changes) => go(run, panel, changes, false),
+    width: (share = 1, least = 240) => Math.max(Math.floor(root.clientWidth * share), least),
+    axis: localStorage.getItem("axis") === "time" ? "time" : "step",
+  };
+}
+
+function current() {
+  return state.session.runs.find((run) => run.name === state.run);
+}
+
+// ---------------------------------------------------------------- the address
+
+function go(run, panel, changes = {}, keep = false) {
+  const args = new URLSearchParams(keep ? state.args : {});
+  for (const [name, value] of Object.entries(changes || {})) {
+    if (value === null || value === undefined || value === "") args.delete(name); else args.set(name, value);
+  }
+  const words = args.toString();
+  location.hash = `#/${encodeURIComponent(run)}/${panel}${words ? `?${words}` : ""}`;
+}
+
+function readAddress() {
+  const [path, words] = location.hash.replace(/^#\//, "").split("?");
+  const [run, panel] = path.split("/").map(decodeURIComponent);
+  const known = state.session.runs.some((each) => each.name === run);
+  return { run: known ? run : state.session.runs[0].name, panel: PANELS[panel] ? panel : "overview", args: new URLSearchParams(words || "") };
+}
+
+async function follow() {
+  const next = readAddress();
+  const same = state.shown && next.run === state.run && next.panel === state.panel;
+  Object.assign(state, next);
+  drawFrame();
+  if (!same) {
+    state.generation += 1;
+    root.replaceChildren();
+    state.shown = PANELS[state.panel].mount(root, context);
+    document.title = `${PANELS[state.panel].title} · ${state.run} · Rillflow`;
+    scrollTo(0, 0);
+  }
+  await update();
+}
+
+// ---------------------------------------------------------------- updates
+
+async function update() {
+  const { shown, generation } = state;
+  try {
+    await shown.update();
+    if (generation === state.generation) document.getElementById("failure")?.remove();
+  } catch (error) {
+    if (generation !== state.generation) return;
+    const told = h("div", { class: "error", id: "failure", role: "alert" }, h("b", { text: error.message }), error.hint ? h("p", { text: error.hint }) : null);
+    document.getElementById("failure")?.remove();
+    root.prepend(told);
+  }
+}
+
+async function tick() {
+  const run = current();
+  if (!document.hidden && !state.paused && run.state === "running") {
+    try {
+      state.session = await api("/api/session");
+      drawFrame();
+    } catch { /* the panel says what is wrong */ }
+    await update();
+  }
+  setTimeout(tick, EVERY);
+}
+
+// ---------------------------------------------------------------- the frame
+
+function drawFrame() {
+  const runs = document.getElementById("run"), run = current();
+  if (runs.options.length !== state.session.runs.length) {
+    runs.replaceChildren(...state.session.runs.map((each) => h("option", { value: each.name, text: each.name })));
+  }
+  runs.value = state.run;
+  const badge = document.getElementById("state");
+  const look = { running: "hint", finished: "good", failed: "bad", stopped: "warn" }[run.state] || "";
+  badge.className = `badge ${look}`;
+  badge.textContent = state.paused && run.state === "running" ? "paused" : run.state + (run.state === "running" ? ` ${duration(Date.now() / 1000 - run.started)}` : "");
+  badge.title = run.reason || "";
+  document.getElementById("stop").hidden = !(run.operated && run.state === "running");
+  document.getElementById("panels").replaceChildren(...offered().map((name, index) => h("a", {
+    href: `#/${encodeURIComponent(state.run)}/${name}`, "aria-current": name === state.panel ? "page" : null,
+  }, PANELS[name].title, index < 10 ? h("kbd", { text: (index + 1) % 10 }) : null)));
+}
+
+function offered() {
+  return Object.keys(PANELS).filter((name) => !PANELS[name].offered || PANELS[name].offered(state.session));
+}
+
+function drawTheme() {
+  const chosen = localStorage.getItem("theme") || "auto";
+  if (chosen === "auto") delete document.documentElement.dataset.theme; else document.documentElement.dataset.theme = chosen;
+  document.getElementById("theme").textContent = THEMES[chosen];
+}
+
+function nextTheme() {
+  const names = Object.keys(THEMES);
+  localStorage.setItem("theme", names[(names.indexOf(localStorage.getItem("theme") || "auto") + 1) % names.length]);
+  drawTheme();
+}
+
+// ---------------------------------------------------------------- keys
+
+function besideRun(by) {
+  const names = state.session.runs.map((run) => run.name);
+  go(names[(names.indexOf(state.run) + by + names.length) % names.length], state.panel);
+}
+
+function moveRow(by) {
+  const rows = [...root.querySelectorAll("tr.open")];
+  if (rows.length) rows[Math.min(Math.max(rows.indexOf(document.activeElement) + by, 0), rows.length - 1)].focus();
+}
+
+function toggleAxis() {
+  localStorage.setItem("axis", context().axis === "time" ? "step" : "time");
+  go(state.run, state.panel, { low: null, high: null }, true);
+  update();
+}
+
+function pressed(event) {
+  const typing = event.target.closest("input, select, textarea, dialog[open]");
+  if (event.key === "Escape" && typing) event.target.blur();
+  if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
+  const keys = {
+    "[": () => besideRun(-1), "]": () => besideRun(1), t: nextTheme, "?": () => document.getElementById("keys").showModal(),
+    j: () => moveRow(1), k: () => moveRow(-1), x: toggleAxis, "/": () => root.querySelector("input[type=search]")?.focus(),
+    p: () => { state.paused = !state.paused; drawFrame(); }, Escape: () => { if (state.args.has("low")) context().set({ low: null, high: null }); },
+  };
+  const digit = "1234567890".indexOf(event.key);
+  if (digit >= 0 && event.key.length === 1 && offered()[digit]) go(state.run, offered()[digit]);
+  else if (keys[event.key]) keys[event.key]();
+  else return;
+  event.preventDefault();
+}
+
+// ---------------------------------------------------------------- start
+
+async function start() {
+  if (location.search) history.replaceState(null, "", location.pathname + location.hash); // the token is in the cookie now
+  drawTheme();
+  try {
+    state.session = await api("/api/session");
+  } catch (error) {
+    root.replaceChildren(h("div", { class: "error" }, h("b", { text: error.message }), h("p", { text: error.hint || "" })));
+    return;
+  }
+  document.getElementById("theme").addEventListener("click", nextTheme);
+  document.getElementById("help").addEventListener("click", () => document.getElementById("keys").showModal());
+  document.getElementById("run").addEventListener("change", (event) => go(event.target.value, state.panel));
+  document.getElementById("stop").addEventListener("click", async () => {
+    if (confirm(`Stop ${state.run}? \`rillflow resume\` goes on where it was.`)) await context().post("stop").catch((error) => alert(error.message));
+  });
+  addEventListener("hashchange", follow);
+  addEventListener("keydown", pressed);
+  let width = innerWidth;
+  addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; update(); } });
+  await follow();
+  setTimeout(tick, EVERY);
+}
+
+start();

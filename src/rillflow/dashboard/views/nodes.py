@@ -1,0 +1,121 @@
+"""Rollout nodes: each of them, and of every measure the mean of the fleet beside the worst node."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rillflow.dashboard.watched import Live, WatchedRun
+from rillflow.dataflow.balance import SUM
+from rillflow.dataflow.snapshot import Snapshot
+from rillflow.types import NodeInfo
+
+_MOST = 500  # rows that the table shows: the worst first
+
+
+def nodes(run: WatchedRun, live: Live | None) -> dict[str, Any]:
+    """Of a live run by its service; of another as its ledger was left."""
+    heads = known_heads(run, live)
+    rows = sorted(
+        (_row(node, heads) for node in known_nodes(run, live)), key=lambda row: (-row["trouble"], row["name"])
+    )
+    return {
+        "live": live is not None,
+        "nodes": rows[:_MOST],
+        "left_out": max(len(rows) - _MOST, 0),
+        "fleet": fleet([row for row in rows if row["state"] == "healthy"] or rows),
+        "notes": dict(live.status.notes) if live else {},
+    }
+
+
+def _row(node: NodeInfo, heads: dict[str, int]) -> dict[str, Any]:
+    ends = node.completed + node.failed
+    behind = [heads[policy] - version for policy, version in node.versions.items() if policy in heads]
+    failed = node.failed / ends if ends else 0.0
+    return {
+        "name": node.name,
+        "state": node.state,
+        "active": node.active,
+        "leaving": node.leaving,
+        "seen": node.seen,
+        "held": node.held,
+        "capacity": node.capacity,
+        "busy": node.held / node.capacity if node.capacity else None,
+        "completed": node.completed,
+        "failed": node.failed,
+        "failed_share": failed,
+        "pace": node.pace,
+        "throughput": node.throughput,
+        "behind": max(behind, default=None),
+        "versions": node.versions,
+        "stats": node.stats,
+        "trouble": (node.state != "healthy") + (failed > 0.5) + bool(behind and max(behind) > 2),
+    }
+
+
+_MEASURES: Sequence[tuple[str, str, str, Callable[[Sequence[float]], float]]] = (
+    ("throughput", "samples a second", "/s", min),
+    ("pace", "seconds an episode", "s", max),
+    ("failed_share", "episodes that fail", "share", max),
+    ("busy", "capacity in use", "share", min),
+    ("behind", "versions behind", "", max),
+    ("seen", "seconds since last heard", "s", max),
+)
+
+
+def fleet(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each measure: its mean, and the worst value with the node that has it."""
+    found = []
+    for key, title, unit, worst in _MEASURES:
+        told = [(row[key], row["name"]) for row in rows if row[key] is not None]
+        if told:
+            values = [value for value, _ in told]
+            least = worst(values)
+            name = next(name for value, name in told if value == least)
+            mean = sum(values) / len(values)
+            found.append({"key": key, "title": title, "unit": unit, "mean": mean, "worst": least, "node": name})
+    return found
+
+
+# ---------------------------------------------------------------- of a run that nobody serves
+
+
+def known_nodes(run: WatchedRun, live: Live | None) -> list[NodeInfo]:
+    """The nodes that the service knows; where none answers, as the ledger last heard of them."""
+
+    def read(reads: Snapshot) -> list[NodeInfo]:
+        rows = reads.all("SELECT * FROM nodes WHERE name != ? ORDER BY name", (SUM,))
+        return [_info(row, run.now()) for row in rows]
+
+    nothing: list[NodeInfo] = []
+    return live.nodes if live is not None else run.ledger(read, nothing)
+
+
+def known_heads(run: WatchedRun, live: Live | None) -> dict[str, int]:
+    """The newest version of each policy."""
+
+    def read(reads: Snapshot) -> dict[str, int]:
+        return {row["name"]: row["version"] for row in reads.all("SELECT name, version FROM policies")}
+
+    nothing: dict[str, int] = {}
+    return live.status.versions if live is not None else run.ledger(read, nothing)
+
+
+def _info(row: sqlite3.Row, now: float) -> NodeInfo:
+    return NodeInfo(
+        name=row["name"],
+        state=row["state"],
+        active=row["active"],
+        leaving=bool(row["leaving"]),
+        capacity=row["capacity"],
+        held=row["held"],
+        completed=row["completed"],
+        failed=row["failed"],
+        pace=row["pace"],
+        throughput=row["rate"],
+        seen=max(now - row["seen"], 0.0),
+        versions=json.loads(row["versions"]),
+        stats=json.loads(row["stats"]),
+    )

@@ -1,0 +1,129 @@
+"""One run folder as the dashboard watches it: what was read so far, and what its service says now.
+
+Nothing here writes to the folder. A folder of any state will do: new, running, killed, finished, or of another kind
+of run; what is missing or torn shows as an empty panel, never as an error of the others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import yaml
+
+from rillflow.dashboard.curves import Curves
+from rillflow.dashboard.lanes import Lanes
+from rillflow.dataflow.balance import Balance
+from rillflow.dataflow.snapshot import Snapshot, snapshot
+from rillflow.errors import ConfigError, RillflowError, RunError
+from rillflow.runtime.folder import RunFolder
+from rillflow.storage import read_json
+from rillflow.types import NodeInfo, Status
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class Live:
+    """What the dataflow service of a running run has answered."""
+
+    status: Status
+    nodes: list[NodeInfo]
+    balance: Balance
+
+
+class WatchedRun:
+    """Its readers are used by one thread at a time."""
+
+    def __init__(self, folder: RunFolder, name: str, *, clock: Callable[[], float] = time.time) -> None:
+        self.folder = folder
+        self.name = name
+        self.now = clock
+        self.recipe = _recipe(folder.root)
+        self.curves = Curves(folder.metrics, self.first_policy)
+        self.lanes = Lanes(folder.root)
+
+    @property
+    def policies(self) -> list[str]:
+        """In the order of the recipe; a supervised run has none."""
+        return list(self.recipe.get("policies") or {})
+
+    @property
+    def first_policy(self) -> str:
+        return next(iter(self.policies), "model")
+
+    @property
+    def started(self) -> float:
+        with suppress(OSError, ValueError, KeyError, RillflowError):
+            return float(read_json(self.folder.root / "run.json")["started"])
+        return 0.0
+
+    def state(self) -> dict[str, Any]:
+        """The state that the run's supervisor has written; `unknown` where that is not whole."""
+        try:
+            return self.folder.state()
+        except (OSError, ValueError, RillflowError):
+            return {"state": "unknown", "reason": "state.json cannot be read", "time": self.started}
+
+    @property
+    def running(self) -> bool:
+        return bool(self.state()["state"] == "running")
+
+    def ledger(self, ask: Callable[[Snapshot], Found], default: Found) -> Found:
+        """What `ask` finds in the ledger; `default` where there is none yet."""
+        if not self.folder.ledger.is_file():
+            return default
+        with snapshot(self.folder.ledger) as reads:
+            return ask(reads)
+
+    def lines(self, name: str, most: int) -> list[dict[str, Any]]:
+        """The last whole lines of a JSON-lines file of the run."""
+        found = []
+        for line in tail(self.folder.root / name, most * 1000).splitlines()[-most:]:
+            with suppress(msgspec.MsgspecError):
+                value = msgspec.json.decode(line)
+                if isinstance(value, dict):
+                    found.append(value)
+        return found
+
+
+def watch(paths: list[Path]) -> list[WatchedRun]:
+    """The runs in these folders, under the names of the folders, which are numbered where two are called alike."""
+    runs: list[WatchedRun] = []
+    for path in paths:
+        folder = RunFolder.open(path)
+        if any(run.folder.root == folder.root for run in runs):
+            raise ConfigError(f"{path} is given twice", "name every run once")
+        known, name, number = {run.name for run in runs}, folder.root.name, 2
+        while name in known:
+            name, number = f"{folder.root.name}-{number}", number + 1
+        runs.append(WatchedRun(folder, name))
+    return runs
+
+
+def tail(path: Path, size: int) -> bytes:
+    """The last `size` bytes of a file, from the first whole line of them; empty where there is no such file."""
+    try:
+        with open(path, "rb") as file:
+            end = file.seek(0, 2)
+            file.seek(max(end - size, 0))
+            data = file.read(size)
+    except FileNotFoundError:
+        return b""
+    return data if end <= size else data[data.find(b"\n") + 1 :]
+
+
+def _recipe(root: Path) -> dict[str, Any]:
+    """The resolved recipe in plain values: of a run, of a supervised one, or of a version with other fields."""
+    try:
+        raw = yaml.safe_load((root / "recipe.yaml").read_text())
+    except (OSError, UnicodeError, yaml.YAMLError) as error:
+        raise RunError(f"{root / 'recipe.yaml'} cannot be read: {error}", "restore it from a copy") from error
+    if not isinstance(raw, dict):
+        raise RunError(f"{root / 'recipe.yaml'} is not a recipe", "restore it from a copy")
+    return raw

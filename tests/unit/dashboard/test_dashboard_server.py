@@ -1,0 +1,153 @@
+"""The dashboard's server: who may see what, what a browser is allowed, and that it does no harm to a run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from dashboard_run import make_run, step_line, write_lines
+
+from rillflow.dashboard.server import STATIC, Dashboard
+from rillflow.dashboard.watched import watch
+from rillflow.runtime.folder import RunFolder
+from rillflow.wire.tokens import SCOPES
+
+OWN = {"x-rillflow-dashboard": "1"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return make_run(tmp_path)
+
+
+@pytest.fixture
+async def browser(folder: RunFolder) -> AsyncIterator[httpx.AsyncClient]:
+    dashboard = Dashboard(watch([folder.root]))
+    base = await dashboard.start()
+    async with httpx.AsyncClient(base_url=base, timeout=60.0) as client:
+        yield client
+    await dashboard.stop()
+
+
+def bearer(folder: RunFolder, scope: Any = "reader") -> dict[str, str]:
+    return {"authorization": f"Bearer {folder.token_of(scope)}"}
+
+
+async def test_nothing_is_shown_without_a_token(browser: httpx.AsyncClient, folder: RunFolder) -> None:
+    paths = ["/", "/static/app.js", "/api/session", f"/api/runs/{folder.root.name}/overview", "/metrics", "/nothing"]
+    for path in paths:
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"cookie": "rillflow-1=x"}):
+            assert (await browser.get(path, headers=headers)).status_code == 401, path
+    page = await browser.get("/?token=wrong")
+    assert page.status_code == 401
+    assert "rillflow token RUN reader" in page.text
+
+
+async def test_the_token_in_the_url_becomes_a_cookie(browser: httpx.AsyncClient, folder: RunFolder) -> None:
+    page = await browser.get(f"/?token={folder.token_of('reader')}")
+    assert page.status_code == 200
+    cookie = page.headers["set-cookie"].lower()
+    assert "httponly" in cookie
+    assert "samesite=strict" in cookie
+    assert (await browser.get("/api/session")).json()["runs"][0]["name"] == folder.root.name
+    # Only the page's own address takes a token: those of the panels are seen in more places.
+    browser.cookies.clear()
+    assert (await browser.get(f"/api/session?token={folder.token_of('reader')}")).status_code == 401
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+async def test_every_token_of_the_run_reads(browser: httpx.AsyncClient, folder: RunFolder, scope: str) -> None:
+    reply = await browser.get("/api/session", headers=bearer(folder, scope))
+    assert reply.status_code == 200
+    assert reply.json()["runs"][0]["operated"] is (scope == "operator")
+
+
+async def test_only_the_operator_changes_something(browser: httpx.AsyncClient, folder: RunFolder) -> None:
+    path = f"/api/runs/{folder.root.name}/stop"
+    for scope in ("reader", "node", "trainer"):
+        assert (await browser.post(path, headers={**OWN, **bearer(folder, scope)})).status_code == 403
+    # A page of another site may send the cookie along, not the header.
+    assert (await browser.post(path, headers=bearer(folder, "operator"))).status_code == 400
+    reply = await browser.post(path, headers={**OWN, **bearer(folder, "operator")})
+    assert reply.status_code == 502
+    assert "does not run" in reply.json()["error"]
+
+
+async def test_the_page_allows_nothing_but_its_own_files(browser: httpx.AsyncClient, folder: RunFolder) -> None:
+    for path in ("/", "/static/app.js", "/api/session"):
+        reply = await browser.get(path, headers=bearer(folder))
+        policy = reply.headers["content-security-policy"]
+        assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'")
+        assert "unsafe" not in policy
+        assert reply.headers["cache-control"] == "no-store"
+        assert reply.headers["x-content-type-options"] == "nosniff"
+    for path in STATIC.iterdir():
+        text = path.read_text()
+        assert "https://" not in text, f"{path.name} asks for something elsewhere"
+        assert "innerHTML" not in text, f"{path.name} makes markup of text"
+        assert " style=" not in text, f"{path.name} has a style that the policy refuses"
+
+
+async def test_files_are_those_of_the_page(browser: httpx.AsyncClient, folder: RunFolder) -> None:
+    for name in ("..%2fserver.py", "server.py", "%2e%2e"):
+        assert (await browser.get(f"/static/{name}", headers=bearer(folder))).status_code == 404
+
+
+async def test_wrong_questions_are_answered_with_what_to_do(browser: httpx.AsyncClient, folder: RunFolder) -> None:
+    name = folder.root.name
+    for path, status in {
+        "/api/runs/other/overview": 404,
+        f"/api/runs/{name}/nothing": 404,
+        f"/api/runs/{name}/overview?width=1": 400,
+        f"/api/runs/{name}/overview?axis=sideways": 400,
+        f"/api/runs/{name}/log": 400,
+        f"/api/runs/{name}/log?name=../run.json": 400,
+    }.items():
+        reply = await browser.get(path, headers=bearer(folder))
+        assert reply.status_code == status, path
+        assert reply.json()["hint"], path
+
+
+async def test_a_damaged_ledger_is_told_in_its_panel(browser: httpx.AsyncClient, folder: RunFolder) -> None:
+    folder.ledger.write_bytes(b"no database at all" * 100)
+    reply = await browser.get(f"/api/runs/{folder.root.name}/flow", headers=bearer(folder))
+    assert reply.status_code == 500
+    assert "damaged" in reply.json()["error"]
+
+
+async def test_a_run_is_read_while_it_is_written(browser: httpx.AsyncClient, folder: RunFolder) -> None:
+    (folder.root / "state.json").write_text(json.dumps({"state": "running", "reason": "", "time": 1.0}))
+
+    async def write() -> None:
+        for number in range(6, 56):
+            write_lines(folder, [step_line(number)])
+            await asyncio.sleep(0)
+
+    async def read() -> float:
+        seen = 0.0
+        while seen < 55:
+            reply = await browser.get(f"/api/runs/{folder.root.name}/overview", headers=bearer(folder))
+            last = reply.json()["figures"][0]["value"]
+            assert last >= seen
+            seen = last
+        return seen
+
+    async with asyncio.timeout(60):
+        _, seen = await asyncio.gather(write(), read())
+    assert seen == 55
+
+
+async def test_a_running_run_that_does_not_answer_is_shown_as_it_was_left(
+    browser: httpx.AsyncClient, folder: RunFolder
+) -> None:
+    (folder.root / "state.json").write_text(json.dumps({"state": "running", "reason": "", "time": 1.0}))
+    folder.publish_endpoint("dataflow", "http://127.0.0.1:9")
+    name = folder.root.name
+    reply = (await browser.get(f"/api/runs/{name}/overview", headers=bearer(folder))).json()
+    assert "does not answer" in reply["run"]["reason"]
+    assert (await browser.get(f"/api/runs/{name}/nodes", headers=bearer(folder))).json()["live"] is False
