@@ -8,7 +8,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from rillflow.dashboard.views import flow, logs, nodes, overview, timeline
+from rillflow.dashboard.views import algorithms, balance, compare, flow, logs, nodes, overview, timeline, weights
 from rillflow.dashboard.views.charts import Axis, Window
 
 Pixels = Annotated[int, Meta(ge=50, le=4000)]
@@ -41,6 +41,12 @@ class SomeCurves(Curves):
     names: Annotated[str, Meta(max_length=20_000)] = ""
 
 
+class Other(Curves, kw_only=True):
+    """`other` is the name of the run to compare with."""
+
+    other: str
+
+
 class Lanes(msgspec.Struct):
     width: Pixels = 1000
     low: float | None = None
@@ -63,6 +69,10 @@ PANELS: dict[str, Panel] = {
     ),
     "flow": Panel(Nothing, lambda run, live, query: flow.flow(run), live=False),
     "nodes": Panel(Nothing, lambda run, live, query: nodes.nodes(run, live)),
+    "weights": Panel(Nothing, lambda run, live, query: weights.weights(run, live)),
+    "balance": Panel(Nothing, lambda run, live, query: balance.balance(run, live)),
+    "algorithms": Panel(Curves, lambda run, live, query: algorithms.algorithms(run, query.window), live=False),
+    "compare": Panel(Other, lambda run, live, query, other: compare.compare(run, other, query.window), live=False),
     "logs": Panel(Nothing, lambda run, live, query: logs.log_files(run), live=False),
     "log": Panel(
         LogLines, lambda run, live, query: logs.log_lines(run, query.name, query.level, query.find), live=False

@@ -26,7 +26,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from rillflow import __version__
 from rillflow.dashboard.live import LiveRun
-from rillflow.dashboard.panels import PANELS, Panel
+from rillflow.dashboard.panels import PANELS, Other, Panel
 from rillflow.dashboard.views.overview import run_list
 from rillflow.dashboard.watched import WatchedRun
 from rillflow.errors import BadRequest, Forbidden, RillflowError, Unauthorized
@@ -147,10 +147,9 @@ class Dashboard(Service):
         async def endpoint(request: Request) -> Response:
             run = self._run(request.path_params["run"])
             query: Any = _query(request, panel.query)
-            other = getattr(query, "other", "")
+            others = [self._run(query.other)] if isinstance(query, Other) else []
             live = await self._live[run.name].now() if panel.live else None
-            with_other = (self._run(other),) if other else ()
-            return _json(await self._read(lambda: panel.view(run, live, query, *with_other)))
+            return _json(await self._read(lambda: panel.view(run, live, query, *others)))
 
         return endpoint
 

@@ -5,9 +5,13 @@ import * as metrics from "./metrics.js";
 import * as timeline from "./timeline.js";
 import * as flow from "./flow.js";
 import * as nodes from "./nodes.js";
+import * as weights from "./weights.js";
+import * as balance from "./balance.js";
+import * as algorithms from "./algorithms.js";
 import * as logs from "./logs.js";
+import * as compare from "./compare.js";
 
-const PANELS = { overview, metrics, timeline, flow, nodes, logs };
+const PANELS = { overview, metrics, timeline, flow, nodes, weights, balance, algorithms, logs, compare };
 const EVERY = 2000; // milliseconds between updates of a run that runs
 const THEMES = { auto: "◐ auto", light: "☀ light", dark: "☾ dark" };
 

@@ -56,6 +56,10 @@ export function clock(seconds) {
   return seconds ? new Date(seconds * 1000).toLocaleString() : "–";
 }
 
+export function hour(seconds) {
+  return seconds ? new Date(seconds * 1000).toLocaleTimeString() : "–";
+}
+
 export function empty(text) {
   return h("p", { class: "empty", text });
 }

@@ -14,7 +14,7 @@ export function mount(root, context) {
       const notes = Object.entries(data.notes).map(([subject, text]) => h("p", { class: "soft", text: `${subject}: ${text}` }));
       body.replaceChildren(
         data.live ? "" : h("p", { class: "soft", text: "As the ledger was left: the run is not running." }),
-        fleet(data.fleet), h("section", { class: "card" }, h("h2", { text: `${data.nodes.length + data.left_out} nodes` }), rows(data.nodes, operated, post), notes),
+        data.fleet.length ? fleet(data.fleet) : "", h("section", { class: "card" }, h("h2", { text: `${data.nodes.length + data.left_out} nodes` }), rows(data.nodes, operated, post), notes),
       );
     },
   };
@@ -23,18 +23,14 @@ export function mount(root, context) {
 function fleet(measures) {
   return h("section", { class: "card" }, h("h2", { text: "The fleet" }), table([
     { key: "title", title: "measure" }, { title: "mean", number: true, show: (row) => number(row.mean, row.unit) },
-    { title: "worst", number: true, show: (row) => number(row.worst, row.unit) }, { key: "node", title: "of node" },
-    { title: "", look: "bars", show: (row) => h("span", { class: `bar ${apart(row) ? "f1" : "f0"}`, "width%": Math.min(100, 100 * share(row)) }) },
+    { title: "worst", number: true, show: (row) => h("span", { class: apart(row) ? "bad" : "", text: number(row.worst, row.unit) }) }, { key: "node", title: "of node" },
   ], measures));
 }
 
-function share(row) {
-  const [less, more] = [Math.min(row.mean, row.worst), Math.max(row.mean, row.worst)];
-  return more > 0 ? less / more : 1;
-}
-
+// Whether the worst is less than half as good as the mean.
 function apart(row) {
-  return share(row) < 0.5;
+  const [less, more] = [Math.min(row.mean, row.worst), Math.max(row.mean, row.worst)];
+  return more > 0 && less / more < 0.5;
 }
 
 function rows(nodes, operated, post) {

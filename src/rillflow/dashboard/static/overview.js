@@ -38,6 +38,7 @@ function waits(found) {
 }
 
 export function drawCharts(root, pictures, { axis, low, high, set }) {
+  if (!root.isConnected) return; // another panel has been opened meanwhile
   if (!pictures.some((picture) => picture.lines.some((line) => line.points.length))) {
     root.replaceChildren(empty("No step has been trained yet: curves begin with the first."));
     return;

@@ -15,6 +15,7 @@ export function mount(root, context) {
       const inner = Math.max(picture.clientWidth - 34, 240);
       const left = inner < 600 ? 0 : 190;
       const data = await get("timeline", { ...zoom, width: Math.max(Math.floor(inner - left), 50) });
+      if (!picture.isConnected) return;
       top.replaceChildren(...(zoom.low ? [h("button", { text: "Show all (Esc)", onclick: () => set({ low: null, high: null }) })] : []));
       if (!data.lanes.length) { picture.replaceChildren(empty("Nobody has done anything yet: lanes begin with the first worker.")); return; }
       picture.replaceChildren(lanes(data, inner, left, set), legend(data), shares(data),

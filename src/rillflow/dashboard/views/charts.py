@@ -29,7 +29,7 @@ class Window(msgspec.Struct, frozen=True):
 
 
 class Chart(msgspec.Struct, frozen=True):
-    """A picture of some columns of `metrics.jsonl`. The first that a run has counts where they are alternatives."""
+    """A picture of some columns of `metrics.jsonl`, as far as a run has them."""
 
     key: str
     title: str
@@ -99,10 +99,10 @@ def metric_charts(names: Sequence[str]) -> list[Chart]:
 def _columns(run: WatchedRun, columns: Sequence[str], window: Window) -> Iterator[Line]:
     several = len(run.curves.policies) > 1
     for policy, steps in list(run.curves.policies.items())[:_MOST_LINES]:
-        for name in columns:
-            if name in steps.columns:
-                label = " ".join(([policy] if several else []) + ([name] if len(columns) > 1 else []))
-                yield Line(label or policy, curve(run, steps, name, window))
+        found = [name for name in columns if name in steps.columns]
+        for name in found:
+            label = " ".join(([policy] if several else []) + ([name] if len(found) > 1 else []))
+            yield Line(label or policy, curve(run, steps, name, window))
 
 
 def _roles(run: WatchedRun, window: Window) -> Iterator[Line]:

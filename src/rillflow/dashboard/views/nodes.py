@@ -25,7 +25,10 @@ def nodes(run: WatchedRun, live: Live | None) -> dict[str, Any]:
         "live": live is not None,
         "nodes": rows[:_MOST],
         "left_out": max(len(rows) - _MOST, 0),
-        "fleet": fleet([row for row in rows if row["state"] == "healthy"] or rows),
+        # How nodes were left when the run ended says nothing of them.
+        "fleet": fleet(
+            [row for row in rows if (row["state"] == "healthy" if live else row["completed"] + row["failed"])]
+        ),
         "notes": dict(live.status.notes) if live else {},
     }
 
@@ -61,7 +64,6 @@ _MEASURES: Sequence[tuple[str, str, str, Callable[[Sequence[float]], float]]] = 
     ("failed_share", "episodes that fail", "share", max),
     ("busy", "capacity in use", "share", min),
     ("behind", "versions behind", "", max),
-    ("seen", "seconds since last heard", "s", max),
 )
 
 
