@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from rillflow.cli import dashboard, environments, evaluate, experiments, label, parts, pool, rewards, sandbox, tools
+from rillflow.cli import (
+    advise,
+    dashboard,
+    environments,
+    evaluate,
+    experiments,
+    label,
+    parts,
+    pool,
+    rewards,
+    sandbox,
+    tools,
+)
 from rillflow.cli.app import app
 
 __all__ = [
-    "app", "dashboard", "environments", "evaluate", "experiments", "label", "parts", "pool", "rewards", "sandbox",
-    "tools",
+    "advise", "app", "dashboard", "environments", "evaluate", "experiments", "label", "parts", "pool", "rewards",
+    "sandbox", "tools",
 ]  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,6 +17,8 @@ from rich.text import Text
 from rillflow.cli.timeline import draw_timeline
 from rillflow.config import Recipe, TrainerConfig
 from rillflow.errors import ConfigError, RunError
+from rillflow.observe.advisories import Facts, advise
+from rillflow.observe.advisories.watch import Watch
 from rillflow.observe.metrics import read_metrics
 from rillflow.observe.plot import plot_reward
 from rillflow.observe.progress import Progress
@@ -143,12 +146,15 @@ def run_folder(folder: RunFolder, where: Where | None = None, *, resume: bool = 
     board = TensorBoard(folder.metrics, curves, several=several) if recipe.observe.tensorboard else None
     started, since = time.monotonic(), time.time()
     try:
-        with Progress(recipe.name, target=recipe.evaluation.target) as progress:
+        with ExitStack() as stack:
+            progress = stack.enter_context(Progress(recipe.name, target=recipe.evaluation.target))
             doors = Doors(folder, progress.say)
+            watch = stack.enter_context(closing(Watch(folder, progress.say)))
 
             def on_status(status: Status) -> None:
                 doors.show()
                 progress.show(status)
+                watch.look(status)
                 if board is not None:
                     board.update()
 
@@ -190,7 +196,8 @@ class Doors:
 def _conclude(folder: RunFolder, status: Status, seconds: float, since: float) -> int:
     recipe = folder.recipe
     metrics = read_metrics(folder.metrics, recipe.policy)
-    summary = summarise(metrics, status, seconds, since, target=recipe.evaluation.target)
+    advisories = advise(Facts.of_run(folder, status, now=time.time()))
+    summary = summarise(metrics, status, seconds, since, target=recipe.evaluation.target, advisories=advisories)
     write_json(folder.root / "summary.json", summary)
     plot = folder.root / "reward.png" if recipe.observe.plot and metrics.steps else None
     if plot is not None:

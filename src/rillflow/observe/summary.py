@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
+from rillflow.observe.advisories import Advisory
 from rillflow.observe.metrics import Metrics
 from rillflow.types import Status, UserError
 
@@ -20,7 +21,13 @@ _PATHS = ("forks", "tokens_forwarded", "tokens_trained")  # what every episode m
 
 
 def summarise(
-    metrics: Metrics, status: Status, seconds: float, since: float = 0.0, *, target: float | None = None
+    metrics: Metrics,
+    status: Status,
+    seconds: float,
+    since: float = 0.0,
+    *,
+    target: float | None = None,
+    advisories: Sequence[Advisory] = (),
 ) -> dict[str, Any]:
     """The figures people ask for first. `seconds` began at `since`: a resumed run has older steps, too. `target` is the
     held-out reward that was to end the run."""
@@ -45,6 +52,7 @@ def summarise(
         "counts": status.counts,
         "notes": status.notes,
         "errors": [msgspec.to_builtins(error) for error in status.errors],
+        "advisories": [msgspec.to_builtins(advisory) for advisory in advisories],
     }
 
 
@@ -77,6 +85,8 @@ def summary_table(summary: dict[str, Any], folder: Path, plot: Path | None) -> T
         table.add_row("error of user code", Text(described(msgspec.convert(error, UserError))))
     if ended:
         table.add_row("rewarded ends", listed(ended))
+    for advisory in summary["advisories"][:1]:
+        table.add_row(advisory["severity"], Text(f"{advisory['title']} {advisory['what_to_do']}"))
     table.add_row("ended", summary["end"])
     if plot is not None:
         table.add_row("reward plot", str(plot))

@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import cached_property, partial
+from types import TracebackType
 from typing import Any, Protocol
 
 import openai
@@ -20,7 +21,7 @@ from rillflow.agents.command import AgentFailed
 from rillflow.agents.rewards.calling import Given, call
 from rillflow.agents.roles import Chat, PolicyRole
 from rillflow.agents.surroundings import Surroundings
-from rillflow.config.tracebacks import located
+from rillflow.config.tracebacks import located, place_of
 from rillflow.contracts import Clock, Environment, Toolbox
 from rillflow.errors import WorkflowError
 from rillflow.gateway.server import AGENT_HEADER
@@ -180,8 +181,8 @@ async def play(workflow: Workflow, episode: RunningEpisode) -> Any:
     seconds = episode.seconds_left()
     try:
         return await _within(episode.seconds_left, _shielded(workflow(episode)))
-    except _OutOfTime as error:
-        raise EpisodeFailed("timeout", f"the workflow took longer than {seconds:.0f} s") from error
+    except OutOfTime as error:
+        raise EpisodeFailed("timeout", f"the workflow took longer than {seconds:.0f} s{_waited_at(error)}") from error
     except openai.APIStatusError as error:
         cause = "context_overflow" if error.code == "context_length_exceeded" else "workflow_error"
         raise EpisodeFailed(cause, located(error), type(error).__name__) from error
@@ -191,8 +192,13 @@ async def play(workflow: Workflow, episode: RunningEpisode) -> Any:
         raise EpisodeFailed("workflow_error", located(error), type(error).__name__) from error
 
 
-class _OutOfTime(Exception):
-    """Our deadline has passed; a TimeoutError may as well be the user's own."""
+class OutOfTime(Exception):
+    """Our deadline has passed; a TimeoutError may as well be the user's own. Its traceback ends where it waited."""
+
+
+def _waited_at(error: OutOfTime) -> str:
+    place = place_of(error)
+    return f", waiting at {place}" if place else ""
 
 
 async def _shielded(work: Awaitable[Any]) -> Any:
@@ -209,7 +215,7 @@ async def _shielded(work: Awaitable[Any]) -> Any:
 
 
 async def _within(left: Callable[[], float], work: Coroutine[Any, Any, Any]) -> Any:
-    """The result of `work`; raises _OutOfTime once no second is `left`, even when the work swallows its cancellation.
+    """The result of `work`; raises OutOfTime once no second is `left`, even when the work swallows its cancellation.
 
     Such work is left behind: its session is closed, its task ends when it wants to.
     """
@@ -219,20 +225,29 @@ async def _within(left: Callable[[], float], work: Coroutine[Any, Any, Any]) -> 
         while not task.done() and (seconds := left()) > 0:
             await asyncio.wait({task}, timeout=max(seconds, _LOOK))
         if not task.done():
-            raise _OutOfTime
+            raise OutOfTime("the deadline has passed")
+    except OutOfTime as error:
+        raise error.with_traceback(await _give_up(task)) from None
     except BaseException:
         await _give_up(task)
         raise
     return task.result()
 
 
-async def _give_up(task: asyncio.Task[Any]) -> None:
+async def _give_up(task: asyncio.Task[Any]) -> TracebackType | None:
+    """Cancel the task; return where it waited, if it ends by that."""
     task.cancel()
     await asyncio.wait({task}, timeout=GIVE_UP_SECONDS)
     if not task.done():
         log.warning("a workflow or reward goes on although it was cancelled: it catches CancelledError")
     elif not task.cancelled():
         task.exception()  # whatever it raised on its way out is not news
+    else:
+        try:
+            task.result()
+        except asyncio.CancelledError as error:
+            return error.__traceback__
+    return None
 
 
 async def score(
@@ -253,8 +268,10 @@ async def score(
             for name, part in value.parts.items():
                 add_metric({} if metrics is None else metrics, f"reward/{name}", part)
         return rewards_of(value, policies, answer_is_reward=reward is None)
-    except _OutOfTime as error:
-        raise EpisodeFailed("reward_error", f"the reward took longer than {seconds:.0f} s") from error
+    except OutOfTime as error:
+        raise EpisodeFailed(
+            "reward_error", f"the reward took longer than {seconds:.0f} s{_waited_at(error)}"
+        ) from error
     except Exception as error:
         raise EpisodeFailed("reward_error", located(error)) from error
 

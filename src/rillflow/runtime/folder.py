@@ -78,6 +78,11 @@ class RunFolder:
         """The run's own token: the operator's, which opens every route."""
         return str(read_json(self.root / "run.json")["token"])
 
+    @property
+    def started(self) -> float:
+        """When the folder was made, in seconds since the epoch."""
+        return float(read_json(self.root / "run.json")["started"])
+
     def token_of(self, scope: TokenScope) -> str:
         return scoped_token(self.token, scope)
 
@@ -161,6 +166,16 @@ class RunFolder:
                     f"another process {what} {self.root}", "wait for it to end, or stop it with Ctrl-C"
                 ) from None
             yield
+
+    @property
+    def held(self) -> bool:
+        """Whether a supervisor of this machine works on the run. Asked of a run that is about to be resumed, it may
+        make that fail: ask only where the run says that it is running."""
+        try:
+            with locked(self.root / ".lock"):
+                return False
+        except LockHeld:
+            return True
 
 
 def _make_unused(path: Path) -> Path:

@@ -49,6 +49,7 @@ from rillflow.types.joining import RunRecipe, TellFetch
 from rillflow.types.nodes import Heartbeat, HeartbeatReply, LeaveRun, NodeInfo, NodeList, RetireNode
 from rillflow.types.status import Evaluation, PolicyStatus, Status, StopRun
 from rillflow.types.tasks import (
+    SLOW_TOOL,
     Ack,
     CompleteTask,
     CompleteTasks,
@@ -82,6 +83,7 @@ __all__ = [
     "DONE",
     "GOOD_ENDS",
     "OUT_OF_PROMPTS",
+    "SLOW_TOOL",
     "TARGET_REACHED",
     "Ack",
     "AskTurn",

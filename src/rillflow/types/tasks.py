@@ -80,6 +80,9 @@ class SampleMeta(Wire, frozen=True):
     turn: int = 0
 
 
+SLOW_TOOL = "slow tool "  # begins the kind of a UserError that counts the calls of a tool at their deadline
+
+
 class UserError(Wire, frozen=True):
     """An error of user code that was seen `count` times: in a `kind` of it (`workflow_error`, `tool count`), at the
     same lines. `trace` is its traceback, empty where the ledger was told before."""

@@ -12,6 +12,7 @@ import pytest
 
 from rillflow.agents.rewards.calling import Given
 from rillflow.agents.surroundings import Surroundings
+from rillflow.config.tracebacks import UserErrors
 from rillflow.contracts import Episode, SystemClock
 from rillflow.errors import WorkflowError
 from rillflow.rollout.episode import MOST_METRICS, EpisodeFailed, RunningEpisode, play, score
@@ -69,6 +70,17 @@ async def test_workflows_that_fail(workflow: Any, cause: str, message: str) -> N
     with pytest.raises(EpisodeFailed, match=message) as caught:
         await play(workflow, episode(0.05))
     assert caught.value.cause == cause
+
+
+async def test_a_workflow_at_its_deadline_tells_where_it_waited() -> None:
+    with pytest.raises(EpisodeFailed, match=r"waiting at test_episode\.py:\d+ in hangs") as caught:
+        await play(hangs, episode(0.05))
+    errors = UserErrors()
+    errors.note(caught.value.cause, caught.value.__cause__)
+    (noted,) = errors.take()
+    assert noted.kind == "timeout"
+    assert noted.where.startswith("OutOfTime test_episode.py:")
+    assert "await asyncio.sleep(60)" in noted.trace
 
 
 async def test_a_cancelled_episode_is_not_a_failure() -> None:

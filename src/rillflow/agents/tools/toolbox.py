@@ -18,9 +18,10 @@ from typing import Any
 from rillflow.agents.tools.functions import tool_of
 from rillflow.agents.tools.registry import opener_of
 from rillflow.config import ToolConfig, resolve_object
-from rillflow.config.tracebacks import UserErrors, located
+from rillflow.config.tracebacks import UserErrors, located, place_of
 from rillflow.contracts import Episode, Tool
 from rillflow.errors import ConfigError, RillflowError, ToolError
+from rillflow.types import SLOW_TOOL, UserError
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +75,9 @@ class OpenToolbox:
             return f"error: there is no tool {name:.100}; there are: {', '.join(self._tools) or 'none'}"
         try:
             text = await _answer(tool, _parsed(arguments, tool.parameters), episode)
+        except _TooLate as error:
+            log.warning("tool %s took longer than %.3g s%s", name, error.seconds, self._note_late(name, error))
+            text = f"error: {name} took longer than {error.seconds:.3g} s"
         except ToolError as error:
             text = f"error: {error.message}"
         except RillflowError:
@@ -83,6 +87,14 @@ class OpenToolbox:
             log.warning("tool %s raised %s%s", name, located(error), self._errors.note(f"tool {name}", error))
             text = f"error: {type(error).__name__}: {error}"
         return _bounded(text, self._outputs.get(name, MAX_OUTPUT))
+
+    def _note_late(self, name: str, late: _TooLate) -> str:
+        """Remember where the tool hung; return it for the log."""
+        place = place_of(late)
+        told = f" ({place})" if place else ""
+        error = f"{name} took longer than {late.seconds:.3g} s{told}"
+        self._errors.add([UserError(kind=f"{SLOW_TOOL}{name}", where=place, error=error)])
+        return told
 
     async def close(self) -> None:
         if self._on_close is not None:
@@ -153,8 +165,17 @@ async def _answer(tool: Tool, arguments: Mapping[str, Any], episode: Episode | N
     try:
         async with asyncio.timeout(seconds):
             return await tool.call(arguments, episode)
-    except TimeoutError:
-        raise ToolError(f"{tool.name} took longer than {seconds:.3g} s") from None
+    except TimeoutError as error:
+        cancelled = error.__cause__  # it tells where the tool hung
+        raise _TooLate(seconds).with_traceback(cancelled.__traceback__ if cancelled else None) from None
+
+
+class _TooLate(Exception):
+    """A tool has not answered within so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(seconds)
+        self.seconds = seconds
 
 
 def _bounded(text: str, limit: int) -> str:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from rillflow.agents.tools.functions import tool_of
 from rillflow.agents.tools.toolbox import MAX_ARGUMENTS, MAX_OUTPUT, OpenToolbox, check_tools, open_toolbox
 from rillflow.config import ToolConfig
+from rillflow.config.tracebacks import UserErrors
 from rillflow.errors import ConfigError, EnvironmentLost, SandboxError, ToolError
 
 
@@ -87,6 +88,22 @@ async def test_deadlines_are_the_tools_and_the_episodes() -> None:
     episode: Any = SimpleNamespace(payload={}, seconds_left=lambda: 0.02)
     assert await OpenToolbox([tool_of(wait, timeout=0.01)]).call("wait", {}) == "error: wait took longer than 0.01 s"
     assert await OpenToolbox([tool_of(wait)]).call("wait", {}, episode) == "error: wait took longer than 0.02 s"
+
+
+async def test_a_tool_at_its_deadline_is_counted_with_where_it_waited() -> None:
+    async def wait() -> str:
+        """Wait."""
+        await asyncio.Event().wait()
+        return ""
+
+    errors = UserErrors()
+    box = OpenToolbox([tool_of(wait, timeout=0.01)], errors=errors)
+    for _ in range(2):
+        await box.call("wait", {})
+    (noted,) = errors.take()
+    assert (noted.kind, noted.count) == ("slow tool wait", 2)
+    assert noted.where.startswith("test_toolbox.py:")
+    assert noted.error.startswith("wait took longer than 0.01 s (test_toolbox.py:")
 
 
 async def test_output_is_bounded_and_can_be_sent_on() -> None:

@@ -1,0 +1,132 @@
+"""Rules about engines and rollout nodes: wrong weights, and nodes that are slow, failing or behind the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import fmean, median
+
+from rillflow.dataflow.ledger_facts import NodeFacts
+from rillflow.observe.advisories.advisory import Advisory
+from rillflow.observe.advisories.facts import Facts
+from rillflow.observe.advisories.learning import last, of_policy
+from rillflow.observe.advisories.thresholds import threshold
+
+_CURES = {
+    "numerics": "Give engine.dtype and trainer.dtype the same precision and look for a quantised cache; if the "
+    "difference is wanted, set weights.probe to a larger tolerance.",
+    "stale weights": "Restart the engine: the update did not reach what it computes with.",
+    "cut distribution": "Take temperature, top_p, top_k and a generation config out of the server's arguments.",
+    "wrong weights": "Compare policies.*.model with what this engine was started with, then restart it: its tensors "
+    "are missing, outdated, in each other's places or of another model.",
+}
+
+
+def refused_weights(facts: Facts) -> Iterator[Advisory]:
+    """An engine did not reproduce the log-probs that its trainer published, and serves nothing."""
+    for one in facts.refusals:
+        yield Advisory(
+            key="refused_weights",
+            severity="problem",
+            title=f"The engine of {one.worker} serves nothing because it has {one.cause}: it does not reproduce "
+            f"version {one.version}{of_policy(facts, one.policy)}.",
+            why=one.why,
+            what_to_do=_CURES[one.cause],
+        )
+
+
+def apart(facts: Facts) -> Iterator[Advisory]:
+    """Engine and trainer give different log-probs to the same tokens under the same weights."""
+    for policy, steps in facts.policies.items():
+        found = last(steps, lambda step: step.apart)
+        if found is None or found <= threshold("apart"):
+            continue
+        yield Advisory(
+            key="apart",
+            severity="warning",
+            title=f"Engine and trainer{of_policy(facts, policy)} are {found:.2g} nats apart on tokens of the same "
+            "version, most likely for numerics.",
+            why=f"up to {threshold('apart'):g} is usual; the probes passed, so the weights are the right ones",
+            what_to_do="Give engine.dtype and trainer.dtype the same precision, take quantisation out of the engine, "
+            "or correct for the difference with trainer.truncate: 2.",
+        )
+
+
+def slow_node(facts: Facts) -> Iterator[Advisory]:
+    """A node whose episodes take many times as long as those of the others."""
+    paced = [(node, node.pace) for node in _measured(facts) if node.pace is not None]
+    if len(paced) < 2:
+        return
+    worst, pace = max(paced, key=lambda one: one[1])
+    others = [seconds for node, seconds in paced if node is not worst]
+    usual = median(others)
+    if usual <= 0 or pace < threshold("slow_node") * usual:
+        return
+    yield Advisory(
+        key="slow_node",
+        severity="warning",
+        title=f"Node {worst.name} is {pace / usual:.1f} times slower than the others: {pace:.2g} s for an episode "
+        f"instead of {usual:.2g} s.",
+        why=f"the fleet's mean is {fmean([pace, *others]):.2g} s over {len(paced)} nodes; {worst.name} has completed "
+        f"{worst.completed} of {sum(node.completed for node, _ in paced)} episodes",
+        what_to_do=f"Look at what else runs on the machine of {worst.name} and at its log, or send it away "
+        "(`rillflow nodes`): it gets fewer tasks, but its last ones hold up whole groups.",
+    )
+
+
+def failing_node(facts: Facts) -> Iterator[Advisory]:
+    """A node whose episodes fail while those of the others do not."""
+    for node in _measured(facts):
+        others = [other for other in _measured(facts) if other is not node]
+        mine, theirs = _failing([node]), _failing(others)
+        if not others or mine < threshold("failing_node") or theirs > mine / 2:
+            continue
+        yield Advisory(
+            key="failing_node",
+            severity="warning",
+            title=f"{mine:.0%} of the episodes on node {node.name} fail, and {theirs:.0%} on the others.",
+            why=f"{node.failed} failed and {node.completed} completed on {node.name}",
+            what_to_do=f"Read the log of {node.name} (RUN/logs/{node.name}.log): something there differs from the "
+            "other nodes (a missing tool, no network, a full disk).",
+        )
+
+
+def stale_node(facts: Facts) -> Iterator[Advisory]:
+    """A node that serves weights far behind the newest."""
+    if not facts.live:
+        return
+    for node in facts.ledger.nodes:
+        behind = max((facts.ledger.heads.get(name, at) - at for name, at in node.versions.items()), default=0)
+        if node.state != "healthy" or behind <= facts.settings.staleness + threshold("stale_versions"):
+            continue
+        yield Advisory(
+            key="stale_node",
+            severity="warning",
+            title=f"Node {node.name} is {behind} versions behind the newest weights.",
+            why=f"the recipe bounds staleness to {facts.settings.staleness}; what it samples is refused or dropped",
+            what_to_do=f"Look in the log of {node.name} for why it does not load newer weights (a slow disk, a slow "
+            "network: `rillflow relay`).",
+        )
+
+
+def lost_node(facts: Facts) -> Iterator[Advisory]:
+    """A node that is not heard of any more, while the run goes on."""
+    gone = [node for node in facts.ledger.nodes if node.state == "gone"] if facts.live else []
+    if gone:
+        names = ", ".join(node.name for node in gone[:3])
+        yield Advisory(
+            key="lost_node",
+            severity="warning",
+            title=f"{len(gone)} of {len(facts.ledger.nodes)} rollout nodes are not heard of any more: {names}.",
+            why=f"the last sign of {gone[0].name} came {max(facts.now - gone[0].seen, 0.0):.0f} s ago",
+            what_to_do="Look at its machine and its log; its tasks have been given to the others.",
+        )
+
+
+def _measured(facts: Facts) -> list[NodeFacts]:
+    """Return the nodes that have ended enough episodes to be judged."""
+    return [node for node in facts.ledger.nodes if node.completed + node.failed >= threshold("node_episodes")]
+
+
+def _failing(nodes: Sequence[NodeFacts]) -> float:
+    ended = sum(node.completed + node.failed for node in nodes)
+    return sum(node.failed for node in nodes) / ended if ended else 0.0

@@ -1,0 +1,321 @@
+"""The rules on facts of real runs (`advisory_facts/`), on changes of them, and on whatever a file may hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from rillflow.config import load_recipe
+from rillflow.dataflow.ledger_facts import EpisodeFacts, LedgerFacts, NodeFacts, SampleFacts
+from rillflow.observe.advisories import Facts, advise
+from rillflow.observe.advisories.facts import LARGEST, Evaluation, Refusal, Step, read_steps
+from rillflow.observe.advisories.thresholds import THRESHOLDS
+from rillflow.runtime.folder import RunFolder
+from rillflow.types import UserError
+
+FIXTURES = Path(__file__).parent / "advisory_facts"
+DOCS = Path(__file__).parents[3] / "docs" / "troubleshooting.md"
+# The runs of tests/integration/test_broken_runs.py, and the rule that must speak first of each.
+BROKEN = {
+    "zero_reward": "equal_rewards",
+    "length_hack": "length_hack",
+    "high_rate": "learning_rate",
+    "hanging_tool": "hanging_tool",
+    "slow_node": "slow_node",
+    "forking_template": "forks",
+    "wrong_weights": "refused_weights",
+    "raising_workflow": "user_error",
+}
+HEALTHY = tuple(path.stem for path in FIXTURES.glob("*.json") if path.stem not in BROKEN)
+
+
+def facts_of(name: str) -> Facts:
+    return msgspec.json.decode((FIXTURES / f"{name}.json").read_bytes(), type=Facts)
+
+
+def keys(facts: Facts) -> list[str]:
+    return [advisory.key for advisory in advise(facts)]
+
+
+@pytest.mark.parametrize(("name", "key"), BROKEN.items())
+def test_the_first_advisory_of_a_broken_run_names_its_cause(name: str, key: str) -> None:
+    first = advise(facts_of(name))[0]
+    assert first.key == key
+    assert first.severity != "hint"
+    assert any(letter.isdigit() for letter in first.title), "a number is behind it"
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_run_has_hints_at_most(name: str) -> None:
+    assert [advisory for advisory in advise(facts_of(name)) if advisory.severity != "hint"] == []
+
+
+# ---------------------------------------------------------------- one rule at a time, on changes of a healthy run
+
+HEALTHY_RUN = facts_of("ppo_colocated")
+STEPS = HEALTHY_RUN.policies["agent"]
+SAMPLES = HEALTHY_RUN.ledger.samples["agent"]
+
+
+def stepped(**last: Any) -> Facts:
+    """The healthy run, whose second half of steps is changed."""
+    half = len(STEPS) // 2
+    return replace(HEALTHY_RUN, policies={"agent": [*STEPS[:half], *(replace(step, **last) for step in STEPS[half:])]})
+
+
+def with_ledger(facts: Facts = HEALTHY_RUN, **changes: Any) -> Facts:
+    return replace(facts, ledger=replace(facts.ledger, **changes))
+
+
+def sampled(**changes: Any) -> Facts:
+    return with_ledger(samples={"agent": replace(SAMPLES, **changes)})
+
+
+def node(name: str, pace: float | None, completed: int = 20, failed: int = 0, state: str = "healthy") -> NodeFacts:
+    return NodeFacts(name, state, HEALTHY_RUN.now, completed, failed, pace, {"agent": 8})
+
+
+def live(**changes: Any) -> Facts:
+    times = [step.time for step in STEPS if step.time is not None]
+    return replace(HEALTHY_RUN, **({"state": "running", "reason": "", "live": True, "now": times[-1]} | changes))
+
+
+RULES = {
+    "gradients that are not finite": (stepped(skipped=1.0), "learning_rate"),
+    "huge updates and a fallen reward": (stepped(approx_kl=2.0, reward=0.0), "learning_rate"),
+    "huge updates that pay": (stepped(approx_kl=2.0), None),
+    "entropy that collapses": (stepped(entropy=0.001, reward=0.2), "entropy_collapse"),
+    "entropy that falls while the reward rises": (stepped(entropy=0.001, reward=1.0), None),
+    "answers that collapse": (stepped(response_length=1.0, reward=0.2), "length_collapse"),
+    "numerics": (stepped(apart=0.2), "apart"),
+    "equal rewards": (sampled(lowest=0.0, highest=0.0, mean=0.0), "equal_rewards"),
+    "a few equal rewards": (sampled(lowest=0.0, highest=0.0, count=64), None),
+    "a solved task": (sampled(lowest=1.0, highest=1.0, mean=1.0), "solved"),
+    "answers that are cut": (sampled(truncated=0.7), "truncated"),
+    "length that pays without growth": (sampled(by_length=0.95), None),
+    "a slow node": (with_ledger(nodes=[node("a", 1.0), node("b", 1.2), node("c", 9.0)]), "slow_node"),
+    "nodes of about one pace": (with_ledger(nodes=[node("a", 1.0), node("b", 2.5)]), None),
+    "a node that has hardly played": (with_ledger(nodes=[node("a", 1.0), node("b", 9.0, completed=2)]), None),
+    "a failing node": (with_ledger(nodes=[node("a", 1.0), node("b", 1.0, 4, 16)]), "failing_node"),
+    "nodes that all fail": (with_ledger(nodes=[node("a", 1.0, 4, 16), node("b", 1.0, 4, 16)]), None),
+    "a node that is gone": (with_ledger(live(), nodes=[node("a", 1.0), node("b", 1.0, state="gone")]), "lost_node"),
+    "a node far behind": (with_ledger(live(), nodes=[node("a", 1.0)], heads={"agent": 40}), "stale_node"),
+    "a stall": (live(now=HEALTHY_RUN.now + 600, waits=["2 of 4 groups ready"]), "stall"),
+    "a live run": (live(), None),
+    "a run that goes on after a day": (live(now=HEALTHY_RUN.now + 86400, started=HEALTHY_RUN.now + 86390), None),
+    "a run that was killed": (live(live=False, now=HEALTHY_RUN.now + 600), "silent"),
+    "a run that starts": (live(live=False, held=True, now=HEALTHY_RUN.now + 600), None),
+    "a full disk": (live(disk_free=0.001), "full_disk"),
+    "a run that ended before the disk was full": (replace(HEALTHY_RUN, disk_free=0.001), None),
+    "a run that failed": (replace(HEALTHY_RUN, state="failed", reason="no batch within 600 s"), "failed"),
+    "episodes that overflow": (
+        with_ledger(completed=30, failed=20, counters={"failures.context_overflow": 20}),
+        "failed_episodes",
+    ),
+    "episodes at their deadline": (
+        with_ledger(completed=30, failed=20, counters={"failures.timeout": 20}),
+        "hanging_tool",
+    ),
+    "rewarded deadlines": (with_ledger(completed=30, counters={"ended.timeout": 20}), "hanging_tool"),
+    "an accident": (with_ledger(completed=1000, failed=3, counters={"failures.timeout": 3}), None),
+    "a raising reward": (
+        with_ledger(completed=30, errors=[UserError(kind="reward_error", where="x", error="KeyError: 'a'", count=20)]),
+        "user_error",
+    ),
+    "a rare error": (
+        with_ledger(completed=300, errors=[UserError(kind="tool f", where="x", error="KeyError: 'a'", count=20)]),
+        None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("facts", "key"), RULES.values(), ids=RULES)
+def test_each_rule_speaks_where_it_should(facts: Facts, key: str | None) -> None:
+    found = [advisory.key for advisory in advise(facts) if advisory.severity != "hint" or advisory.key == key]
+    assert found[:1] == ([key] if key else [])
+
+
+@pytest.mark.parametrize("cause", ["numerics", "stale weights", "wrong weights", "cut distribution"])
+def test_refused_weights_come_with_their_cause_and_its_cure(cause: str) -> None:
+    facts = replace(HEALTHY_RUN, refusals=[Refusal("rollout-1", "agent", 3, cause, "0.9 nats from the trainer's")])
+    first = advise(facts)[0]
+    assert cause in first.title
+    assert "rollout-1" in first.title
+    assert first.what_to_do
+
+
+def test_hints_are_given_to_healthy_runs_only() -> None:
+    waits = replace(HEALTHY_RUN, settings=replace(HEALTHY_RUN.settings, on_policy=False))
+    waits = replace(waits, policies={"agent": [replace(step, wait_fraction=0.8) for step in STEPS]})
+    assert keys(waits) == ["trainer_waits"]
+    assert keys(replace(waits, ledger=replace(waits.ledger, samples={"agent": replace(SAMPLES, truncated=0.9)}))) == [
+        "truncated"
+    ]
+    stale = with_ledger(groups={"trained": 50, "expired.stale": 50, "expired": 50})
+    assert "dropped_stale" in keys(stale)
+    assert "flat_groups" in keys(with_ledger(groups={"trained": 10, "filtered.zero_variance": 50, "filtered": 50}))
+
+
+def test_problems_come_before_warnings() -> None:
+    facts = with_ledger(stepped(skipped=1.0), nodes=[node("a", 1.0), node("b", 20.0)])
+    assert [advisory.severity for advisory in advise(facts)] == ["problem", "warning"]
+
+
+def test_forks_by_design_are_a_hint() -> None:
+    def forking(cause: str) -> Facts:
+        note = f"every call of an episode begins a new path: {cause}; 3 calls made 3 samples"
+        return with_ledger(notes={"forks": note}, episodes=EpisodeFacts(8, 3.0, 1.0, 2.0, 300.0, 60.0))
+
+    apart = "the user's message differs: content of messages[0] differs at character 9: 'a' instead of 'b'"
+    assert [advisory.severity for advisory in advise(forking(apart))] == ["hint"]
+    system = "the client writes the system prompt anew: content of messages[0] differs at character 9"
+    assert [advisory.severity for advisory in advise(forking(system))] == ["warning"]
+
+
+def test_the_docs_have_every_threshold_with_its_reason() -> None:
+    text = DOCS.read_text()
+    for name, (value, reason) in THRESHOLDS.items():
+        assert f"| `{name}` | {value:g} | {reason} |" in text, name
+
+
+# ---------------------------------------------------------------- whatever a file may hold
+
+NUMBERS = st.one_of(st.none(), st.floats(), st.integers(), st.booleans(), st.text(max_size=3))
+LINES = st.one_of(
+    st.binary(max_size=40),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            **{field.encode_name: NUMBERS for field in msgspec.structs.fields(Step)},
+            "policy": st.one_of(st.sampled_from(["a", "b"]), NUMBERS),
+            "event": st.one_of(st.sampled_from(["evaluation", "rollback", "balance"]), NUMBERS),
+            "version": NUMBERS,
+        },
+    ).map(lambda line: json.dumps(line).encode()),
+    st.one_of(NUMBERS, st.lists(NUMBERS)).map(lambda value: json.dumps(value).encode()),
+)
+
+
+@given(lines=st.lists(LINES, max_size=30), torn=st.booleans())
+def test_no_metrics_file_makes_advice_raise(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], torn: bool
+) -> None:
+    path = tmp_path_factory.mktemp("metrics") / "metrics.jsonl"
+    path.write_bytes(b"\n".join(lines) + (b"" if torn else b"\n"))
+    policies, heldout = read_steps(path)
+    advise(Facts(now=1.0, policies=policies, heldout=heldout))
+
+
+FLOATS = st.one_of(st.none(), st.floats(-LARGEST, LARGEST))
+FACTS = st.builds(
+    Facts,
+    now=st.floats(0, 2e9),
+    state=st.sampled_from(["new", "running", "finished", "failed", "stopped"]),
+    live=st.booleans(),
+    policies=st.dictionaries(
+        st.sampled_from(["a", "b", ""]),
+        st.lists(
+            st.builds(Step, st.integers(0, 99), **{f.name: FLOATS for f in msgspec.structs.fields(Step)[1:]}),
+            max_size=12,
+        ),
+    ),
+    heldout=st.lists(st.builds(Evaluation, st.integers(0, 9), st.floats(-1, 1)), max_size=3),
+    ledger=st.builds(
+        LedgerFacts,
+        completed=st.integers(0, 999),
+        failed=st.integers(0, 999),
+        counters=st.dictionaries(
+            st.sampled_from(["failures.timeout", "failures.x", "ended.timeout"]), st.integers(0, 99)
+        ),
+        notes=st.dictionaries(st.just("forks"), st.text()),
+        errors=st.lists(
+            st.builds(
+                UserError, kind=st.sampled_from(["timeout", "slow tool f", "tool f"]), where=st.text(), error=st.text()
+            ),
+            max_size=2,
+        ),
+        nodes=st.lists(
+            st.builds(
+                NodeFacts, st.sampled_from(["m", "n"]), st.sampled_from(["healthy", "gone", "left"]), st.floats(0, 2e9),
+                st.integers(0, 9), st.integers(0, 9), st.one_of(st.none(), st.floats(0, 1e9)),
+                st.dictionaries(st.just("a"), st.integers(0, 99)),
+            ),
+            max_size=4,
+        ),
+        samples=st.dictionaries(
+            st.just("a"),
+            st.builds(SampleFacts, st.integers(1, 999), st.integers(1, 64), *[st.floats(-1, 1)] * 3, st.floats(0, 99),
+                      st.floats(0, 1), st.one_of(st.none(), st.floats(-1, 1))),
+        ),
+        episodes=st.one_of(st.none(), st.builds(EpisodeFacts, st.integers(1, 99), *[st.floats(0, 99)] * 5)),
+    ),
+    disk_free=st.one_of(st.none(), st.floats(0, 1)),
+    idle=st.dictionaries(st.sampled_from(["rollout-0", "trainer"]), st.floats(0, 1)),
+)  # fmt: skip
+
+
+@settings(max_examples=50)
+@given(facts=FACTS)
+def test_no_facts_make_advice_raise(facts: Facts) -> None:
+    found = advise(facts)
+    severities = [advisory.severity for advisory in found]
+    assert severities == sorted(severities, key=("problem", "warning", "hint").index)
+    assert "hint" not in severities or set(severities) == {"hint"}
+    assert all(advisory.title and advisory.what_to_do for advisory in found)
+
+
+def test_a_policy_that_was_rolled_back_has_the_steps_of_the_line_that_lives(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    steps = [{"policy": "agent", "step": n, "reward": 0.1 * n, "time": float(n)} for n in (1, 2, 3)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in _rolled_back(steps)) + '{"step": 4')
+    policies, _ = read_steps(path)
+    assert [step.step for step in policies["agent"]] == [1, 2]
+    assert policies["agent"][-1].reward == 0.9
+
+
+def _rolled_back(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    rollback = {"event": "rollback", "policy": "agent", "version": 1, "step": 1}
+    return [*steps, rollback, {**steps[1], "reward": 0.9}]
+
+
+# ---------------------------------------------------------------- folders
+
+
+def test_a_new_run_has_nothing_to_tell(tmp_path: Path) -> None:
+    folder = RunFolder.create(load_recipe("quickstart"), tmp_path)
+    facts = Facts.of_run(folder, now=folder.started)
+    assert facts.unread == []
+    assert facts.settings.max_tokens == {"agent": 32}
+    assert advise(facts) == []
+
+
+def test_what_cannot_be_read_is_listed_and_the_rest_is_read(tmp_path: Path) -> None:
+    folder = RunFolder.create(load_recipe("quickstart"), tmp_path)
+    folder.ledger.write_bytes(b"not a database" * 100)
+    folder.metrics.write_text('{"policy": "agent", "step": 1, "reward": 0.5}\n')
+    facts = Facts.of_run(folder, now=folder.started)
+    assert [step.reward for step in facts.policies["agent"]] == [0.5]
+    assert len(facts.unread) == 1
+    assert "ledger" in facts.unread[0]
+
+
+def test_logs_tell_of_refused_weights_until_they_are_served(tmp_path: Path) -> None:
+    folder = RunFolder.create(load_recipe("quickstart"), tmp_path)
+    refused = (
+        "2026-01-01 WARNING rillflow.weights.refresh: policy agent: version 3 not loaded, the engine samples nothing: "
+        "version 3 is not served, wrong weights: its log-probs of the probe are 2 nats from the trainer's\n"
+    )
+    served = "2026-01-01 INFO rillflow.weights.refresh: policy agent: version 4, delta, 99 bytes: fetched in 0.1 s\n"
+    folder.log("rollout-0").write_text(refused + served)
+    folder.log("rollout-1").write_text(served + refused + "OSError: [Errno 28] No space left on device\n")
+    facts = Facts.of_run(folder, now=folder.started)
+    assert [(one.worker, one.version, one.cause) for one in facts.refusals] == [("rollout-1", 3, "wrong weights")]
+    assert facts.no_space.startswith("rollout-1.log: OSError")
