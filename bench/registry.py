@@ -117,6 +117,7 @@ BENCHES: dict[str, Bench] = {
     "wire": Bench(0.5),
     "dataflow": Bench(4, environment="transferqueue"),
     "two_policies": Bench(1.5),
+    "dashboard": Bench(3),
     "data_algorithms": Bench(4),
     "edf_simulation": Bench(0.5),
     "trainer": Bench(1),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from rillflow.observe.metrics import MetricsReader
 
 Numbers = npt.NDArray[np.float64]
 
+_NUMBERS = (float, int)
 _KEYS = frozenset(("policy", "step", "version", "time", "seq"))
 MOST_EVENTS = 10_000  # evaluations, and balance reports, that are kept: the latest
 
@@ -36,20 +38,22 @@ class Steps:
         return len(self.step)
 
     def add(self, line: dict[str, Any]) -> None:
-        before = len(self.step)
+        before, added = len(self.step), 0
         self.step.append(float(line["step"]))
         self.version.append(float(line.get("version", line["step"])))
         self.time.append(float(line.get("time", math.nan)))
+        columns = self.columns
         for name, value in line.items():
-            if name in _KEYS or isinstance(value, bool) or not isinstance(value, int | float):
-                continue
-            column = self.columns.get(name)
-            if column is None:
-                column = self.columns[name] = array("d", [math.nan]) * before
-            column.append(value)
-        for column in self.columns.values():
-            if len(column) <= before:
-                column.append(math.nan)
+            if type(value) in _NUMBERS and name not in _KEYS:  # a bool is no number here
+                column = columns.get(name)
+                if column is None:
+                    column = columns[name] = array("d", [math.nan]) * before
+                column.append(value)
+                added += 1
+        if added < len(columns):
+            for column in columns.values():
+                if len(column) <= before:
+                    column.append(math.nan)
 
     def keep_until(self, version: int) -> None:
         """Forget the steps of later versions."""
@@ -101,6 +105,11 @@ class Curves:
                     self.policies[line["policy"]].keep_until(version)
                 if line["policy"] == self._first:
                     self.evaluations = [done for done in self.evaluations if done["version"] <= version]
+
+    def ordered(self, first: Sequence[str]) -> list[tuple[str, Steps]]:
+        """The policies, those named in `first` before all others."""
+        names = [*first, *(name for name in self.policies if name not in first)]
+        return [(name, self.policies[name]) for name in names if name in self.policies]
 
     def names(self) -> list[str]:
         """All columns, of any policy."""

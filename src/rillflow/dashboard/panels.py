@@ -8,7 +8,18 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from rillflow.dashboard.views import algorithms, balance, compare, flow, logs, nodes, overview, timeline, weights
+from rillflow.dashboard.views import (
+    algorithms,
+    balance,
+    compare,
+    flow,
+    logs,
+    nodes,
+    overview,
+    timeline,
+    trajectories,
+    weights,
+)
 from rillflow.dashboard.views.charts import Axis, Window
 
 Pixels = Annotated[int, Meta(ge=50, le=4000)]
@@ -53,6 +64,15 @@ class Lanes(msgspec.Struct):
     high: float | None = None
 
 
+class Episode(msgspec.Struct):
+    id: Annotated[str, Meta(max_length=200)]
+
+
+class Tokens(Episode):
+    sample: int = 0
+    offset: Annotated[int, Meta(ge=0)] = 0
+
+
 class LogLines(msgspec.Struct):
     name: str
     level: str = "DEBUG"
@@ -69,6 +89,11 @@ PANELS: dict[str, Panel] = {
     ),
     "flow": Panel(Nothing, lambda run, live, query: flow.flow(run), live=False),
     "nodes": Panel(Nothing, lambda run, live, query: nodes.nodes(run, live)),
+    "trajectories": Panel(trajectories.Wanted, lambda run, live, query: trajectories.table(run, query), live=False),
+    "trajectory": Panel(Episode, lambda run, live, query: trajectories.episode(run, query.id), live=False),
+    "tokens": Panel(
+        Tokens, lambda run, live, query: trajectories.tokens(run, query.id, query.sample, query.offset), live=False
+    ),
     "weights": Panel(Nothing, lambda run, live, query: weights.weights(run, live)),
     "balance": Panel(Nothing, lambda run, live, query: balance.balance(run, live)),
     "algorithms": Panel(Curves, lambda run, live, query: algorithms.algorithms(run, query.window), live=False),

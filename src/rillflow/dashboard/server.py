@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import html
+import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from http.cookies import CookieError, SimpleCookie
@@ -71,6 +72,11 @@ class Dashboard(Service):
             self.route(f"/api/runs/{{run}}/{name}", self._panel(panel), ["GET"], "reader")
         self.route("/api/runs/{run}/stop", self._stop_run, ["POST"], "operator")
         self.route("/api/runs/{run}/retire", self._retire, ["POST"], "operator")
+
+    async def start_on(self, listener: socket.socket) -> None:
+        await super().start_on(listener)
+        for run in self._runs.values():
+            self._reader.submit(run.read_ahead)
 
     async def stop(self) -> None:
         await super().stop()

@@ -81,6 +81,12 @@ class WatchedRun:
         with snapshot(self.folder.ledger) as reads:
             return ask(reads)
 
+    def read_ahead(self) -> None:
+        """Read what there is, so that the first view need not."""
+        with suppress(OSError, RillflowError):  # the view that needs it says so
+            self.curves.follow()
+            self.lanes.follow()
+
     def lines(self, name: str, most: int) -> list[dict[str, Any]]:
         """The last whole lines of a JSON-lines file of the run."""
         found = []

@@ -8,18 +8,17 @@ import pytest
 from dashboard_run import STARTED, make_run, step_line, write_lines, write_spans
 
 from rillflow.config.supervised import load_fit
-from rillflow.dashboard.lanes import Lanes
+from rillflow.dashboard.lanes import Lanes, Spans
 from rillflow.dashboard.views.charts import Window
 from rillflow.dashboard.views.flow import flow
 from rillflow.dashboard.views.logs import log_files, log_lines
 from rillflow.dashboard.views.nodes import nodes
 from rillflow.dashboard.views.overview import metrics, overview
-from rillflow.dashboard.views.timeline import timeline, visible
+from rillflow.dashboard.views.timeline import bars, shares, timeline
 from rillflow.dashboard.watched import WatchedRun, watch
 from rillflow.errors import BadRequest, ConfigError, CorruptData, RunError
-from rillflow.observe.timeline import Window as TimeWindow
 from rillflow.runtime.folder import RunFolder
-from rillflow.storage.spans import Span
+from rillflow.storage.spans import STATES, Span
 
 WIDE = Window(width=400)
 
@@ -93,24 +92,30 @@ def test_the_timeline_has_a_lane_for_each_worker(tmp_path: Path) -> None:
     assert lanes["rollout-0"]["bars"][-1] == ("load", 2.0, 3.0)
 
 
-def test_many_spans_are_drawn_as_pixels(tmp_path: Path) -> None:
+def test_many_spans_are_drawn_as_pixels() -> None:
     spans = [Span("train" if n % 2 else "rollout", n, n + (0.9 if n % 2 else 1.0)) for n in range(1000)]
-    bars = visible(spans, TimeWindow(0.0, 1000.0), 100)
-    assert len(bars) <= 100
-    assert bars[-1].end == pytest.approx(1000.0)
+    drawn = bars(Spans.of(spans), 0.0, 0.0, 1000.0, 100)
+    assert 1 <= len(drawn) <= 100
+    assert {state for state, _, _ in drawn} == {"rollout"}  # which fills more of every ten seconds
+    assert drawn[-1][2] == pytest.approx(1000.0)
+    exact = bars(Spans.of(spans), 0.0, 10.5, 12.0, 100)
+    assert exact == [("rollout", 10.5, 11.0), ("train", 11.0, 11.9)]
+    assert shares(Spans.of(spans), 0.0, 1000.0)["idle"] == pytest.approx(0.05)
 
 
 def test_lanes_follow_a_file_that_is_turned_over(tmp_path: Path) -> None:
     folder = make_run(tmp_path)
     lanes = Lanes(folder.root)
     assert len(lanes.follow()["trainer-agent"]) == 1
-    write_spans(folder, "trainer-agent", [("idle", 4.0, 5.0)])
+    write_spans(folder, "trainer-agent", [("idle", 4.0, 5.0), ("idle", 5.0, 5.5)])
     path = folder.root / "timeline" / "trainer-agent.jsonl"
     path.replace(path.with_name("trainer-agent.jsonl.1"))
-    write_spans(folder, "trainer-agent", [("train", 5.0, 6.0)])
+    write_spans(folder, "trainer-agent", [("train", 5.5, 6.0)])
     with open(path, "ab") as file:
-        file.write(b'["train", 60')
-    assert [span.state for span in lanes.follow()["trainer-agent"]] == ["train", "idle", "train"]
+        file.write(b'torn\n["switch", 3, 4]\n["train", 60')
+    spans = lanes.follow()["trainer-agent"]
+    assert [STATES[code] for code in spans.state] == ["train", "idle", "train"]
+    assert (spans.end - STARTED).tolist() == [4.0, 5.5, 6.0]
     assert len(lanes.follow()["trainer-agent"]) == 3
 
 

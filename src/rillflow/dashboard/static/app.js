@@ -5,13 +5,14 @@ import * as metrics from "./metrics.js";
 import * as timeline from "./timeline.js";
 import * as flow from "./flow.js";
 import * as nodes from "./nodes.js";
+import * as trajectories from "./trajectories.js";
 import * as weights from "./weights.js";
 import * as balance from "./balance.js";
 import * as algorithms from "./algorithms.js";
 import * as logs from "./logs.js";
 import * as compare from "./compare.js";
 
-const PANELS = { overview, metrics, timeline, flow, nodes, weights, balance, algorithms, logs, compare };
+const PANELS = { overview, trajectories, timeline, flow, nodes, weights, balance, algorithms, metrics, logs, compare };
 const EVERY = 2000; // milliseconds between updates of a run that runs
 const THEMES = { auto: "◐ auto", light: "☀ light", dark: "☾ dark" };
 
@@ -75,6 +76,7 @@ async function follow() {
     state.shown = PANELS[state.panel].mount(root, context);
     document.title = `${PANELS[state.panel].title} · ${state.run} · Rillflow`;
     scrollTo(0, 0);
+    document.querySelector("nav [aria-current]").scrollIntoView({ block: "nearest", inline: "center" });
   }
   await update();
 }

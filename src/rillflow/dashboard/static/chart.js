@@ -78,7 +78,7 @@ function powers(bottom, top) {
 export function ticks(low, high, wanted) {
   const rough = (high - low) / wanted;
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough) || rough;
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= 0.7 * rough) || rough;
   const found = [];
   for (let index = Math.ceil(low / step - 1e-9); index * step <= high + step * 1e-9; index += 1) found.push(Number((index * step).toPrecision(12)));
   return found;

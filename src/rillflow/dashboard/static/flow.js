@@ -37,9 +37,10 @@ function bars(rows, total) {
 }
 
 function sankey(data, rows, width) {
-  const height = Math.max(200, rows.length * 34 + 40), room = height - 20, total = Math.max(data.taken, 1);
-  const gap = 10, inner = room - gap * Math.max(rows.length + (data.skipped ? 1 : 0) - 1, 0), scale = Math.max(inner, 40) / total;
-  const columns = [0, Math.floor(width * 0.28), Math.floor(width * 0.6)], thick = 14;
+  const gap = 12, least = 12, room = 190, scale = room / Math.max(data.taken, 1), thick = 14;
+  const columns = [0, Math.floor(width * 0.28), Math.floor(width * 0.6)];
+  const ends = [...rows, ...(data.skipped ? [{ state: "skipped", name: "skipped", count: data.skipped }] : [])];
+  const height = Math.max(room, ends.reduce((sum, row) => sum + Math.max(row.count * scale, least) + gap, 0)) + 20;
   const svg = s("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "Prompts from the source to their ends" });
   const node = (column, y, tall, colour, text) => {
     svg.append(s("rect", { class: `f${colour}`, x: columns[column], y, width: thick, height: Math.max(tall, 1.5), rx: 2 }));
@@ -49,19 +50,18 @@ function sankey(data, rows, width) {
     const [a, b] = [columns[from] + thick, columns[to]], middle = (a + b) / 2, size = Math.max(tall, 1.5);
     svg.append(s("path", { class: `stream f${colour}`, d: `M${a} ${y0}C${middle} ${y0} ${middle} ${y1} ${b} ${y1}V${y1 + size}C${middle} ${y1 + size} ${middle} ${y0 + size} ${a} ${y0 + size}Z` }));
   };
-  const taken = total * scale, admitted = data.admitted * scale, skipped = data.skipped * scale;
-  stream(0, 10, 1, 10, admitted, 0);
-  if (data.skipped) stream(0, 10 + admitted, 2, height - 10 - Math.max(skipped, 1.5), skipped, 7);
+  stream(0, 10, 1, 10, data.admitted * scale, 0);
   let from = 10, to = 10;
-  for (const row of rows) {
-    const tall = row.count * scale;
-    stream(1, from, 2, to, tall, COLOURS[row.state] ?? 7);
-    node(2, to, tall, COLOURS[row.state] ?? 7, `${row.name}  ${number(row.count)}`);
-    from += tall; to += Math.max(tall, 1.5) + gap + (tall < 12 ? 8 : 0);
+  for (const row of ends) {
+    const tall = row.count * scale, colour = COLOURS[row.state] ?? 7;
+    // What curators skip was never admitted.
+    stream(row.state === "skipped" ? 0 : 1, row.state === "skipped" ? 10 + data.admitted * scale : from, 2, to, tall, colour);
+    node(2, to, tall, colour, `${row.name}  ${number(row.count)}`);
+    from += tall;
+    to += Math.max(tall, least) + gap;
   }
-  if (data.skipped) node(2, height - 10 - Math.max(skipped, 1.5), skipped, 7, `skipped  ${number(data.skipped)}`);
-  node(0, 10, taken, 0, `taken  ${number(data.taken)}`);
-  node(1, 10, admitted, 0, `admitted  ${number(data.admitted)}`);
+  node(0, 10, data.taken * scale, 0, `taken  ${number(data.taken)}`);
+  node(1, 10, data.admitted * scale, 0, `admitted  ${number(data.admitted)}`);
   return svg;
 }
 

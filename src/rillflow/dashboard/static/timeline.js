@@ -43,7 +43,8 @@ function lanes(data, width, left, set) {
     }
   });
   for (const value of ticks(data.low, data.high, Math.max(2, Math.floor((width - left) / 110)))) {
-    svg.append(s("text", { x: x(value), y: height - 6, "text-anchor": "middle", text: duration(value) }));
+    const anchor = x(value) < 20 ? "start" : x(value) > width - 20 ? "end" : "middle";
+    svg.append(s("text", { x: x(value), y: height - 6, "text-anchor": anchor, text: value ? duration(value) : "0" }));
   }
   zooming(svg, { height, back: (pixel) => data.low + ((pixel - left) / (width - left)) * span }, (low, high) => set({ low: low === null ? null : Math.max(low, 0), high }));
   return h("div", { class: "chart" }, svg);

@@ -1,5 +1,5 @@
 // Published versions with their sizes and probes, and what the nodes have transferred.
-import { h, number, bytes, duration, clock, table, empty } from "./dom.js";
+import { h, number, bytes, duration, clock, hour, table, empty } from "./dom.js";
 
 export const title = "Weights";
 
@@ -34,7 +34,7 @@ function policy(one) {
   if (one.versions.length) {
     const full = Math.max(...one.versions.map((version) => version.full_bytes), 1);
     box.append(table([
-      { title: "version", number: true, show: (row) => number(row.version) }, { title: "published", show: (row) => clock(row.created) },
+      { title: "version", number: true, show: (row) => number(row.version) }, { title: "published", show: (row) => h("span", { class: "nowrap", title: clock(row.created), text: hour(row.created) }) },
       { title: "whole", number: true, show: (row) => row.full_bytes ? bytes(row.full_bytes) : "–" },
       { title: "delta", number: true, show: (row) => row.delta_bytes ? `${bytes(row.delta_bytes)} (${number(row.delta_bytes / full, "share")})` : "–" },
       { title: "from", number: true, show: (row) => number(row.delta_of) },

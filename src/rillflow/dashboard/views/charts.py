@@ -98,7 +98,7 @@ def metric_charts(names: Sequence[str]) -> list[Chart]:
 
 def _columns(run: WatchedRun, columns: Sequence[str], window: Window) -> Iterator[Line]:
     several = len(run.curves.policies) > 1
-    for policy, steps in list(run.curves.policies.items())[:_MOST_LINES]:
+    for policy, steps in run.curves.ordered(run.policies)[:_MOST_LINES]:
         found = [name for name in columns if name in steps.columns]
         for name in found:
             label = " ".join(([policy] if several else []) + ([name] if len(found) > 1 else []))

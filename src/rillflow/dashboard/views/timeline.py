@@ -2,75 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
+from rillflow.dashboard.lanes import IDLE, Spans
 from rillflow.dashboard.watched import WatchedRun
-from rillflow.observe.timeline import COLOURS, Window, shares, whole
-from rillflow.storage.spans import STATES, Span
+from rillflow.storage.spans import STATES
 
 _MOST_LANES = 256
 
+Bar = tuple[str, float, float]
+
 
 def timeline(run: WatchedRun, width: int, low: float | None = None, high: float | None = None) -> dict[str, Any]:
-    """`low` and `high` are seconds since the run's first moment; bars have the same origin."""
+    """`low` and `high` are seconds since the first thing that anybody did; bars have the same origin."""
     workers = run.lanes.follow()
     if not workers:
-        return {"begin": 0.0, "seconds": 0.0, "states": STATES, "colours": COLOURS, "lanes": [], "left_out": 0}
-    all_of_it = whole(workers)
-    window = all_of_it
-    if low is not None and high is not None and high > low:
-        window = Window(all_of_it.begin + low, all_of_it.begin + high)
+        return {"begin": 0.0, "seconds": 0.0, "low": 0.0, "high": 0.0, "states": STATES, "lanes": [], "left_out": 0}
+    begin, end = whole(workers.values())
+    if low is None or high is None or high <= low:
+        low, high = 0.0, end - begin
     shown = dict(sorted(workers.items())[:_MOST_LANES])
-    lanes = [
-        {
-            "worker": worker,
-            "shares": shares(spans, window),
-            "bars": [
-                (span.state, span.begin - all_of_it.begin, span.end - all_of_it.begin)
-                for span in visible(spans, window, width)
-            ],
-        }
-        for worker, spans in shown.items()
-    ]
     return {
-        "begin": all_of_it.begin,
-        "seconds": all_of_it.seconds,
-        "low": window.begin - all_of_it.begin,
-        "high": window.end - all_of_it.begin,
+        "begin": begin,
+        "seconds": end - begin,
+        "low": low,
+        "high": high,
         "states": STATES,
-        "colours": COLOURS,
-        "lanes": lanes,
+        "lanes": [
+            {
+                "worker": worker,
+                "shares": shares(spans, begin + low, begin + high),
+                "bars": bars(spans, begin, begin + low, begin + high, width),
+            }
+            for worker, spans in shown.items()
+        ],
         "left_out": len(workers) - len(shown),
     }
 
 
-def visible(spans: Sequence[Span], window: Window, width: int) -> list[Span]:
+def whole(workers: Iterable[Spans]) -> tuple[float, float]:
+    """From the first thing that anybody did to the last; from the first to the last idle moment where nobody did."""
+    lanes = list(workers)
+    busy = [(spans.begin[own], spans.end[own]) for spans in lanes if (own := spans.state != IDLE).any()]
+    every = busy or [(spans.begin, spans.end) for spans in lanes]
+    return float(min(begin[0] for begin, _ in every)), float(max(end[-1] for _, end in every))
+
+
+def shares(spans: Spans, low: float, high: float) -> dict[str, float]:
+    """Of the window. Time of which nothing is known, because the worker was not there, is idle."""
+    if high <= low:
+        return {}
+    found = dict(zip(STATES, (spans.seconds(np.array([low, high]))[:, 0] / (high - low)).tolist(), strict=True))
+    found["idle"] += max(0.0, 1.0 - sum(found.values()))
+    return found
+
+
+def bars(spans: Spans, origin: float, low: float, high: float, width: int) -> list[Bar]:
     """The spans of the window, cut to it. Where there are more than pixels, each pixel has the state that fills most
-    of it, and pixels of one state are one span."""
-    cut = [
-        Span(span.state, max(span.begin, window.begin), min(span.end, window.end))
-        for span in spans
-        if span.end > window.begin and span.begin < window.end
-    ]
-    if len(cut) <= width:
-        return cut
-    pixel = window.seconds / width
-    filled: list[dict[str, float]] = [{} for _ in range(width)]
-    for span in cut:
-        at = min(int((span.begin - window.begin) / pixel), width - 1)
-        until = min(int((span.end - window.begin) / pixel), width - 1)
-        for index in range(at, until + 1):
-            begin = window.begin + index * pixel
-            part = min(span.end, begin + pixel) - max(span.begin, begin)
-            filled[index][span.state] = filled[index].get(span.state, 0.0) + part
-    bars: list[Span] = []
-    for index, states in enumerate(filled):
-        if not states:
-            continue
-        state, begin = max(states, key=states.__getitem__), window.begin + index * pixel
-        if bars and bars[-1].state == state and begin - bars[-1].end < pixel / 2:
-            bars[-1] = Span(state, bars[-1].begin, begin + pixel)
-        else:
-            bars.append(Span(state, begin, begin + pixel))
-    return bars
+    of it, and neighbours of one state are one bar."""
+    part = spans.within(low, high)
+    if len(part) > width:
+        edges = np.linspace(low, high, width + 1)
+        filled = spans.seconds(edges)
+        known = filled.sum(axis=0) > 0
+        part = Spans(edges[:-1][known], edges[1:][known], filled.argmax(axis=0)[known].astype(np.int8)).joined()
+    begins, ends = (part.begin - origin).tolist(), (part.end - origin).tolist()
+    return [(STATES[code], begin, end) for code, begin, end in zip(part.state.tolist(), begins, ends, strict=True)]

@@ -1,0 +1,160 @@
+"""The browser of kept trajectories: a page of the table, one episode, and the tokens of one of its samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from rillflow.dashboard.views.charts import ROLE
+from rillflow.dashboard.views.trees import token_trees
+from rillflow.dashboard.watched import WatchedRun
+from rillflow.errors import BadRequest, RillflowError
+from rillflow.observe.trajectories import token_texts
+from rillflow.storage.trajectories import KINDS, TokenPath, Trajectories, Trajectory
+
+_LONGEST = 20_000  # characters of one text that are sent
+_MOST_MESSAGES = 400  # of one conversation
+_MOST_PATHS = 64
+MOST_TOKENS = 4000  # of one answer
+Word = Annotated[str, Meta(max_length=200)]
+
+
+class Wanted(msgspec.Struct):
+    """A page of the table. What is empty or None does not filter."""
+
+    order: Word = "-time"
+    offset: Annotated[int, Meta(ge=0)] = 0
+    limit: Annotated[int, Meta(ge=1, le=500)] = 50
+    first_step: int | None = None
+    last_step: int | None = None
+    least: float | None = None
+    most: float | None = None
+    version: int | None = None
+    policy: Word = ""
+    role: Word = ""
+    status: Word = ""
+    lane: Word = ""
+    kept: Word = ""
+    prompt: Word = ""
+
+
+def table(run: WatchedRun, wanted: Wanted) -> dict[str, Any]:
+    """The rows of one page, and how many there are in all."""
+    found = Trajectories(
+        run.folder.root,
+        step=_pair(wanted.first_step, wanted.last_step),
+        reward=_pair(wanted.least, wanted.most),
+        version=wanted.version,
+        policy=wanted.policy or None,
+        role=wanted.role or None,
+        status=wanted.status or None,
+        lane=wanted.lane or None,
+        kept=wanted.kept or None,
+        prompt=wanted.prompt or None,
+    )
+    return {
+        "count": len(found),
+        "rows": msgspec.to_builtins(found.infos(wanted.order, wanted.offset, wanted.limit)),
+        "choices": {"policy": run.policies, "role": _roles(run), "kept": KINDS},
+    }
+
+
+def _pair(low: Any, high: Any) -> Any:
+    return None if low is None and high is None else (low, high)
+
+
+def _roles(run: WatchedRun) -> list[str]:
+    run.curves.follow()
+    told = {name.removeprefix(ROLE) for name in run.curves.names() if name.startswith(ROLE)}
+    return sorted({*told, *(run.recipe.get("roles") or {})})
+
+
+def episode(run: WatchedRun, name: str) -> dict[str, Any]:
+    """One trajectory: what was said on each path, its rewards, and its token trees."""
+    found = Trajectories(run.folder.root).get(name)
+    return {
+        "info": msgspec.to_builtins(found.info),
+        "payload": _cut(dict(found.payload)),
+        "rewards": dict(found.rewards),
+        "error": found.error[-_LONGEST:],
+        "paths": [_path(found, number) for number in range(min(len(found.paths), _MOST_PATHS))],
+        "left_out": max(len(found.paths) - _MOST_PATHS, 0),
+        "trees": token_trees(found.samples),
+        "samples": [
+            {
+                "policy": sample.policy,
+                "role": sample.role,
+                "reward": sample.reward,
+                "fork": sample.fork,
+                "truncated": sample.truncated,
+                "path": sample.path,
+                "tokens": len(sample.tokens),
+                "trained": int(sample.mask.sum()),
+            }
+            for sample in found.samples
+        ],
+    }
+
+
+def _path(found: Trajectory, number: int) -> dict[str, Any]:
+    entry = found.paths[number]
+    messages = found.messages(number)
+    return {
+        "policy": entry["policy"],
+        "agent": entry.get("agent", ""),
+        "fork": entry.get("fork", ""),
+        "finish": entry.get("finish", ""),
+        "reward": entry.get("reward"),
+        "shared": len(messages) - len(entry["messages"]),
+        "messages": [_cut(message) for message in messages[-_MOST_MESSAGES:]],
+        "left_out": max(len(messages) - _MOST_MESSAGES, 0),
+    }
+
+
+def _cut(value: Any) -> Any:
+    """The value with every text in it cut to what a page can show."""
+    if isinstance(value, str):
+        return value if len(value) <= _LONGEST else f"{value[:_LONGEST]}… ({len(value):,} characters)"
+    if isinstance(value, Mapping):
+        return {str(name): _cut(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_cut(one) for one in value]
+    return value
+
+
+def tokens(run: WatchedRun, name: str, number: int, offset: int = 0) -> dict[str, Any]:
+    """The tokens of one sample from `offset` on, with what is known of each. What is masked has no log-prob."""
+    found = Trajectories(run.folder.root).get(name)
+    if not 0 <= number < len(found.samples):
+        raise BadRequest(f"{name} has no sample {number}", f"it has {len(found.samples)}")
+    sample = found.samples[number]
+    part = slice(offset, offset + MOST_TOKENS)
+    shown = sample.tokens[part].tolist()
+    try:
+        texts, unknown = token_texts(run.folder.root, sample.policy, shown), ""
+    except RillflowError as error:  # the tokenizer is not on this machine
+        texts, unknown = [f"⟨{token}⟩" for token in shown], error.message
+    return {
+        "offset": offset,
+        "total": len(sample.tokens),
+        "ids": shown,
+        "texts": texts,
+        "unknown": unknown,
+        "mask": sample.mask[part].tolist(),
+        "versions": sample.versions[part].tolist(),
+        "logprobs": sample.logprobs[part].tolist(),
+        **_told(sample, part),
+    }
+
+
+def _told(sample: TokenPath, part: slice) -> dict[str, Any]:
+    """What the trainer has told of the tokens; None where it has not."""
+    trainer = sample.trainer_logprobs
+    return {
+        "advantages": None if sample.advantages is None else sample.advantages[part].tolist(),
+        "trainer_logprobs": None if trainer is None else trainer[part].tolist(),
+        "differences": None if trainer is None else (trainer - sample.logprobs)[part].tolist(),
+    }
