@@ -53,6 +53,7 @@ POLL = 2.0  # seconds between two updates of the page
 _DEADLINE = 600.0
 VIEWS = {
     "overview": {"width": 400},
+    "advisories": {},
     "metrics": {"names": ",".join(f"number_{n}" for n in range(24)), "width": 400},
     "timeline": {"width": 1000},
     "flow": {},

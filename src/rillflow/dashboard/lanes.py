@@ -59,12 +59,9 @@ class Spans:
     def then(self, later: Spans) -> Spans:
         """These and those that begin after them."""
         after = later.begin >= self.end[-1] if len(self) else np.ones(len(later), np.bool_)
-        both = ((mine, yours[after]) for mine, yours in zip(self._columns(), later._columns(), strict=True))
-        begin, end, state = (np.concatenate(pair)[-MOST:] for pair in both)
-        return Spans(begin, end, state.astype(np.int8)).joined()
-
-    def _columns(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], npt.NDArray[np.int8]]:
-        return self.begin, self.end, self.state
+        begin = np.concatenate((self.begin, later.begin[after]))[-MOST:]
+        end = np.concatenate((self.end, later.end[after]))[-MOST:]
+        return Spans(begin, end, np.concatenate((self.state, later.state[after]))[-MOST:]).joined()
 
     def within(self, low: float, high: float) -> Spans:
         """The part between two moments, cut to them."""

@@ -5,7 +5,8 @@ was printed, and gets it back as a cookie that scripts cannot read; the page the
 tokens of the first run open a dashboard of several. Everything reads, but for what the operator's token allows: to
 stop a run and to retire a node. Those also need a header that no other site's page can send.
 
-Views are made in one thread, one after the other, so that their readers need no locks and a run's cores are left alone.
+Views are made in one thread, one after the other, so that their readers need no locks and a run's cores are left alone;
+advisories, which take longer, in another.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from starlette.types import Message, Receive, Scope, Send
 from rillflow import __version__
 from rillflow.dashboard.live import LiveRun
 from rillflow.dashboard.panels import PANELS, Other, Panel
+from rillflow.dashboard.views.advice import Advice
 from rillflow.dashboard.views.overview import run_list
 from rillflow.dashboard.watched import WatchedRun
 from rillflow.errors import BadRequest, Forbidden, RillflowError, Unauthorized
@@ -68,6 +70,8 @@ class Dashboard(Service):
         self.route("/", self._page, ["GET"], "reader")
         self.route("/static/{name}", self._file, ["GET"], "reader")
         self.route("/api/session", self._session, ["GET"], "reader")
+        self._adviser, self._advice = ThreadPoolExecutor(1, "dashboard-advice"), Advice()
+        self.route("/api/runs/{run}/advisories", self._advisories, ["GET"], "reader")
         for name, panel in PANELS.items():
             self.route(f"/api/runs/{{run}}/{name}", self._panel(panel), ["GET"], "reader")
         self.route("/api/runs/{run}/stop", self._stop_run, ["POST"], "operator")
@@ -80,7 +84,8 @@ class Dashboard(Service):
 
     async def stop(self) -> None:
         await super().stop()
-        self._reader.shutdown(wait=False, cancel_futures=True)
+        for thread in (self._reader, self._adviser):
+            thread.shutdown(wait=False, cancel_futures=True)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def guarded(message: Message) -> None:
@@ -158,6 +163,12 @@ class Dashboard(Service):
             return _json(await self._read(lambda: panel.view(run, live, query, *others)))
 
         return endpoint
+
+    async def _advisories(self, request: Request) -> Response:
+        """Beside the other views: it reads more than they do, and nothing that they have read."""
+        run = self._run(request.path_params["run"])
+        live = await self._live[run.name].now()
+        return _json(await in_thread(lambda: self._advice.of(run, live), self._adviser))
 
     async def _read(self, view: Callable[[], Any]) -> Any:
         return await in_thread(view, self._reader)

@@ -151,3 +151,11 @@ async def test_a_running_run_that_does_not_answer_is_shown_as_it_was_left(
     reply = (await browser.get(f"/api/runs/{name}/overview", headers=bearer(folder))).json()
     assert "does not answer" in reply["run"]["reason"]
     assert (await browser.get(f"/api/runs/{name}/nodes", headers=bearer(folder))).json()["live"] is False
+
+
+async def test_advisories_come_with_what_to_do(browser: httpx.AsyncClient, folder: RunFolder) -> None:
+    write_lines(folder, [step_line(number, reward=0.0, reward_std=0.0) for number in range(6, 40)])
+    found = (await browser.get(f"/api/runs/{folder.root.name}/advisories", headers=bearer(folder))).json()
+    assert found["unread"] == []
+    assert found["advisories"]
+    assert all(one["title"] and one["what_to_do"] for one in found["advisories"])

@@ -1,5 +1,6 @@
 // Errors of the user's code with their tracebacks, and the logs of all processes.
 import { h, bytes, number, select, delayed, empty } from "./dom.js";
+import { keepOpen } from "./overview.js";
 
 export const title = "Logs";
 const LEVELS = [["DEBUG", "all"], ["INFO", "info"], ["WARNING", "warnings"], ["ERROR", "errors"]];
@@ -27,13 +28,6 @@ export function mount(root, context) {
       if (end) lines.scrollTop = lines.scrollHeight;
     },
   };
-}
-
-// Replaces the children, and leaves those details open that a reader has opened.
-function keepOpen(root, children) {
-  const opened = new Set([...root.querySelectorAll("details[open]")].map((one) => one.dataset.key));
-  root.replaceChildren(...children);
-  for (const one of root.querySelectorAll("details")) one.open = opened.has(one.dataset.key);
 }
 
 function userError(error) {

@@ -5,8 +5,8 @@ import { chart } from "./chart.js";
 export const title = "Overview";
 
 export function mount(root, context) {
-  const advice = h("section", { "aria-label": "Advisories" }), top = h("div"), figures = h("div", { class: "figures" }), charts = h("div", { class: "cards" }), policies = h("div");
-  root.append(top, advice, figures, charts, policies);
+  const advice = h("section", { "aria-label": "Advisories" }), waiting = h("div"), top = h("div"), figures = h("div", { class: "figures" }), charts = h("div", { class: "cards" }), policies = h("div");
+  root.append(top, advice, waiting, figures, charts, policies);
   return {
     async update() {
       const { get, axis, args, set, width } = context();
@@ -16,9 +16,27 @@ export function mount(root, context) {
       figures.replaceChildren(...data.figures.map(figure));
       drawCharts(charts, data.charts, { axis, ...zoom, set, width });
       policies.replaceChildren(...(data.policies.length > 1 ? [policyTable(data.policies)] : []));
-      advice.replaceChildren(...waits(data.waits));
+      waiting.replaceChildren(...waits(data.waits));
+      const told = await get("advisories");
+      keepOpen(advice, advisories(told));
     },
   };
+}
+
+function advisories(told) {
+  const looks = { problem: "Problem", warning: "Warning", hint: "Hint" };
+  const found = told.advisories.map((one) => h("details", { class: `advice ${one.severity}`, "data-key": one.key, open: one.severity === "problem" },
+    h("summary", {}, h("b", { text: `${looks[one.severity]}: ` }), one.title), h("p", { class: "soft", text: one.why }), h("p", {}, h("b", { text: "What to do: " }), one.what_to_do)));
+  if (!found.length) found.push(h("div", { class: "advice healthy" }, h("b", { text: "Nothing to report: " }), "no rule finds anything wrong with this run."));
+  if (told.unread.length) found.push(h("p", { class: "warn", text: `could not be read: ${told.unread.join("; ")}` }));
+  return found;
+}
+
+// Replaces the children; what a reader has opened or closed stays so.
+export function keepOpen(root, children) {
+  const before = new Map([...root.querySelectorAll("details")].map((one) => [one.dataset.key, one.open]));
+  root.replaceChildren(...children);
+  for (const one of root.querySelectorAll("details")) if (before.has(one.dataset.key)) one.open = before.get(one.dataset.key);
 }
 
 function heading(data, axis, zoom, set) {
