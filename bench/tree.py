@@ -80,6 +80,7 @@ def make_rows(case: Case, vocabulary: int) -> Rows:
         member_R=whole,
         alike_R=whole,
         step_reward_N=np.full(tokens.size, np.nan, np.float32),
+        kept_R=whole,
     )
 
 

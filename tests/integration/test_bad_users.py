@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+import rillflow
 from commands import Cli
 
 PLAY = """
@@ -68,6 +69,14 @@ def test_bad_workflows_and_rewards_are_counted_by_cause(cli: Cli) -> None:
         expected = sum(value == cause for value in BAD.values())
         assert counts[f"train.failed.{cause}"] == expected, counts
     assert counts["train.trained"] == 4, counts
+    failed = list(rillflow.trajectories(run.folder, status="failed"))
+    assert {one.info.cause for one in failed} == set(BAD.values())
+    raised = [one for one in failed if one.info.cause == "workflow_error"]
+    assert "the workflow is broken" in raised[0].error
+    assert "in play" in raised[0].error
+    unrewarded = [one for one in failed if one.info.cause == "reward_error"]
+    assert unrewarded[0].messages()[0]["content"] == "Say a colour."
+    assert unrewarded[0].info.trained > 0
 
 
 @pytest.mark.slow

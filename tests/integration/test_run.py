@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+import rillflow
 from commands import Cli, Started, processes_of, steps_of, wait_until
 from loaded_modules import LoadedModules
 
@@ -39,12 +42,35 @@ def test_a_short_run_leaves_what_it_promises(cli: Cli, monkeypatch: pytest.Monke
     for light in ("run", "dataflow", "unit"):  # `run` draws a plot with matplotlib at its end
         assert not {"torch", "transformers", "numba", "openai", "aiohttp", "pandas"} & loaded.of(light), light
 
+    assert_keeps_trajectories(folder)
     report = cli.run("audit", str(folder), "--json")
     audited = json.loads(report.output())
     assert audited["balanced"]
 
     again = cli.run("resume", str(folder))
     assert "nothing to resume" in again.output()
+
+
+def assert_keeps_trajectories(folder: Path) -> None:
+    """Of each step and each evaluation; what was trained with what the trainer computed."""
+    kept = rillflow.trajectories(folder)
+    assert len(rillflow.trajectories(folder, lane="evaluation")) == 16
+    trained = rillflow.trajectories(folder, lane="train", status="done")
+    assert {info.step for info in trained.infos()} == {1, 2, 3}
+    assert {info.kept for info in kept.infos()} >= {"sample", "evaluation"}
+    for one in trained:
+        info = one.info
+        assert info.advantage is not None
+        assert info.gap is not None
+        if info.step == 1:
+            assert info.gap < 0.01, "engine and trainer agree on fresh tokens"
+        assert one.payload
+        assert one.messages()[-1]["role"] == "assistant"
+        assert sum(len(path.tokens) for path in one.samples) == info.tokens
+        assert all(path.path is not None for path in one.samples)
+        for path in one.samples:
+            assert path.advantages is not None
+            assert np.isfinite(path.advantages[path.mask == 1]).all()
 
 
 @pytest.mark.slow

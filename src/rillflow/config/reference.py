@@ -36,6 +36,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "gateway": schema.GatewayConfig,
     "evaluation": schema.EvaluationConfig,
     "observe": schema.ObserveConfig,
+    "observe.trajectories": schema.TrajectoriesConfig,
     "resources": resources.ResourcesConfig,
     "resources.workers": resources.WorkersConfig,
     "resources.scaling": resources.ScalingConfig,

@@ -253,9 +253,35 @@ class EvaluationConfig(Section):
     )
 
 
+class TrajectoriesConfig(Section):
+    """How many trajectories a run keeps for people, apart from what training needs. What makes room for new ones is
+    chosen so that the rest stays spread over the run."""
+
+    max_bytes: NonNegative = Field(256 << 20, description="of the file; 0 keeps none")
+    per_step: NonNegative = Field(2, description="drawn from each step, beside its best and its worst")
+    per_evaluation: NonNegative = Field(16, description="drawn from each evaluation: of the same prompts each time")
+    sample: NonNegative = Field(1500, description="most of those that were drawn from steps")
+    best: NonNegative = Field(500, description="most of the steps' best")
+    worst: NonNegative = Field(500, description="most of the steps' worst")
+    failure: NonNegative = Field(500, description="most of the episodes that failed")
+    evaluation: NonNegative = Field(1000, description="most of the evaluations'")
+
+    @property
+    def keeps_failures(self) -> bool:
+        return self.max_bytes > 0 and self.failure > 0
+
+    @field_validator("max_bytes")
+    @classmethod
+    def _enough(cls, given: int) -> int:
+        if 0 < given < 1 << 20:
+            raise ValueError("give at least 1048576 bytes, or 0 to keep none")
+        return given
+
+
 class ObserveConfig(Section):
     tensorboard: bool = True
     plot: bool = True
+    trajectories: TrajectoriesConfig = TrajectoriesConfig()
 
 
 class RuntimeConfig(Section):

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from rillflow.dataflow.groups import Groups
 from rillflow.dataflow.hooks import Hooks
+from rillflow.dataflow.kept_episodes import marked
 from rillflow.dataflow.lineage import Lineage
 from rillflow.dataflow.part import Base, Part
 from rillflow.dataflow.serving import batch_rows, batch_samples, compared, of_ranks
@@ -47,7 +48,8 @@ class Batches(Part):
         self._lineage = lineage
         self._steps = steps
         self._hooks = hooks
-        self._divided: tuple[tuple[str, int, int], list[list[sqlite3.Row]]] | None = None  # of the batch asked for last
+        # Of the batch asked for last: the parts of the ranks, and the tasks that may be kept.
+        self._divided: tuple[tuple[str, int, int], list[list[sqlite3.Row]], set[str]] | None = None
 
     def open(self) -> None:
         """What a stage that the recipe got meanwhile has not handled is taken back from the trainer."""
@@ -184,9 +186,12 @@ class Batches(Part):
     def _batch(self, row: sqlite3.Row, ask: LeaseBatch) -> Batch:
         stream = row["policy"]
         if ask.ranks > 1:
-            rows = [found for found in self._of_rank(row, ask) if found["member"] >= ask.have]
+            of_rank, keep = self._of_rank(row, ask)
+            rows = [found for found in of_rank if found["member"] >= ask.have]
         else:
             rows = batch_rows(self._db, row["id"], stream, ask.have)
+            keep = marked(rows, self._rules)
+        own = {f"{found['grp']}.{found['place']}" for found in rows} if keep else set()
         return Batch(
             id=row["id"],
             attempt=row["attempt"],
@@ -200,14 +205,16 @@ class Batches(Part):
             seconds=row["deadline"] - self._clock.now(),
             groups=row["members"],
             complete=bool(row["complete"]),
+            keep=sorted(keep & own),
         )
 
-    def _of_rank(self, row: sqlite3.Row, ask: LeaseBatch) -> list[sqlite3.Row]:
+    def _of_rank(self, row: sqlite3.Row, ask: LeaseBatch) -> tuple[list[sqlite3.Row], set[str]]:
         """A rank's part. All ranks ask one after the other: the batch is read and divided once for all of them."""
         key = (row["id"], row["members"], ask.ranks)
         if self._divided is None or self._divided[0] != key:
-            self._divided = key, of_ranks(batch_rows(self._db, row["id"], row["policy"], 0), ask.ranks)
-        return self._divided[1][ask.rank]
+            rows = batch_rows(self._db, row["id"], row["policy"], 0)
+            self._divided = key, of_ranks(rows, ask.ranks), marked(rows, self._rules)
+        return self._divided[1][ask.rank], self._divided[2]
 
     def renew(self, ask: RenewBatch) -> bool:
         """Whether this attempt holds the batch; its lease has its full time again."""

@@ -22,6 +22,7 @@ from rillflow.dataflow.evaluations import Evaluations
 from rillflow.dataflow.groups import Groups
 from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.hooks.beside import Beside
+from rillflow.dataflow.kept_episodes import KeptEpisodes
 from rillflow.dataflow.leasing import Leasing
 from rillflow.dataflow.lineage import Lineage
 from rillflow.dataflow.losses import Losses
@@ -143,6 +144,7 @@ class Ledger:
         self.stages = Stages(base, self.lineage, self.shares, self.rows)
         self.losses = Losses(base, self.groups, self.shares, self.batches, self.stages)
         self.evaluations = Evaluations(base, self.groups, self.lineage, self.rows, self._heldout)
+        self.kept = KeptEpisodes(base, self.groups, self.lineage)
         self.course = Course(base, self._hooks, self._source, self)
         self.balances = Balances(base, self.rules.policy, self.rules.balance_every)
 

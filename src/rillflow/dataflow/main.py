@@ -15,6 +15,7 @@ from rillflow.dataflow.rules import Rules
 from rillflow.dataflow.service import DataflowService
 from rillflow.dataflow.sources import open_heldout, open_sources
 from rillflow.storage import disk_errors
+from rillflow.storage.trajectories import FILE, KINDS, Bounds
 from rillflow.wire.collecting import keep_what_is_there
 from rillflow.wire.tokens import Keyring
 
@@ -35,6 +36,13 @@ def open_ledger(
     return Ledger(folder / LEDGER, rules, source, heldout, hooks=hooks, clock=clock, resume=resume)
 
 
+def kept_bounds(recipe: Recipe) -> Bounds | None:
+    """How many trajectories the run keeps for people; None where it keeps none."""
+    kept = recipe.observe.trajectories
+    most = {kind: getattr(kept, kind) for kind in KINDS}
+    return Bounds(kept.max_bytes, most) if kept.max_bytes and any(most.values()) else None
+
+
 async def serve(
     recipe: Recipe,
     folder: Path,
@@ -48,6 +56,7 @@ async def serve(
 ) -> None:
     """Serve until cancelled; `on_ready` gets the URL. `resume` lets a run that was stopped go on."""
     ledger = open_ledger(recipe, folder, resume=resume, group_reward=group_reward is not None)
+    bounds = kept_bounds(recipe)
     try:
         service = DataflowService(
             ledger,
@@ -58,6 +67,7 @@ async def serve(
             hook_timeout=recipe.dataflow.hook_timeout,
             group_reward=group_reward,
             reward_timeout=recipe.rollout.reward_timeout,
+            keep=None if bounds is None else (folder / FILE, bounds),
         )
         try:
             url = await service.start(host, port)

@@ -66,6 +66,9 @@ class Rules:
     target: float | None = None  # the held-out reward that ends the run
     balance_every: int = 10
     group_reward: bool = False  # a complete group is rewarded before its statistics are taken: see `scoring`
+    kept_per_step: int = 0  # trajectories drawn from each step, for people: see `kept_episodes`
+    kept_extremes: bool = False  # and whether its best and its worst are kept
+    kept_per_evaluation: int = 0
 
     def __post_init__(self) -> None:
         for policy in self.policies.values():
@@ -107,7 +110,8 @@ class Rules:
 
     @classmethod
     def of(cls, recipe: Recipe, *, group_reward: bool = False) -> Rules:
-        flow = recipe.dataflow
+        flow, kept = recipe.dataflow, recipe.observe.trajectories
+        keeps = kept.max_bytes > 0
         return cls(
             policies={name: _policy_rules(recipe, name) for name in recipe.policies},
             seed=recipe.seed,
@@ -127,6 +131,9 @@ class Rules:
             target=recipe.evaluation.target,
             balance_every=flow.balance_every,
             group_reward=group_reward,
+            kept_per_step=kept.per_step if keeps and kept.sample else 0,
+            kept_extremes=keeps and bool(kept.best or kept.worst),
+            kept_per_evaluation=kept.per_evaluation if keeps and kept.evaluation else 0,
         )
 
 

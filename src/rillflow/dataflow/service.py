@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -28,8 +29,10 @@ from rillflow.dataflow.hooks.beside import Beside, HookPending
 from rillflow.dataflow.joining import Invitation
 from rillflow.dataflow.journal import Journal
 from rillflow.dataflow.ledger import Ledger
+from rillflow.dataflow.trajectory_keeper import TrajectoryKeeper
 from rillflow.dataflow.turns import Turns
 from rillflow.errors import BadRequest, RillflowError, StorageError, to_body
+from rillflow.storage.trajectories import Bounds
 from rillflow.types import (
     Ack,
     AskTurn,
@@ -90,7 +93,9 @@ class DataflowService(Service):
         hook_timeout: float = 10.0,
         group_reward: GroupReward | None = None,
         reward_timeout: float = 20.0,
+        keep: tuple[Path, Bounds] | None = None,
     ) -> None:
+        """`keep` says where trajectories are kept for people, and how many."""
         super().__init__("dataflow", token, body_limit=body_limit)
         self._invitation = invitation
         self._ledger = ledger
@@ -115,6 +120,7 @@ class DataflowService(Service):
             self._scorer = GroupScorer(
                 ledger, group_reward, token, seconds=reward_timeout, carry_out=self._carry_out, clock=self._clock
             )
+        self._keeper = None if keep is None else TrajectoryKeeper(ledger, *keep, token, self.registry)
         self.registry.register(LedgerGauges(ledger))
         self.registry.register(BalanceGauges(ledger.balances))
         self._add_routes()
@@ -166,6 +172,8 @@ class DataflowService(Service):
                     await task
         if self._scorer is not None:
             await self._scorer.close()
+        if self._keeper is not None:
+            await self._keeper.close()
         await super().stop()
         await self._disk.close()
 
@@ -191,6 +199,8 @@ class DataflowService(Service):
                 await self._do(self._ledger.expire)
                 await self._changed(None)
                 unheard = False
+                if self._keeper is not None:
+                    self._keeper.look()
             except RillflowError as error:
                 unheard = isinstance(error, StorageError)
                 log.error("housekeeping: %s", error)
@@ -305,7 +315,10 @@ class DataflowService(Service):
         return await self._changed(TasksTaken(taken=taken))
 
     async def _fail(self, news: FailTask) -> Ack:
-        return await self._changed(await self._do(lambda: self._ledger.fail(news)))
+        ack = await self._changed(await self._do(lambda: self._ledger.fail(news)))
+        if self._keeper is not None and ack.accepted:
+            self._keeper.failed(news)
+        return ack
 
     async def _heartbeat(self, beat: Heartbeat) -> HeartbeatReply:
         reply = await self._do(lambda: self._ledger.renew(beat))
@@ -341,7 +354,10 @@ class DataflowService(Service):
         )
 
     async def _commit_batch(self, news: CommitBatch) -> Ack:
-        return await self._changed(await self._do(lambda: self._ledger.commit_batch(news)))
+        ack = await self._changed(await self._do(lambda: self._ledger.commit_batch(news)))
+        if self._keeper is not None and ack.accepted:
+            self._keeper.committed(news)
+        return ack
 
     async def _renew_batch(self, ask: RenewBatch) -> Ack:
         return await self._changed(await self._do(lambda: self._ledger.renew_batch(ask)))
@@ -447,7 +463,10 @@ class DataflowService(Service):
             waits.append(self._absent("rollout node", self._ledger.nodes.seen))
         if self._ledger.phase != "ended" and self._ledger.roster.count == 0:
             waits.append(self._absent("storage unit", self._ledger.roster.seen))
-        return report.status(self._ledger, waits)
+        status = report.status(self._ledger, waits)
+        if self._keeper is None:
+            return status
+        return msgspec.structs.replace(status, notes=status.notes | self._keeper.note())
 
     def _in_trouble(self) -> Iterator[str]:
         """Nodes and engines that are there and do not sample because of their weights."""

@@ -133,7 +133,7 @@ class _Ends:
         self.ended[lease.attempt] = Ended(record=record, rewards=rewards, metrics=metrics, seconds=seconds)
         return Ack(accepted=True)
 
-    async def fail(self, lease: TaskLease, failure: EpisodeFailed) -> Ack:
+    async def fail(self, lease: TaskLease, failure: EpisodeFailed, record: SessionRecord | None) -> Ack:
         self.ended[lease.attempt] = Ended(cause=failure.cause, error=failure.error)
         return Ack(accepted=False, reason=str(failure))
 

@@ -28,6 +28,7 @@ from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.feed import EndSession
 from rillflow.gateway.server import Gateway, anthropic_url
 from rillflow.gateway.sessions.session import Session
+from rillflow.gateway.trees.record import SessionRecord
 from rillflow.rollout.episode import MOST_METRICS, EpisodeFailed, Give, Reward, RunningEpisode, score
 from rillflow.rollout.late import LateRewards
 from rillflow.rollout.players import NotTaken, OutsidePlayer, Played, Player
@@ -182,6 +183,7 @@ class Episodes:
 
     async def _ended(self, kept: Kept, playing: Awaitable[Played]) -> Ack:
         lease = kept.lease
+        record: SessionRecord | None = None
         try:
             played, rewards = await self._outcome(lease.attempt, playing)
             metrics = dict(played.metrics)
@@ -200,7 +202,9 @@ class Episodes:
                 if len(metrics) < MOST_METRICS:
                     metrics[name] = value
         except EpisodeFailed as failure:
-            return await self._pusher.fail(lease, failure)
+            with suppress(CallRefused):  # closed above, or never opened
+                record = self._sessions.close(lease.attempt, keep=True)
+            return await self._pusher.fail(lease, failure, record)
         return await self._pusher.complete(lease, record, rewards, seconds, metrics, end=played.end, answer=answer)
 
     async def _outcome(self, attempt: str, playing: Awaitable[Played]) -> tuple[Played, Mapping[str, float] | None]:

@@ -22,6 +22,7 @@ from rillflow.gateway.sessions.session import Session
 from rillflow.gateway.sessions.sessionlog import FileSessionLog
 from rillflow.rollout.cast import build_gateway, open_cast
 from rillflow.rollout.handover import Handover
+from rillflow.rollout.kept import FailureSender
 from rillflow.rollout.late import LateRewards
 from rillflow.rollout.leaving import Departure
 from rillflow.rollout.node import Node
@@ -85,7 +86,14 @@ async def run_node(
         # The gateway goes first: no agent is to see the engines go.
         for close in (dataflow.close, writer.close, sessions.close, engines.close, gateway.stop):
             stack.push_async_callback(close)
-        pusher = Pusher(name, dataflow, writer, recipe.untrained, errors=cast.surroundings.errors)
+        pusher = Pusher(
+            name,
+            dataflow,
+            writer,
+            recipe.untrained,
+            errors=cast.surroundings.errors,
+            failures=FailureSender(clock) if recipe.observe.trajectories.keeps_failures else None,
+        )
         episodes = cast.episodes(gateway, pusher, late, clock)
         going_on = episodes.going_on(gateway.sessions.restore())
         startup.doing("preparing the environment")

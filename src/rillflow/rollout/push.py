@@ -20,6 +20,7 @@ from rillflow.errors import DeadlineExceeded, LeaseLost, RillflowError, StorageE
 from rillflow.gateway.trees.forks import cause, forks, forks_always
 from rillflow.gateway.trees.record import Sample, SessionRecord
 from rillflow.rollout.episode import EpisodeFailed
+from rillflow.rollout.kept import FailureSender
 from rillflow.rollout.rewards import RewardRules, check_parts, require_all
 from rillflow.types import Ack, CompleteTask, FailTask, Row, SampleMeta, TaskLease
 
@@ -50,12 +51,14 @@ class Ends(Protocol):
     ) -> Ack:
         """`answer` is its JSON, where a reward of the whole group will be given it."""
 
-    async def fail(self, lease: TaskLease, failure: EpisodeFailed) -> Ack: ...
+    async def fail(self, lease: TaskLease, failure: EpisodeFailed, record: SessionRecord | None) -> Ack:
+        """`record` is what its session left, if it had one."""
 
 
 class Pusher:
     """Tells the run of the ends of one node's episodes, and of the errors of user code that `errors` has heard of. What
-    the agents called `untrained` said is not for trainers."""
+    the agents called `untrained` said is not for trainers. `failures` decides what is sent of failed episodes, for
+    people; without it nothing is."""
 
     def __init__(
         self,
@@ -65,7 +68,9 @@ class Pusher:
         untrained: Collection[str] = (),
         *,
         errors: UserErrors | None = None,
+        failures: FailureSender | None = None,
     ) -> None:
+        self._failures = failures
         self._node = node
         self._dataflow = dataflow
         self._writer = writer
@@ -124,7 +129,7 @@ class Pusher:
         log.warning("%s", note)
         return {"forks": note}
 
-    async def fail(self, lease: TaskLease, failure: EpisodeFailed) -> Ack:
+    async def fail(self, lease: TaskLease, failure: EpisodeFailed, record: SessionRecord | None) -> Ack:
         told = self._errors.note(failure.cause, failure.__cause__)
         log.warning("task %s failed: %s%s", lease.task.id, failure, told)
         news = FailTask(
@@ -134,6 +139,8 @@ class Pusher:
             cause=failure.cause,
             error=failure.error,
             errors=self._errors.take(),
+            trajectory=b"" if self._failures is None else self._failures.body(record, failure),
+            calls=0 if record is None else record.calls,
         )
         await self._tell(lease, lambda: self._dataflow.fail(news, PUSH_DEADLINE))
         return Ack(accepted=False, reason=str(failure))

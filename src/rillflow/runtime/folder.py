@@ -8,6 +8,7 @@ weights/         published versions             checkpoints/     trainers' own
 workers.json     workers, tags, assignments     timeline/        who did what when
 gateway/         sessions, one folder per node  tensorboard/     event files
 starting/        what each process does at its start
+trajectories.sqlite  episodes kept for people
 reward.png, summary.json at the end
 """
 

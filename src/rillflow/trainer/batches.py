@@ -6,7 +6,7 @@ nothing that differs from what the engine sampled reaches a step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ import numpy as np
 from rillflow.clients.payloads import DamagedRows
 from rillflow.config import TrainerConfig
 from rillflow.errors import CorruptData
+from rillflow.trainer.kept import key_of
 from rillflow.types import COLUMNS, BatchSample
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Rows:
 
     `member_R` is the place of the row's group in the batch, whatever its part and rank, and rows of it with the same
     `alike_R` are compared with each other; `step_reward_N` is the reward of the answer that ends with a token, else
-    NaN.
+    NaN. `kept_R` names the row where its episode may be kept for people, else it is 0 (`trainer.kept`).
     """
 
     tokens_N: npt.NDArray[np.int32]
@@ -58,6 +59,7 @@ class Rows:
     member_R: Ints
     alike_R: Ints
     step_reward_N: npt.NDArray[np.float32]
+    kept_R: Ints
 
     @property
     def trained_R(self) -> Ints:
@@ -69,8 +71,15 @@ class Rows:
         return replace(self, mask_N=self.mask_N & np.repeat(keep_R, self.length_R))
 
 
-def make_rows(samples: Sequence[BatchSample], payload: Sequence[Arrays], policy: str = "", version: int = -1) -> Rows:
-    """`payload[i]` holds the columns of `samples[i]`; the trainer is at `version` of `policy` (-1: at none)."""
+def make_rows(
+    samples: Sequence[BatchSample],
+    payload: Sequence[Arrays],
+    policy: str = "",
+    version: int = -1,
+    keep: Collection[str] = (),
+) -> Rows:
+    """`payload[i]` holds the columns of `samples[i]`; the trainer is at `version` of `policy` (-1: at none). `keep` are
+    the tasks that may be kept."""
     if not samples or len(samples) != len(payload):
         raise CorruptData(f"{len(payload)} rows were read for {len(samples)} samples", "the batch is damaged")
     length_R = np.array([sample.tokens for sample in samples], dtype=np.int64)
@@ -94,6 +103,7 @@ def make_rows(samples: Sequence[BatchSample], payload: Sequence[Arrays], policy:
         member_R=np.array([sample.member for sample in samples], dtype=np.int64),
         alike_R=np.array([sample.alike for sample in samples], dtype=np.int64),
         step_reward_N=_step_rewards(payload, length_R, samples),
+        kept_R=np.array([key_of(sample) if sample.task in keep else 0 for sample in samples], dtype=np.int64),
     )
     _check(rows, samples)
     return rows
@@ -125,6 +135,7 @@ def no_rows() -> Rows:
         member_R=ints,
         alike_R=ints,
         step_reward_N=np.empty(0, np.float32),
+        kept_R=ints,
     )
 
 

@@ -35,7 +35,8 @@ class Layout:
 class MicroBatch:
     """The hidden state at packed position `select_T` gives the score of a trained token, `target_T`, whose row (of
     `rows` in this micro-batch) is `row_T`. `columns` are over the same tokens: `old_T`, `temperature_T`, …; `source_T`
-    says which token of the databuffer each of them is.
+    says which token of the databuffer each of them is, `depth_T` its place in its row, and `kept_T` its sample where
+    that is told of for people, else 0 (`trainer.kept`).
 
     A token that several rows share appears once for each row that trains it, perhaps at the same position.
     """
@@ -47,6 +48,8 @@ class MicroBatch:
     rows: int
     columns: Mapping[str, torch.Tensor]
     source_T: Ints
+    depth_T: Ints
+    kept_T: Ints
 
 
 def runs(first: Ints, count: Ints) -> Ints:

@@ -49,6 +49,7 @@ from rillflow.trainer.parallel.publication import ShardPublisher
 from rillflow.trainer.parts import Parts, RunOver, Stopped
 from rillflow.trainer.publisher import Publisher, Retention
 from rillflow.trainer.stream import Stream
+from rillflow.types import KeptTokens
 from rillflow.weights import FolderStore
 from rillflow.weights.adapters import Adapter
 
@@ -61,6 +62,8 @@ log = logging.getLogger(__name__)
 
 # Batches in a row that may be abandoned: whatever takes them away or damages them does not pass by itself.
 MOST_ABANDONED = 8
+# Built here: msgspec crashes where several threads decode a type for the first time.
+_KEPT = msgspec.msgpack.Decoder(list[KeptTokens])
 
 
 class Trained(Protocol):
@@ -68,6 +71,7 @@ class Trained(Protocol):
 
     steps: int
     generates: bool  # whether its graph asks this trainer's own engine for samples, where it has one
+    kept: list[KeptTokens]  # what the last step tells of episodes that the run may keep, of this rank's rows
 
     def step(
         self, parts: Iterable[Rows], check: Callable[[], None], publish: Callable[[], None]
@@ -316,17 +320,28 @@ class TrainerLoop:
     def _finish(self, parts: Parts, metrics: dict[str, float], started: float) -> None:
         """Commit the batch, publish what was taken and write down what is due."""
         version = self._next
+        kept = self._told_by_all()
         if self._shards is not None and self._peers.rank > 0:
             # Before the commit, as rank 0 may wait for it there; without it, what is written is never sealed.
             self._shards.begin(version, self._version)
-        self._on_first(lambda: self._commit_and_publish(parts, version, metrics, started))
+        self._on_first(lambda: self._commit_and_publish(parts, version, metrics, started, kept))
         self._version = version
         self._next = version + 1
         if self._worker.steps % self._config.checkpoint_every == 0:
             self._checkpoint()
         self._report(StepReport(step=self._worker.steps, version=version, metrics=metrics))
 
-    def _commit_and_publish(self, parts: Parts, version: int, metrics: dict[str, float], started: float) -> None:
+    def _told_by_all(self) -> list[KeptTokens]:
+        """What all ranks tell of the step's episodes, on rank 0."""
+        if self._peers.size == 1:
+            return self._worker.kept
+        nothing = [b""] * (self._peers.size - 1)
+        told = self._peers.exchange([msgspec.msgpack.encode(self._worker.kept), *nothing])
+        return [one for said in told if said for one in _KEPT.decode(said)]
+
+    def _commit_and_publish(
+        self, parts: Parts, version: int, metrics: dict[str, float], started: float, kept: list[KeptTokens]
+    ) -> None:
         first = not self._delayed or self._worker.steps >= self._config.steps
         if first:
             self._publisher.publish(version, self._version)
@@ -337,6 +352,7 @@ class TrainerLoop:
             step=self._clock.monotonic() - started - parts.waited,
             wait=parts.opening + parts.waited,
             restorable=min(self._checkpoints.versions(), default=0),
+            kept=kept,
         )
         if not first:
             self._publisher.begin(version, self._version)

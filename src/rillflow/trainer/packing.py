@@ -69,6 +69,8 @@ def idle(columns: Sequence[str], device: torch.device) -> MicroBatch:
         rows=1,
         columns=values | {"temperature_T": torch.ones(1, device=device)},
         source_T=first,
+        depth_T=first,
+        kept_T=first,
     )
 
 
@@ -162,6 +164,8 @@ def _collate(of: _Source, index_B: Ints, shared_B: Ints) -> MicroBatch:
         rows=len(index_B),
         columns={_of_trained(name): _on(device, of.data[name][source_T].astype(np.float32)) for name in of.columns},
         source_T=source_T,
+        depth_T=depth_T,
+        kept_T=rows.kept_R[index_B][row_T],
     )
 
 

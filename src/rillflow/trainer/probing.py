@@ -41,6 +41,7 @@ class Prober:
                 temperature_N=np.ones(tokens_RT.size, np.float32),
                 start_R=np.arange(rows) * length,
                 length_R=np.full(rows, length),
+                kept_R=np.zeros(rows, np.int64),
             )
         )
 

@@ -22,6 +22,7 @@ from rillflow.types import (
     BatchReply,
     CommitBatch,
     JoinTrainer,
+    KeptTokens,
     LeaseBatch,
     LoseRows,
     RenewBatch,
@@ -58,7 +59,15 @@ class Stream(Protocol):
         """The batch in hand is not worked on any more."""
 
     def commit(
-        self, batch: Batch, version: int, metrics: dict[str, float], *, step: float, wait: float, restorable: int
+        self,
+        batch: Batch,
+        version: int,
+        metrics: dict[str, float],
+        *,
+        step: float,
+        wait: float,
+        restorable: int,
+        kept: Sequence[KeptTokens] = (),
     ) -> None:
         """Trained and version move together; LeaseLost when the batch is no longer this trainer's."""
 
@@ -181,14 +190,22 @@ class RemoteStream:
         wanted = [[sample.row, *sample.extra] for sample in part.samples]
         try:
             columns = self._thread.run(self._reader.read_samples(wanted, self._columns), READ_DEADLINE + _GRACE)
-            return make_rows(part.samples, columns, part.policy, part.version)
+            return make_rows(part.samples, columns, part.policy, part.version, frozenset(part.keep))
         except DamagedRows as error:
             news = LoseRows(rows=list(error.rows), reason=error.message)
             self._thread.run(self._dataflow.lose_rows(news), CALL_DEADLINE)
             raise
 
     def commit(
-        self, batch: Batch, version: int, metrics: dict[str, float], *, step: float, wait: float, restorable: int
+        self,
+        batch: Batch,
+        version: int,
+        metrics: dict[str, float],
+        *,
+        step: float,
+        wait: float,
+        restorable: int,
+        kept: Sequence[KeptTokens] = (),
     ) -> None:
         news = CommitBatch(
             policy=self._policy,
@@ -200,6 +217,7 @@ class RemoteStream:
             step_seconds=step,
             wait_seconds=wait,
             restorable=restorable,
+            kept=list(kept),
         )
         self.abandon()  # not to be renewed after it was committed
         try:

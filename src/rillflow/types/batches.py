@@ -58,7 +58,8 @@ class BatchSample(Wire, frozen=True):
 class Batch(Wire, frozen=True):
     """What was asked for of a batch: `samples` are those after the groups that the asker had, `groups` all so far.
 
-    `complete` says that nothing more will be added.
+    `complete` says that nothing more will be added. `keep` are tasks whose trajectories may be kept for people: the
+    trainer tells with its commit what it computed for their tokens.
     """
 
     id: str
@@ -69,6 +70,7 @@ class Batch(Wire, frozen=True):
     seconds: float
     groups: int = 0
     complete: bool = True
+    keep: list[str] = []
 
 
 class RenewBatch(Wire, frozen=True):
@@ -86,11 +88,27 @@ class BatchReply(Wire, frozen=True):
     waiting_for: str = ""
 
 
+class KeptTokens(Wire, frozen=True):
+    """What a trainer computed for trained tokens of a sample: number `number` of the task at `place` in the group of
+    the batch's `member`.
+
+    `at` are the tokens' places in the sample (i4), `advantages` and `logprobs` (f4) their values, the log-probs by the
+    weights before the step's first update.
+    """
+
+    member: int
+    place: int
+    number: int
+    at: bytes
+    advantages: bytes
+    logprobs: bytes
+
+
 class CommitBatch(Wire, frozen=True):
     """The optimizer step on `batch` produced `version`, already published. Trained and version move together.
 
     `restorable` is the oldest version that this trainer keeps a checkpoint of: what went into it or before it is
-    never asked for again.
+    never asked for again. `kept` is told for people alone.
     """
 
     policy: str
@@ -102,6 +120,7 @@ class CommitBatch(Wire, frozen=True):
     step_seconds: Finite
     wait_seconds: Finite
     restorable: int = 0
+    kept: list[KeptTokens] = []
 
 
 class JoinTrainer(Wire, frozen=True):

@@ -117,7 +117,11 @@ class CompleteTask(Wire, frozen=True):
 
 
 class FailTask(Wire, frozen=True):
-    """An episode has ended badly; the ledger decides whether the task is retried."""
+    """An episode has ended badly; the ledger decides whether the task is retried.
+
+    `trajectory` is what it left, for people, where its node sends it (`storage.trajectories.encode_body`); it has made
+    `calls` model calls.
+    """
 
     task: str
     attempt: str
@@ -125,6 +129,8 @@ class FailTask(Wire, frozen=True):
     cause: str
     error: str
     errors: list[UserError] = []
+    trajectory: bytes = b""
+    calls: int = 0
 
 
 class Ack(Wire, frozen=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -16,12 +16,14 @@ from rillflow.dataflow.hooks.filters.zero_variance import ZeroVariance
 from rillflow.dataflow.journal import Journal
 from rillflow.dataflow.ledger import Ledger
 from rillflow.dataflow.service import DataflowService
+from rillflow.storage.trajectories import FILE, Bounds
 from rillflow.types import (
     Batch,
     BatchReply,
     CommitBatch,
     CompleteTask,
     JoinTrainer,
+    KeptTokens,
     LeaseBatch,
     LeaseTasks,
     Row,
@@ -117,7 +119,13 @@ class Served:
             )
         )
 
-    async def commit(self, batch: Batch, version: int, metrics: dict[str, float] | None = None) -> bool:
+    async def commit(
+        self,
+        batch: Batch,
+        version: int,
+        metrics: dict[str, float] | None = None,
+        kept: Sequence[KeptTokens] = (),
+    ) -> bool:
         news = CommitBatch(
             policy=POLICY,
             incarnation="i",
@@ -127,6 +135,7 @@ class Served:
             metrics=metrics or {"loss": 0.25},
             step_seconds=1.0,
             wait_seconds=1.0,
+            kept=list(kept),
         )
         return (await self.client.commit(news)).accepted
 
@@ -142,6 +151,7 @@ async def served(
     hook_timeout: float = 60.0,
     group_reward: GroupReward | None = None,
     reward_timeout: float = 60.0,
+    keep: Bounds | None = None,
     **rules: object,
 ) -> AsyncIterator[Served]:
     hooks = hooks or Hooks(filters=[("zero_variance", ZeroVariance())])
@@ -151,6 +161,7 @@ async def served(
     service = DataflowService(
         ledger, journal, TOKEN, body_limit=body_limit, clock=clock, hook_timeout=hook_timeout,
         group_reward=group_reward, reward_timeout=reward_timeout,
+        keep=None if keep is None else (folder / FILE, keep),
     )  # fmt: skip
     found = Served(await service.start(), folder, ledger, service)
     await found.client.unit_beat(found.beat())

@@ -21,6 +21,7 @@ from rillflow.gateway.control import Control, Givers
 from rillflow.gateway.feed import Feed
 from rillflow.gateway.sessions.sessionlog import FileSessionLog
 from rillflow.rollout.episodes import Episodes
+from rillflow.rollout.kept import FailureSender
 from rillflow.rollout.late import LateRewards
 from rillflow.rollout.main import incarnation
 from rillflow.rollout.node import Node
@@ -212,9 +213,11 @@ class World:
         self._stack.callback(self.unit.close)
         for close in (log.close, self.gateway.stop, client.close, writer.close):
             self._stack.push_async_callback(close)
+        failures = FailureSender(self.clock)
+        pusher = Pusher("n", self.dataflow, writer, errors=self._surroundings.errors, failures=failures)
         self.episodes = Episodes(
             self._rollout, self._policies, player=self._player, reward=self._reward, gateway=self.gateway,
-            client=client, pusher=Pusher("n", self.dataflow, writer, errors=self._surroundings.errors), late=late,
+            client=client, pusher=pusher, late=late,
             clock=self.clock, rules=self._rules, surroundings=self._surroundings,
         )  # fmt: skip
         going_on = self.episodes.going_on(self.gateway.sessions.restore())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from rillflow.trainer.batches import Rows, make_rows
 from rillflow.trainer.checkpoint import Checkpoints, State
 from rillflow.trainer.loop import TrainerLoop
 from rillflow.trainer.parallel.peers import Peers
-from rillflow.types import Batch, BatchReply, Probe, TrainerJoined
+from rillflow.types import Batch, BatchReply, KeptTokens, Probe, TrainerJoined
 from rillflow.weights import FolderStore
 from rillflow.weights.adapters import Adapter
 from rillflow.weights.store import Publication
@@ -33,6 +33,7 @@ class Unigram:
     generates = True
 
     def __init__(self, seed: int = 0) -> None:
+        self.kept: list[KeptTokens] = []
         generator = torch.Generator().manual_seed(seed)
         self.steps = 0
         self.model = {
@@ -169,7 +170,15 @@ class Ledger:
         self.abandoned += 1
 
     def commit(
-        self, batch: Batch, version: int, metrics: dict[str, float], *, step: float, wait: float, restorable: int
+        self,
+        batch: Batch,
+        version: int,
+        metrics: dict[str, float],
+        *,
+        step: float,
+        wait: float,
+        restorable: int,
+        kept: Sequence[KeptTokens] = (),
     ) -> None:
         self.note(f"commit {batch.id} {version}")
         if batch.id in self.refuse:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rillflow.errors import CorruptData, DiskFull, StorageError
-from rillflow.storage.trajectories.format import Kept, Trajectory, TrajectoryInfo, decode_body, encode_body
+from rillflow.storage.trajectories.format import Trajectory, TrajectoryInfo, decode_body, encode_body
 
 FORMAT = 1
 LEAST_BYTES = 1 << 20  # a file of less holds little but its tables
@@ -60,7 +60,7 @@ class Bounds:
     """`most` trajectories of each kind (none of a kind that it does not name), and the bytes of the file."""
 
     bytes: int
-    most: Mapping[Kept, int]
+    most: Mapping[str, int]
 
 
 class TrajectoryStore:
@@ -152,7 +152,7 @@ class TrajectoryStore:
     # ------------------------------------------------------------ making room
 
     def _most(self, kind: str) -> int:
-        return next((most for name, most in self._bounds.most.items() if name == kind), 0)
+        return self._bounds.most.get(kind, 0)
 
     def _kinds(self) -> list[str]:
         return [kind for (kind,) in self._connection.execute("SELECT DISTINCT kept FROM trajectories")]

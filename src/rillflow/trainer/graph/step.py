@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from rillflow.config import TrainerConfig
 from rillflow.trainer.algorithms import Algorithm
 from rillflow.trainer.graph.databuffer import Databuffer
+from rillflow.trainer.kept import Told
 from rillflow.trainer.parallel.peers import Peers
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class Model(Protocol):
 @dataclass
 class Step:
     """One step on one batch. `number` counts the steps before it. `check` is called often: it raises when the step is
-    not worth its time any more. `metrics` are added to by any node."""
+    not worth its time any more. `metrics` are added to by any node, `told` by the one that trains the actor."""
 
     number: int
     config: TrainerConfig
@@ -38,6 +39,7 @@ class Step:
     publish: Callable[[], None]
     check: Callable[[], None]
     metrics: dict[str, float] = field(default_factory=dict)
+    told: Told = field(default_factory=Told)
     seed: int = 0
 
     @property

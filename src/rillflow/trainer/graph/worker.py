@@ -28,6 +28,7 @@ from rillflow.trainer.metrics import finite
 from rillflow.trainer.optimizer import Optimizer
 from rillflow.trainer.parallel.peers import Peers
 from rillflow.trainer.probing import Prober
+from rillflow.types import KeptTokens
 from rillflow.weights.models import pick_device
 
 if TYPE_CHECKING:
@@ -78,7 +79,8 @@ class Worker:
     """`models` are the roles' by name. The first role that trains, the actor where there is one, is what is published.
 
     `steps` counts batches. `generates` says whether the chain's source asks this worker's own engine for the samples of
-    each step; otherwise it takes what others have sampled.
+    each step; otherwise it takes what others have sampled. `kept` is what the last step tells of episodes that the run
+    may keep, of this rank's rows.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Worker:
     ) -> None:
         agree(chain, peers)
         self.steps = 0
+        self.kept: list[KeptTokens] = []
         self.generates = chain.nodes[0].kind == "generate"
         self._chain = chain
         self._models = models
@@ -133,6 +136,7 @@ class Worker:
         )
         metrics = Pipeline(self._chain, step, self._clock).run()
         self.steps += 1
+        self.kept = step.told.values()
         if self._peers.rank == 0:
             self._watch.see(metrics, truncated=self._config.truncate is not None)
         return finite(metrics)

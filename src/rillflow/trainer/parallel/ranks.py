@@ -8,7 +8,7 @@ all of them out of the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -17,7 +17,7 @@ from rillflow.errors import LeaseLost
 from rillflow.trainer.batches import Rows, no_rows
 from rillflow.trainer.parallel.peers import Peers, Stopped
 from rillflow.trainer.stream import Stream
-from rillflow.types import Batch, BatchReply, TrainerJoined
+from rillflow.types import Batch, BatchReply, KeptTokens, TrainerJoined
 
 
 class RankStream:
@@ -87,9 +87,17 @@ class RankStream:
         self._own.abandon()
 
     def commit(
-        self, batch: Batch, version: int, metrics: dict[str, float], *, step: float, wait: float, restorable: int
+        self,
+        batch: Batch,
+        version: int,
+        metrics: dict[str, float],
+        *,
+        step: float,
+        wait: float,
+        restorable: int,
+        kept: Sequence[KeptTokens] = (),
     ) -> None:
-        self._own.commit(batch, version, metrics, step=step, wait=wait, restorable=restorable)
+        self._own.commit(batch, version, metrics, step=step, wait=wait, restorable=restorable, kept=kept)
 
 
 _SILENT = BatchReply(batch=None, phase="training")

@@ -201,6 +201,7 @@ def _databuffer(groups: Sequence[Example], member_G: Ints, like: Mapping[str, Co
         member_R=np.repeat(member_G, rows_G),
         alike_R=np.zeros(count, np.int64),
         step_reward_N=np.full(total, np.nan, np.float32),
+        kept_R=np.zeros(count, np.int64),
     )
     made: dict[str, Column] = {}
     for name, empty in like.items():

@@ -17,6 +17,7 @@ from rillflow.trainer.graph.databuffer import Databuffer
 from rillflow.trainer.graph.functions.learners import learner_of
 from rillflow.trainer.graph.registry import REGISTRY, Function
 from rillflow.trainer.graph.step import Parts, Step
+from rillflow.trainer.kept import Told
 from rillflow.trainer.layout import MicroBatch
 from rillflow.trainer.objective import Measured, Objective, Seen
 from rillflow.trainer.parallel.peers import Peers
@@ -30,11 +31,19 @@ class PolicyObjective(Objective):
 
     peaks = ("ratio_max",)
 
-    def __init__(self, algorithm: Algorithm, config: TrainerConfig, consistency: Consistency | None = None) -> None:
-        """`consistency` is told of the tokens of the first update: its weights are those of the trainer's version."""
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        config: TrainerConfig,
+        consistency: Consistency | None = None,
+        told: Told | None = None,
+    ) -> None:
+        """`consistency` and `told` hear of the tokens of the first update: its weights are those of the trainer's
+        version."""
         self._algorithm = algorithm
         self._config = config
         self._consistency = consistency
+        self._told = told
         self._terms = Terms.of(config)
         self.surveys = isinstance(algorithm.loss, BatchLoss)
         distance = ("kl",) if config.kl is not None else ()
@@ -56,7 +65,8 @@ class PolicyObjective(Objective):
         assert isinstance(loss, BatchLoss), "only such a loss surveys"
         batch = joined([of_micro(micro, new_T) for micro, new_T in seen], device)
         fitted, metrics = loss.fit(batch, peers)
-        return PolicyObjective(replace(self._algorithm, loss=fitted), self._config, self._consistency), metrics
+        algorithm = replace(self._algorithm, loss=fitted)
+        return PolicyObjective(algorithm, self._config, self._consistency, self._told), metrics
 
     def later(self) -> Objective:
         return PolicyObjective(self._algorithm, self._config)
@@ -74,6 +84,8 @@ class PolicyObjective(Objective):
         tokens = of_micro(micro, score_T, entropy_T)
         if self._consistency is not None:
             self._consistency.add(tokens.new_T, tokens.old_T, micro.columns["fresh_T"])
+        if self._told is not None:
+            self._told.add(micro, tokens.advantage_T, tokens.new_T)
         ratio_T = ratio(tokens.new_T, tokens.old_T)
         low_T, high_T = self._of_tokens.held(tokens)
         sums = [
@@ -122,7 +134,7 @@ def train_actor(step: Step, parts: Parts) -> Mapping[str, float]:
             step.check()
         return {}
     consistency = Consistency()
-    objective = PolicyObjective(step.algorithm, step.config, consistency)
+    objective = PolicyObjective(step.algorithm, step.config, consistency, step.told)
     metrics = learner_of(step, "actor").train(parts, objective, step.check, order=step.order)
     seconds = metrics.pop("train_seconds")
     metrics |= {"tokens_per_second": step.metrics.get("tokens", 0.0) / seconds if seconds else 0.0}

@@ -1,0 +1,204 @@
+"""Which episodes a run keeps for people, and what the ledger knows of them.
+
+Of each step: some that are drawn, the best and the worst. What is drawn depends on the run's seed and the task alone,
+so the choice over a whole batch lies within the choices over its parts (`marked`): a trainer that gets a batch in parts
+knows from each part for which episodes it may be asked.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from statistics import fmean
+
+from rillflow.dataflow.groups import Groups
+from rillflow.dataflow.lineage import Lineage
+from rillflow.dataflow.part import Base, Part
+from rillflow.dataflow.rules import Rules, derive_seed
+from rillflow.dataflow.serving import batch_rows
+from rillflow.storage.trajectories.format import Kept
+from rillflow.types import CommitBatch, FailTask, KeptTokens, Lane, Prompt, Row
+
+_TASK = "SELECT t.*, g.prompt FROM tasks t JOIN groups g ON g.id = t.grp WHERE t.grp = ? AND t.place = ?"
+
+
+@dataclass(frozen=True)
+class KeptSample:
+    """A sample of a kept episode; `told` is what its trainer computed."""
+
+    policy: str
+    row: Row
+    reward: float
+    truncated: bool
+    agent: str
+    told: KeptTokens | None
+
+
+@dataclass(frozen=True)
+class KeptEpisode:
+    """An episode that was chosen, as the ledger knows it; `body` is what the node of a failed one has sent."""
+
+    id: str
+    kept: Kept
+    lane: Lane
+    group: str
+    place: int
+    prompt: Prompt
+    time: float
+    step: int | None = None
+    reward: float | None = None
+    calls: int = 0
+    seconds: float = 0.0
+    node: str = ""
+    cause: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    samples: Sequence[KeptSample] = ()
+    body: bytes = b""
+
+
+class KeptEpisodes(Part):
+    """Chooses and describes; changes nothing."""
+
+    def __init__(self, base: Base, groups: Groups, lineage: Lineage) -> None:
+        super().__init__(base)
+        self._groups = groups
+        self._lineage = lineage
+
+    def of_step(self, news: CommitBatch) -> list[KeptEpisode]:
+        """Return the episodes of a step that was just committed."""
+        kinds = chosen(_rewards(batch_rows(self._db, news.batch, news.policy, 0)), self._rules)
+        if not kinds:
+            return []
+        groups = {
+            row["n"]: row["grp"] for row in self._db.all("SELECT n, grp FROM members WHERE batch = ?", (news.batch,))
+        }
+        told = {(groups.get(one.member, ""), one.place, one.number): one for one in news.kept}
+        step = self._lineage.steps(news.policy)
+        return [self._ended(task, kind, step, told) for task, kind in kinds.items()]
+
+    def ended_rounds(self, after: int) -> list[int]:
+        """Return the evaluation rounds with a result that have a higher number than `after`."""
+        rows = self._db.all("SELECT id FROM rounds WHERE state = 'ended' AND id > ? ORDER BY id", (after,))
+        return [row["id"] for row in rows]
+
+    def of_round(self, number: int) -> list[KeptEpisode]:
+        """Return the episodes of an evaluation round that has ended. The same prompts are drawn in each round."""
+        rows = self._db.all(
+            "SELECT t.id, t.ord, t.place FROM groups g JOIN tasks t ON t.grp = g.id WHERE g.lane = 'eval' "
+            "AND g.round = ? AND t.state = 'done'",
+            (number,),
+        )
+        drawn = sorted(rows, key=lambda row: derive_seed(self._rules.seed, "kept", row["ord"], 0, row["place"]))
+        step = self._db.value("SELECT step FROM rounds WHERE id = ?", (number,))
+        names = [row["id"] for row in drawn[: self._rules.kept_per_evaluation]]
+        return [self._ended(name, "evaluation", step, {}) for name in names]
+
+    def of_failure(self, news: FailTask) -> KeptEpisode | None:
+        """Return an episode whose failure was just taken."""
+        attempt = self._db.one("SELECT * FROM attempts WHERE id = ? AND task = ?", (news.attempt, news.task))
+        if attempt is None or attempt["state"] != "failed":
+            return None
+        group, _, place = news.task.rpartition(".")
+        task = self._task(group, int(place))
+        return KeptEpisode(
+            id=news.attempt,
+            kept="failure",
+            lane=task["lane"],
+            group=group,
+            place=task["place"],
+            prompt=self._groups.prompt(task["lane"], task["ord"], task["prompt"]),
+            time=self._clock.now(),
+            calls=news.calls,
+            seconds=max(attempt["ended_at"] - attempt["leased_at"], 0.0),
+            node=attempt["node"],
+            cause=attempt["cause"],
+            body=news.trajectory,
+        )
+
+    def _task(self, group: str, place: int) -> sqlite3.Row:
+        row = self._db.one(_TASK, (group, place))
+        assert row is not None, (group, place)
+        return row
+
+    def _ended(self, name: str, kept: Kept, step: int, told: Mapping[tuple[str, int, int], KeptTokens]) -> KeptEpisode:
+        group, _, place = name.rpartition(".")
+        task = self._task(group, int(place))
+        samples = self._db.all("SELECT * FROM samples WHERE grp = ? AND place = ? ORDER BY n", (group, task["place"]))
+        return KeptEpisode(
+            id=name,
+            kept=kept,
+            lane=task["lane"],
+            group=group,
+            place=task["place"],
+            prompt=self._groups.prompt(task["lane"], task["ord"], task["prompt"]),
+            time=self._clock.now(),
+            step=step,
+            reward=task["reward"],
+            calls=task["calls"] or 0,
+            seconds=task["seconds"] or 0.0,
+            node=task["node"] or "",
+            metrics=json.loads(task["metrics"] or "{}"),
+            samples=[
+                KeptSample(
+                    policy=row["policy"],
+                    row=Row(unit=row["unit"], segment=row["segment"], offset=row["offset"], length=row["length"]),
+                    reward=row["reward"],
+                    truncated=bool(row["truncated"]),
+                    agent=row["agent"],
+                    told=told.get((group, task["place"], row["n"])),
+                )
+                for row in samples
+            ],
+        )
+
+
+# ------------------------------------------------------------ choosing
+
+
+def marked(rows: Sequence[sqlite3.Row], rules: Rules) -> set[str]:
+    """Return the tasks of some parts of a batch that may be among those of the whole batch that are kept."""
+    if not rules.kept_per_step and not rules.kept_extremes:
+        return set()
+    found: set[str] = set()
+    for _, part in groupby(rows, key=lambda row: row["part"]):
+        rewards = _rewards(part)
+        drawn = _drawn(rewards, rules)
+        # Two more than are drawn of the batch: the best and the worst, which are not drawn, may be among them.
+        found.update(drawn[: rules.kept_per_step + 2])
+        if rules.kept_extremes:
+            found.update(_extremes(drawn, rewards))
+    return found
+
+
+def chosen(rewards: Mapping[str, float], rules: Rules) -> dict[str, Kept]:
+    """Return the tasks of a batch with these rewards that are kept, and why. Equal rewards have no best and worst."""
+    kinds: dict[str, Kept] = {}
+    if not rules.kept_per_step and not rules.kept_extremes:
+        return kinds
+    drawn = _drawn(rewards, rules)
+    if rules.kept_extremes and len(set(rewards.values())) > 1:
+        best, worst = _extremes(drawn, rewards)
+        kinds = {best: "best", worst: "worst"}
+    others = [task for task in drawn if task not in kinds]
+    return kinds | dict.fromkeys(others[: rules.kept_per_step], "sample")
+
+
+def _rewards(rows: Iterable[sqlite3.Row]) -> dict[str, float]:
+    """Return the mean reward of the samples that each task has in a batch."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        found.setdefault(f"{row['grp']}.{row['place']}", []).append(row["reward"])
+    return {task: fmean(rewards) for task, rewards in found.items()}
+
+
+def _drawn(rewards: Mapping[str, float], rules: Rules) -> list[str]:
+    """Return all tasks in the order in which they are drawn."""
+    return sorted(rewards, key=lambda task: (derive_seed(rules.seed, "kept", task), task))
+
+
+def _extremes(drawn: Sequence[str], rewards: Mapping[str, float]) -> tuple[str, str]:
+    """Return the tasks with the highest and the lowest reward, the first drawn of equals."""
+    return max(drawn, key=lambda task: rewards[task]), min(drawn, key=lambda task: rewards[task])
