@@ -144,7 +144,7 @@ class Cli:
             forked = fork_command(self.warm.path(), [*arguments], self._environment(), log, self.cwd)
             if forked is not None:
                 return self._add(forked, log)
-        warm = self.warm.path() if arguments[0] in {"run", "resume"} else ""
+        warm = self.warm.path() if arguments[0] in {"run", "resume", "try"} else ""
         return self.start_command(sys.executable, "-m", "rillflow", *arguments, **{PATH_ENV: warm})
 
     def start_command(self, *command: str, **environment: str) -> Started:

@@ -27,7 +27,10 @@ def test_the_tutorial_as_it_is_written(cli: Cli) -> None:
     assert len(code_lines) <= 22
     for name, content in files.items():
         (cli.cwd / name).write_text(content)
-    (command,) = COMMAND.findall(text)
+    tried, command = COMMAND.findall(text)
+    episode = cli.run(*shlex.split(tried)[1:]).output()
+    assert "user       Say a colour." in episode
+    assert "\nreward     " in episode
     run = cli.run(*shlex.split(command)[1:])
     first, last = json.loads((run.folder / "summary.json").read_text())["heldout"]
     assert first["reward"] < 0.4

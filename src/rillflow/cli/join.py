@@ -11,9 +11,10 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from rillflow.cli.status import ask
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.clients.joining import token_of
-from rillflow.errors import ConfigError, RunError, WireError
+from rillflow.errors import ConfigError, DeadlineExceeded, RunError, Unavailable
 from rillflow.runtime.folder import RunFolder
 from rillflow.types import NodeInfo, NodeList, RetireNode, Status
 from rillflow.wire import Client
@@ -25,7 +26,7 @@ _PATIENCE = 5.0
 def call(
     folder: Path | None, url: str | None, token_file: Path | None, ask: Callable[[DataflowClient], Awaitable[Reply]]
 ) -> Reply:
-    """Ask the service of a run, which is named by its folder or by its URL."""
+    """Ask the service of a run, which is named by its folder or by its URL; RunError where none answers."""
     where, token = _service(folder, url, token_file)
 
     async def asked() -> Reply:
@@ -35,7 +36,42 @@ def call(
         finally:
             await client.close()
 
-    return asyncio.run(asked())
+    try:
+        return asyncio.run(asked())
+    except (Unavailable, DeadlineExceeded) as error:
+        if folder is None:
+            raise RunError(f"no run answers at {where}: {error.message}", "check --join, and that it runs") from error
+        raise no_service(RunFolder.open(folder)) from error
+
+
+def no_service(folder: RunFolder) -> RunError:
+    """Return what to say of a run whose service does not answer."""
+    state = folder.state()
+    why = f" ({state['reason']})" if state["reason"] else ""
+    if state["state"] == "finished":
+        return RunError(
+            f"{folder.root} has finished{why}: none of its processes run any more",
+            f"`rillflow status {folder.root}` shows what it came to",
+        )
+    if state["state"] in ("stopped", "failed"):
+        return RunError(f"{folder.root} has {state['state']}{why}", f"`rillflow resume {folder.root}` goes on with it")
+    if state["state"] == "new":
+        return RunError(f"{folder.root} has not been started", f"start it with `rillflow resume {folder.root}`")
+    if folder.is_running():
+        return RunError(f"{folder.root} does not answer yet", "it starts, or is busy: try again in a moment")
+    return RunError(
+        f"{folder.root} does not answer: its processes have died, or run on another machine",
+        f"`rillflow resume {folder.root}` goes on with it; --join URL asks a run elsewhere",
+    )
+
+
+def to_join(path: Path) -> RunFolder:
+    """Open the folder of a run that a process is started for by hand; RunError where it has finished, unless its
+    service answers."""
+    folder = RunFolder.open(path)
+    if folder.state()["state"] == "finished" and asyncio.run(ask(folder)) is None:
+        raise no_service(folder)
+    return folder
 
 
 def _service(folder: Path | None, url: str | None, token_file: Path | None) -> tuple[str, str]:
@@ -46,18 +82,15 @@ def _service(folder: Path | None, url: str | None, token_file: Path | None) -> t
     opened = RunFolder.open(folder or "")
     found = opened.endpoint("dataflow")
     if found is None:
-        raise RunError(f"{opened.root} has not been started", "start it with `rillflow resume`")
+        raise no_service(opened)
     return found, opened.token
 
 
 def print_nodes(folder: Path | None, url: str | None, token_file: Path | None, *, as_json: bool) -> None:
-    async def ask(client: DataflowClient) -> tuple[NodeList, Status]:
+    async def listed(client: DataflowClient) -> tuple[NodeList, Status]:
         return await client.nodes(_PATIENCE), await client.status(_PATIENCE)
 
-    try:
-        nodes, status = call(folder, url, token_file, ask)
-    except WireError as error:
-        raise RunError(f"the run does not answer: {error.message}", "is it running?") from error
+    nodes, status = call(folder, url, token_file, listed)
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(nodes), indent=2).decode())
         return

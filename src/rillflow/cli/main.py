@@ -14,10 +14,11 @@ from rillflow.cli import (
     rewards,
     sandbox,
     tools,
+    watching,
 )
 from rillflow.cli.app import app
 
 __all__ = [
     "advise", "app", "dashboard", "environments", "evaluate", "experiments", "label", "parts", "pool", "rewards",
-    "sandbox", "tools",
+    "sandbox", "tools", "watching",
 ]  # fmt: skip

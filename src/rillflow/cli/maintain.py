@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from rillflow.cli.join import to_join
 from rillflow.clients.joining import token_of
 from rillflow.errors import ConfigError
 from rillflow.resources.maintainer.state import Line
@@ -35,7 +36,7 @@ def maintain(
         raise ConfigError("give a run folder, or --join URL", "rillflow maintain runs/…; rillflow maintain --join URL")
     if port is not None and not mcp:
         raise ConfigError("--port is where an MCP server listens", "give --mcp with it")
-    opened = RunFolder.open(folder) if folder is not None else None
+    opened = to_join(folder) if folder is not None else None
     if opened is not None and not mcp:
         return maintainer_role(opened, dry_run=dry_run, say=_printer(dry_run))
     home = opened or RunFolder(_state_folder(state, str(join)).resolve())

@@ -38,11 +38,11 @@ def dataflow(
 @app.command(rich_help_panel="One part of a run, started by hand")
 def unit(folder: RunArgument, name: Annotated[str, typer.Option(help="The unit's name")] = "unit-0") -> None:
     """Keep payloads for a run: one storage unit."""
-    from rillflow.runtime.folder import RunFolder
+    from rillflow.cli.join import to_join
     from rillflow.runtime.roles import unit_role
 
     with clear_errors(role=True):
-        raise typer.Exit(unit_role(RunFolder.open(folder), name))
+        raise typer.Exit(unit_role(to_join(folder), name))
 
 
 @app.command(rich_help_panel="One part of a run, started by hand")
@@ -58,17 +58,17 @@ def engine(
     host: HostOption = "127.0.0.1",
 ) -> None:
     """Sample for the nodes of a run: one engine process. With --join it needs nothing of the run's folder."""
-    from rillflow.runtime.folder import RunFolder
+    from rillflow.cli.join import to_join
 
     with clear_errors(role=True):
-        if one_run(folder, join) is None:
+        if (opened := one_run(folder, join)) is None:
             from rillflow.runtime.joined import JoinOptions, engine_joined
 
             options = JoinOptions(str(join), name=name, token_file=token_file, cache=cache, host=host)
             raise typer.Exit(engine_joined(options))
         from rillflow.runtime.roles import engine_role
 
-        raise typer.Exit(engine_role(RunFolder.open(str(folder)), name or "engine-0"))
+        raise typer.Exit(engine_role(to_join(opened), name or "engine-0"))
 
 
 @app.command(rich_help_panel="One part of a run, started by hand")
@@ -88,16 +88,16 @@ def rollout(
     ] = 30.0,
 ) -> None:
     """Play episodes for a run. With --join, from anywhere and at any time: it needs nothing of the run's folder."""
-    from rillflow.runtime.folder import RunFolder
+    from rillflow.cli.join import to_join
 
     with clear_errors(role=True):
-        if one_run(folder, join) is None:
+        if (opened := one_run(folder, join)) is None:
             from rillflow.runtime.joined import JoinOptions, rollout_joined
 
             rollout_joined(JoinOptions(str(join), name, token_file, cache, episodes, host, grace))
         from rillflow.runtime.roles import rollout_role
 
-        raise typer.Exit(rollout_role(RunFolder.open(str(folder)), name or "rollout-0"))
+        raise typer.Exit(rollout_role(to_join(opened), name or "rollout-0"))
 
 
 @app.command(rich_help_panel="One part of a run, started by hand")
@@ -157,11 +157,11 @@ def trainer(  # noqa: PLR0917 typer calls it by name
     ] = None,
 ) -> None:
     """Train one policy of a run."""
-    from rillflow.runtime.folder import RunFolder
+    from rillflow.cli.join import to_join
     from rillflow.runtime.roles import trainer_role
 
     with clear_errors(role=True):
-        opened = RunFolder.open(folder)
+        opened = to_join(folder)
         policy = policy or opened.recipe.policy
         code = trainer_role(opened, policy, rank=rank, ranks=ranks, rendezvous=rendezvous, playing=playing)
         raise typer.Exit(code)

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from rillflow.agents.rewards.registry import load_group_reward
 from rillflow.config import Recipe
 from rillflow.errors import ConfigError
 from rillflow.evaluate.playing import Tally, play_suite
@@ -67,6 +68,11 @@ class Result:
 
 async def evaluate(evaluation: Evaluation, show: Callable[[Tally], None]) -> dict[str, Result]:
     """Play what is missing and write the report, in a folder that was claimed."""
+    if any(load_group_reward(suite.recipe.reward) is not None for suite in evaluation.suites):
+        raise ConfigError(
+            "the recipe's `reward` names `group`, and an evaluation plays and rewards episodes one by one",
+            "give a recipe whose `reward` is of single episodes, or a benchmark, which has its own",
+        )
     results: dict[str, Result] = {}
     async with open_engines(evaluation.recipe, evaluation.folder / "logs") as engines:
         for suite in evaluation.suites:

@@ -1,4 +1,4 @@
-"""Where an evaluation's episodes are played: a gateway, tools, environments and engines of a recipe, in this process.
+"""Where episodes are played without a run: a gateway, tools, environments and engines of a recipe, in this process.
 
 An episode is played, rewarded and recorded by the code that a rollout node has (`rollout.episodes`). What differs is
 who hears of its end: nobody leases, so nothing is pushed, and what it left is handed to the caller.
@@ -8,36 +8,40 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from secrets import token_urlsafe
 from typing import Any
 
-from rillflow.agents.rewards.registry import load_group_reward
 from rillflow.config import Recipe
+from rillflow.config.tracebacks import Tracebacks, UserErrors
 from rillflow.contracts import SystemClock
 from rillflow.engine.build import build_engine
 from rillflow.engine.host import EngineHost
-from rillflow.errors import ConfigError
 from rillflow.gateway.control import Control
 from rillflow.gateway.feed import Feed
 from rillflow.gateway.sampling.node_engines import NodeEngines
+from rillflow.gateway.sessions.keeping import SessionLog
 from rillflow.gateway.trees.record import SessionRecord
 from rillflow.rollout.cast import build_gateway, open_cast
 from rillflow.rollout.episode import EpisodeFailed
 from rillflow.rollout.episodes import Episodes
 from rillflow.rollout.late import LateRewards
+from rillflow.rollout.loading import refuse_outside
 from rillflow.rollout.players import Open, Played, Player
-from rillflow.types import Ack, Task, TaskLease
+from rillflow.types import Ack, Task, TaskLease, UserError
 
 NAME = "evaluation"
 
 
 @dataclass(frozen=True)
 class Ended:
-    """An episode's end: what it left and its rewards, the trajectory's first; or why there are none."""
+    """An episode's end: what it left and its rewards, the trajectory's first; or why there are none.
+
+    `trace` is the traceback of user code that failed the episode, `errors` are those that it survived.
+    """
 
     answer: Any = None
     record: SessionRecord | None = None
@@ -46,15 +50,22 @@ class Ended:
     seconds: float = 0.0
     cause: str = ""
     error: str = ""
+    trace: str = ""
+    errors: Sequence[UserError] = ()
+
+    @classmethod
+    def failed(cls, failure: EpisodeFailed) -> Ended:
+        return cls(cause=failure.cause, error=failure.error, trace=Tracebacks().told(failure.__cause__).strip())
 
 
 class Stage:
     """Plays tasks one by one, as many at once as are asked for."""
 
-    def __init__(self, episodes: Episodes, player: _Listening, ends: _Ends) -> None:
+    def __init__(self, episodes: Episodes, player: _Listening, ends: _Ends, errors: UserErrors) -> None:
         self._episodes = episodes
         self._player = player
         self._ends = ends
+        self._errors = errors
 
     async def play(self, task: Task) -> Ended:
         lease = TaskLease(task=task, attempt=uuid.uuid4().hex, seconds=0.0)
@@ -62,7 +73,7 @@ class Stage:
             await self._episodes.play(lease)
             answer = self._player.answers.get(lease.attempt)
             ended = self._ends.ended[lease.attempt]
-            return Ended(**{**vars(ended), "answer": answer})
+            return replace(ended, answer=answer, errors=self._errors.take())
         finally:
             self._player.answers.pop(lease.attempt, None)
             self._ends.ended.pop(lease.attempt, None)
@@ -88,27 +99,23 @@ async def open_engines(recipe: Recipe, logs: Path) -> AsyncIterator[NodeEngines]
 
 
 @asynccontextmanager
-async def open_stage(recipe: Recipe, engines: NodeEngines, folder: Path) -> AsyncIterator[Stage]:
-    """`folder` is where commands get theirs."""
-    if recipe.outside:
-        raise ConfigError("the recipe's agents come from outside: nobody here can play", "give --workflow")
-    if load_group_reward(recipe.reward) is not None:
-        raise ConfigError(
-            "the recipe's `reward` names `group`, and an evaluation plays and rewards episodes one by one",
-            "give a recipe whose `reward` is of single episodes, or a benchmark, which has its own",
-        )
+async def open_stage(
+    recipe: Recipe, engines: NodeEngines, folder: Path, *, watched: SessionLog | None = None
+) -> AsyncIterator[Stage]:
+    """`folder` is where commands get theirs; `watched` hears of every call as it ends."""
+    refuse_outside(recipe)
     clock, ends, feed = SystemClock(), _Ends(), Feed()
     late = LateRewards(clock)
     async with open_cast(recipe, feed, folder) as cast:
         player = _Listening(cast.player)
         # Sessions live in memory: an evaluation that dies plays what is missing anew.
-        gateway = build_gateway(recipe, token_urlsafe(32), engines)
+        gateway = build_gateway(recipe, token_urlsafe(32), engines, sessions=watched)
         Control(gateway, feed, late.given, recipe.reward_givers)
         try:
             await cast.prepare()
             episodes = cast._replace(player=player).episodes(gateway, ends, late, clock)
             episodes.gateway_url = await gateway.start()
-            yield Stage(episodes, player, ends)
+            yield Stage(episodes, player, ends, cast.surroundings.errors)
         finally:
             await gateway.stop()
 
@@ -134,7 +141,7 @@ class _Ends:
         return Ack(accepted=True)
 
     async def fail(self, lease: TaskLease, failure: EpisodeFailed, record: SessionRecord | None) -> Ack:
-        self.ended[lease.attempt] = Ended(cause=failure.cause, error=failure.error)
+        self.ended[lease.attempt] = Ended.failed(failure)
         return Ack(accepted=False, reason=str(failure))
 
 

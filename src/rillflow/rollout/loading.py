@@ -23,6 +23,15 @@ def load_reward(recipe: Recipe) -> Reward | None:
     return None if recipe.reward is None else load_named_reward(recipe.reward)
 
 
+def refuse_outside(recipe: Recipe) -> None:
+    """Fail where only a run can be played, because its agents connect to it."""
+    if recipe.outside:
+        raise ConfigError(
+            "the recipe's agents come from outside: nobody here can play",
+            "give a workflow: --workflow of `rillflow eval`, `outside=false workflow=…` of `rillflow try`",
+        )
+
+
 def check_players(recipe: Recipe) -> None:
     """Fail where a look can tell that no episode could be played."""
     if recipe.workflow is not None:

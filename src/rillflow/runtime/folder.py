@@ -34,7 +34,7 @@ from rillflow.config.supervised import FitRecipe
 from rillflow.errors import RunError
 from rillflow.resources.workers import WorkersFile
 from rillflow.storage import disk_errors, read_json, write_json
-from rillflow.storage.locks import LockHeld, locked
+from rillflow.storage.locks import LockHeld, is_held, locked
 from rillflow.types import TokenScope
 from rillflow.wire.tokens import Keyring, scoped_token
 
@@ -67,7 +67,11 @@ class RunFolder:
     def open(cls, path: str | Path) -> RunFolder:
         root = Path(path).resolve()
         if not (root / "recipe.yaml").is_file() or not (root / "run.json").is_file():
-            raise RunError(f"{path} is not a run folder", "give a folder that `rillflow run` made, such as runs/…")
+            why = "it has no recipe.yaml and run.json" if root.is_dir() else "there is no such folder"
+            raise RunError(
+                f"{path} is not a run folder: {why}",
+                "give a folder that `rillflow run` made, such as runs/…; `rillflow top` lists them",
+            )
         return cls(root)
 
     @property
@@ -150,6 +154,10 @@ class RunFolder:
         (self.root / "endpoints" / f"{process}.json").unlink(missing_ok=True)
 
     # ------------------------------------------------------------ one of each at a time
+
+    def is_running(self) -> bool:
+        """Return whether a supervisor on this machine runs it now."""
+        return is_held(self.root / ".lock")
 
     @contextmanager
     def locked(self, process: str = "", wait: float = 0.0) -> Iterator[None]:

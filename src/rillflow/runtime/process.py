@@ -80,6 +80,7 @@ def role_environment(threads: int) -> dict[str, str]:
     environment = {
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
+        "HF_HUB_DISABLE_PROGRESS_BARS": os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS", "1"),
         # Of torch's allocator on ARM: memory that was given back at once is asked for again in the next operator.
         "MIMALLOC_PURGE_DELAY": os.environ.get("MIMALLOC_PURGE_DELAY", "10000"),
     }

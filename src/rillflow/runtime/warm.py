@@ -1,13 +1,16 @@
 """A process that has imported torch, from which the fork servers of later runs are forked: `rillflow warm`.
 
     rillflow run ──socket──▶ warm process ──fork──▶ fork server of that run ──fork──▶ trainer, rollout node
+    rillflow try ──socket──▶ warm process ──fork──▶ the same command, with the streams of the one that asked
 
 It imports other people's packages, and of Rillflow only what this file needs: changes of your own code count in the
 next run. A run that finds no warm process, or one that must not serve it (another interpreter, packages installed
 since, other settings in the environment), starts its fork server by itself.
 
 A request is one message: a line of JSON with the run's environment, working folder and log, and the file descriptor of
-the socket that its fork server shall serve. The answer is `{"pid"}` or `{"error"}`.
+the socket that its fork server shall serve. The answer is `{"pid"}` or `{"error"}`. A request with `arguments` is for a
+process that runs `rillflow ARGUMENTS`: it carries the descriptors of standard output and error too, the forked process
+sends its exit code through the socket, and is interrupted when the other end of the socket closes.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ import socket
 import struct
 import sys
 import tempfile
-from collections.abc import Mapping
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,7 +38,7 @@ import setproctitle
 
 from rillflow.errors import RunError
 from rillflow.runtime import forkserver
-from rillflow.runtime.forking import unsafe, write_to
+from rillflow.runtime.forking import become, unsafe, write_to
 
 log = logging.getLogger(__name__)
 
@@ -71,22 +76,40 @@ def packages_changed() -> dict[str, int]:
 
 def fork_server(channel: socket.socket, environment: Mapping[str, str], log_path: Path) -> int | None:
     """Let the warm process fork a fork server for `channel` and return its pid; None where none serves this process."""
+    return _ask({"environment": dict(environment), "log": str(log_path.absolute())}, [channel.fileno()])
+
+
+def run_in_fork(arguments: Sequence[str]) -> int | None:
+    """Run `rillflow ARGUMENTS` in a process that the warm one forks, with this process's output and error; return its
+    exit code, or None where no warm process serves this one."""
+    from rillflow.runtime.early import server_environment
+
+    environment = server_environment(threads=0) | {PATH_ENV: ""}  # it must not ask again
+    own, its = socket.socketpair()
+    with own:
+        with its:
+            request = {"environment": environment, "arguments": list(arguments)}
+            if _ask(request, [its.fileno(), 1, 2]) is None:
+                return None
+        try:
+            code = own.recv(_MOST)
+        except KeyboardInterrupt:
+            own.shutdown(socket.SHUT_WR)  # it is interrupted, too, and says its code
+            code = own.recv(_MOST)
+    return json.loads(code) if code else 1
+
+
+def _ask(request: dict[str, Any], files: list[int]) -> int | None:
     path = socket_path()
     if path is None or not path.exists() or path.parent.stat().st_uid != os.getuid():
         return None
-    request = {
-        "python": [sys.executable, sys.prefix],
-        "environment": dict(environment),
-        "folder": os.getcwd(),
-        "log": str(log_path.absolute()),
-        "packages": packages_changed(),
-    }
+    request |= {"python": [sys.executable, sys.prefix], "folder": os.getcwd(), "packages": packages_changed()}
     message = json.dumps(request).encode() + b"\n"
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
             client.settimeout(_ANSWER_WITHIN)
             client.connect(str(path))
-            socket.send_fds(client, [message[:1]], [channel.fileno()])
+            socket.send_fds(client, [message[:1]], files)
             client.sendall(message[1:])
             answer = json.loads(client.makefile("rb").readline() or b'{"error": "it has ended"}')
     except (OSError, ValueError) as error:
@@ -144,8 +167,8 @@ def preload() -> None:
     gc.freeze()
 
 
-def serve(server: socket.socket, early: Mapping[str, str]) -> tuple[dict[str, Any], socket.socket]:
-    """Fork a fork server for each request. Returns in the forked process only, with its request and its channel.
+def serve(server: socket.socket, early: Mapping[str, str]) -> tuple[dict[str, Any], list[int]]:
+    """Fork a process for each request. Returns in the forked process only, with its request and the files of it.
 
     `early` is the environment in which the packages were imported.
     """
@@ -156,7 +179,7 @@ def serve(server: socket.socket, early: Mapping[str, str]) -> tuple[dict[str, An
         with client:
             client.settimeout(_ANSWER_WITHIN)
             try:
-                request, channel = _receive(client)
+                request, files = _receive(client)
             except (OSError, ValueError) as error:
                 log.warning("a request could not be read: %s", error)
                 continue
@@ -165,25 +188,26 @@ def serve(server: socket.socket, early: Mapping[str, str]) -> tuple[dict[str, An
                 answer = {"error": reason}
             elif (pid := os.fork()) == 0:
                 server.close()
-                return request, channel
+                return request, files
             else:
                 answer = {"pid": pid}
-            channel.close()
+            for file in files:
+                os.close(file)
             with suppress(OSError):
                 client.sendall(json.dumps(answer).encode() + b"\n")
 
 
-def _receive(client: socket.socket) -> tuple[dict[str, Any], socket.socket]:
-    received, files, _, _ = socket.recv_fds(client, 1, 1)
-    if len(files) != 1:
-        raise ValueError("it carries no socket")
-    channel = socket.socket(fileno=files[0])
+def _receive(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    received, files, _, _ = socket.recv_fds(client, 1, 3)
     try:
-        line = client.makefile("rb").readline(_MOST)
-        return json.loads(received + line), channel
+        request = json.loads(received + client.makefile("rb").readline(_MOST))
+        if len(files) != (3 if "arguments" in request else 1):
+            raise ValueError(f"it carries {len(files)} files")
     except BaseException:
-        channel.close()
+        for file in files:
+            os.close(file)
         raise
+    return request, files
 
 
 def _refusal(
@@ -212,22 +236,53 @@ def main() -> None:
     try:
         preload()
         print(f"ready: runs on this machine start from here ({socket_path()}); Ctrl-C ends it", flush=True)
-        request, channel = serve(server, early)
+        request, files = serve(server, early)
     except KeyboardInterrupt:
         server.close()
         if (path := socket_path()) is not None:
             path.unlink(missing_ok=True)
         return
     os.setsid()
-    setproctitle.setproctitle(f"{sys.executable} -m rillflow.runtime.forkserver")
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    write_to(Path(request["log"]))
     os.chdir(request["folder"])
     sys.path[0] = request["folder"]
+    channel = socket.socket(fileno=files[0])
+    if "arguments" in request:
+        _run(request, channel, *files[1:])
+    setproctitle.setproctitle(f"{sys.executable} -m rillflow.runtime.forkserver")
+    write_to(Path(request["log"]))
     os.environ.clear()
     os.environ.update(request["environment"])
     forkserver.serve(channel)
+
+
+def _run(request: Mapping[str, Any], channel: socket.socket, output: int, error: int) -> NoReturn:
+    """Be the process that was asked for, to its end."""
+    write_to(None)
+    for file, number in ((output, 1), (error, 2)):
+        os.dup2(file, number)
+        os.close(file)
+    threading.Thread(target=_follow, args=(channel,), name="caller-watch", daemon=True).start()
+    code = 1
+    try:
+        become(request["arguments"], request["environment"])
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with suppress(OSError):  # who asked may have gone
+        channel.sendall(json.dumps(code).encode())
+    os._exit(code)
+
+
+def _follow(channel: socket.socket) -> None:
+    """Interrupt this process when the one that asked for it has gone."""
+    with suppress(OSError):
+        channel.recv(1)
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,18 @@ def locked(path: Path, wait: float = 0.0) -> Iterator[None]:
         yield
 
 
+def is_held(path: Path) -> bool:
+    """Return whether a process holds the lock `path` now."""
+    try:
+        with open(path) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    return False
+
+
 def _lock(file: IO[str]) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
