@@ -129,6 +129,10 @@ def _textworld() -> str:
     return _package("textworld_express")()
 
 
+def _chromium() -> str:
+    return _program("chromium")() or _package("playwright")()
+
+
 def _alfworld() -> str:
     return _package("alfworld")() or _folder("ALFWORLD_DATA", ALFWORLD_DATA)()
 
@@ -137,6 +141,7 @@ _SETUP = "make setup"
 _AS_ROOT = "run the tests as root"
 NEEDS: dict[str, Need] = {
     "bubblewrap": Need(_sandbox, "apt-get install bubblewrap"),
+    "chromium": Need(_chromium, "apt-get install chromium, and make setup"),
     "redis-server": Need(_program("redis-server"), "apt-get install redis-server"),
     "root": Need(_root, _AS_ROOT),
     "mounts": Need(_mounts, _AS_ROOT),

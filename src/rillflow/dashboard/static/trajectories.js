@@ -72,7 +72,7 @@ function paging(count, offset, set) {
   const last = Math.min(offset + PAGE, count);
   return [
     h("span", { class: "soft", text: count ? `${number(offset + 1)} to ${number(last)} of ${number(count)}` : "" }),
-    h("button", { text: "Newer", disabled: offset === 0, onclick: () => set({ offset: Math.max(offset - PAGE, 0) || null }) }),
+    h("button", { text: "Back", disabled: offset === 0, onclick: () => set({ offset: Math.max(offset - PAGE, 0) || null }) }),
     h("button", { text: "More", disabled: last >= count, onclick: () => set({ offset: offset + PAGE }) }),
   ];
 }
@@ -128,8 +128,9 @@ function forest(tree, data, chosen, set) {
       svg.append(s("path", { class: "edge", d: `M${x} ${middle(before)}C${x + 6} ${middle(before)} ${x - 6} ${middle(piece)} ${x} ${middle(piece)}` }));
     }
   }
+  const own = path(tree, chosen);
   for (const piece of tree.pieces) {
-    const node = s("g", { class: `node ${piece.sample === chosen ? "chosen" : ""}`, tabindex: 0, role: "button", "aria-label": `Sample ${piece.sample}, tokens ${piece.begin} to ${piece.end}`,
+    const node = s("g", { class: `node ${own.has(piece) ? "chosen" : ""}`, tabindex: 0, role: "button", "aria-label": `Sample ${piece.sample}, tokens ${piece.begin} to ${piece.end}`,
       onclick: () => set({ sample: piece.sample, path: data.samples[piece.sample].path }), onkeydown: (event) => { if (event.key === "Enter") set({ sample: piece.sample, path: data.samples[piece.sample].path }); } },
     s("rect", { class: piece.trained ? "f2" : "f7 given", x: 4 + piece.begin * scale, y: piece.row * row + 6, width: Math.max((piece.end - piece.begin) * scale, 1), height: 16, rx: 2 }),
     s("title", { text: `tokens ${piece.begin} to ${piece.end}: ${piece.trained ? "sampled, train" : "given, masked"}${piece.shared > 1 ? `; shared by ${piece.shared} paths` : ""}${piece.fork ? `; forked: ${piece.fork}` : ""}` }));
@@ -138,6 +139,13 @@ function forest(tree, data, chosen, set) {
   svg.append(s("text", { x: 4, y: height - 4, text: "0" }), s("text", { x: width - 4, y: height - 4, "text-anchor": "end", text: `${tree.tokens} tokens` }));
   return h("section", { class: "card" }, h("h2", { text: `Token tree${data.trees.length > 1 ? ` of ${tree.policy}` : ""}: ${tree.rows} path${tree.rows > 1 ? "s" : ""}` }), svg,
     h("div", { class: "legend" }, h("span", {}, h("i", { class: "f2" }), "sampled, trains"), h("span", {}, h("i", { class: "f7 given" }), "given, masked"), tree.cut ? h("span", { class: "warn", text: "only the first pieces are drawn" }) : null));
+}
+
+// The pieces of one sample, from its last back to the root.
+function path(tree, sample) {
+  const own = new Set();
+  for (let piece = tree.pieces.findLast((one) => one.sample === sample); piece; piece = tree.pieces[piece.parent]) own.add(piece);
+  return own;
 }
 
 function conversation(data, chosen, set) {
