@@ -13,6 +13,7 @@ from rillflow.cli import (
     pool,
     rewards,
     sandbox,
+    show,
     tools,
     watching,
 )
@@ -20,5 +21,5 @@ from rillflow.cli.app import app
 
 __all__ = [
     "advise", "app", "dashboard", "environments", "evaluate", "experiments", "label", "parts", "pool", "rewards",
-    "sandbox", "tools", "watching",
+    "sandbox", "show", "tools", "watching",
 ]  # fmt: skip

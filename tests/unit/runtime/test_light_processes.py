@@ -98,6 +98,7 @@ def test_the_dashboard(loaded: LoadedModules, folder: RunFolder) -> None:
         ["rewards"],
         ["tools"],
         ["audit", "RUN"],
+        ["show", "RUN"],
         ["nodes", "RUN"],
         ["tags", "RUN"],
         ["token", "RUN"],
