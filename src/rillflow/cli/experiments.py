@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 import rillflow
 from rillflow.cli.app import AddressOption, DashboardOption, RunArgument, RuntimeOption, app, clear_errors, errors
@@ -213,18 +212,17 @@ def warm() -> None:
 
 
 @app.command()
-def recipes() -> None:
-    """List the shipped recipes."""
-    from rillflow.config import recipes as shipped
-    from rillflow.config.load import FIT, read_raw
+def recipes(
+    name: Annotated[str | None, typer.Argument(help="Show this one whole", show_default="a line for each")] = None,
+) -> None:
+    """List the shipped recipes, a line for each; or show one whole."""
+    from rillflow.cli.shipped import list_recipes, show_shipped
 
-    table = Table("recipe", "start it with", "what it does", "file")
     with clear_errors():
-        for name, path in shipped().items():
-            raw = read_raw(name)
-            command = "fit" if FIT in raw else "run"
-            table.add_row(name, f"rillflow {command} {name}", str(raw.get("description", "")), str(path))
-    Console().print(table)
+        if name is None:
+            list_recipes()
+        else:
+            show_shipped(name)
 
 
 @app.command()

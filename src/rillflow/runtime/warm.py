@@ -271,9 +271,10 @@ def _run(request: Mapping[str, Any], channel: socket.socket, output: int, error:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
         traceback.print_exc()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who asked goes once it has the code
     sys.stdout.flush()
     sys.stderr.flush()
-    with suppress(OSError):  # who asked may have gone
+    with suppress(OSError):  # it may have gone before
         channel.sendall(json.dumps(code).encode())
     os._exit(code)
 

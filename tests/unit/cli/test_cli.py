@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import rillflow
 from rillflow.cli.main import app
-from rillflow.config import load_recipe, write_resolved
+from rillflow.config import load_recipe, recipes, write_resolved
 from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.process import GIVE_UP
 
@@ -34,10 +34,6 @@ def test_each_command_has_help(command: str) -> None:
 
 def test_version() -> None:
     assert f"rillflow {rillflow.__version__}" in runner.invoke(app, ["version"]).output
-
-
-def test_recipes_are_listed() -> None:
-    assert "quickstart" in runner.invoke(app, ["recipes"]).output
 
 
 def test_dry_run_prints_the_resolved_recipe() -> None:
@@ -206,3 +202,21 @@ def test_a_second_supervisor_leaves_no_trace(tmp_path: Path) -> None:
 def test_help_says_what_happens_without_an_option(command: str, default: str) -> None:
     output = runner.invoke(app, [command, "--help"]).output
     assert default in " ".join(output.replace("│", " ").split())
+
+
+def test_the_shipped_recipes_have_a_line_each_and_fit_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = runner.invoke(app, ["recipes"]).output.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= len(recipes()) + 3
+    assert [line.split()[:2] for line in lines if line.startswith("quickstart ")] == [["quickstart", "run"]]
+    assert [line.split()[:2] for line in lines if line.startswith("sft ")] == [["sft", "fit"]]
+
+
+def test_one_recipe_is_shown_whole() -> None:
+    shown = runner.invoke(app, ["recipes", "quickstart"]).output
+    assert recipes()["quickstart"].read_text() in shown
+    assert "start it with `rillflow run quickstart`" in shown
+    unknown = runner.invoke(app, ["recipes", "quikstart"])
+    assert unknown.exit_code == 2
+    assert "did you mean 'quickstart'" in unknown.output
