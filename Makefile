@@ -13,7 +13,7 @@ WHOLE := -n 3 --dist worksteal
 SLOW := $(sort $(shell grep -rlE --include='test_*.py' 'mark\.(slow|chaos)' tests))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check lock quickstart test coverage mutants test-slow soak test-all test-agents test-oracle test-engines test-sglang test-newest lint format docs bench clean
+.PHONY: help setup check lock quickstart test coverage mutants test-slow soak test-all test-agents test-trackers test-oracle test-engines test-sglang test-newest lint format docs bench clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -72,6 +72,10 @@ test-all: setup  ## everything: also real training runs and killed processes
 test-agents: setup  ## other people's agent packages, each in an environment of its own
 	bash scripts/make_agents_venv.sh
 	RILLFLOW_REQUIRE_ALL=1 $(BIN)/python -m pytest -m agents tests/conformance
+
+test-trackers: setup  ## Weights & Biases, MLflow and OpenTelemetry for real, in an environment of their own
+	bash scripts/make_venv.sh .venv-trackers trackers
+	RILLFLOW_REQUIRE_ALL=1 $(BIN)/python -m pytest -m trackers tests/conformance/test_trackers.py
 
 test-oracle: setup  ## our losses and advantages against verl's and TRL's, in an environment of their own
 	bash scripts/make_venv.sh .venv-oracle oracle

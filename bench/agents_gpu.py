@@ -66,7 +66,7 @@ def overrides(arguments: argparse.Namespace, model: str) -> list[str]:
         f"seed={arguments.seed}",
         f"trainer.steps={arguments.steps}",
         f"trainer.checkpoint_every={arguments.steps}",
-        "observe.tensorboard=false",
+        "observe.trackers.tensorboard=false",
         "observe.plot=false",
         "runtime.start_timeout=600",
     ]

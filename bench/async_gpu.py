@@ -88,7 +88,7 @@ def recipe(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
             "episodes": arguments.episodes,
             "refresh_every": arguments.refresh,
         },
-        "observe": {"tensorboard": False, "plot": False},
+        "observe": {"trackers": {"tensorboard": False}, "plot": False},
         "runtime": {"start_timeout": 300},
     }
 

@@ -152,7 +152,7 @@ def recipe(case: str, job: Case, model: str, prompts: Path, seed: int) -> dict[s
             "stream_groups": 4,
         },
         "rollout": {"nodes": best["nodes"], "episodes": best["episodes"], "refresh_every": 0.05},
-        "observe": {"tensorboard": False, "plot": False},
+        "observe": {"trackers": {"tensorboard": False}, "plot": False},
         "runtime": {"threads": 1},
     }
 

@@ -55,7 +55,7 @@ def recipe(arguments: argparse.Namespace, model: str, way: dict[str, float]) -> 
             "micro_tokens": 16384, "checkpoint_every": 1000,
         },
         "rollout": {"nodes": 1, "episodes": 64},
-        "observe": {"tensorboard": False, "plot": False},
+        "observe": {"trackers": {"tensorboard": False}, "plot": False},
         "runtime": {"start_timeout": 300},
     }  # fmt: skip
 

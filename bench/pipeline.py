@@ -92,7 +92,7 @@ def recipe(pipeline: str, model: Path, steps: int, **more: Any) -> dict[str, Any
             "attention": "sdpa",
         },
         "rollout": {"episodes": GROUPS * GROUP, "episode_timeout": 300.0},
-        "observe": {"tensorboard": False, "plot": False},
+        "observe": {"trackers": {"tensorboard": False}, "plot": False},
     }
     return made | more
 

@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,10 +43,21 @@ class Environment:
     below: str = ""
 
 
+# Extras that only the tests of trackers need, in the environment of that name.
+TRACKERS = ("mlflow", "otel", "wandb")
+
+
+def extras() -> tuple[str, ...]:
+    """Return uv's options for every extra of the package but those of trackers."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = [name for name in project["optional-dependencies"] if name not in TRACKERS]
+    return tuple(f"--extra={name}" for name in names)
+
+
 # In this order: a lock that others take versions from comes before them.
 ENVIRONMENTS: dict[str, Environment] = {
     # All that the tests, the linters and the documentation need: Rillflow, its extras, and the development tools.
-    "dev": Environment(arguments=("pyproject.toml", "--all-extras", "--group", "dev")),
+    "dev": Environment(arguments=("pyproject.toml", *extras(), "--group", "dev")),
     # What a user needs, in the same versions.
     "rillflow": Environment(arguments=("pyproject.toml",), below="dev"),
     # Tools that install and build: pip itself, and the build backends of packages that come as source.
@@ -67,6 +79,14 @@ ENVIRONMENTS: dict[str, Environment] = {
     "agents-autogen-agentchat": Environment("autogen-agentchat autogen-ext[openai]"),
     "agents-instructor": Environment("instructor"),
     "agents-crewai": Environment("crewai"),
+    # Weights & Biases, OpenTelemetry and a real MLflow server, less what its models and plots need; what a process of
+    # ours needs to feed them comes in the versions of `dev`.
+    "trackers": Environment(
+        "mlflow mlflow-skinny wandb opentelemetry-sdk opentelemetry-exporter-otlp-proto-http "
+        "httptools msgspec numpy prometheus-client psutil pydantic pyyaml starlette uvicorn xxhash",
+        without="aiohttp docker graphene gunicorn huey matplotlib pandas pyarrow scikit-learn scipy skops",
+        below="dev",
+    ),
     # verl and TRL, whose numbers `pytest -m oracle` compares ours with. Only their functions of numbers are called, so
     # most of what they require is left out.
     "oracle": Environment(

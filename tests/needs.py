@@ -157,6 +157,9 @@ NEEDS: dict[str, Need] = {
     "vllm": Need(_file(VLLM_PYTHON), "bash scripts/make_vllm_venv.sh"),
     "sglang": Need(_file(SGLANG_PYTHON), "bash scripts/make_sglang_venv.sh"),
     "oracle": Need(_file(ROOT / ".venv-oracle" / ".locked-oracle"), "bash scripts/make_venv.sh .venv-oracle oracle"),
+    "trackers": Need(
+        _file(ROOT / ".venv-trackers" / ".locked-trackers"), "bash scripts/make_venv.sh .venv-trackers trackers"
+    ),
     **{
         f"agents/{name}": Need(
             _file(ROOT / ".venv-agents" / name / f".locked-agents-{name}"), f"bash scripts/make_agents_venv.sh {name}"

@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from scripts.lock import ENVIRONMENTS, read, split_cuda
+from scripts.lock import ENVIRONMENTS, TRACKERS, read, split_cuda
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -36,12 +36,20 @@ def pins(name: str, python: str, machine: str) -> dict[str, str]:
     return found
 
 
-def asked(*, dev: bool) -> list[Requirement]:
+def asked(name: str) -> list[Requirement]:
+    """Return what the package asks for in the environment of that name. The extras of trackers have their own."""
     project = PROJECT["project"]
-    lists = [project["dependencies"]]
-    if dev:
-        lists += [*project["optional-dependencies"].values(), PROJECT["dependency-groups"]["dev"]]
-    return [Requirement(line) for lines in lists for line in lines]
+    extras = project["optional-dependencies"]
+    lists = {
+        "rillflow": [project["dependencies"]],
+        "trackers": [extras[extra] for extra in TRACKERS],
+        "dev": [
+            project["dependencies"],
+            *(lines for extra, lines in extras.items() if extra not in TRACKERS),
+            PROJECT["dependency-groups"]["dev"],
+        ],
+    }
+    return [Requirement(line) for lines in lists[name] for line in lines]
 
 
 def test_there_is_a_lock_for_every_environment() -> None:
@@ -56,10 +64,10 @@ def test_every_line_is_pinned(name: str) -> None:
 
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("python", PYTHONS)
-@pytest.mark.parametrize("name", ["rillflow", "dev"])
+@pytest.mark.parametrize("name", ["rillflow", "dev", "trackers"])
 def test_what_the_package_asks_for_is_pinned_within_its_ranges(name: str, python: str, machine: str) -> None:
     found = pins(name, python, machine)
-    for requirement in asked(dev=name == "dev"):
+    for requirement in asked(name):
         version = found.get(canonicalize_name(requirement.name))
         assert version is not None, f"{requirement} is not in requirements/{name}.txt: run `make lock`"
         assert requirement.specifier.contains(version), (

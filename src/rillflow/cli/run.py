@@ -23,7 +23,7 @@ from rillflow.observe.metrics import read_metrics
 from rillflow.observe.plot import plot_reward
 from rillflow.observe.progress import Progress
 from rillflow.observe.summary import summarise, summary_table
-from rillflow.observe.tensorboard import TensorBoard
+from rillflow.observe.trackers import Outcome, Trackers, check_trackers
 from rillflow.resources.workers import initial_workers
 from rillflow.runtime.early import EarlyServer
 from rillflow.runtime.folder import RunFolder
@@ -92,6 +92,7 @@ def check(recipe: Recipe) -> None:
 
     check_players(recipe)
     check_tools(recipe.tools)
+    check_trackers(recipe.observe.trackers)
     plan(recipe, initial_workers(recipe))
     for policy in recipe.policies.values():
         kl, critic = policy.trainer.kl, policy.trainer.critic
@@ -141,9 +142,8 @@ def run_folder(folder: RunFolder, where: Where | None = None, *, resume: bool = 
     """Run to the end; returns the exit code: 0 for a good end, 1 for a bad one, 130 when interrupted."""
     recipe = folder.recipe
     console.print(f"[bold]{recipe.name}[/] in {folder.root}", highlight=False, soft_wrap=True)
-    several = len(recipe.policies) > 1
-    curves = folder.root / "tensorboard"
-    board = TensorBoard(folder.metrics, curves, several=several) if recipe.observe.tensorboard else None
+    trackers = Trackers(folder)
+    outcome: Outcome = "failed"
     started, since = time.monotonic(), time.time()
     try:
         with ExitStack() as stack:
@@ -155,19 +155,21 @@ def run_folder(folder: RunFolder, where: Where | None = None, *, resume: bool = 
                 doors.show()
                 progress.show(status)
                 watch.look(status)
-                if board is not None:
-                    board.update()
+                trackers.start()
+                for news in trackers.news():
+                    progress.say(news)
 
             def on_dashboard(base: str) -> None:
                 progress.say(f"dashboard: {folder.dashboard_url(base)}")
 
             run = (where or Where()).run_of(folder, on_status, progress.starting, on_dashboard, resume=resume)
             status = asyncio.run(run.run())
+        outcome = "stopped" if status is None else "finished" if ended_well(status) else "failed"
     except RunError as error:
         raise RunError(error.message, f"{error.hint}; then `rillflow resume {folder.root}` goes on") from error
     finally:
-        if board is not None:
-            board.close()
+        for news in trackers.close(outcome):
+            console.print(news, highlight=False, markup=False, soft_wrap=True)
     if status is None:
         console.print(f"stopped; `rillflow resume {folder.root}` goes on where it was", highlight=False, soft_wrap=True)
         return INTERRUPTED

@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from rillflow.config import agents, algorithm, engine, resources, schema, supervised, trainer, weights
+from rillflow.config import agents, algorithm, engine, resources, schema, supervised, trackers, trainer, weights
 
 SECTIONS: dict[str, type[BaseModel]] = {
     "top level": schema.Recipe,
@@ -37,6 +37,10 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "evaluation": schema.EvaluationConfig,
     "observe": schema.ObserveConfig,
     "observe.trajectories": schema.TrajectoriesConfig,
+    "observe.trackers": trackers.TrackersConfig,
+    "observe.trackers.wandb": trackers.WandbConfig,
+    "observe.trackers.mlflow": trackers.MlflowConfig,
+    "observe.trackers.jsonl": trackers.JsonlConfig,
     "resources": resources.ResourcesConfig,
     "resources.workers": resources.WorkersConfig,
     "resources.scaling": resources.ScalingConfig,

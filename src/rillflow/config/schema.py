@@ -15,6 +15,7 @@ from rillflow.config.agents import RewardConfig, ToolConfig
 from rillflow.config.base import Name, Named, NonNegative, Positive, Seconds, Section
 from rillflow.config.engine import EngineConfig
 from rillflow.config.resources import ResourcesConfig
+from rillflow.config.trackers import TrackersConfig
 from rillflow.config.trainer import TrainerConfig
 from rillflow.config.weights import WeightsConfig
 
@@ -279,9 +280,9 @@ class TrajectoriesConfig(Section):
 
 
 class ObserveConfig(Section):
-    tensorboard: bool = True
-    plot: bool = True
     trajectories: TrajectoriesConfig = TrajectoriesConfig()
+    trackers: TrackersConfig = TrackersConfig()
+    plot: bool = Field(True, description="draw reward.png and timeline.png at the end of a run")
 
 
 class RuntimeConfig(Section):

@@ -41,25 +41,36 @@ class Metrics:
 
 
 class MetricsReader:
-    """Follows the file: each call of `new` yields the lines that have been completed since the last one."""
+    """Follows the file: each call of `new` yields the lines that have been completed since the last one.
 
-    def __init__(self, path: Path) -> None:
+    `at` is the byte up to which it has read; a reader that begins there goes on after another.
+    """
+
+    def __init__(self, path: Path, at: int = 0) -> None:
         self._path = path
-        self._at = 0
+        self.at = at
 
     def new(self) -> Iterator[dict[str, Any]]:
         if not self._path.is_file():
             return
         with open(self._path, "rb") as file:
-            file.seek(self._at)
+            file.seek(self.at)
             for line in file:
                 if not line.endswith(b"\n"):
                     return  # still being written
-                self._at += len(line)
+                self.at += len(line)
                 try:
                     yield json.loads(line)
                 except ValueError:
                     continue  # a line torn by a crash: what it said is in the ledger
+
+    def left(self) -> int:
+        """Return how many whole lines have not been read."""
+        if not self._path.is_file():
+            return 0
+        with open(self._path, "rb") as file:
+            file.seek(self.at)
+            return sum(line.endswith(b"\n") for line in file)
 
 
 def read_metrics(path: Path, first: str) -> Metrics:

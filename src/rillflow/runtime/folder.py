@@ -7,7 +7,7 @@ metrics.jsonl    one line per step              units/           payloads (stora
 weights/         published versions             checkpoints/     trainers' own
 workers.json     workers, tags, assignments     timeline/        who did what when
 gateway/         sessions, one folder per node  tensorboard/     event files
-starting/        what each process does at its start
+starting/        what each process does         trackers/        what each tracker was sent
 trajectories.sqlite  episodes kept for people
 reward.png, summary.json at the end
 """

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import errno
 import io
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +9,10 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from rillflow.observe.event_file import EventFile
 from rillflow.observe.metrics import MetricsReader, read_metrics
 from rillflow.observe.plot import plot_reward, running_mean
 from rillflow.observe.progress import Progress, sparkline
 from rillflow.observe.summary import summarise, summary_table
-from rillflow.observe.tensorboard import TensorBoard
 from rillflow.storage.startup import Starting
 from rillflow.types import Evaluation, PolicyStatus, Status, UserError
 
@@ -99,33 +95,6 @@ def test_sparkline() -> None:
     assert sparkline([]) == ""
 
 
-def test_tensorboard_files(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    board = TensorBoard(path, tmp_path / "tb")
-    board.update()
-    assert not (tmp_path / "tb").exists()
-    write(path, [step(1, 0.1)])
-    board.update()
-    write(path, [{"event": "evaluation", "version": 1, "reward": 0.4, "time": 2.0}])
-    board.close()
-    (events,) = (tmp_path / "tb").iterdir()
-    content = events.read_bytes()
-    assert b"heldout/reward" in content
-    assert b"loss" in content
-
-
-def test_each_of_several_policies_has_its_own_curves(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    write(path, [step(1, 0.1), step(1, 0.2) | {"policy": "checker"}, {"event": "balance", "time": 1.0}])
-    board = TensorBoard(path, tmp_path / "tb", several=True)
-    board.update()
-    board.close()
-    (events,) = (tmp_path / "tb").iterdir()
-    tags = set(re.findall(rb"[a-z]+/[a-z_]+", events.read_bytes()))
-    assert {b"agent/reward", b"checker/reward", b"agent/loss", b"checker/loss"} <= tags
-    assert not any(tag.endswith(b"/step") for tag in tags)
-
-
 @pytest.mark.parametrize("terminal", [False, True])
 def test_several_policies_are_shown_at_their_own_steps(terminal: bool) -> None:
     one = PolicyStatus(
@@ -139,18 +108,6 @@ def test_several_policies_are_shown_at_their_own_steps(terminal: bool) -> None:
         progress.show(status(policies=policies))
     assert "checker" in output.getvalue()
     assert "7/10" in output.getvalue()
-
-
-def test_curves_that_cannot_be_written_fail_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: EventFile) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    path = tmp_path / "metrics.jsonl"
-    board = TensorBoard(path, tmp_path / "tb")
-    monkeypatch.setattr(EventFile, "flush", full)
-    write(path, [step(1, 0.1)])
-    board.update()
-    board.close()
 
 
 def test_failed_episodes_are_counted_where_people_look(tmp_path: Path) -> None:

@@ -1,0 +1,101 @@
+"""The trackers that a recipe can name, and those of a run together. Adding one touches this table and the schema."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rillflow.config.secrets import masked
+from rillflow.config.trackers import JsonlConfig, TrackersConfig
+from rillflow.errors import ConfigError
+from rillflow.observe.trackers.base import Outcome, Tracked, Tracker
+from rillflow.observe.trackers.feed import Feed
+from rillflow.observe.trackers.jsonl import JsonLines
+from rillflow.observe.trackers.mlflow import Mlflow
+from rillflow.observe.trackers.tensorboard import TensorBoard
+from rillflow.observe.trackers.wandb import Wandb
+from rillflow.runtime.folder import RunFolder
+
+CLOSING = 30.0  # seconds that all trackers together have for the rest at the end of a run
+
+
+def _tensorboard(_: bool, run: Tracked) -> Tracker:
+    return TensorBoard(run.folder / "tensorboard")
+
+
+def _jsonl(settings: JsonlConfig, run: Tracked) -> Tracker:
+    return JsonLines(Path(settings.path) if settings.path else run.folder / "trackers" / "scalars.jsonl")
+
+
+# By the name in `observe.trackers`, given its settings there. Packages are imported by the tracker's own thread.
+TRACKERS: dict[str, Callable[[Any, Tracked], Tracker]] = {
+    "tensorboard": _tensorboard,
+    "wandb": Wandb,
+    "mlflow": Mlflow,
+    "jsonl": _jsonl,
+}
+_PACKAGES = ("wandb", "mlflow")  # extras of the same names
+
+
+def chosen(settings: TrackersConfig) -> dict[str, Any]:
+    """Return the settings of the trackers that a recipe names."""
+    return {name: found for name in TRACKERS if (found := getattr(settings, name)) not in (None, False)}
+
+
+def check_trackers(settings: TrackersConfig) -> None:
+    """ConfigError if the recipe names a tracker whose package is not installed."""
+    for name in chosen(settings):
+        if name in _PACKAGES and importlib.util.find_spec(name) is None:
+            raise ConfigError(f"observe.trackers.{name} needs the package {name}", f"pip install 'rillflow[{name}]'")
+
+
+class Trackers:
+    """The trackers of a run that this process supervises, at work from `start` until `close`."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        recipe = folder.recipe
+        run = Tracked(folder.root.name, folder.root, masked(recipe.model_dump(mode="json")))
+        several = len(recipe.policies) > 1
+        self._feeds = [
+            Feed(name, _opener(name, settings, run), folder.metrics, note_of(folder, name), several=several)
+            for name, settings in chosen(recipe.observe.trackers).items()
+        ]
+        self._started = False
+
+    def start(self) -> None:
+        """Begin, once this process holds the run: two that send would repeat each other. More calls do nothing."""
+        if not self._started:
+            self._started = True
+            for feed in self._feeds:
+                feed.start()
+
+    def news(self) -> list[str]:
+        """Return what a person has to be told since the last call."""
+        found: list[str] = []
+        for feed in self._feeds:
+            while feed.news:
+                found.append(feed.news.pop(0))
+        return found
+
+    def close(self, outcome: Outcome, seconds: float = CLOSING) -> list[str]:
+        """Send the rest, for a limited time; returns what a person has to be told."""
+        if not self._started:
+            return []
+        for feed in self._feeds:
+            feed.stop(outcome)
+        deadline = time.monotonic() + seconds
+        for feed in self._feeds:
+            feed.join(max(0.0, deadline - time.monotonic()))
+        return self.news()
+
+
+def note_of(folder: RunFolder, name: str) -> Path:
+    return folder.root / "trackers" / f"{name}.json"
+
+
+def _opener(name: str, settings: Any, run: Tracked) -> Callable[[dict[str, str]], Tracker]:
+    return lambda ids: TRACKERS[name](settings, replace(run, ids=ids))

@@ -1,0 +1,149 @@
+"""Real trackers take what a run writes: Weights & Biases offline, and an MLflow server of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from needs import ROOT
+from rillflow.config import load_recipe
+from rillflow.runtime.folder import RunFolder
+
+pytestmark = [pytest.mark.trackers, pytest.mark.needs("trackers")]
+
+PYTHON = ROOT / ".venv-trackers" / "bin" / "python"
+SCRIPTS = Path(__file__).parent / "trackers"
+SECONDS = 300.0
+# Neither package may look for its maker's servers.
+QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "WANDB_ERROR_REPORTING": "false"}
+
+
+def environment(home: Path) -> dict[str, str]:
+    return {"HOME": str(home), "PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin", **QUIET}
+
+
+def script(name: str, *arguments: object, home: Path) -> Any:
+    """Return what a script printed as its last line, which is JSON."""
+    command = [str(PYTHON), str(SCRIPTS / name), *map(str, arguments)]
+    done = subprocess.run(
+        command, env=environment(home), cwd=home, capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@contextmanager
+def mlflow_server(folder: Path) -> Iterator[str]:
+    command = [str(PYTHON), str(SCRIPTS / "mlflow_server.py"), str(folder)]
+    with open(folder / "server.log", "w") as log:
+        process = subprocess.Popen(command, env=environment(folder), stdout=subprocess.PIPE, stderr=log, text=True)
+    try:
+        assert process.stdout is not None
+        port = process.stdout.readline().strip()
+        assert port.isdigit(), (folder / "server.log").read_text()
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def step(seq: int, policy: str, number: int, reward: float) -> dict[str, Any]:
+    when = 1000.0 + seq
+    return {
+        "seq": seq,
+        "policy": policy,
+        "step": number,
+        "version": number,
+        "time": when,
+        "reward": reward,
+        "loss": 0.5,
+    }
+
+
+FIRST = [
+    {"seq": 1, "event": "evaluation", "version": 0, "time": 1001.0, "reward": 0.25, "episodes": 4, "failed": 0},
+    step(2, "solver", 1, 0.1),
+    step(3, "verifier", 1, 0.6),
+    step(4, "solver", 2, 0.2),
+]
+SECOND = [
+    {"seq": 5, "event": "rollback", "policy": "solver", "version": 1, "step": 1, "orphaned": [2], "time": 1005.0},
+    step(6, "solver", 2, 0.3),
+]
+
+
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run of two policies and its resume, in both trackers."""
+    home = tmp_path_factory.mktemp("trackers")
+    with mlflow_server(home) as url:
+        overrides = (
+            "observe.trackers.wandb.mode=offline", "observe.trackers.wandb.project=colours",
+            "observe.trackers.wandb.tags=[red, blue]", "observe.trackers.wandb.name=first try",
+            f"observe.trackers.mlflow.tracking_uri={url.replace('://', '://user:hidden@')}",
+            "observe.trackers.mlflow.experiment=colours", "observe.trackers.mlflow.tags.team=rl",
+        )  # fmt: skip
+        folder = RunFolder.create(load_recipe("solver_verifier", overrides), home)
+        for name, lines in (("first", FIRST), ("second", SECOND)):
+            (home / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        found = script("feed.py", folder.root, home / "first", home / "second", home=home)
+    wandb = script("read_wandb.py", folder.root / "trackers", home=home)
+    return {**found, "wandb": wandb, "folder": folder}
+
+
+def test_nothing_failed(tracked: dict[str, Any]) -> None:
+    assert tracked["news"] == []
+
+
+def test_wandb_has_every_point_once_under_the_names_of_its_policy(tracked: dict[str, Any]) -> None:
+    rows = tracked["wandb"]["rows"]
+    assert [row["solver/reward"] for row in rows if "solver/reward" in row] == [0.1, 0.2, 0.3]
+    assert [row["solver/step"] for row in rows if "solver/reward" in row] == [1, 2, 2]
+    assert [row["verifier/reward"] for row in rows if "verifier/reward" in row] == [0.6]
+    assert [row["heldout/version"] for row in rows if "heldout/reward" in row] == [0]
+    assert [row["solver/rollback/version"] for row in rows if "solver/rollback/version" in row] == [1]
+
+
+def test_wandb_draws_each_policy_over_its_own_steps(tracked: dict[str, Any]) -> None:
+    axes = tracked["wandb"]["axes"]
+    assert axes["solver/reward"] == "solver/step"
+    assert axes["verifier/loss"] == "verifier/step"
+    assert axes["heldout/reward"] == "heldout/version"
+
+
+def test_a_resumed_run_is_the_same_run_at_wandb(tracked: dict[str, Any]) -> None:
+    found = tracked["wandb"]
+    assert len(found["ids"]) == 2
+    assert len(set(found["ids"])) == 1
+    assert set(found["names"]) == {"first try"}
+    assert set(found["projects"]) == {"colours"}
+    assert found["tags"][0] == ["red", "blue"]
+
+
+def test_the_recipe_is_there_without_its_secrets(tracked: dict[str, Any]) -> None:
+    config, parameters = tracked["wandb"]["config"], tracked["mlflow"]["params"]
+    assert config["name"] == parameters["name"] == "solver_verifier"
+    assert parameters["observe.trackers.mlflow.experiment"] == "colours"
+    assert "hidden" not in json.dumps(config)
+    assert "hidden" not in json.dumps(parameters)
+
+
+def test_mlflow_has_every_point_once(tracked: dict[str, Any]) -> None:
+    found = tracked["mlflow"]
+    assert found["runs"] == 1, "the resumed run is the same run"
+    assert found["history"]["solver/reward"] == [[1, 0.1, 1002000], [2, 0.2, 1004000], [2, 0.3, 1006000]]
+    assert found["history"]["verifier/reward"] == [[1, 0.6, 1003000]]
+    assert found["history"]["solver/rollback/version"] == [[1, 1.0, 1005000]]
+    assert found["history"]["heldout/reward"] == [[0, 0.25, 1001000]]
+
+
+def test_mlflow_knows_the_run(tracked: dict[str, Any]) -> None:
+    found = tracked["mlflow"]
+    assert (found["name"], found["status"]) == (tracked["folder"].root.name, "FINISHED")
+    assert found["tags"]["team"] == "rl"
