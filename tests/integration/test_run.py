@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 import rillflow
+from chrome_trace import check_trace, flows_of
 from commands import Cli, Started, processes_of, steps_of, wait_until
+from exposed_metrics import check_board, check_table
 from loaded_modules import LoadedModules
 
 SHORT = [
@@ -26,7 +28,7 @@ def test_a_short_run_leaves_what_it_promises(cli: Cli, monkeypatch: pytest.Monke
     loaded = LoadedModules(cli.cwd / "loaded")
     for name, value in loaded.environment.items():
         monkeypatch.setenv(name, value)
-    run = cli.run("run", "stockroom", *SHORT)
+    run = cli.run("run", "stockroom", *SHORT, "--profile", "2")
     folder = run.folder
     for name in ("recipe.yaml", "metrics.jsonl", "reward.png", "summary.json", "state.json", "ledger.sqlite"):
         assert (folder / name).stat().st_size > 0, name
@@ -46,6 +48,14 @@ def test_a_short_run_leaves_what_it_promises(cli: Cli, monkeypatch: pytest.Monke
     report = cli.run("audit", str(folder), "--json")
     audited = json.loads(report.output())
     assert audited["balanced"]
+    assert (folder / "profiles" / "agent" / "steps-2.rank-0.json").stat().st_size > 0
+
+    cli.run("trace", str(folder))
+    trace = json.loads((folder / "trace.json").read_text())
+    check_trace(trace)
+    assert {"b000000", "step to version 1"} <= {name for flow in flows_of(trace).values() for name in flow}
+    life = cli.run("trace", str(folder), "--episode", "t000000.0").output()
+    assert "admitted as group t000000" in life
 
     again = cli.run("resume", str(folder))
     assert "nothing to resume" in again.output()
@@ -101,12 +111,14 @@ def test_a_running_run_is_closed_measured_and_alone_and_stops_on_ctrl_c(cli: Cli
     names, folder = {"dataflow", "unit-0", "rollout-0", "trainer-agent"}, run.folder / "endpoints"
     wait_until(lambda: {path.stem for path in folder.glob("*.json")} == names, "every process to listen", 600)
     services = {path.stem: json.loads(path.read_text())["url"] for path in folder.glob("*.json")}
-    for url in services.values():
+    exposed: dict[str, str] = {}
+    for name, url in services.items():
         assert url.startswith("http://127.0.0.1:")
         assert fetch(f"{url}/metrics", "") == (401, "")
-        status, text = fetch(f"{url}/metrics", token)
+        status, exposed[name] = fetch(f"{url}/metrics", token)
         assert status == 200
-        assert "rillflow_requests_total" in text
+    check_table(exposed)
+    check_board(exposed)
     second = cli.run("resume", str(run.folder), code=2)
     assert "another process is running" in second.output()
     interrupt_and_check(run)

@@ -29,6 +29,9 @@ def run(
     runtime: RuntimeOption = "local",
     address: AddressOption = None,
     dashboard: DashboardOption = True,
+    profile: Annotated[
+        str | None, typer.Option(help="Steps for torch's profiler, such as 3-5; sets trainer.profile", metavar="STEPS")
+    ] = None,
 ) -> None:
     """Run a recipe: starts every process, here or on a Ray cluster, shows progress, ends with a summary and a plot."""
     from rillflow.runtime.early import early_server
@@ -39,7 +42,8 @@ def run(
         from rillflow.runtime.folder import RunFolder
 
         where = Where(runtime, address, early, dashboard)
-        loaded = load_recipe(recipe, (*where.overrides, *(overrides or ())))
+        profiled = () if profile is None else (f'trainer.profile="{profile}"',)
+        loaded = load_recipe(recipe, (*where.overrides, *profiled, *(overrides or ())))
         if dry_run:
             show_recipe(loaded)
             return

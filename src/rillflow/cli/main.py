@@ -9,6 +9,7 @@ from rillflow.cli import (
     evaluate,
     experiments,
     label,
+    observe,
     parts,
     pool,
     rewards,
@@ -20,6 +21,6 @@ from rillflow.cli import (
 from rillflow.cli.app import app
 
 __all__ = [
-    "advise", "app", "dashboard", "environments", "evaluate", "experiments", "label", "parts", "pool", "rewards",
-    "sandbox", "show", "tools", "watching",
+    "advise", "app", "dashboard", "environments", "evaluate", "experiments", "label", "observe", "parts", "pool",
+    "rewards", "sandbox", "show", "tools", "watching",
 ]  # fmt: skip

@@ -9,6 +9,8 @@ from pydantic import Field, model_validator
 from rillflow.config.algorithm import AlgorithmConfig
 from rillflow.config.base import Beta, Name, NonNegative, Positive, Seconds, Section
 
+_MOST_PROFILED = 20  # steps: a profile is held in memory until its last step
+
 
 class NodeConfig(Section):
     """A node of a step graph. Written short, it is the name of its function or where that is (file.py:function)."""
@@ -102,6 +104,12 @@ class TrainerConfig(AlgorithmConfig):
     checkpoint_every: Positive = Field(10, description="optimizer steps between checkpoints")
     keep_checkpoints: Positive = 2
     batch_wait: Seconds = Field(600.0, description="longest wait for a batch before the run fails, saying why")
+    profile: str | None = Field(
+        None,
+        pattern=r"^[1-9]\d*(-[1-9]\d*)?$",
+        description="optimizer steps that torch's profiler looks at, such as `3-5`, at most 20; written to "
+        "RUN/profiles/POLICY",
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> TrainerConfig:
@@ -111,4 +119,8 @@ class TrainerConfig(AlgorithmConfig):
             raise ValueError("updates cannot be more than batch_groups: each update needs a group")
         if self.lora is not None and self.sharding == "fsdp":
             raise ValueError("lora needs sharding: none")
+        if self.profile is not None:
+            first, _, last = self.profile.partition("-")
+            if not 0 <= int(last or first) - int(first) < _MOST_PROFILED:
+                raise ValueError(f"profile: {self.profile} must be one to {_MOST_PROFILED} steps, the first one first")
         return self

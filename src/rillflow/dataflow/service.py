@@ -121,7 +121,7 @@ class DataflowService(Service):
                 ledger, group_reward, token, seconds=reward_timeout, carry_out=self._carry_out, clock=self._clock
             )
         self._keeper = None if keep is None else TrajectoryKeeper(ledger, *keep, token, self.registry)
-        self.registry.register(LedgerGauges(ledger))
+        self.registry.register(LedgerGauges(ledger, self._clock))
         self.registry.register(BalanceGauges(ledger.balances))
         self._add_routes()
 

@@ -105,6 +105,8 @@ class Gateway(Service):
         self._gate = Gate(self.limits.total, "calls of this gateway")
         self._texts = TextThreads()
         self.sessions = Sessions(token, self.limits, self._clock, log)
+        self.gauge("rillflow_gateway_sessions", "Sessions that are open", lambda: len(self.sessions))
+        self.gauge("rillflow_gateway_calls", "Model calls that are being answered", lambda: self._gate.at_work)
         self._add_routes()
 
     def _add_routes(self) -> None:

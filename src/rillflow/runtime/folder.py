@@ -9,6 +9,7 @@ workers.json     workers, tags, assignments     timeline/        who did what wh
 gateway/         sessions, one folder per node  tensorboard/     event files
 starting/        what each process does         trackers/        what each tracker was sent
 trajectories.sqlite  episodes kept for people
+profiles/        torch's profiles of steps
 reward.png, summary.json at the end
 """
 

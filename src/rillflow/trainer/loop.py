@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -47,6 +48,7 @@ from rillflow.trainer.checkpoint import Checkpoints, State, random_state, restor
 from rillflow.trainer.parallel.peers import Alone, Peers
 from rillflow.trainer.parallel.publication import ShardPublisher
 from rillflow.trainer.parts import Parts, RunOver, Stopped
+from rillflow.trainer.profiling import StepProfiler
 from rillflow.trainer.publisher import Publisher, Retention
 from rillflow.trainer.stream import Stream
 from rillflow.types import KeptTokens
@@ -110,7 +112,7 @@ class TrainerLoop:
     `in_use` are the versions that live nodes serve, `wanted` those to be kept besides; `published` hears of every
     change of the store. A `generator` samples while a batch is waited for, if the worker's graph generates. With
     `shard_deltas` the ranks of a sharded model publish together; otherwise rank 0 does. `probe` makes the probe of the
-    weights as they are; all ranks call it together. `spans` hear when it trains.
+    weights as they are; all ranks call it together. `spans` hear when it trains. A `profiler` looks at some steps.
     """
 
     def __init__(
@@ -136,6 +138,7 @@ class TrainerLoop:
         shard_deltas: bool = False,
         probe: Callable[[], Probe | None] = _unproven,
         spans: Spans | None = None,
+        profiler: StepProfiler | None = None,
     ) -> None:
         self._stream = stream
         self._worker = worker
@@ -157,6 +160,7 @@ class TrainerLoop:
         self._probe = probe
         self._proof: Probe | None = None  # the probe of the weights as they are
         self._spans = spans or NoSpans()
+        self._profiler = profiler
         self._delayed = config.publish_delay > 0 and not publish_first
         self._version = 0
         self._next = 1
@@ -190,6 +194,8 @@ class TrainerLoop:
             return not isinstance(why, RunOver)
         finally:
             self._stream.abandon()
+            if self._profiler is not None:
+                self._profiler.close()
         return self._stop()
 
     def _wants_more(self) -> bool:
@@ -279,7 +285,8 @@ class TrainerLoop:
             return False
         started = self._clock.monotonic()
         try:
-            metrics = self._worker.step(parts, self._check, self._take)
+            with self._profiler.around(self._worker.steps + 1) if self._profiler is not None else nullcontext():
+                metrics = self._worker.step(parts, self._check, self._take)
         except (LeaseLost, DamagedRows) as error:
             self._abandon(parts, error)
             return True

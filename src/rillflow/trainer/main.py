@@ -33,6 +33,7 @@ from rillflow.trainer.parallel.peers import Peers
 from rillflow.trainer.parallel.ranks import RankStream
 from rillflow.trainer.parallel.rendezvous import connect, device_of
 from rillflow.trainer.process import prepare_torch, stops_on_signal
+from rillflow.trainer.profiling import StepProfiler
 from rillflow.trainer.stream import RemoteStream, Stream
 from rillflow.weights import FolderStore
 from rillflow.weights.delta.ahead import Ahead
@@ -207,6 +208,7 @@ def build_loop(
         shard_deltas=settings.writes_deltas and _sharded(recipe, policy, peers),
         probe=worker.prober(settings),
         spans=spans,
+        profiler=StepProfiler.of(settings.trainer.profile, folder / "profiles" / policy, peers.rank),
     )
 
 

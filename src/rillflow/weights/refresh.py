@@ -86,6 +86,7 @@ class Transfers:
     def __init__(self) -> None:
         self.last: deque[Transfer] = deque(maxlen=_KEPT)
         self.loads = self.delta_loads = self.bytes = 0
+        self.proven = self.refuted = 0  # probes that the engine reproduced, and that it did not
         self.fetch = self.verify = self.apply = self.pause = 0.0
 
     def add(self, transfer: Transfer) -> None:
@@ -200,6 +201,7 @@ class Refresher:
 
     def _note_good(self, version: int) -> None:
         self._served, self._failed, self.trouble = version, None, ""
+        self.transfers.proven += 1
         self._said.clear()
 
     def _rests(self, head: int) -> bool:
@@ -209,6 +211,7 @@ class Refresher:
     async def _mistrust(self, error: ProbeMismatch) -> None:
         """Say what is wrong, to the log and to the run: the engine serves nothing until weights prove right."""
         self._failed = error.version, self._clock.monotonic() + _AGAIN
+        self.transfers.refuted += 1
         earlier: dict[int, Probe] = {}
         for version in {self._served, _ROOT} - {error.version}:
             with suppress(*_TROUBLE):  # it may have been removed

@@ -160,6 +160,10 @@ class Service:
         self.get("/health", self._health, "reader")
         self.route("/metrics", self._metrics, ["GET"], "reader")
 
+    def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
+        """A number for Prometheus, read when it is asked for."""
+        Gauge(name, text, registry=self.registry).set_function(read)
+
     # ------------------------------------------------------------ routes
 
     def post(self, path: str, handler: Callable[[Body], Awaitable[Any]], body: type[Body], *scopes: TokenScope) -> None:

@@ -3,7 +3,8 @@
     python read_wandb.py FOLDER
 
 The files are in LevelDB's log format: after 7 bytes, blocks of 32 KiB with records
-`u32 checksum | u16 length | u8 type | data`; a record of type 1 is whole, those of types 2, 3 and 4 are its first, middle and last part.
+`u32 checksum | u16 length | u8 type | data`; a record of type 1 is whole, those of types 2, 3 and 4 are its first,
+middle and last part.
 """
 
 from __future__ import annotations

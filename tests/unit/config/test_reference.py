@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rillflow.config import agents, algorithm, base, engine, resources, schema, supervised, trainer, weights
+from rillflow.config import agents, algorithm, base, engine, resources, schema, supervised, trackers, trainer, weights
 from rillflow.config.reference import SECTIONS, reference
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "recipes.md"
@@ -16,7 +16,7 @@ def test_no_section_of_a_recipe_is_left_out() -> None:
     written_short = {base.Section, base.Named, schema.HookConfig, algorithm.AlgorithmConfig}
     sections = {
         kind
-        for module in (agents, algorithm, engine, resources, schema, supervised, trainer, weights)
+        for module in (agents, algorithm, engine, resources, schema, supervised, trackers, trainer, weights)
         for kind in vars(module).values()
         if isinstance(kind, type) and issubclass(kind, base.Section)
     }

@@ -261,12 +261,30 @@ async def test_stages_are_served_over_the_wire(tmp_path):
 
 
 async def test_metrics_for_prometheus(tmp_path):
-    async with served(tmp_path) as run:
-        await run.lease()
+    async with served(tmp_path, clock=FakeClock()) as run:
+        leases = (await run.lease()).leases
+        stats = {"engines": 2.0, f"{POLICY}.probes_failed": 1.0}
+        attempts = [lease.attempt for lease in leases]
+        await run.client.heartbeat(
+            Heartbeat(node="n0", incarnation="a", attempts=attempts, versions={POLICY: 0}, capacity=1, stats=stats), 5.0
+        )
         text = (await call(run.url, "GET", "/metrics"))[1].decode()
         assert 'rillflow_count{name="playing"} 2.0' in text
         assert "rillflow_nodes 1.0" in text
         assert f'rillflow_version{{policy="{POLICY}"}} 0.0' in text
+        assert "rillflow_reward{" not in text, "there was no step yet"
+        assert "rillflow_task_lease_age 0.0" in text
+        assert f'rillflow_node_held{{node="n0"}} {len(leases)}.0' in text
+        assert f'rillflow_node_probes_failed{{node="n0",policy="{POLICY}"}} 1.0' in text
+        assert 'rillflow_node_engines{node="n0",policy=""} 2.0' in text
+        await run.join()
+        for lease in leases:
+            await run.done(lease)
+        await run.commit((await run.ask("a")).batch, 1)
+        text = (await call(run.url, "GET", "/metrics"))[1].decode()
+        assert f'rillflow_steps{{policy="{POLICY}"}} 1.0' in text
+        assert f'rillflow_reward{{policy="{POLICY}"}}' in text
+        assert f'rillflow_last_samples{{policy="{POLICY}"}}' in text
 
 
 async def test_rollbacks_are_told_and_lines_come_once_after_a_restart(tmp_path):

@@ -80,6 +80,8 @@ class UnitService(Service):
         self._beating: asyncio.Task[None] | None = None
         self._url = ""
         self._lately, self._written, self._looked_at = 0.0, 0, self._clock.monotonic()
+        self.gauge("rillflow_unit_written_bytes", "Bytes written since the unit was opened", lambda: self._written)
+        self.gauge("rillflow_unit_waiting_bytes", "Bytes of puts that are not durable yet", lambda: self._puts.bytes)
         self.post("/put", self._put, PutRows, "node", "trainer")
         self.post("/get", self._get, GetRows, "trainer")
         self.get("/info", self.info, "reader")

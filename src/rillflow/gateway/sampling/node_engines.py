@@ -171,12 +171,17 @@ class NodeEngines:
                 f"{policy}.generated_tokens": now.generated_tokens,
                 f"{policy}.prefilled_tokens": now.prefilled_tokens,
                 f"{policy}.reused_tokens": now.reused_tokens,
+                f"{policy}.sequences_running": now.running,
+                f"{policy}.sequences_waiting": now.waiting,
+                f"{policy}.slots": now.slots,
                 f"{policy}.loads": transfers.loads,
                 f"{policy}.delta_loads": transfers.delta_loads,
                 f"{policy}.load_seconds": transfers.apply,
                 f"{policy}.pause_seconds": transfers.pause,
                 f"{policy}.pull_seconds": transfers.fetch + transfers.verify,
                 f"{policy}.pull_bytes": transfers.bytes,
+                f"{policy}.probes_passed": transfers.proven,
+                f"{policy}.probes_failed": transfers.refuted,
             }
         return stats
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-_NOT_MEASURED = frozenset({"step", "version", "time", "seq"})
+from rillflow.observe.trackers.follower import Outcome
 
-Outcome = Literal["finished", "failed", "stopped"]
+_NOT_MEASURED = frozenset({"step", "version", "time", "seq"})
 
 
 @dataclass(frozen=True)

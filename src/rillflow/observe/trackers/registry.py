@@ -12,8 +12,9 @@ from typing import Any
 from rillflow.config.secrets import masked
 from rillflow.config.trackers import JsonlConfig, TrackersConfig
 from rillflow.errors import ConfigError
-from rillflow.observe.trackers.base import Outcome, Tracked, Tracker
+from rillflow.observe.trackers.base import Tracked, Tracker
 from rillflow.observe.trackers.feed import Feed
+from rillflow.observe.trackers.follower import Outcome
 from rillflow.observe.trackers.jsonl import JsonLines
 from rillflow.observe.trackers.mlflow import Mlflow
 from rillflow.observe.trackers.tensorboard import TensorBoard

@@ -15,8 +15,6 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from prometheus_client import Gauge
-
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import CorruptData, QueueFull, RillflowError, Unavailable
 from rillflow.storage import file_hash, write_atomic
@@ -298,8 +296,7 @@ def _write(path: Path, data: bytes) -> None:
 class RelayService(WeightService):
     def __init__(self, shelf: RelayShelf, token: str) -> None:
         super().__init__(shelf, Keyring.of_reader(token), name="relay")
-        fetched = Gauge("rillflow_relay_fetched_bytes", "Bytes of files from upstream", registry=self.registry)
-        fetched.set_function(lambda: shelf.fetched)
+        self.gauge("rillflow_relay_fetched_bytes", "Bytes of files from upstream", lambda: shelf.fetched)
 
 
 async def serve_relay(

@@ -1,0 +1,177 @@
+"""What became of episodes, read from the ledger: when each was leased and ended, and which step trained it."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rillflow.dataflow.snapshot import Snapshot
+from rillflow.errors import RunError
+
+_EPISODES = """
+SELECT a.id AS attempt, a.task AS id, a.node, a.state, a.cause, a.leased_at AS begin, a.ended_at AS end,
+    t.grp AS grp, t.lane AS lane, t.reward, t.samples, t.calls,
+    t.attempt = a.id AND a.state = 'done' AS counts, g.prompt
+FROM attempts a JOIN tasks t ON t.id = a.task JOIN groups g ON g.id = t.grp
+"""
+# Every batch that a group was trained in, replays included; the step of a batch is on a live or an orphaned line.
+_STEPS = """
+SELECT b.id AS batch, b.policy, b.state, b.leased_at AS begin, b.ended_at AS end, b.members AS groups, b.samples,
+    b.produced AS version, s.at, s.step_seconds AS seconds, s.wait_seconds AS waited, s.reward, s.state AS line
+FROM batches b LEFT JOIN steps s ON s.policy = b.policy AND s.version = b.produced
+"""
+
+
+class Episode(NamedTuple):
+    """One attempt at a task. `counts`: its samples were taken. A held one has no end yet."""
+
+    attempt: str
+    id: str
+    node: str
+    state: str
+    cause: str
+    begin: float
+    end: float | None
+    group: str
+    lane: str
+    reward: float | None
+    samples: int
+    calls: int | None
+    counts: bool
+    prompt: str
+
+
+class Step(NamedTuple):
+    """A batch, and the optimizer step that it became; `at` is when the step was committed."""
+
+    batch: str
+    policy: str
+    state: str
+    begin: float
+    end: float | None
+    groups: int
+    samples: int
+    version: int | None
+    at: float | None
+    seconds: float | None
+    waited: float | None
+    reward: float | None
+    line: str | None
+
+
+class Evaluation(NamedTuple):
+    """An evaluation round."""
+
+    id: int
+    version: int
+    state: str
+    begin: float
+    end: float | None
+    reward: float | None
+
+
+@dataclass(frozen=True)
+class History:
+    """The newest episodes, in the order of their leases; all batches; the batches that each group was trained in."""
+
+    episodes: list[Episode]
+    episodes_in_all: int
+    steps: list[Step]
+    evaluations: list[Evaluation]
+    batches_of: dict[str, list[str]]
+
+
+def read_history(reads: Snapshot, most: int) -> History:
+    """Return at most `most` episodes and as many steps."""
+    episodes = reads.all(f"{_EPISODES} ORDER BY a.leased_at DESC LIMIT ?", (most,))
+    steps = reads.all(f"{_STEPS} ORDER BY b.leased_at DESC LIMIT ?", (most,))
+    rounds = reads.all(
+        "SELECT id, version, state, admitted_at AS begin, ended_at AS end, reward FROM rounds ORDER BY id DESC LIMIT ?",
+        (most,),
+    )
+    groups = {row["grp"] for row in episodes}
+    batches_of: dict[str, list[str]] = {}
+    for row in reads.connection.execute("SELECT grp, batch FROM members ORDER BY batch, n"):
+        if row["grp"] in groups:
+            batches_of.setdefault(row["grp"], []).append(row["batch"])
+    return History(
+        episodes=[_episode(row) for row in reversed(episodes)],
+        episodes_in_all=int(reads.value("SELECT count(*) FROM attempts")),
+        steps=[Step(*row) for row in reversed(steps)],
+        evaluations=[Evaluation(*row) for row in reversed(rounds)],
+        batches_of=batches_of,
+    )
+
+
+def _episode(row: sqlite3.Row) -> Episode:
+    return Episode(*row)._replace(counts=bool(row["counts"]))
+
+
+# ---------------------------------------------------------------- the life of one episode
+
+
+class Moment(NamedTuple):
+    """Something that happened to an episode, in words."""
+
+    time: float
+    what: str
+
+
+def life_of(reads: Snapshot, task: str) -> list[Moment]:
+    """Return what happened to one task, from its prompt to the optimizer steps; RunError if there is no such task."""
+    rows = reads.all("SELECT t.*, g.prompt, g.admitted_at, g.state AS gstate, g.cause AS gcause, g.ended_at AS gended "
+                     "FROM tasks t JOIN groups g ON g.id = t.grp WHERE t.id = ?", (task,))  # fmt: skip
+    if not rows:
+        known = reads.value("SELECT id FROM tasks ORDER BY id LIMIT 1")
+        raise RunError(f"the run has no episode {task!r}", f"ids are such as {known}; `rillflow trace RUN` shows all")
+    row = rows[0]
+    moments = [Moment(row["admitted_at"], f"prompt {row['prompt']} admitted as group {row['grp']} ({row['lane']})")]
+    for one in reads.all(f"{_EPISODES} WHERE a.task = ? ORDER BY a.leased_at", (task,)):
+        moments += _of_attempt(_episode(one))
+    moments += _of_samples(reads, row)
+    if row["gended"] is not None:
+        why = f" ({row['gcause']})" if row["gcause"] else ""
+        moments.append(Moment(row["gended"], f"group {row['grp']} ended: {row['gstate']}{why}"))
+    if row["lane"] == "train":
+        for step in _steps_of(reads, row["grp"]):
+            moments += _of_step(step)
+    return sorted(moments, key=lambda moment: moment.time)
+
+
+def _of_attempt(episode: Episode) -> list[Moment]:
+    found = [Moment(episode.begin, f"leased to {episode.node} as {episode.attempt}")]
+    if episode.end is not None:
+        why = f" ({episode.cause})" if episode.cause else ""
+        found.append(
+            Moment(episode.end, f"{episode.attempt} {episode.state}{why} after {episode.end - episode.begin:.2f} s")
+        )
+    return found
+
+
+def _of_samples(reads: Snapshot, task: sqlite3.Row) -> list[Moment]:
+    ended = reads.value("SELECT ended_at FROM attempts WHERE id = ?", (task["attempt"],))
+    rows = reads.all("SELECT * FROM samples WHERE grp = ? AND place = ? ORDER BY n", (task["grp"], task["place"]))
+    return [
+        Moment(
+            ended or task["admitted_at"],
+            f"sample {row['n']} of policy {row['policy']}: {row['trained']} of {row['tokens']} tokens to train, "
+            f"versions {row['oldest']} to {row['newest']}, reward {row['reward']:g}",
+        )
+        for row in rows
+    ]
+
+
+def _steps_of(reads: Snapshot, group: str) -> list[Step]:
+    query = f"{_STEPS} WHERE b.id IN (SELECT batch FROM members WHERE grp = ?) ORDER BY b.leased_at"
+    return [Step(*row) for row in reads.all(query, (group,))]
+
+
+def _of_step(step: Step) -> list[Moment]:
+    found = [Moment(step.begin, f"served to the trainer of {step.policy} in batch {step.batch}")]
+    if step.at is not None:
+        line = "" if step.line == "live" else f", which is {step.line}"
+        found.append(Moment(step.at, f"trained into version {step.version} of {step.policy}{line}"))
+    elif step.end is not None:
+        found.append(Moment(step.end, f"batch {step.batch} {step.state}"))
+    return found

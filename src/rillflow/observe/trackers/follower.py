@@ -1,0 +1,89 @@
+"""A thread that follows what a run writes and sends it elsewhere, without the run noticing.
+
+What it sends stays in the run folder, which is the queue: a receiver that is slow or away falls behind in it, and
+memory holds one batch at most. An error is told once, then tried again with growing pauses.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from abc import ABC, abstractmethod
+from typing import Literal
+
+log = logging.getLogger(__name__)
+
+POLL = 1.0  # seconds between two looks
+PATIENCE = 60.0  # at most, between two attempts at a receiver that fails
+
+Outcome = Literal["finished", "failed", "stopped"]
+
+
+class Follower(ABC):
+    """`news` holds what a person must be told: that sending fails (once), and at the end what was not sent."""
+
+    def __init__(self, name: str, *, poll: float = POLL) -> None:
+        self.name = name
+        self.news: list[str] = []
+        self._poll = poll
+        self._failed = False
+        self._outcome: Outcome = "stopped"
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name=f"tracker-{name}", daemon=True)
+
+    @abstractmethod
+    def advance(self) -> bool:
+        """Send the next batch; whether there was one. It may raise, and is called again later then."""
+
+    @abstractmethod
+    def close(self, outcome: Outcome) -> None:
+        """Say goodbye to the receiver; called once, after the rest was sent. It may raise."""
+
+    @abstractmethod
+    def unsent(self) -> str:
+        """Return what has not been sent, in words; empty if that is nothing."""
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, outcome: Outcome) -> None:
+        """Ask it to send the rest and to close; returns at once."""
+        self._outcome = outcome
+        self._stop.set()
+
+    def join(self, seconds: float) -> None:
+        """Wait for that. A receiver that has not finished by then is abandoned; what it did not take is told."""
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            self.news.append(f"tracker {self.name} did not finish within {seconds:.0f} s")
+        if left := self.unsent():
+            self.news.append(f"tracker {self.name}: {left} could not be sent; `rillflow resume` sends the rest")
+
+    # ------------------------------------------------------------ in the thread
+
+    def _follow(self) -> None:
+        pause = self._poll
+        while not self._stop.wait(pause):
+            pause = self._poll if self._attempt() else min(2 * pause, PATIENCE)
+        if self._attempt():
+            try:
+                self.close(self._outcome)
+            except (Exception, SystemExit) as error:
+                self._tell(error)
+
+    def _attempt(self) -> bool:
+        """Send all that is new; whether that went well. No error of a receiver goes further than this."""
+        try:
+            while self.advance():
+                pass
+        except (Exception, SystemExit) as error:
+            self._tell(error)
+            return False
+        return True
+
+    def _tell(self, error: BaseException) -> None:
+        log.warning("tracker %s failed", self.name, exc_info=error)
+        if not self._failed:
+            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            self.news.append(f"tracker {self.name} fails, and is tried again while the run goes on: {text}")
+        self._failed = True
