@@ -1,4 +1,4 @@
-"""Real trackers take what a run writes: Weights & Biases offline, and an MLflow server of its own."""
+"""Real trackers take what a run writes: Weights & Biases offline, an MLflow server, and a receiver of OTLP."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from dataflow_world import World
 from needs import ROOT
 from rillflow.config import load_recipe
 from rillflow.runtime.folder import RunFolder
+from rillflow.storage.spans import Span
 
 pytestmark = [pytest.mark.trackers, pytest.mark.needs("trackers")]
 
@@ -147,3 +149,40 @@ def test_mlflow_knows_the_run(tracked: dict[str, Any]) -> None:
     found = tracked["mlflow"]
     assert (found["name"], found["status"]) == (tracked["folder"].root.name, "FINISHED")
     assert found["tags"]["team"] == "rl"
+
+
+def test_opentelemetry_gets_every_span_once_and_steps_lead_to_their_episodes(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    failed, *leases = world.lease(4)
+    world.clock.time += 1
+    world.fail(failed, "tool_error")
+    for lease in [*leases, *world.lease()]:
+        world.done(lease)
+    world.clock.time += 1
+    world.step()
+    world.ledger.commit()
+    world.close()
+    world.path.rename(tmp_path / "ledger.sqlite")
+    states = [Span("rollout", 1000.0, 1001.5), Span("idle", 1001.5, 1002.0), Span("load", 1002.0, 1002.25)]
+    (tmp_path / "timeline").mkdir()
+    lines = (json.dumps([span.state, span.begin, span.end]) + "\n" for span in states)
+    (tmp_path / "timeline" / "n0.jsonl").write_text("".join(lines))
+
+    found = script("otlp.py", tmp_path, home=tmp_path)
+    assert "fails, and is tried again while the run goes on" in found["refused"][0]
+    assert "5 episodes could not be sent" in found["refused"][1]
+    assert found["news"] == found["again"] == []
+    spans = {span["name"]: span for span in found["spans"] if not span["name"].startswith("episode ")}
+    episodes = [span for span in found["spans"] if span["name"].startswith("episode ")]
+    assert len(found["spans"]) == len({span["span"] for span in found["spans"]}) == 5 + 3, "none is sent twice"
+    assert [one["attributes"]["rillflow.cause"] for one in episodes if one["failed"]] == ["tool_error"]
+    first = next(one for one in episodes if one["failed"])
+    assert (first["begin"], first["end"]) == (1_000 * 10**9, 1_001 * 10**9)
+    assert first["attributes"]["rillflow.prompt"] == "p0"
+    assert first["resource"]["service.name"] == "rillflow"
+    retried = [one for one in episodes if one["name"] == first["name"]]
+    assert len({one["trace"] for one in retried}) == 1 < len(retried), "leases of an episode are one trace"
+    step = spans["step to version 1"]
+    assert set(step["links"]) == {one["span"] for one in episodes if not one["failed"]}
+    assert spans["rollout"]["attributes"] == {"rillflow.worker": "n0"}
+    assert spans["load"]["end"] - spans["load"]["begin"] == 250_000_000

@@ -41,6 +41,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "observe.trackers.wandb": trackers.WandbConfig,
     "observe.trackers.mlflow": trackers.MlflowConfig,
     "observe.trackers.jsonl": trackers.JsonlConfig,
+    "observe.opentelemetry": trackers.OpenTelemetryConfig,
     "resources": resources.ResourcesConfig,
     "resources.workers": resources.WorkersConfig,
     "resources.scaling": resources.ScalingConfig,

@@ -15,7 +15,7 @@ from rillflow.config.agents import RewardConfig, ToolConfig
 from rillflow.config.base import Name, Named, NonNegative, Positive, Seconds, Section
 from rillflow.config.engine import EngineConfig
 from rillflow.config.resources import ResourcesConfig
-from rillflow.config.trackers import TrackersConfig
+from rillflow.config.trackers import OpenTelemetryConfig, TrackersConfig
 from rillflow.config.trainer import TrainerConfig
 from rillflow.config.weights import WeightsConfig
 
@@ -282,6 +282,7 @@ class TrajectoriesConfig(Section):
 class ObserveConfig(Section):
     trajectories: TrajectoriesConfig = TrajectoriesConfig()
     trackers: TrackersConfig = TrackersConfig()
+    opentelemetry: OpenTelemetryConfig | None = Field(None, description="sends the run's spans to a receiver")
     plot: bool = Field(True, description="draw reward.png and timeline.png at the end of a run")
 
 

@@ -42,3 +42,10 @@ class TrackersConfig(Section):
     wandb: WandbConfig | None = Field(None, description="Weights & Biases; `{}` takes the defaults")
     mlflow: MlflowConfig | None = None
     jsonl: JsonlConfig | None = None
+
+
+class OpenTelemetryConfig(Section):
+    endpoint: str = Field(
+        description="where spans are sent by OTLP over HTTP, such as http://collector:4318/v1/traces; headers come "
+        "from OTEL_EXPORTER_OTLP_HEADERS"
+    )

@@ -22,6 +22,8 @@ SELECT b.id AS batch, b.policy, b.state, b.leased_at AS begin, b.ended_at AS end
 FROM batches b LEFT JOIN steps s ON s.policy = b.policy AND s.version = b.produced
 """
 
+_NEVER = 1e300  # after every time
+
 
 class Episode(NamedTuple):
     """One attempt at a task. `counts`: its samples were taken. A held one has no end yet."""
@@ -106,6 +108,34 @@ def read_history(reads: Snapshot, most: int) -> History:
 
 def _episode(row: sqlite3.Row) -> Episode:
     return Episode(*row)._replace(counts=bool(row["counts"]))
+
+
+def ended_episodes(reads: Snapshot, after: float, most: int) -> list[Episode]:
+    """Return the first `most` episodes that ended after a time, and those that ended at the same moment as the last."""
+    last = reads.value(
+        "SELECT ended_at FROM attempts WHERE ended_at > ? ORDER BY ended_at LIMIT 1 OFFSET ?", (after, most - 1)
+    )
+    rows = reads.all(
+        f"{_EPISODES} WHERE a.ended_at > ? AND a.ended_at <= ? ORDER BY a.ended_at", (after, last or _NEVER)
+    )
+    return [_episode(row) for row in rows]
+
+
+def ended_steps(reads: Snapshot, after: float, most: int) -> list[tuple[Step, list[tuple[str, str]]]]:
+    """Return the first `most` steps that were committed after a time, and those of the same moment as the last; each
+    with the ids and attempts of the episodes that it trained."""
+    last = reads.value("SELECT at FROM steps WHERE at > ? ORDER BY at LIMIT 1 OFFSET ?", (after, most - 1))
+    rows = reads.all(f"{_STEPS} WHERE s.at > ? AND s.at <= ? ORDER BY s.at", (after, last or _NEVER))
+    return [(step, _trained_by(reads, step.batch)) for step in (Step(*row) for row in rows)]
+
+
+def _trained_by(reads: Snapshot, batch: str) -> list[tuple[str, str]]:
+    rows = reads.all(
+        "SELECT DISTINCT t.id, t.attempt FROM members m JOIN tasks t ON t.grp = m.grp "
+        "WHERE m.batch = ? AND t.state = 'done' ORDER BY t.id",
+        (batch,),
+    )
+    return [(row["id"], row["attempt"]) for row in rows]
 
 
 # ---------------------------------------------------------------- the life of one episode

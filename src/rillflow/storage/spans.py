@@ -9,10 +9,11 @@ lines is no reason to stop: they are dropped, which is said once.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Literal, Protocol, get_args
@@ -167,9 +168,50 @@ def read_spans(run: Path) -> dict[str, list[Span]]:
     return {worker: _joined(spans) for worker, spans in sorted(found.items())}
 
 
+class SpanFollower:
+    """Follows the files of a run: each call of `new` returns the spans that have ended since the last one.
+
+    A worker's last span may go on; it comes with what follows it, or when the `rest` is asked for. What was written in
+    the moment in which a file became full may be missed.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self._folder = run / FOLDER
+        self._at: dict[str, int] = {}
+        self._open: dict[str, list[Span]] = {}
+
+    def new(self, *, rest: bool = False) -> dict[str, list[Span]]:
+        found: dict[str, list[Span]] = {}
+        for path in sorted(self._folder.glob("*.jsonl") if self._folder.is_dir() else ()):
+            match = _NAME.fullmatch(path.name)
+            if match is None:
+                continue
+            worker = match["worker"]
+            spans = _joined([*self._open.pop(worker, []), *_decoded(self._tail(path))])
+            if not rest:
+                self._open[worker], spans = spans[-1:], spans[:-1]
+            if spans:
+                found[worker] = spans
+        return found
+
+    def _tail(self, path: Path) -> list[bytes]:
+        """The whole lines that are new in a file; of one that was begun anew, all."""
+        at = self._at.get(path.name, 0)
+        with open(path, "rb") as file:
+            file.seek(at if at <= file.seek(0, os.SEEK_END) else 0)
+            data = file.read()
+            end = data.rfind(b"\n") + 1
+            self._at[path.name] = file.tell() - len(data) + end
+        return data[:end].splitlines()
+
+
 def _lines(path: Path) -> Iterator[Span]:
+    return _decoded(path.read_bytes().splitlines())
+
+
+def _decoded(lines: Iterable[bytes]) -> Iterator[Span]:
     decoder = msgspec.json.Decoder(Span)
-    for line in path.read_bytes().splitlines():
+    for line in lines:
         with suppress(msgspec.MsgspecError):
             span = decoder.decode(line)
             if span.state in STATES and span.begin <= span.end:

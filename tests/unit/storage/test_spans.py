@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rillflow.storage.spans import BOUND, STATES, Doing, Span, SpanLog, open_spans, read_spans
+from rillflow.storage.spans import BOUND, STATES, Doing, Span, SpanFollower, SpanLog, open_spans, read_spans
 
 
 class Clock:
@@ -163,3 +163,26 @@ def test_spans_follow_each_other_without_gap_or_overlap(
     found = read_spans(folder).get("w", [])
     assert all(one.end == two.begin for one, two in itertools.pairwise(found))
     assert all(span.begin < span.end for span in found)
+
+
+def test_a_follower_gives_each_span_once_when_it_has_ended(spans: SpanLog, clock: Clock, tmp_path: Path) -> None:
+    follower = SpanFollower(tmp_path)
+    assert follower.new() == {}
+    with spans.doing("train"):
+        at(clock, 101)
+        spans.flush()
+        assert follower.new() == {}, "it may go on"
+        at(clock, 102)
+        spans.flush()
+    at(clock, 103)
+    spans.flush()
+    path = tmp_path / "timeline" / "w.jsonl"
+    with open(path, "ab") as file:
+        file.write(b'["load",103')  # half a line
+    assert follower.new() == {"w": [Span("train", 100.0, 102.0)]}
+    with open(path, "ab") as file:
+        file.write(b".0,104.0]\n")
+    assert follower.new() == {"w": [Span("idle", 102.0, 103.0)]}
+    path.write_text('["rollout",105.0,106.0]\n')  # a new file in place of a full one
+    assert follower.new(rest=True) == {"w": [Span("load", 103.0, 104.0), Span("rollout", 105.0, 106.0)]}
+    assert follower.new(rest=True) == {}

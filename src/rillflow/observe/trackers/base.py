@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from rillflow.observe.trackers.follower import Outcome
+from rillflow.observe.follower import Outcome
 
 _NOT_MEASURED = frozenset({"step", "version", "time", "seq"})
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import msgspec
 
+from rillflow.observe.follower import POLL, Follower, Outcome
 from rillflow.observe.metrics import MetricsReader
 from rillflow.observe.trackers.base import Point, Tracker, point_of
-from rillflow.observe.trackers.follower import POLL, Follower, Outcome
 from rillflow.storage import write_atomic
 
 BATCH = 200  # lines that are sent at once

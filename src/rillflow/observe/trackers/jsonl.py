@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from rillflow.observe.follower import Outcome
 from rillflow.observe.trackers.base import Point
-from rillflow.observe.trackers.follower import Outcome
 
 
 class JsonLines:

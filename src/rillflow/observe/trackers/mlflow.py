@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from rillflow.config.trackers import MlflowConfig
+from rillflow.observe.follower import Outcome
 from rillflow.observe.trackers.base import Point, Tracked, flat
-from rillflow.observe.trackers.follower import Outcome
 
 # What a server takes at most.
 _METRICS, _PARAMETERS, _KEY, _VALUE = 1000, 100, 250, 6000

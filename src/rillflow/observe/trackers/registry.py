@@ -9,12 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rillflow.config import ObserveConfig
 from rillflow.config.secrets import masked
 from rillflow.config.trackers import JsonlConfig, TrackersConfig
 from rillflow.errors import ConfigError
+from rillflow.observe.follower import Follower, Outcome
+from rillflow.observe.span_export import SpanExport
 from rillflow.observe.trackers.base import Tracked, Tracker
 from rillflow.observe.trackers.feed import Feed
-from rillflow.observe.trackers.follower import Outcome
 from rillflow.observe.trackers.jsonl import JsonLines
 from rillflow.observe.trackers.mlflow import Mlflow
 from rillflow.observe.trackers.tensorboard import TensorBoard
@@ -47,11 +49,21 @@ def chosen(settings: TrackersConfig) -> dict[str, Any]:
     return {name: found for name in TRACKERS if (found := getattr(settings, name)) not in (None, False)}
 
 
-def check_trackers(settings: TrackersConfig) -> None:
+def check_trackers(settings: ObserveConfig) -> None:
     """ConfigError if the recipe names a tracker whose package is not installed."""
-    for name in chosen(settings):
-        if name in _PACKAGES and importlib.util.find_spec(name) is None:
-            raise ConfigError(f"observe.trackers.{name} needs the package {name}", f"pip install 'rillflow[{name}]'")
+    wanted = {f"trackers.{name}": (name, name) for name in chosen(settings.trackers) if name in _PACKAGES}
+    if settings.opentelemetry is not None:
+        wanted["opentelemetry"] = ("opentelemetry.exporter", "otel")
+    for key, (package, extra) in wanted.items():
+        if not _installed(package):
+            raise ConfigError(f"observe.{key} needs the package {package}", f"pip install 'rillflow[{extra}]'")
+
+
+def _installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # of the package around it
+        return False
 
 
 class Trackers:
@@ -61,10 +73,12 @@ class Trackers:
         recipe = folder.recipe
         run = Tracked(folder.root.name, folder.root, masked(recipe.model_dump(mode="json")))
         several = len(recipe.policies) > 1
-        self._feeds = [
+        self._feeds: list[Follower] = [
             Feed(name, _opener(name, settings, run), folder.metrics, note_of(folder, name), several=several)
             for name, settings in chosen(recipe.observe.trackers).items()
         ]
+        if (spans := recipe.observe.opentelemetry) is not None:
+            self._feeds.append(SpanExport(spans.endpoint, folder.root, folder.ledger))
         self._started = False
 
     def start(self) -> None:

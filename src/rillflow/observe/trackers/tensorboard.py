@@ -7,8 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from rillflow.observe.event_file import EventFile
+from rillflow.observe.follower import Outcome
 from rillflow.observe.trackers.base import Point
-from rillflow.observe.trackers.follower import Outcome
 
 
 class TensorBoard:

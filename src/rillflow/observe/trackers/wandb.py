@@ -7,8 +7,8 @@ import secrets
 from collections.abc import Sequence
 
 from rillflow.config.trackers import WandbConfig
+from rillflow.observe.follower import Outcome
 from rillflow.observe.trackers.base import Point, Tracked
-from rillflow.observe.trackers.follower import Outcome
 
 UPLOAD = 20.0  # seconds for what is still to be uploaded at the end; the rest stays on disk for `wandb sync`
 

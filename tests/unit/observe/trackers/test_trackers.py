@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rillflow.config import load_recipe
-from rillflow.config.trackers import JsonlConfig, MlflowConfig, TrackersConfig, WandbConfig
+from rillflow.config import ObserveConfig, load_recipe
+from rillflow.config.trackers import JsonlConfig, MlflowConfig, OpenTelemetryConfig, TrackersConfig, WandbConfig
 from rillflow.errors import ConfigError
 from rillflow.observe.trackers import Trackers, check_trackers
 from rillflow.observe.trackers.base import flat, point_of
@@ -185,8 +185,12 @@ def test_the_trackers_of_a_run(tmp_path: Path) -> None:
 
 def test_a_tracker_without_its_package_is_refused_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    check_trackers(TrackersConfig(jsonl=JsonlConfig()))
-    for settings in (TrackersConfig(wandb=WandbConfig()), TrackersConfig(mlflow=MlflowConfig())):
+    check_trackers(ObserveConfig(trackers=TrackersConfig(jsonl=JsonlConfig())))
+    for settings in (
+        ObserveConfig(trackers=TrackersConfig(wandb=WandbConfig())),
+        ObserveConfig(trackers=TrackersConfig(mlflow=MlflowConfig())),
+        ObserveConfig(opentelemetry=OpenTelemetryConfig(endpoint="http://127.0.0.1:1/v1/traces")),
+    ):
         with pytest.raises(ConfigError, match="needs the package") as refused:
             check_trackers(settings)
         assert "pip install 'rillflow[" in refused.value.hint
