@@ -49,7 +49,7 @@ def label(
         if not collected.episodes:
             raise DataError(
                 f"no episode of {folder} can be read ({collected.gone} transcripts are gone)",
-                "label a run soon after it, or raise its dataflow.units.drop_after",
+                "label a run soon after it, raise its dataflow.units.drop_after, or keep more (observe.trajectories)",
             )
         train, apart = split(collected.episodes, _HELDOUT_EVERY) if heldout else (collected.episodes, [])
         missing = _write(out, train, judge)

@@ -18,6 +18,7 @@ from xxhash import xxh3_64_hexdigest
 from rillflow.agents.rewards.answers import text_of
 from rillflow.dataflow.rules import derive_seed
 from rillflow.errors import RewardError, RunError
+from rillflow.evaluate.kept import KeptEpisodes
 from rillflow.evaluate.records import Record, RecordFile
 from rillflow.evaluate.stage import Ended, Stage
 from rillflow.evaluate.suites import Suite
@@ -67,8 +68,9 @@ async def play_suite(
     seed: int,
     at_once: int,
     show: Callable[[Tally], None],
+    kept: KeptEpisodes,
 ) -> list[Record]:
-    """All records of the suite. RunError where nothing but failures comes."""
+    """All records of the suite; its episodes are `kept` for people. RunError where nothing but failures comes."""
     tally = Tally(suite.name, suite.source.length * samples)
     known = records.of([(prompt.id, sample) for prompt, sample in wanted(suite, samples)])
     for record in known:
@@ -79,7 +81,9 @@ async def play_suite(
 
     async def work(todo: Iterator[tuple[Prompt, int]]) -> None:
         for prompt, sample in todo:
-            record = await _play(suite, stage, prompt, sample, seed)
+            task, ended = await _play(suite, stage, prompt, sample, seed)
+            await kept.keep(suite.name, task, ended)
+            record = _record(suite, task, ended)
             records.add(record)
             tally.add(record)
             tally.tokens += record.tokens
@@ -101,7 +105,7 @@ async def play_suite(
     return records.of([(prompt.id, sample) for prompt, sample in wanted(suite, samples)])
 
 
-async def _play(suite: Suite, stage: Stage, prompt: Prompt, sample: int, seed: int) -> Record:
+async def _play(suite: Suite, stage: Stage, prompt: Prompt, sample: int, seed: int) -> tuple[Task, Ended]:
     own = derive_seed(seed, suite.name, prompt.id, sample)
     group = f"{suite.name}/{prompt.id}"
     task = Task(id=f"{group}/{sample}", prompt=prompt, group=group, place=sample, lane="eval", seed=own)
@@ -110,12 +114,12 @@ async def _play(suite: Suite, stage: Stage, prompt: Prompt, sample: int, seed: i
         if not ended.cause or ended.cause in _FOR_GOOD:
             break
         ended = await stage.play(task)
-    return _record(suite, task, ended)
+    return task, ended
 
 
 def _record(suite: Suite, task: Task, ended: Ended) -> Record:
     left = ended.record
-    if left is None:
+    if ended.cause or left is None:
         return Record(task.prompt.id, task.place, task.seed, cause=ended.cause, error=ended.error)
     first = suite.recipe.policy
     sampled = {policy: left.samples(policy) for policy in suite.recipe.policies}

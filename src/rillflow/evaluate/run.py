@@ -1,7 +1,7 @@
 """An evaluation from the engines' start to the report: one benchmark after the other, by the same engines.
 
 Its folder: recipe.yaml (what played), settings.json (what must be the same for records to be added to), one file of
-records for each benchmark, report.json, logs/ of servers.
+records for each benchmark, report.json, logs/ of servers, trajectories.sqlite (what was said).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from rillflow.agents.rewards.registry import load_group_reward
 from rillflow.config import Recipe
 from rillflow.errors import ConfigError
+from rillflow.evaluate.kept import KeptEpisodes
 from rillflow.evaluate.playing import Tally, play_suite
 from rillflow.evaluate.records import Record, RecordFile, fingerprint
 from rillflow.evaluate.scores import Scores, score
@@ -74,6 +75,7 @@ async def evaluate(evaluation: Evaluation, show: Callable[[Tally], None]) -> dic
             "give a recipe whose `reward` is of single episodes, or a benchmark, which has its own",
         )
     results: dict[str, Result] = {}
+    kept = KeptEpisodes(evaluation.folder, evaluation.recipe)
     async with open_engines(evaluation.recipe, evaluation.folder / "logs") as engines:
         for suite in evaluation.suites:
             played = Tally(suite.name, 0)
@@ -94,9 +96,11 @@ async def evaluate(evaluation: Evaluation, show: Callable[[Tally], None]) -> dic
                         seed=evaluation.seed,
                         at_once=suite.recipe.rollout.episodes,
                         show=seen,
+                        kept=kept,
                     )
             finally:
                 file.close()
+                kept.close()
             results[suite.name] = _result(found, played.tokens, time.monotonic() - begun, evaluation.seed)
     write_json(evaluation.folder / REPORT, report(evaluation, results))
     return results

@@ -38,7 +38,7 @@ NAME = "evaluation"
 
 @dataclass(frozen=True)
 class Ended:
-    """An episode's end: what it left and its rewards, the trajectory's first; or why there are none.
+    """An episode's end: what it left and its rewards, the trajectory's first; or the `cause` why there are none.
 
     `trace` is the traceback of user code that failed the episode, `errors` are those that it survived.
     """
@@ -54,8 +54,9 @@ class Ended:
     errors: Sequence[UserError] = ()
 
     @classmethod
-    def failed(cls, failure: EpisodeFailed) -> Ended:
-        return cls(cause=failure.cause, error=failure.error, trace=Tracebacks().told(failure.__cause__).strip())
+    def failed(cls, failure: EpisodeFailed, record: SessionRecord | None = None) -> Ended:
+        trace = Tracebacks().told(failure.__cause__).strip()
+        return cls(cause=failure.cause, error=failure.error, trace=trace, record=record)
 
 
 class Stage:
@@ -141,7 +142,7 @@ class _Ends:
         return Ack(accepted=True)
 
     async def fail(self, lease: TaskLease, failure: EpisodeFailed, record: SessionRecord | None) -> Ack:
-        self.ended[lease.attempt] = Ended.failed(failure)
+        self.ended[lease.attempt] = Ended.failed(failure, record)
         return Ack(accepted=False, reason=str(failure))
 
 

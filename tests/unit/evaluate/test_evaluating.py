@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import rillflow
 from rillflow.cli.main import app
 from rillflow.config import load_recipe
 from rillflow.evaluate.records import RecordFile
@@ -93,6 +94,16 @@ def test_answers_are_graded_by_the_benchmark_and_vote() -> None:
     assert found["passed"]["16"]["value"] == 1.0
     low, high = found["average"]["bootstrap"]["low"], found["average"]["bootstrap"]["high"]
     assert low <= found["average"]["value"] <= high
+    kept = rillflow.trajectories("a")
+    assert (len(kept), len(rillflow.trajectories("a", reward=(1.0, None)))) == (
+        48,
+        sum(one.reward == 1 for one in records),
+    )
+    one = kept.infos(limit=1)[0]
+    assert (one.kept, one.lane, one.source, one.node) == ("evaluation", "evaluation", "gsm8k", "evaluation")
+    said = CliRunner().invoke(app, ["show", "a", one.id, "--tokens", "logprob"])
+    assert said.exit_code == 0, said.output
+    assert "assistant" in said.output
 
 
 def test_a_workflow_that_fails_is_no_zero() -> None:
@@ -102,6 +113,10 @@ def test_a_workflow_that_fails_is_no_zero() -> None:
     found = report("a")["benchmarks"]["gsm8k"]
     assert (found["rewarded"], found["no_reward"], found["average"]) == (0, {"workflow_error": 6}, None)
     assert "no such luck" in (Path("a") / "records" / "gsm8k.jsonl").read_text()
+    failed = list(rillflow.trajectories("a", status="failed"))
+    assert len(failed) == 6
+    assert "no such luck" in failed[0].error
+    assert "in fails" in failed[0].error
 
 
 def test_where_all_fails_it_stops_and_says_why() -> None:

@@ -1,7 +1,8 @@
 """From a run folder to the steps that its planners took, for a process reward model to learn from.
 
 Only training episodes are read: what is evaluated on is never learned from. Transcripts lie in the storage units as
-long as those keep them (`dataflow.units.drop_after`); episodes whose transcript is gone are counted, not guessed.
+long as those keep them (`dataflow.units.drop_after`), some of them also among the trajectories that the run keeps for
+people; episodes whose transcript is gone from both are counted, not guessed.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from rillflow.dataflow.sources import open_sources
 from rillflow.errors import CorruptData, DataError
 from rillflow.storage import SegmentReader
 from rillflow.storage.records import Place
+from rillflow.storage.trajectories import FILE, Trajectories
 
 _UNITS = "units"
 _TRANSCRIPT = "transcript"
@@ -65,7 +67,9 @@ def collect(recipe: Recipe, folder: Path) -> Collected:
     source = open_sources(recipe.data.prompts, seed=recipe.seed, shuffle=recipe.data.shuffle)
     episodes: list[Played] = []
     gone = empty = 0
-    for (task, outcome, place, prompt, *_), transcript in zip(rows, _transcripts(folder, rows), strict=True):
+    kept = _kept(folder)
+    for (task, outcome, place, prompt, *_), found in zip(rows, _transcripts(folder, rows), strict=True):
+        transcript = kept.get(task) if found is None else found
         if transcript is None:
             gone += 1
             continue
@@ -84,6 +88,13 @@ def decisions_of(transcript: Sequence[Mapping[str, Any]]) -> list[Decision]:
     said = [entry["messages"][-1] for entry in transcript if entry.get("agent") == ROLE and entry["messages"]]
     found = [parse(str(message.get("content") or "")) for message in said if message.get("role") == "assistant"]
     return [decision for decision in found if decision is not None]
+
+
+def _kept(folder: Path) -> dict[str, Sequence[Mapping[str, Any]]]:
+    """Return the transcripts of the training episodes that the run keeps for people."""
+    if not (folder / FILE).is_file():
+        return {}
+    return {one.info.id: one.paths for one in Trajectories(folder, lane="train", status="done") if one.paths}
 
 
 def _transcripts(folder: Path, rows: Sequence[tuple[Any, ...]]) -> Iterator[list[dict[str, Any]] | None]:
