@@ -23,7 +23,7 @@ export function mount(root, context) {
 function fleet(measures) {
   return h("section", { class: "card" }, h("h2", { text: "The fleet" }), table([
     { key: "title", title: "measure" }, { title: "mean", number: true, show: (row) => number(row.mean, row.unit) },
-    { title: "worst", number: true, show: (row) => h("span", { class: apart(row) ? "bad" : "", text: number(row.worst, row.unit) }) }, { key: "node", title: "of node" },
+    { title: "worst", number: true, show: (row) => h("span", { class: apart(row) ? "bad" : "", text: number(row.worst, row.unit) }) }, { key: "node", title: "of node", look: "nowrap" },
   ], measures));
 }
 
@@ -35,7 +35,7 @@ function apart(row) {
 
 function rows(nodes, operated, post) {
   const columns = [
-    { title: "node", show: (row) => h("b", { text: row.name }) },
+    { title: "node", look: "nowrap", show: (row) => h("b", { text: row.name }) },
     { title: "state", show: (row) => h("span", { class: `badge ${row.state === "healthy" ? "good" : "bad"}`, text: row.leaving && row.state === "healthy" ? "leaving" : row.state }) },
     { key: "active", title: "does" },
     { title: "episodes", number: true, show: (row) => `${row.held} of ${row.capacity}` },

@@ -58,7 +58,7 @@ function found(rows, order, context) {
   return table([
     { key: "id", title: "episode", sort: "id", show: (row) => h("a", { class: "mono", href: "#", text: row.id, tabindex: -1, onclick: (event) => event.preventDefault() }) },
     { title: "kept as", sort: "kept", show: (row) => h("span", { class: `badge ${{ best: "good", worst: "warn", failure: "bad" }[row.kept] || ""}`, text: row.kept }) },
-    plain("step"), plain("reward"), { key: "prompt", title: "prompt", sort: "prompt" },
+    plain("step"), plain("reward"), { key: "prompt", title: "prompt", sort: "prompt", look: "nowrap" },
     { title: "roles", show: (row) => (row.roles.length ? row.roles : row.policies).join(", ") },
     plain("tokens"), plain("trained", "trained", "tokens that train"), plain("calls"), plain("forks"),
     { title: "versions", number: true, sort: "oldest", show: (row) => (row.oldest === null ? "–" : row.oldest === row.newest ? `${row.oldest}` : `${row.oldest}–${row.newest}`) },
@@ -97,7 +97,7 @@ function episode(root, context) {
       box.replaceChildren(
         h("div", { class: "head" }, h("button", { text: "← All trajectories", onclick: () => set({ id: null, path: null, sample: null, colour: null }) }), h("h1", { class: "mono", text: data.info.id })),
         facts(data), data.error ? h("details", { class: "advice problem", open: true }, h("summary", {}, h("b", { text: data.info.cause || "failed" })), h("pre", { text: data.error })) : "",
-        ...data.trees.map((tree) => forest(tree, data, sample, set)),
+        ...data.trees.map((tree) => forest(tree, data, sample, set, Math.max(root.clientWidth - (root.clientWidth < 700 ? 46 : 74), 240))),
         h("div", { class: "two" }, conversation(data, path, set), data.samples.length ? await tokenView(data, sample, context) : ""),
         h("section", { class: "card" }, h("details", {}, h("summary", { text: "The prompt's payload" }), h("pre", { text: JSON.stringify(data.payload, null, 2) }))),
       );
@@ -117,9 +117,9 @@ function facts(data) {
 }
 
 // A token tree: each row is a path, from its first token on the left; what paths share is drawn once.
-function forest(tree, data, chosen, set) {
-  const width = 1000, row = 26, height = tree.rows * row + 26, scale = (width - 8) / Math.max(tree.tokens, 1);
-  const svg = s("svg", { viewBox: `0 0 ${width} ${height}`, class: "tree", role: "img", "aria-label": `Token tree of ${tree.policy}: ${tree.rows} paths, ${tree.tokens} tokens` });
+function forest(tree, data, chosen, set, width) {
+  const row = 26, height = tree.rows * row + 26, scale = (width - 8) / Math.max(tree.tokens, 1);
+  const svg = s("svg", { width, height, viewBox: `0 0 ${width} ${height}`, class: "tree", role: "img", "aria-label": `Token tree of ${tree.policy}: ${tree.rows} paths, ${tree.tokens} tokens` });
   const middle = (piece) => piece.row * row + 14;
   for (const piece of tree.pieces) {
     const before = tree.pieces[piece.parent];

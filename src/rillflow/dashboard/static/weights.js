@@ -19,7 +19,7 @@ function transfers(rows) {
   const box = h("section", { class: "card" }, h("h2", { text: "Transfers to nodes" }));
   if (!rows.length) box.append(empty("No node has told of a transfer: engines in processes of their own pull for themselves."));
   else box.append(table([
-    { key: "node", title: "node" }, { key: "policy", title: "policy" }, { title: "serves", number: true, show: (row) => number(row.version) },
+    { key: "node", title: "node", look: "nowrap" }, { key: "policy", title: "policy" }, { title: "serves", number: true, show: (row) => number(row.version) },
     { title: "loads", number: true, show: (row) => number(row.loads) }, { title: "by delta", number: true, show: (row) => number(row.loads ? row.delta_loads / row.loads : 0, "share") },
     { title: "pulled", number: true, show: (row) => bytes(row.pull_bytes) }, { title: "a load", number: true, show: (row) => bytes(row.loads ? Math.round(row.pull_bytes / row.loads) : 0) },
     { title: "pulling, a load", number: true, show: (row) => duration(row.loads ? row.pull_seconds / row.loads : 0) },
@@ -38,7 +38,7 @@ function policy(one) {
       { title: "whole", number: true, show: (row) => row.full_bytes ? bytes(row.full_bytes) : "–" },
       { title: "delta", number: true, show: (row) => row.delta_bytes ? `${bytes(row.delta_bytes)} (${number(row.delta_bytes / full, "share")})` : "–" },
       { title: "from", number: true, show: (row) => number(row.delta_of) },
-      { title: "probe", show: (row) => row.probe ? `${row.probe.prompts} prompts, within ${number(row.probe.tolerance)}` : "none" },
+      { title: "probe", look: "nowrap", show: (row) => row.probe ? `${row.probe.prompts} prompts, within ${number(row.probe.tolerance)}` : "none" },
     ], one.versions));
   }
   return box;
