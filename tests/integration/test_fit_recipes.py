@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from advised import wrong_with
 from commands import Cli, wait_until
 from rillflow.agents.environments import stockroom_lessons
 from rillflow.cli.main import app
@@ -31,6 +32,7 @@ def test_sft_learns_the_demonstrations(cli: Cli) -> None:
     folder = cli.run("fit", "sft", seconds=600).folder
     first, *_, last = looks(folder)
     assert last["loss"] < 0.1 * first["loss"]
+    assert wrong_with(folder) == []
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import json
 
 import pytest
 
+from advised import wrong_with
 from commands import Cli
 from rillflow.observe.metrics import read_metrics
 from soak import SOAK, repetitions
@@ -33,4 +34,5 @@ def test_a_few_steps_are_enough_to_learn(cli: Cli, recipe: str) -> None:
     assert max(step["staleness_max"] for step in steps) <= (0 if "colocated" in recipe else 2)
     if "ppo" in recipe:
         assert steps[-1]["value_loss"] < steps[0]["value_loss"], "the critic learns too"
+    assert wrong_with(folder) == []
     cli.run("audit", str(folder))

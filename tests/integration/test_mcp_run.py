@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from advised import wrong_with
 from commands import Cli, Started, processes_of, wait_until
 
 SERVER = "rillflow.agents.scripts.stockroom_mcp"
@@ -62,6 +63,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_over_http(cli: Cli, served: str) -> None:
     run = cli.run("run", "mcp_http", *SMALL, f"tools.0.mcp.url={served}")
     check(cli, run)
+    assert wrong_with(run.folder) == []
     assert "a-token-of-the-test" not in (run.folder / "recipe.yaml").read_text()
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from advised import wrong_with
 from commands import Cli
 from rillflow.config import load_recipe
 from rillflow.observe.metrics import read_metrics
@@ -42,6 +43,7 @@ def test_the_quickstart_learns_and_ends_at_its_target(cli: Cli) -> None:
     assert heldout[-1]["version"] <= len(metrics.steps) < recipe.policies["agent"].trainer.steps
     assert max(step["staleness_max"] for step in metrics.steps) <= 2
     assert metrics.steps[0]["ratio_max"] < 1 + 1e-4, "on fresh samples engine and trainer agree"
+    assert wrong_with(folder) == []
     cli.run("audit", str(folder))
     assert "nothing to resume" in cli.run("resume", str(folder)).output()
     starts = re.findall(r"starting \(\d+ s\): .*", run.output())

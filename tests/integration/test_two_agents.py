@@ -7,6 +7,7 @@ import sqlite3
 
 import pytest
 
+from advised import wrong_with
 from commands import Cli
 
 SMALL = ("trainer.steps=3", "trainer.batch_groups=2", "evaluation.every=0", "data.heldout.arguments.count=8")
@@ -22,3 +23,4 @@ def test_two_agents_of_one_policy(cli: Cli) -> None:
     assert found[""] == found["checker"]
     assert not uneven
     assert json.loads(cli.run("audit", str(run.folder), "--json").output())["balanced"]
+    assert wrong_with(run.folder) == []

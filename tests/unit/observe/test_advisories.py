@@ -30,6 +30,7 @@ BROKEN = {
     "high_rate": "learning_rate",
     "hanging_tool": "hanging_tool",
     "slow_node": "slow_node",
+    "full_disk": "full_disk",
     "forking_template": "forks",
     "wrong_weights": "refused_weights",
     "raising_workflow": "user_error",

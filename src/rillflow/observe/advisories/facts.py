@@ -191,13 +191,11 @@ def read_steps(path: Path) -> tuple[dict[str, list[Step]], list[Evaluation]]:
     return {name: _thinned(steps) for name, steps in policies.items()}, heldout
 
 
+_NAMES = {field.name: field.encode_name for field in msgspec.structs.fields(Step) if field.name != "step"}
+
+
 def _step(number: int, line: Mapping[str, Any]) -> Step:
-    values = {
-        field.name: _number(line.get(field.encode_name))
-        for field in msgspec.structs.fields(Step)
-        if field.name != "step"
-    }
-    return Step(number, **values)
+    return Step(number, **{name: _number(line.get(written)) for name, written in _NAMES.items()})
 
 
 def _thinned(steps: list[Step]) -> list[Step]:

@@ -34,8 +34,7 @@ def full_disk(facts: Facts) -> Iterator[Advisory]:
         severity="problem",
         title=f"The disk of the run folder {'ran full' if told else 'is full'}: {free}.",
         why=told or f"less than {threshold('disk_free'):.0%} is left",
-        what_to_do="Free space, then `rillflow resume RUN`: nothing that was acknowledged is lost; fewer checkpoints "
-        "(trainer.checkpoint_keep) need less.",
+        what_to_do="Free space, then `rillflow resume RUN`: nothing that was acknowledged is lost.",
     )
 
 

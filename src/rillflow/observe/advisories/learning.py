@@ -177,9 +177,11 @@ def truncated_answers(facts: Facts) -> Iterator[Advisory]:
 
 
 def collapse(facts: Facts) -> Iterator[Advisory]:
-    """The policy says one thing only, or next to nothing, and is not better for it."""
+    """The policy says one thing only, or next to nothing, and is not better for it. Supervised training has no reward,
+    and its entropy is meant to fall."""
     for policy, steps in facts.policies.items():
-        if len(steps) < 2 * window() or _risen(steps):
+        reward = last(steps, lambda step: step.reward)
+        if len(steps) < 2 * window() or reward is None or _risen(steps):
             continue
         for key, name, number, least, cure in (
             ("entropy_collapse", "entropy", lambda step: step.entropy, "entropy_collapse", _MORE_ENTROPY),
@@ -188,7 +190,6 @@ def collapse(facts: Facts) -> Iterator[Advisory]:
             before, now = first(steps, number), last(steps, number)
             if before is None or now is None or before <= 0 or now > threshold(least) * before:
                 continue
-            reward = last(steps, lambda step: step.reward) or 0.0
             yield Advisory(
                 key=key,
                 severity="warning",
