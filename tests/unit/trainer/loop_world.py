@@ -109,6 +109,7 @@ class Ledger:
     reading: list[Exception | None] = field(default_factory=list)
     checking: list[Exception | None] = field(default_factory=list)
     attempts: list[str] = field(default_factory=list)
+    kept: list[list[KeptTokens]] = field(default_factory=list)
     restorable: list[int] = field(default_factory=list)
     metrics: list[dict[str, float]] = field(default_factory=list)
     abandoned: int = 0
@@ -187,6 +188,7 @@ class Ledger:
         self.used.add(version)
         self.live.append((int(batch.id[1:]), version))
         self.restorable.append(restorable)
+        self.kept.append(list(kept))
         self.metrics.append(metrics)
         self.before("committed")
 

@@ -20,7 +20,7 @@ from rillflow.trainer.loop import TrainerLoop
 from rillflow.trainer.parallel.peers import Stopped
 from rillflow.trainer.parallel.sharding import Shards
 from rillflow.trainer.slices import share
-from rillflow.types import Batch, BatchReply, TrainerJoined
+from rillflow.types import Batch, BatchReply, KeptTokens, TrainerJoined
 from rillflow.weights import FolderStore
 from rillflow.weights.codec import tensor_facts
 from rillflow.weights.delta.container import Part
@@ -82,6 +82,21 @@ def test_a_run_on_two_ranks_goes_on_with_four_and_ends_on_one(tmp_path: Path) ->
     assert [version for _, version in ledger.live] == list(range(1, 9))
     assert same(trained, start(tmp_path / "straight", Ledger(8)))
     assert torch.equal(FolderStore(tmp_path / "w").pull(8)["embed"], trained.masters()["embed"])
+
+
+def test_what_all_ranks_tell_of_kept_episodes_is_committed(tmp_path: Path) -> None:
+    def work(peers: ThreadPeers) -> None:
+        worker = Unigram()
+        told = KeptTokens(member=peers.rank, place=0, number=0, at=b"", advantages=b"", logprobs=b"")
+        worker.kept = [told] * peers.rank
+        TrainerLoop(
+            RankLedger(ledger, peers), worker, NotedStore(tmp_path / "w", ledger),
+            NotedCheckpoints(tmp_path / "c", ledger, peers), TrainerConfig(batch_wait=5.0), peers=peers,
+        ).run()  # fmt: skip
+
+    ledger = Ledger(1)
+    in_ranks(3, work)
+    assert [[one.member for one in kept] for kept in ledger.kept] == [[1, 2, 2]]
 
 
 class Sharded(Unigram):
