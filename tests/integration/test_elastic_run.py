@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from collections.abc import Iterator
@@ -73,6 +74,8 @@ def test_nodes_come_and_go_while_the_trainer_trains(run: Run, cli: Cli) -> None:
     assert run.services["trainer"].pid == trainer
     table = cli.run("nodes", str(run.folder.root)).output()
     assert "slow" in table
+    seen = json.loads(cli.run("status", str(run.folder.root), "--json").output())
+    assert (seen["state"], seen["live"]["nodes"] > 0, seen["steps"] > steps) == ("running", True, True)
     run.stop()
     assert run.code("slow") == run.code("one") == 0
     states = {cause for cause, _ in run.count("SELECT cause, 1 FROM attempts WHERE state = 'returned'")}

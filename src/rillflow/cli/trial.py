@@ -20,7 +20,7 @@ from rillflow.config import Recipe, load_recipe
 from rillflow.dataflow.rules import derive_seed
 from rillflow.dataflow.sources import open_heldout, open_sources
 from rillflow.errors import ConfigError
-from rillflow.observe.conversation import labelled, sampled_tokens, spoken
+from rillflow.observe.conversation import labelled, sampled_tokens, several, shortened, spoken
 from rillflow.rollout.loading import check_players, refuse_outside
 from rillflow.types import Prompt, Task
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:  # they load torch: the prompt is shown before
 
 FAILED, INTERRUPTED = 1, 130
 _NAME = "try"
-_SHOWN = 400  # characters of a payload or an answer
 _KEY_ENV = "OPENAI_API_KEY"
 Lane = Literal["train", "evaluation"]
 
@@ -52,9 +51,9 @@ class Asked:
 
 def run_trial(asked: Asked, *, as_json: bool) -> int:
     """Play and print; the exit code: 0, 1 where the episode failed, or 130 when interrupted."""
-    recipe = _recipe(asked)
-    task = _task(recipe, asked)
     console = Console(stderr=as_json)
+    recipe = _recipe(asked, console)
+    task = _task(recipe, asked)
     view = View(console, recipe, tokens=asked.tokens)
     view.begin(task, asked)
     try:
@@ -83,7 +82,7 @@ async def _played(recipe: Recipe, task: Task, asked: Asked, tell: Callable[[Turn
 # ---------------------------------------------------------------- what is played
 
 
-def _recipe(asked: Asked) -> Recipe:
+def _recipe(asked: Asked, console: Console) -> Recipe:
     """Return the recipe, or that of a run with the weights that it has trained."""
     if (asked.endpoint is None) != (asked.model is None):
         raise ConfigError("give --endpoint and --model together", "--endpoint http://127.0.0.1:8000/v1 --model NAME")
@@ -97,6 +96,8 @@ def _recipe(asked: Asked) -> Recipe:
         if checkpoint.recipe is None:
             raise ConfigError(f"{run} is not a run of a recipe", "give a recipe, or a folder that `rillflow run` made")
         recipe = load_recipe(str(run / "recipe.yaml"), asked.overrides)
+        for line in checkpoint.why:
+            console.print(line, highlight=False, soft_wrap=True)
         models = checkpoint.models
         trained = {name: policy.model_copy(update={"model": models[name]}) for name, policy in recipe.policies.items()}
         recipe = recipe.model_copy(update={"policies": trained})
@@ -146,7 +147,7 @@ class View:
         by = f"{asked.model} at {asked.endpoint}" if asked.endpoint else models
         head = f"prompt {asked.prompt} ({task.prompt.id}), {asked.lane}, seed {self._recipe.seed}; {by}"
         self._print(Text.assemble((self._recipe.name, "bold"), f"  {head}"))
-        self._print(labelled("payload", _short(task.prompt.payload), "dim"))
+        self._print(labelled("payload", shortened(task.prompt.payload), "dim"))
 
     def turn(self, turn: Turn) -> None:
         if turn.fork:
@@ -175,7 +176,7 @@ class View:
         else:
             if ended.error:
                 self._print(Text(ended.error, "yellow"))
-            self._print(labelled("answer", _short(ended.answer), "bold"))
+            self._print(labelled("answer", shortened(ended.answer), "bold"))
             self._rewards(outcome)
         for line in _tokens(outcome, endpoint=endpoint):
             self._print(labelled("", Text(line, "dim")))
@@ -209,22 +210,13 @@ def _counted(turn: Turn) -> str:
 
 
 def _tokens(outcome: Outcome, *, endpoint: bool) -> list[str]:
-    parts = [_several(outcome.calls, "call"), _several(len(outcome.forks), "fork")]
+    parts = [several(outcome.calls, "call"), several(len(outcome.forks), "fork")]
     if outcome.ended.seconds:
         parts.append(f"{outcome.ended.seconds:.2f} s")
     if endpoint:
         return [", ".join(parts), "an endpoint's tokens are not known here: nothing to train on"]
     sizes = [f"{sample.tokens} tokens, {sample.trained} of them trained" for sample in outcome.samples]
-    return [", ".join([*parts, _several(len(sizes), "sample")]), *sizes]
-
-
-def _several(count: int, what: str) -> str:
-    return f"{count or 'no'} {what}{'' if count == 1 else 's'}"
-
-
-def _short(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}… ({len(text)} characters)"
+    return [", ".join([*parts, several(len(sizes), "sample")]), *sizes]
 
 
 def report(task: Task, asked: Asked, outcome: Outcome, seed: int) -> dict[str, Any]:

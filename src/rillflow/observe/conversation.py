@@ -9,6 +9,7 @@ from typing import Any
 from rich.text import Text
 
 _WIDTH = 11  # columns of who speaks
+_SHOWN = 400  # characters of a payload or an answer
 _STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
 
@@ -53,6 +54,16 @@ def labelled(label: str, said: Text | str, style: str = "") -> Text:
     lines = text.split("\n", allow_blank=True)
     indented = Text("\n" + " " * _WIDTH).join(lines)
     return Text.assemble((f"{label:<{_WIDTH - 1}.{_WIDTH - 1}} ", style), indented)
+
+
+def shortened(value: Any) -> str:
+    """Return a payload or an answer as text, cut where it is long."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}… ({len(text)} characters)"
+
+
+def several(count: int, what: str) -> str:
+    return f"{count or 'no'} {what}{'' if count == 1 else 's'}"
 
 
 def sampled_tokens(texts: Sequence[str], logprobs: Sequence[float]) -> Text:

@@ -52,6 +52,7 @@ def report_of(folder: RunFolder, status: Status | None, now: float) -> RunReport
     started = float(read_json(folder.root / "run.json")["started"])
     kind = _state(folder, state["state"], status)
     until = now if kind in ("running", "starting") else float(state.get("time", started))
+    url = folder.endpoint("dashboard")
     rewards, heldout = ([], []) if FIT in raw else _rewards(folder)
     steps = len(rewards) if status is None else status.steps
     total = raw.get("trainer", {}).get("steps", 0) if FIT in raw else folder.recipe.policies[folder.recipe.policy]
@@ -67,7 +68,7 @@ def report_of(folder: RunFolder, status: Status | None, now: float) -> RunReport
         rewards=rewards[-_CURVE:],
         heldout=heldout,
         failed=failures(_counts(folder) if status is None else status.counts),
-        dashboard=folder.endpoint("dashboard") if status is not None else None,
+        dashboard=None if status is None or url is None else folder.dashboard_url(url),
         live=status,
     )
 
@@ -109,9 +110,10 @@ def _counts(folder: RunFolder) -> dict[str, int]:
 
 
 def where_and_next(report: RunReport) -> str:
-    """Return where a run is, and of one that does not run how to go on with it: lines that must not be wrapped."""
-    todo = what_to_do(report)
-    return f"folder  {report.folder}" + (f"\n{todo}" if todo else "")
+    """Return where a run and its dashboard are, and how to go on with one that does not run: lines that must not be
+    wrapped."""
+    dashboard = "" if report.dashboard is None else f"dashboard: {report.dashboard}"
+    return "\n".join(filter(None, (f"folder: {report.folder}", dashboard, what_to_do(report))))
 
 
 def what_to_do(report: RunReport) -> str:
@@ -143,8 +145,6 @@ def report_view(report: RunReport) -> Table:
             table.add_row("waits", Text(wait, "yellow"))
     if report.failed:
         table.add_row("failed episodes", Text(listed(report.failed), "red"))
-    if report.dashboard:
-        table.add_row("dashboard", report.dashboard)
     return table
 
 

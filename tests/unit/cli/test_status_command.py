@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from rillflow.cli.main import app
 from rillflow.config import load_recipe
 from rillflow.config.supervised import load_fit
-from rillflow.observe.run_report import RunReport, report_of, report_view
+from rillflow.observe.run_report import RunReport, report_of, report_view, where_and_next
 from rillflow.runtime.folder import RunFolder
 from rillflow.types import Status
 
@@ -67,8 +67,9 @@ def test_a_live_run_is_what_its_service_says(folder: RunFolder) -> None:
     report = report_of(folder, LIVE, STARTED + 3700)
     assert (report.state, report.steps, report.reward, report.failed) == ("running", 5, 0.5, {"timeout": 2})
     printed = seen(report)
-    for said in ("5/24, 1:01:40", "25% of its time", "waits for a batch", "timeout 2", "http://127.0.0.1:4000"):
+    for said in ("5/24, 1:01:40", "25% of its time", "waits for a batch", "timeout 2"):
         assert said in printed
+    assert f"\ndashboard: http://127.0.0.1:4000/?token={folder.token_of('reader')}" in where_and_next(report)
 
 
 def test_killed_starting_and_new_runs_are_told_apart(folder: RunFolder) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from rillflow.cli.main import app
@@ -17,6 +19,9 @@ from rillflow.config import load_recipe
 from rillflow.evaluate.stage import open_engines
 from rillflow.gateway import anthropic_url
 from rillflow.rollout.cast import build_gateway
+from rillflow.runtime.folder import RunFolder
+from rillflow.weights import FolderStore
+from rillflow.weights.models import load_policy_model, pick_device
 
 FAILING = """
 import json
@@ -112,6 +117,18 @@ def test_commands_tools_and_several_policies_are_tried_as_they_are(recipe: str) 
     assert {path["policy"] for path in found["paths"]} == asked.policies.keys()
     assert any(message["role"] == "tool" for path in found["paths"] for message in path["messages"])
     assert found["cause"] == ""
+
+
+def test_a_run_is_tried_with_the_weights_that_it_has_trained(tmp_path: Path) -> None:
+    folder = RunFolder.create(load_recipe("quickstart"), tmp_path)
+    store = FolderStore(folder.weights("agent"))
+    tensors = load_policy_model("tiny", "fp32", pick_device("cpu")).state_dict()
+    store.publish(tensors, 0, store.head())
+    store.publish({name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, 3, store.head())
+    said = call(str(folder.root), "--tokens")
+    assert said.startswith("version 3 of agent (the latest)\n")
+    logprobs = re.findall(r" (-\d+\.\d+)  ", said)
+    assert len(set(logprobs)) == 1  # weights of nothing but 0 make all tokens equally likely
 
 
 def test_a_fork_is_told_with_its_cause() -> None:

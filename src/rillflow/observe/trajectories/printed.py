@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from rillflow.observe.conversation import labelled, spoken
+from rillflow.observe.conversation import labelled, several, shortened, spoken
 from rillflow.storage.trajectories import TokenPath, Trajectory, TrajectoryInfo, conversation
 
 Colouring = Literal["mask", "version", "advantage", "logprob", "gap"]
 Texts = Callable[[str, Sequence[int]], Sequence[str]]  # what the tokens of a policy say
 
-_SHOWN = 400  # characters of a payload
 _VERSIONS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 _UNLIKELY, _APART = -2.3, 0.05  # a log-prob below, a distance above: in red
 _MASKED = "dim"
@@ -56,10 +54,10 @@ def episode(
     info = found.info
     head = (
         f"{info.lane}, {info.kept}{'' if info.step is None else f', step {info.step}'}; prompt {info.prompt}, "
-        f"version {_versions(info) or '-'}, {_several(info.calls, 'call')}, {info.seconds:.2f} s on {info.node or '-'}"
+        f"version {_versions(info) or '-'}, {several(info.calls, 'call')}, {info.seconds:.2f} s on {info.node or '-'}"
     )
     yield Text.assemble((info.id, "bold"), f"  {head}")
-    yield labelled("payload", _short(found.payload), "dim")
+    yield labelled("payload", shortened(found.payload), "dim")
     numbers = range(len(found.paths)) if path is None else [range(len(found.paths))[path]]
     for number in numbers:
         yield from _path(found, number, whole=path is not None)
@@ -100,7 +98,7 @@ def _told(found: Trajectory, number: int) -> str:
     if entry.get("follows") is not None:
         same = [n for n, other in enumerate(found.paths) if other["policy"] == entry["policy"]]
         why = f" ({entry['fork']})" if entry.get("fork") else ""
-        parts.append(f"leaves path {same[entry['follows']]} after {_several(entry['shared'], 'message')}{why}")
+        parts.append(f"leaves path {same[entry['follows']]} after {several(entry['shared'], 'message')}{why}")
     for sample in found.samples:
         if sample.path == number:
             trained = int(sample.mask.sum())
@@ -117,8 +115,8 @@ def _worth(found: Trajectory) -> Iterator[Text]:
     yield labelled("reward", Text("-" if info.reward is None else f"{info.reward:g}", "bold"), "bold")
     for name, value in found.rewards.items():
         yield labelled("", f"{name} {value:g}")
-    parts = [f"{info.tokens} tokens, {info.trained} of them trained", _several(info.samples, "sample")]
-    parts += [_several(info.forks, "fork")] if info.forks else []
+    parts = [f"{info.tokens} tokens, {info.trained} of them trained", several(info.samples, "sample")]
+    parts += [several(info.forks, "fork")] if info.forks else []
     parts += [f"advantage {info.advantage:+.3f}"] if info.advantage is not None else []
     parts += [f"engine and trainer {info.gap:.4f} apart"] if info.gap is not None else []
     yield labelled("", Text(", ".join(parts), "dim"))
@@ -196,11 +194,6 @@ def _numbers(array: Any) -> list[float | int | None] | None:
 # ------------------------------------------------------------ words
 
 
-def _short(payload: Mapping[str, Any]) -> str:
-    text = json.dumps(payload, ensure_ascii=False, default=str)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}… ({len(text)} characters)"
-
-
 def _versions(info: TrajectoryInfo) -> str:
     if info.oldest is None:
         return ""
@@ -213,10 +206,6 @@ def _number(value: float | None, form: str) -> str:
 
 def _sign(value: float | None) -> str:
     return "" if not value else "green" if value > 0 else "red"
-
-
-def _several(count: int, what: str) -> str:
-    return f"{count or 'no'} {what}{'' if count == 1 else 's'}"
 
 
 def _note(notes: Sequence[str]) -> str:
