@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import rillflow
 from commands import Cli, all_processes_of, frozen_trainer, steps_of, wait_until
 
 RUN = [
@@ -57,6 +58,10 @@ def test_killed_as_a_whole_both_policies_go_on_at_their_own_pace(cli: Cli) -> No
     assert (folder / "reward.png").is_file()
     assert len(checkpoints_of(folder, "checker")) == 1
     audited(cli, folder)
+    kept = list(rillflow.trajectories(folder, lane="train", status="done"))
+    told = {path.policy for one in kept for path in one.samples if path.advantages is not None}
+    assert told == set(STEPS), "each trainer tells of its own policy's tokens"
+    assert all(one.messages() for one in kept)
 
     recipe = folder / "recipe.yaml"  # more steps for one of them: the other has nothing left to do
     recipe.write_text(recipe.read_text().replace("steps: 5\n", "steps: 6\n"))
