@@ -5,58 +5,31 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Annotated
 
 import msgspec
-import typer
 from rich.console import Console
 from rich.text import Text
 
-from rillflow.cli.app import RunArgument, app, clear_errors
-from rillflow.clients.dataflow import DataflowClient
-from rillflow.errors import WireError
-from rillflow.observe.advisories import Advisory, Facts
-from rillflow.observe.advisories import advise as advise_on
+from rillflow.cli.status import ask
+from rillflow.observe.advisories import Advisory, Facts, advise
 from rillflow.runtime.folder import RunFolder
-from rillflow.types import NodeInfo, Status
-from rillflow.wire import Client
 
-_PATIENCE = 2.0  # seconds; a service that is there answers in milliseconds
 _STYLES = {"problem": "bold red", "warning": "bold yellow", "hint": "bold cyan"}
 
 
-@app.command()
-def advise(
-    folder: RunArgument,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the advisories as JSON")] = False,
-) -> None:
-    """Say what is wrong with a run, with the numbers behind it, and what to do; of a healthy run, what to tune."""
-    with clear_errors():
-        facts = facts_of(RunFolder.open(folder))
-        found = advise_on(facts)
-        if as_json:
-            print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
-        else:
-            _print(found, facts)
+def print_advice(folder: RunFolder, *, as_json: bool) -> None:
+    facts = facts_of(folder)
+    found = advise(facts)
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+    else:
+        _print(found, facts)
 
 
 def facts_of(folder: RunFolder) -> Facts:
     """Return what the run's folder says, and its service where it answers."""
-    status, nodes = asyncio.run(_ask(folder)) if folder.state()["state"] == "running" else (None, None)
-    return Facts.of_run(folder, status, nodes, time.time())
-
-
-async def _ask(folder: RunFolder) -> tuple[Status | None, Sequence[NodeInfo] | None]:
-    url = folder.endpoint("dataflow")
-    if url is None:
-        return None, None
-    client = DataflowClient(Client(url, folder.token_of("reader"), peer="dataflow"))
-    try:
-        return await client.status(_PATIENCE), (await client.nodes(_PATIENCE)).nodes
-    except (WireError, msgspec.ValidationError):
-        return None, None  # it has ended, and perhaps another program listens where it did
-    finally:
-        await client.close()
+    status = asyncio.run(ask(folder)) if folder.state()["state"] == "running" else None
+    return Facts.of_run(folder, status, now=time.time())
 
 
 def _print(found: Sequence[Advisory], facts: Facts) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from rillflow.cli import (
-    advise,
     dashboard,
     environments,
     evaluate,
@@ -21,6 +20,6 @@ from rillflow.cli import (
 from rillflow.cli.app import app
 
 __all__ = [
-    "advise", "app", "dashboard", "environments", "evaluate", "experiments", "label", "observe", "parts", "pool",
-    "rewards", "sandbox", "show", "tools", "watching",
+    "app", "dashboard", "environments", "evaluate", "experiments", "label", "observe", "parts", "pool", "rewards",
+    "sandbox", "show", "tools", "watching",
 ]  # fmt: skip

@@ -88,3 +88,16 @@ def top(
 
     with clear_errors(), suppress(KeyboardInterrupt):
         watch(folder, every=every, json_wanted=as_json)
+
+
+@app.command()
+def advise(
+    folder: RunArgument,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the advisories as JSON")] = False,
+) -> None:
+    """Say what is wrong with a run, with the numbers behind it, and what to do; of a healthy run, what to tune."""
+    from rillflow.cli.advise import print_advice
+    from rillflow.runtime.folder import RunFolder
+
+    with clear_errors():
+        print_advice(RunFolder.open(folder), as_json=as_json)

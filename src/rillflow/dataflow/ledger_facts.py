@@ -74,7 +74,7 @@ class NodeFacts(msgspec.Struct, frozen=True):
 class LedgerFacts(msgspec.Struct, frozen=True):
     """`groups` counts the groups of training by state and by state and cause; `completed` and `failed` count the
     episodes of all lanes. `heads` are the versions of the policies, `last_end` the time of the latest end of an
-    episode."""
+    episode, `last_failure` the cause and error of the latest that failed."""
 
     groups: dict[str, int] = {}
     completed: int = 0
@@ -87,6 +87,7 @@ class LedgerFacts(msgspec.Struct, frozen=True):
     samples: dict[str, SampleFacts] = {}
     episodes: EpisodeFacts | None = None
     last_end: float | None = None
+    last_failure: str = ""
 
 
 def read_ledger_facts(path: Path) -> LedgerFacts:
@@ -101,7 +102,8 @@ def read_ledger_facts(path: Path) -> LedgerFacts:
 
 
 def _facts(db: sqlite3.Connection, path: Path) -> LedgerFacts:
-    meta = dict(db.execute("SELECT key, value FROM meta WHERE key IN ('format', ?)", (NOTES,)).fetchall())
+    known = "SELECT key, value FROM meta WHERE key IN ('format', 'last_failure', ?)"
+    meta = dict(db.execute(known, (NOTES,)).fetchall())
     if meta.get("format") != str(FORMAT):
         raise CorruptData(
             f"{path} has ledger format {meta.get('format', 'none')}, this version reads {FORMAT}",
@@ -121,6 +123,7 @@ def _facts(db: sqlite3.Connection, path: Path) -> LedgerFacts:
         samples=dict(_samples(db, latest)),
         episodes=_episodes(db, latest),
         last_end=ends[2],
+        last_failure=str(json.loads(meta.get("last_failure", '""'))),
     )
 
 

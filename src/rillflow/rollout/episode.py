@@ -10,6 +10,7 @@ import asyncio
 import logging
 import math
 import re
+import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import cached_property, partial
 from types import TracebackType
@@ -26,7 +27,7 @@ from rillflow.contracts import Clock, Environment, Toolbox
 from rillflow.errors import WorkflowError
 from rillflow.gateway.server import AGENT_HEADER
 from rillflow.rollout.rewards import rewards_of
-from rillflow.types import Prompt, Scored, Task
+from rillflow.types import MODEL_WAIT, Prompt, Scored, Task
 
 log = logging.getLogger(__name__)
 
@@ -196,9 +197,14 @@ class OutOfTime(Exception):
     """Our deadline has passed; a TimeoutError may as well be the user's own. Its traceback ends where it waited."""
 
 
+_MODEL_CALLS = ("openai", "anthropic", "rillflow.gateway", "rillflow.agents.roles")  # packages that ask for an answer
+
+
 def _waited_at(error: OutOfTime) -> str:
     place = place_of(error)
-    return f", waiting at {place}" if place else ""
+    modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    asked = any(module == name or module.startswith(f"{name}.") for module in modules for name in _MODEL_CALLS)
+    return (f", {MODEL_WAIT}" if asked else "") + (f", waiting at {place}" if place else "")
 
 
 async def _shielded(work: Awaitable[Any]) -> Any:

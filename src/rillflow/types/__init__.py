@@ -50,6 +50,7 @@ from rillflow.types.joining import RunRecipe, TellFetch
 from rillflow.types.nodes import Heartbeat, HeartbeatReply, LeaveRun, NodeInfo, NodeList, RetireNode
 from rillflow.types.status import Evaluation, PolicyStatus, Status, StopRun
 from rillflow.types.tasks import (
+    MODEL_WAIT,
     SLOW_TOOL,
     Ack,
     CompleteTask,
@@ -83,6 +84,7 @@ __all__ = [
     "COLUMNS",
     "DONE",
     "GOOD_ENDS",
+    "MODEL_WAIT",
     "OUT_OF_PROMPTS",
     "SLOW_TOOL",
     "TARGET_REACHED",

@@ -80,6 +80,7 @@ class SampleMeta(Wire, frozen=True):
     turn: int = 0
 
 
+MODEL_WAIT = "waiting for the model's answer"  # in the error of an episode whose deadline passed during a model call
 SLOW_TOOL = "slow tool "  # begins the kind of a UserError that counts the calls of a tool at their deadline
 
 

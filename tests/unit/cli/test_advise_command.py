@@ -17,7 +17,7 @@ from rillflow.observe.advisories import Facts
 from rillflow.observe.advisories.watch import EVERY, Watch
 from rillflow.runtime.folder import RunFolder
 from rillflow.storage import write_json
-from rillflow.types import NodeList, Status
+from rillflow.types import Status
 from rillflow.wire import Service
 from rillflow.wire.blocking import LoopThread
 
@@ -46,11 +46,7 @@ def served(folder: RunFolder) -> Iterator[None]:
     async def status() -> Status:
         return STATUS
 
-    async def nodes() -> NodeList:
-        return NodeList(nodes=[])
-
     service.get("/status", status, "reader")
-    service.get("/nodes", nodes, "reader")
     try:
         folder.publish_endpoint("dataflow", thread.run(service.start(), 10.0))
         yield

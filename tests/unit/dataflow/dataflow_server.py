@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from dataflow_world import POLICY, RULES, UNIT, FakeClock, changed, prompts
-
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.contracts import Clock, GroupReward, PromptSource
 from rillflow.dataflow.hooks import Hooks

@@ -12,8 +12,8 @@ import aiohttp
 import msgspec
 import pytest
 from dataflow_server import TOKEN, served
-from dataflow_world import POLICY, UNIT, FakeClock, prompts
 
+from dataflow_world import POLICY, UNIT, FakeClock, prompts
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.config import load_recipe
 from rillflow.dataflow.audit import audit

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from dataflow_world import World
 
 from chrome_trace import check_trace, flows_of
+from dataflow_world import World
 from rillflow.dataflow.episode_history import life_of, read_history
 from rillflow.dataflow.snapshot import snapshot
 from rillflow.errors import RunError

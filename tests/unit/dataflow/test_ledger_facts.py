@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from dataflow_world import World
 
+from dataflow_world import World
 from rillflow.dataflow.ledger_facts import read_ledger_facts
 from rillflow.errors import CorruptData
 from rillflow.types import UserError
@@ -37,6 +37,7 @@ def test_rewards_lengths_and_ends_are_those_of_the_latest_groups(make_world: Mak
     assert facts.errors == [msgspec.structs.replace(HANGS, count=4)]
     (node,) = facts.nodes
     assert (node.name, node.completed, node.failed, node.pace) == ("n0", 4, 1, 0.5)
+    assert facts.last_failure == "timeout: it hung"
     assert facts.heads == world.ledger.heads
     assert facts.last_end == world.clock.now()
 

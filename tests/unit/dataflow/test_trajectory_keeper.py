@@ -14,11 +14,11 @@ import msgspec
 import numpy as np
 import pytest
 from dataflow_server import Served, served
-from dataflow_world import POLICY, RULES, changed, prompts
 from hypothesis import given
 from hypothesis import strategies as st
 
 import rillflow
+from dataflow_world import POLICY, RULES, changed, prompts
 from kept_trajectories import token_path, trajectory
 from rillflow.dataflow import trajectory_keeper
 from rillflow.dataflow.kept_episodes import KeptEpisode, KeptSample, chosen, marked

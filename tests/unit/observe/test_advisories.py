@@ -125,6 +125,15 @@ RULES = {
         with_ledger(completed=30, failed=20, counters={"failures.timeout": 20}),
         "hanging_tool",
     ),
+    "model calls at the deadline": (
+        with_ledger(
+            completed=30,
+            failed=20,
+            counters={"failures.timeout": 20},
+            last_failure="timeout: the workflow took longer than 60 s, waiting for the model's answer",
+        ),
+        "slow_model",
+    ),
     "rewarded deadlines": (with_ledger(completed=30, counters={"ended.timeout": 20}), "hanging_tool"),
     "an accident": (with_ledger(completed=1000, failed=3, counters={"failures.timeout": 3}), None),
     "a raising reward": (

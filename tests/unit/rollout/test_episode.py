@@ -83,6 +83,22 @@ async def test_a_workflow_at_its_deadline_tells_where_it_waited() -> None:
     assert "await asyncio.sleep(60)" in noted.trace
 
 
+async def test_a_deadline_that_passes_in_a_model_call_is_told_as_such() -> None:
+    async def never_answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(never_answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="key") as client:
+
+        async def asks(_: Any) -> None:
+            await client.chat.completions.create(model="agent", messages=[{"role": "user", "content": "hello"}])
+
+        with pytest.raises(EpisodeFailed, match=r"waiting for the model's answer, waiting at test_episode\.py"):
+            await play(asks, episode(0.2))
+
+
 async def test_a_cancelled_episode_is_not_a_failure() -> None:
     task = asyncio.create_task(play(hangs, episode()))
     await asyncio.sleep(0.01)

@@ -8,7 +8,7 @@ from itertools import pairwise
 from rillflow.observe.advisories.advisory import Advisory
 from rillflow.observe.advisories.facts import Facts
 from rillflow.observe.advisories.thresholds import threshold
-from rillflow.types import SLOW_TOOL, UserError
+from rillflow.types import MODEL_WAIT, SLOW_TOOL, UserError
 
 _FAILURES = "failures."
 _TIMEOUT = "timeout"
@@ -53,7 +53,19 @@ def hanging(facts: Facts) -> Iterator[Advisory]:
             what_to_do=f"Give the calls that {tool} makes deadlines of their own, or see whether its server answers; "
             "`rillflow tools` calls it alone.",
         )
-    elif timeouts >= threshold("failed_count") and share >= threshold("failed"):
+    elif timeouts < threshold("failed_count") or share < threshold("failed"):
+        return
+    elif MODEL_WAIT in facts.ledger.last_failure:
+        yield Advisory(
+            key="slow_model",
+            severity="problem",
+            title=f"Episodes wait too long for the model: {timeouts} of {facts.episodes} reached their deadline of "
+            f"{facts.settings.episode_timeout:g} s in a model call.",
+            why="; ".join([facts.ledger.last_failure, *facts.waits[:2]]),
+            what_to_do="See whether the engines have weights and sample (`rillflow status`), play fewer episodes at "
+            "once (rollout.episodes), add engines, or raise rollout.episode_timeout.",
+        )
+    else:
         where = next((error for error in facts.ledger.errors if error.kind == _TIMEOUT), None)
         place = f" at {where.where.partition(' ')[2]}" if where is not None and where.where else ""
         yield Advisory(
