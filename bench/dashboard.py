@@ -183,7 +183,7 @@ def running(parent: Path) -> Iterator[tuple[RunFolder, str]]:
     try:
         yield started(parent, process)
     finally:
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
         process.wait(60)
 
 
@@ -247,8 +247,10 @@ def main() -> None:
     given = parser(__doc__ or "").parse_args()
     report = Report("dashboard")
     with tempfile.TemporaryDirectory(prefix="dashboard-") as name:
-        asyncio.run(time_views(report, make_run(Path(name)), repeats=5 if given.quick else 20))
-        with running(Path(name)) as (folder, base):
+        made, runs = Path(name) / "made", Path(name) / "runs"
+        runs.mkdir()
+        asyncio.run(time_views(report, make_run(made), repeats=5 if given.quick else 20))
+        with running(runs) as (folder, base):
             seconds, repeats = (10.0, 4) if given.quick else (30.0, 10)
             asyncio.run(time_run(report, folder, base, repeats=repeats, seconds=seconds))
     report.finish(given.json)

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import httpx
 import pytest
 import yaml
 
-from commands import Cli, Started, steps_of, wait_until
+from commands import Cli, Started, processes_of, steps_of, wait_until
 from needs import require
 
 if TYPE_CHECKING:
@@ -160,6 +161,21 @@ def test_a_run_is_seen_as_it_goes_on(run: Started, browser: Browser, width: int)
         look_at_every_panel(page, width)
 
 
+def test_a_killed_dashboard_comes_back_and_the_run_goes_on(run: Started) -> None:
+    url, _ = address(run.output())
+    processes_of(run.folder)["dashboard"].kill()
+    before = steps_of_run(run)
+    wait_until(lambda: answers(url), "the dashboard to come back", 120)
+    wait_until(lambda: steps_of_run(run) > before, "another step", 120)
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=60.0).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
 def test_every_panel_of_a_run_that_has_ended(
@@ -186,7 +202,9 @@ def test_a_forked_session_opens(ended: tuple[str, str, list[str]], browser: Brow
         page.locator(".tree .node:not(.chosen)").last.click()
         page.wait_for_function("text => document.querySelector('.tokens').innerText !== text", arg=before)
         page.get_by_label("colour by").select_option("version")
-        page.wait_for_function("[...document.querySelectorAll('.tokens span')].some(one => one.style.backgroundColor)")
+        page.wait_for_function(
+            "() => [...document.querySelectorAll('.tokens span')].some(one => one.style.backgroundColor)"
+        )
         page.get_by_role("button", name="All trajectories").click()
         page.wait_for_selector("tr.open")
 
@@ -216,7 +234,7 @@ def test_keys(ended: tuple[str, str, list[str]], browser: Browser) -> None:
         page.keyboard.press("3")
         page.wait_for_selector("h1:has-text('Timeline')")
         page.keyboard.press("]")
-        page.wait_for_function("document.getElementById('run').value === 'other'")
+        page.wait_for_function("() => document.getElementById('run').value === 'other'")
 
 
 def test_without_a_token_nothing_is_shown(ended: tuple[str, str, list[str]], browser: Browser) -> None:

@@ -15,6 +15,8 @@ from dashboard_run import make_run, step_line, write_lines
 from rillflow.dashboard.server import STATIC, Dashboard
 from rillflow.dashboard.watched import watch
 from rillflow.runtime.folder import RunFolder
+from rillflow.types import Ack, RetireNode, StopRun
+from rillflow.wire import Service
 from rillflow.wire.tokens import SCOPES
 
 OWN = {"x-rillflow-dashboard": "1"}
@@ -76,6 +78,27 @@ async def test_only_the_operator_changes_something(browser: httpx.AsyncClient, f
     reply = await browser.post(path, headers={**OWN, **bearer(folder, "operator")})
     assert reply.status_code == 502
     assert "does not run" in reply.json()["error"]
+
+
+async def test_the_operator_stops_a_run_and_retires_a_node(browser: httpx.AsyncClient, folder: RunFolder) -> None:
+    told: list[object] = []
+    service = Service("dataflow", folder.token)
+
+    async def hear(news: object) -> Ack:
+        told.append(news)
+        return Ack(accepted=True)
+
+    service.post("/stop", hear, StopRun, "operator")
+    service.post("/nodes/retire", hear, RetireNode, "operator")
+    folder.publish_endpoint("dataflow", await service.start())
+    folder.set_state("running")
+    headers, run = {**OWN, **bearer(folder, "operator")}, f"/api/runs/{folder.root.name}"
+    assert (await browser.post(f"{run}/stop", headers=headers)).json() == {"done": True}
+    assert (await browser.post(f"{run}/retire", headers=headers, json={"node": "rollout-1"})).status_code == 200
+    assert (await browser.post(f"{run}/retire", headers=headers, json={"knot": 1})).status_code == 400
+    await service.stop()
+    assert [type(news) for news in told] == [StopRun, RetireNode]
+    assert told[1] == RetireNode(node="rollout-1")
 
 
 async def test_the_page_allows_nothing_but_its_own_files(browser: httpx.AsyncClient, folder: RunFolder) -> None:
