@@ -186,3 +186,13 @@ def test_opentelemetry_gets_every_span_once_and_steps_lead_to_their_episodes(tmp
     assert set(step["links"]) == {one["span"] for one in episodes if not one["failed"]}
     assert spans["rollout"]["attributes"] == {"rillflow.worker": "n0"}
     assert spans["load"]["end"] - spans["load"]["begin"] == 250_000_000
+
+
+def test_a_server_that_never_answers_does_not_hold_a_run_up(tmp_path: Path) -> None:
+    folder = RunFolder.create(load_recipe("quickstart", ("observe.trackers.wandb.mode=online",)), tmp_path)
+    folder.metrics.write_text(json.dumps(step(1, "agent", 1, 0.1)) + "\n")
+    news = script("silent.py", folder.root, home=tmp_path)
+    assert news == [
+        "tracker wandb did not finish within 2 s",
+        "tracker wandb: 1 line of metrics.jsonl could not be sent; `rillflow resume` sends the rest",
+    ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Literal
 
 log = logging.getLogger(__name__)
@@ -20,11 +21,13 @@ Outcome = Literal["finished", "failed", "stopped"]
 
 
 class Follower(ABC):
-    """`news` holds what a person must be told: that sending fails (once), and at the end what was not sent."""
+    """What a person must be told goes to `tell`: that sending fails (once), and at the end what was not sent. Without
+    one it is kept in `news`."""
 
-    def __init__(self, name: str, *, poll: float = POLL) -> None:
+    def __init__(self, name: str, *, tell: Callable[[str], None] | None = None, poll: float = POLL) -> None:
         self.name = name
         self.news: list[str] = []
+        self._say = tell or self.news.append
         self._poll = poll
         self._failed = False
         self._outcome: Outcome = "stopped"
@@ -55,9 +58,9 @@ class Follower(ABC):
         """Wait for that. A receiver that has not finished by then is abandoned; what it did not take is told."""
         self._thread.join(seconds)
         if self._thread.is_alive():
-            self.news.append(f"tracker {self.name} did not finish within {seconds:.0f} s")
+            self._say(f"tracker {self.name} did not finish within {seconds:.0f} s")
         if left := self.unsent():
-            self.news.append(f"tracker {self.name}: {left} could not be sent; `rillflow resume` sends the rest")
+            self._say(f"tracker {self.name}: {left} could not be sent; `rillflow resume` sends the rest")
 
     # ------------------------------------------------------------ in the thread
 
@@ -85,5 +88,5 @@ class Follower(ABC):
         log.warning("tracker %s failed", self.name, exc_info=error)
         if not self._failed:
             text = f"{type(error).__name__}: {error}".splitlines()[0]
-            self.news.append(f"tracker {self.name} fails, and is tried again while the run goes on: {text}")
+            self._say(f"tracker {self.name} fails, and is tried again while the run goes on: {text}")
         self._failed = True

@@ -32,9 +32,11 @@ class Point:
 
 @dataclass(frozen=True)
 class Tracked:
-    """The run that a tracker tells of: its name, its folder, and its recipe without secrets."""
+    """The run that a tracker tells of: its name, a key that no other run has, its folder, and its recipe without
+    secrets."""
 
     name: str
+    key: str
     folder: Path
     recipe: Mapping[str, Any]
     ids: Mapping[str, str] = field(default_factory=dict)  # what this tracker noted when it was first opened

@@ -38,9 +38,10 @@ class Feed(Follower):
         note: Path,
         *,
         several: bool = False,
+        tell: Callable[[str], None] | None = None,
         poll: float = POLL,
     ) -> None:
-        super().__init__(name, poll=poll)
+        super().__init__(name, tell=tell, poll=poll)
         self._open = open_tracker
         self._note = note
         self._several = several
@@ -67,8 +68,7 @@ class Feed(Follower):
             self._tracker.close(outcome)
 
     def unsent(self) -> str:
-        count = self._lines + self._reader.left()
-        return f"{count} line{'s' * (count > 1)} of metrics.jsonl" if count else ""
+        return _counted(self._lines + self._reader.left())
 
     def _read_on(self) -> None:
         for line in itertools.islice(self._reader.new(), BATCH):
@@ -101,3 +101,12 @@ def _read(note: Path) -> Kept:
         return msgspec.json.decode(note.read_bytes(), type=Kept)
     except (OSError, msgspec.MsgspecError):
         return Kept()
+
+
+def unsent_lines(metrics: Path, note: Path) -> str:
+    """Return what has not been sent of a file, as it was noted; empty if that is nothing."""
+    return _counted(MetricsReader(metrics, _read(note).at).left())
+
+
+def _counted(lines: int) -> str:
+    return f"{lines} line{'s' * (lines > 1)} of metrics.jsonl" if lines else ""

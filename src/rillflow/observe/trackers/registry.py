@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import time
 from collections.abc import Callable
@@ -16,14 +17,13 @@ from rillflow.errors import ConfigError
 from rillflow.observe.follower import Follower, Outcome
 from rillflow.observe.span_export import SpanExport
 from rillflow.observe.trackers.base import Tracked, Tracker
+from rillflow.observe.trackers.child import CLOSING, ChildTracker
 from rillflow.observe.trackers.feed import Feed
 from rillflow.observe.trackers.jsonl import JsonLines
 from rillflow.observe.trackers.mlflow import Mlflow
 from rillflow.observe.trackers.tensorboard import TensorBoard
 from rillflow.observe.trackers.wandb import Wandb
 from rillflow.runtime.folder import RunFolder
-
-CLOSING = 30.0  # seconds that all trackers together have for the rest at the end of a run
 
 
 def _tensorboard(_: bool, run: Tracked) -> Tracker:
@@ -34,14 +34,14 @@ def _jsonl(settings: JsonlConfig, run: Tracked) -> Tracker:
     return JsonLines(Path(settings.path) if settings.path else run.folder / "trackers" / "scalars.jsonl")
 
 
-# By the name in `observe.trackers`, given its settings there. Packages are imported by the tracker's own thread.
+# By the name in `observe.trackers`, given its settings there.
 TRACKERS: dict[str, Callable[[Any, Tracked], Tracker]] = {
     "tensorboard": _tensorboard,
     "wandb": Wandb,
     "mlflow": Mlflow,
     "jsonl": _jsonl,
 }
-_PACKAGES = ("wandb", "mlflow")  # extras of the same names
+_PACKAGES = ("wandb", "mlflow")  # extras of the same names; each runs in a process of its own
 
 
 def chosen(settings: TrackersConfig) -> dict[str, Any]:
@@ -70,14 +70,11 @@ class Trackers:
     """The trackers of a run that this process supervises, at work from `start` until `close`."""
 
     def __init__(self, folder: RunFolder) -> None:
-        recipe = folder.recipe
-        run = Tracked(folder.root.name, folder.root, masked(recipe.model_dump(mode="json")))
-        several = len(recipe.policies) > 1
-        self._feeds: list[Follower] = [
-            Feed(name, _opener(name, settings, run), folder.metrics, note_of(folder, name), several=several)
-            for name, settings in chosen(recipe.observe.trackers).items()
+        observe = folder.recipe.observe
+        self._feeds: list[Follower | ChildTracker] = [
+            _child(folder, name) if name in _PACKAGES else feed_of(folder, name) for name in chosen(observe.trackers)
         ]
-        if (spans := recipe.observe.opentelemetry) is not None:
+        if (spans := observe.opentelemetry) is not None:
             self._feeds.append(SpanExport(spans.endpoint, folder.root, folder.ledger))
         self._started = False
 
@@ -108,7 +105,21 @@ class Trackers:
         return self.news()
 
 
-def note_of(folder: RunFolder, name: str) -> Path:
+def feed_of(folder: RunFolder, name: str, tell: Callable[[str], None] | None = None) -> Feed:
+    """What feeds one tracker of a run, in this process."""
+    recipe = folder.recipe
+    settings = chosen(recipe.observe.trackers)[name]
+    key = hashlib.blake2b(folder.token.encode(), digest_size=6).hexdigest()
+    run = Tracked(folder.root.name, key, folder.root, masked(recipe.model_dump(mode="json")))
+    several = len(recipe.policies) > 1
+    return Feed(name, _opener(name, settings, run), folder.metrics, _note(folder, name), several=several, tell=tell)
+
+
+def _child(folder: RunFolder, name: str) -> ChildTracker:
+    return ChildTracker(name, folder.root, folder.metrics, _note(folder, name), folder.log(f"tracker-{name}"))
+
+
+def _note(folder: RunFolder, name: str) -> Path:
     return folder.root / "trackers" / f"{name}.json"
 
 

@@ -3,7 +3,6 @@ pace; a resumed run has the same id, and offline each start writes another folde
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 
 from rillflow.config.trackers import WandbConfig
@@ -17,7 +16,7 @@ class Wandb:
     def __init__(self, settings: WandbConfig, run: Tracked) -> None:
         import wandb  # an extra, and seconds to import
 
-        self._id = run.ids.get("id") or secrets.token_hex(6)
+        self._id = run.key
         online = settings.mode == "online"
         if online and not wandb.login(prompt=False, verify=False):
             raise RuntimeError("W&B has no API key: set WANDB_API_KEY, or observe.trackers.wandb.mode=offline")

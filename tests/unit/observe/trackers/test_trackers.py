@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -207,3 +208,33 @@ def wait_for(condition: Any) -> None:
             return
         waited.wait(QUICK)
     raise AssertionError("not within a minute")
+
+
+def test_what_goes_wrong_in_the_process_of_a_tracker_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package that raises when it is imported stands for all that may go wrong there."""
+    overrides = ("observe.trackers.mlflow={}", "observe.trackers.tensorboard=false")
+    folder = RunFolder.create(load_recipe("quickstart", overrides), tmp_path)
+    write(folder.metrics, step(1, 0.1))
+    (tmp_path / "mlflow.py").write_text("raise RuntimeError('no such server')\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    trackers = Trackers(folder)
+    trackers.start()
+    assert trackers.close("finished", LONG) == [
+        "tracker mlflow fails, and is tried again while the run goes on: RuntimeError: no such server",
+        "tracker mlflow: 1 line of metrics.jsonl could not be sent; `rillflow resume` sends the rest",
+    ]
+    assert "no such server" in folder.log("tracker-mlflow").read_text()
+
+
+def test_a_tracker_whose_process_dies_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = ("observe.trackers.mlflow={}", "observe.trackers.tensorboard=false")
+    folder = RunFolder.create(load_recipe("quickstart", overrides), tmp_path)
+    write(folder.metrics, step(1, 0.1), step(2, 0.2))
+    (tmp_path / "mlflow.py").write_text("import os\nos._exit(7)\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    trackers = Trackers(folder)
+    trackers.start()
+    assert trackers.close("finished", LONG) == [
+        f"tracker mlflow ended with code 7; see {folder.log('tracker-mlflow')}",
+        "tracker mlflow: 2 lines of metrics.jsonl could not be sent; `rillflow resume` sends the rest",
+    ]
