@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -220,3 +222,11 @@ def test_one_recipe_is_shown_whole() -> None:
     unknown = runner.invoke(app, ["recipes", "quikstart"])
     assert unknown.exit_code == 2
     assert "did you mean 'quickstart'" in unknown.output
+
+
+def test_the_code_of_a_command_is_imported_when_it_is_asked_for() -> None:
+    program = "import sys, rillflow.cli.main; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    loaded = set(done.stdout.split())
+    assert "rillflow.cli.watching" in loaded
+    assert not loaded & {"rillflow.config", "rillflow.clients", "rillflow.wire", "rillflow.observe", "numpy", "asyncio"}
