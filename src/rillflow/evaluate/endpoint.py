@@ -40,6 +40,7 @@ from rillflow.rollout.episode import EpisodeFailed, RunningEpisode, score
 from rillflow.rollout.players import Played
 from rillflow.rollout.rewards import RewardRules
 from rillflow.types import EpisodeFacts, Task
+from rillflow.types.decoding import json_decoder
 from rillflow.wire import Service
 from rillflow.wire.server import Endpoint, error_headers, read_body
 
@@ -209,7 +210,7 @@ class Forwarder(Service):
     async def _reward(self, request: Request) -> Response:
         raw = await read_body(request, self._limits.body)
         try:
-            gift = msgspec.json.decode(raw, type=GiveReward)
+            gift = json_decoder(GiveReward).decode(raw)
         except msgspec.MsgspecError as error:
             raise BadRequest(f"reward: {error}", "send JSON with a `value`") from error
         self.give(gift.value)
