@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
 from dataflow_world import World
 
 MakeWorld = Callable[..., World]

@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 from dataflow_server import Served, served
-from dataflow_world import POLICY, UNIT, FakeClock
 
 from counting_engine import CountingEngine
+from dataflow_world import POLICY, UNIT, FakeClock
 from rillflow.dataflow.units import FileUnit
 from rillflow.dataflow.units.service import UnitService
 from rillflow.engine.host import EngineHost

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import msgspec
-from dataflow_world import World, sample
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from ledger_machine import NODES, WHO, LedgerMachine
 
+from dataflow_world import World, sample
 from rillflow.contracts import Group
 from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.hooks.beside import Beside, HookPending, HookTimeout, _Outcome

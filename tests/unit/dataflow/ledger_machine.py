@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from dataflow_world import RULES, World, policies, prompts, sample
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from dataflow_world import RULES, World, policies, prompts, sample
 from rillflow.dataflow.audit import examine
 from rillflow.dataflow.database import Database
 from rillflow.dataflow.hooks import Hooks

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from dataflow_server import served
-from dataflow_world import POLICY
 
+from dataflow_world import POLICY
 from rillflow.errors import BadRequest
 from rillflow.types import LeaseTasks
 

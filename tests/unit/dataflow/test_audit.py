@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from dataflow_world import policies, prompts
 
+from dataflow_world import policies, prompts
 from rillflow.dataflow.audit import audit
 from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.hooks.filters.zero_variance import ZeroVariance

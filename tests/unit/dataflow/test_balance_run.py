@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from dataflow_world import World
 
 from conftest import MakeWorld
+from dataflow_world import World
 from rillflow.dataflow.balance_ledger import read_balance
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from dataflow_world import World, sample
 
+from dataflow_world import World, sample
 from rillflow.errors import BadRequest
 from rillflow.trainer.algorithms.advantages.agents import at_grpo, dr_mas
 from rillflow.trainer.algorithms.advantages.groups import Groups

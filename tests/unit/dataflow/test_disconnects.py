@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 import msgspec
 import pytest
 from dataflow_server import TOKEN, served
-from dataflow_world import POLICY
 
+from dataflow_world import POLICY
 from rillflow.types import LeaseBatch, LeaseStage, LeaseTasks
 
 WAIT = 50.0

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 from dataflow_server import served
-from dataflow_world import POLICY, prompts
 
+from dataflow_world import POLICY, prompts
 from rillflow.dataflow.sources import Joined
 
 

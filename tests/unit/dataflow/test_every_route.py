@@ -13,10 +13,10 @@ import aiohttp
 import msgspec
 import pytest
 from dataflow_server import TOKEN, Served, served
-from dataflow_world import POLICY, UNIT, FakeClock
 from every_service import STAGE, WAIT, Started, every_service, example, path_of
 
 import rillflow
+from dataflow_world import POLICY, UNIT, FakeClock
 from rillflow.gateway import Gateway
 from rillflow.types import CommitStage, LeaseStage, Row, SampleColumns
 from rillflow.wire.routing import Route

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from dataflow_server import served
-from dataflow_world import POLICY, FakeClock
 
+from dataflow_world import POLICY, FakeClock
 from rillflow.dataflow import fetches as module
 from rillflow.dataflow.fetches import FETCH_SECONDS, Fetches
 from rillflow.errors import BadRequest

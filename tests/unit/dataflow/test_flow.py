@@ -10,8 +10,8 @@ from contextlib import suppress
 
 import pytest
 from dataflow_server import served
-from dataflow_world import POLICY, RULES, FakeClock, prompts
 
+from dataflow_world import POLICY, RULES, FakeClock, prompts
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.dataflow.flow import GroupCommit, News
 from rillflow.dataflow.hooks import Hooks

@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import contextmanager
 
 import pytest
-from dataflow_world import POLICY
 
+from dataflow_world import POLICY
 from rillflow.dataflow.balance import SUM, Counts
 from rillflow.dataflow.balance_ledger import take_look
 from rillflow.types import LeaveRun

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 from dataflow_server import Served, served
-from dataflow_world import POLICY
 
+from dataflow_world import POLICY
 from rillflow.agents.rewards.calling import Part
 from rillflow.agents.rewards.grouped import GroupSum
 from rillflow.dataflow import group_scorer

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from dataflow_world import World, changed, prompts, sample
 
+from dataflow_world import World, changed, prompts, sample
 from rillflow.dataflow.audit import audit
 from rillflow.types import Row, Scored
 

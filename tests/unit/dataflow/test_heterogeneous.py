@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
+
 from dataflow_world import World, prompts
 
 USUAL, SLOWER = 1.0, 4.0

@@ -8,8 +8,8 @@ import time
 
 import pytest
 from dataflow_server import served
-from dataflow_world import POLICY
 
+from dataflow_world import POLICY
 from rillflow.dataflow.audit import audit
 from rillflow.dataflow.hooks import Hooks
 from rillflow.errors import RillflowError

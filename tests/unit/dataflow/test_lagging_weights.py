@@ -6,8 +6,8 @@ from collections import deque
 from contextlib import suppress
 
 import pytest
-from dataflow_world import prompts
 
+from dataflow_world import prompts
 from rillflow.errors import LeaseLost
 
 STEP, GROUPS, LENGTH = 4, 8, 8.0  # turns of a trainer's step, groups of a batch, and the work of an answer

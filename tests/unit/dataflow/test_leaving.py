@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from dataflow_world import RULES
 
+from dataflow_world import RULES
 from rillflow.errors import BadRequest, LeaseLost
 from rillflow.types import LeaveRun, RetireNode
 

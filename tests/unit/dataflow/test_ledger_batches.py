@@ -6,8 +6,8 @@ import json
 
 import msgspec
 import pytest
-from dataflow_world import POLICY, RULES
 
+from dataflow_world import POLICY, RULES
 from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.hooks.samplers.earliest_deadline import EarliestDeadline
 from rillflow.dataflow.hooks.samplers.fifo import Fifo

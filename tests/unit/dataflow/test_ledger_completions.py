@@ -6,8 +6,8 @@ import random
 
 import msgspec
 import pytest
-from dataflow_world import POLICY, prompts, sample
 
+from dataflow_world import POLICY, prompts, sample
 from rillflow.errors import RillflowError
 from rillflow.types import CompleteTask, Row
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from dataflow_world import POLICY, sample
 
+from dataflow_world import POLICY, sample
 from rillflow.errors import BadRequest, DiskFull, LeaseLost, StorageError
 from rillflow.types import JoinTrainer
 

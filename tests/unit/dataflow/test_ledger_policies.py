@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from dataflow_world import POLICY, changed, policies, prompts, sample
 
+from dataflow_world import POLICY, changed, policies, prompts, sample
 from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.report import status
 from rillflow.dataflow.rules import Rules

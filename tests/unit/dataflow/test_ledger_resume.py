@@ -6,8 +6,8 @@ import os
 import sqlite3
 
 import pytest
-from dataflow_world import changed, prompts, sample
 
+from dataflow_world import changed, prompts, sample
 from rillflow.dataflow.hooks import Hooks
 from rillflow.errors import CorruptData
 

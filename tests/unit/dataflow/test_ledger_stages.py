@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from dataflow_world import changed, prompts
 
+from dataflow_world import changed, prompts
 from rillflow.errors import BadRequest, LeaseLost
 from rillflow.types import CommitStage, RenewBatch, Row, SampleColumns
 

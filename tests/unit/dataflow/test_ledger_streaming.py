@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from dataflow_world import policies, prompts, sample
 
+from dataflow_world import policies, prompts, sample
 from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.hooks.filters.zero_variance import ZeroVariance
 from rillflow.dataflow.hooks.samplers.replay import Replay

@@ -7,8 +7,8 @@ import math
 import msgspec
 import numpy as np
 import pytest
-from dataflow_world import POLICY, RULES, prompts, sample
 
+from dataflow_world import POLICY, RULES, prompts, sample
 from rillflow.dataflow.hooks import Hooks
 from rillflow.errors import BadRequest, LeaseLost
 from rillflow.types import Ack, Row

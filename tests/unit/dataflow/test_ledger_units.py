@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
-from dataflow_world import policies, prompts, sample
 
+from dataflow_world import policies, prompts, sample
 from rillflow.dataflow.hooks import Hooks
 from rillflow.errors import BadRequest, LeaseLost
 from rillflow.types import Row, UnitBeat, UnitInfo

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 from dataflow_server import served
-from dataflow_world import POLICY, UNIT, FakeClock
 
+from dataflow_world import POLICY, UNIT, FakeClock
 from rillflow.dataflow.service import DataflowService
 from rillflow.errors import BadRequest, DiskFull
 from rillflow.types import Ack, FailTask, Heartbeat, RetireNode, UnitBeat, UnitInfo

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from dataflow_world import POLICY, changed, policies, prompts
 
+from dataflow_world import POLICY, changed, policies, prompts
 from rillflow.errors import LeaseLost
 
 

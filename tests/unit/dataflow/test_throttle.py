@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from dataflow_world import RULES
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dataflow_world import RULES
 from rillflow.dataflow.throttle import PROBE_AFTER, NodeLook, Work, allowance
 
 GOOD = NodeLook(8, ends=10.0, pace=2.0, speed=0.5, held=8)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from dataflow_server import served
-from dataflow_world import POLICY
 
+from dataflow_world import POLICY
 from rillflow.dataflow.engines import SILENT_SECONDS
 from rillflow.dataflow.turns import TURN_SECONDS, Turns
 from rillflow.errors import BadRequest

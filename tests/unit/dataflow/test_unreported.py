@@ -6,8 +6,8 @@ import asyncio
 
 import numpy as np
 import pytest
-from dataflow_world import UNIT, sample
 
+from dataflow_world import UNIT, sample
 from rillflow.clients.units import LocalWriter
 from rillflow.dataflow.units import FileUnit
 from rillflow.dataflow.units.service import UnitService

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import msgspec
-from dataflow_world import World
 
+from dataflow_world import World
 from rillflow.contracts import Group
 from rillflow.dataflow import report, user_errors
 from rillflow.dataflow.hooks import Hooks
