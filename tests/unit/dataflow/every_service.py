@@ -19,6 +19,9 @@ from dataflow_server import Served, served
 
 from counting_engine import CountingEngine
 from dataflow_world import POLICY, UNIT, FakeClock
+from rillflow.config import load_recipe
+from rillflow.dashboard.server import Dashboard
+from rillflow.dashboard.watched import WatchedRun
 from rillflow.dataflow.units import FileUnit
 from rillflow.dataflow.units.service import UnitService
 from rillflow.engine.host import EngineHost
@@ -29,6 +32,8 @@ from rillflow.gateway.feed import Feed
 from rillflow.gateway.sampling.control import add_engine_routes
 from rillflow.gateway.sampling.fleet import Fleet
 from rillflow.gateway.sampling.manager import RolloutManager
+from rillflow.runtime.folder import RunFolder
+from rillflow.storage import write_json
 from rillflow.types import AskTurn, UnitBeat, UnitBeatReply
 from rillflow.weights.transport.relay import RelayService, RelayShelf
 from rillflow.weights.transport.serve import WeightService
@@ -78,10 +83,18 @@ async def every_service(folder: Path, token: str) -> AsyncIterator[list[Started]
         add_engine_routes(gateway, RolloutManager(Fleet()))
         await start(gateway)
         await start(Service("trainer", token))
+        await start(Dashboard([WatchedRun(run_with(token, folder / "runs"), OPEN)]))
         try:
             yield started
         finally:
             await asyncio.gather(*(one.service.stop() for one in started[1:]))
+
+
+def run_with(token: str, parent: Path) -> RunFolder:
+    """A run folder with this token; nothing runs there."""
+    made = RunFolder.create(load_recipe("quickstart"), parent)
+    write_json(made.root / "run.json", {"token": token, "started": 0.0}, private=True)
+    return made
 
 
 async def exhaust(run: Served) -> None:
