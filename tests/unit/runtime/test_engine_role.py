@@ -101,4 +101,4 @@ async def test_a_run_starts_its_engines_before_its_nodes_and_keeps_them_to_the_e
     monkeypatch.setattr(run.supervisor, "finish", finish)
     await run._run()
     assert started.index("unit-0") < started.index("engine-0") < started.index("engine-1") < started.index("rollout-0")
-    assert kept == {"dataflow", "unit-0", "engine-0", "engine-1"}
+    assert kept == {"dashboard", "dataflow", "unit-0", "engine-0", "engine-1"}

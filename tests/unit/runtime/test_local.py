@@ -235,7 +235,7 @@ async def test_units_come_before_those_who_use_them_and_stay_until_they_have_end
         ("trainer-solver", "trainer", root, "--policy", "solver"),
         ("trainer-checker", "trainer", root, "--policy", "checker"),
     ]
-    assert recorded.kept == {"dataflow", "unit-0", "unit-1"}
+    assert recorded.kept == {"dashboard", "dataflow", "unit-0", "unit-1"}
 
 
 async def test_the_run_goes_on_without_a_node_but_not_without_the_last(

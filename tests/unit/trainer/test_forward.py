@@ -40,6 +40,8 @@ def micro(lengths: tuple[int, ...] = (7, 4, 9), seed: int = 0) -> MicroBatch:
         rows=len(lengths),
         columns={"temperature_T": torch.rand(len(select_T), generator=generator) + 0.5},
         source_T=select_T.numpy(),
+        depth_T=np.concatenate([np.arange(0, n, 2) for n in lengths]),
+        kept_T=np.zeros(len(select_T), np.int64),
     )
 
 
