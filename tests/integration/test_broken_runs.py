@@ -105,7 +105,7 @@ data: {prompts: {path: prompts.jsonl}, epochs: 100}
 dataflow: {group_size: 8, staleness: 2, attempts: 1, max_failures: 24}
 rollout: {episodes: 32, episode_timeout: 600}
 trainer: {steps: 4, batch_groups: 2, lr: 1.0e-4, checkpoint_every: 100}
-observe: {plot: false, tensorboard: false}
+observe: {plot: false, trackers: {tensorboard: false}}
 """
 # A template that writes the first message anew at every turn.
 COUNTING = "{{- messages | length ~ '\\n' -}}"
