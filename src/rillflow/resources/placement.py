@@ -54,8 +54,8 @@ class Plan:
 
     @property
     def processes(self) -> dict[str, Placed]:
-        """By name, nodes first: their first episodes are under way when a trainer asks for a batch."""
-        return {process.name: process for process in (*self.nodes, *self.trainers)}
+        """By name, trainers first: nodes start while a trainer publishes the weights that they wait for."""
+        return {process.name: process for process in (*self.trainers, *self.nodes)}
 
     @property
     def of_worker(self) -> dict[str, tuple[str, int | None]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,7 @@ from rillflow.storage.spans import open_spans
 
 if TYPE_CHECKING:
     from rillflow.config import Recipe
+    from rillflow.storage.spans import Spans
     from rillflow.trainer.parallel.address import Place
 
 log = logging.getLogger(__name__)
@@ -232,7 +234,6 @@ def _one_rank(folder: RunFolder, policy: str, place: Place, playing: frozenset[i
     name = f"trainer-{policy}"
     if place.rank == 0:  # it speaks for all ranks
         startup.report_to(folder.root, name, "importing torch")
-    from rillflow.runtime.hosted import Rests, run_hosted
     from rillflow.trainer.main import run_trainer
     from rillflow.trainer.parallel.launch import LEFT_ALONE
     from rillflow.trainer.parallel.peers import GivenUp, PeerLost
@@ -263,10 +264,7 @@ def _one_rank(folder: RunFolder, policy: str, place: Place, playing: frozenset[i
         spans = open_spans(folder.root, name if place.ranks == 1 else f"{name}-rank{place.rank}")
         stack.callback(spans.close)
         try:
-            if plays:
-                finished = run_hosted(folder, f"colocated-{place.rank}", url, train, spans)
-            else:
-                finished = train(Rests() if playing else None)
+            finished = _train_and_play(folder, place, url, train, spans, plays=plays) if playing else train()
         except NoBatch as error:
             raise GiveUp(error.message, error.hint) from error
         except (GivenUp, PeerLost) as error:
@@ -277,6 +275,15 @@ def _one_rank(folder: RunFolder, policy: str, place: Place, playing: frozenset[i
     if plays or code == LEFT_ALONE:
         leave(code)
     return code
+
+
+def _train_and_play(
+    folder: RunFolder, place: Place, url: str, train: Callable[[Generator], bool], spans: Spans, *, plays: bool
+) -> bool:
+    """Train in a trainer of which some ranks also play. Only such a trainer imports what nodes import."""
+    from rillflow.runtime.hosted import Rests, run_hosted
+
+    return run_hosted(folder, f"colocated-{place.rank}", url, train, spans) if plays else train(Rests())
 
 
 def _check_name(name: str) -> None:
