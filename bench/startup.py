@@ -105,7 +105,8 @@ def _started(*, processes: bool) -> Start:
         begin = time.perf_counter()
         command = [sys.executable, "-m", "rillflow", "run", "quickstart", "--runs", runs]
         with open(Path(runs) / "output", "wb") as output:
-            run = subprocess.Popen(command, stdout=output, stderr=output)
+            cold = {**os.environ, "RILLFLOW_WARM": ""}  # no process that has imported torch before
+            run = subprocess.Popen(command, stdout=output, stderr=output, env=cold)
         start = Start()
         try:
             while not _has_sample(Path(runs)):

@@ -227,7 +227,7 @@ class Gateway(Service):
             raise self._gate.refusal()
         try:
             session = self.sessions.get(name)
-            asked = await self._read(session, chat, body, checked_agent(agent))
+            asked = await self._read(session, chat, body, checked_agent(agent) if agent else "")
             answer = await running.whole(self._admit(session, asked), session, None, self._clock)
             return chat.whole(asked.request, answer, asked.policy.renderer)
         finally:

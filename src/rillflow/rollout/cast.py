@@ -22,6 +22,7 @@ from rillflow.gateway.sampling.node_engines import NodeEngines
 from rillflow.gateway.server import Gateway
 from rillflow.gateway.sessions.keeping import SessionLog
 from rillflow.gateway.trees.render import Renderer
+from rillflow.rollout.direct_client import DirectClient
 from rillflow.rollout.episode import Reward
 from rillflow.rollout.episodes import Episodes
 from rillflow.rollout.late import LateRewards
@@ -37,7 +38,7 @@ class Cast(NamedTuple):
     player: Player
     reward: Reward | None
     surroundings: Surroundings
-    client: openai.AsyncOpenAI
+    client: DirectClient
 
     async def prepare(self) -> None:
         """What the reward needs before its first call, such as a model, is there afterwards."""
@@ -69,7 +70,7 @@ async def open_cast(recipe: Recipe, feed: Feed, folder: Path) -> AsyncIterator[C
         stack.callback(player.close)
         surroundings, toolbox = await open_surroundings(recipe)
         stack.push_async_callback(toolbox.close)
-        client = openai.AsyncOpenAI(
+        client = DirectClient(
             base_url="http://unset",
             api_key="unset",
             http_client=openai.DefaultAioHttpClient(timeout=None),

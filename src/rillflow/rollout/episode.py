@@ -26,6 +26,7 @@ from rillflow.config.tracebacks import located, place_of
 from rillflow.contracts import Clock, Environment, Toolbox
 from rillflow.errors import WorkflowError
 from rillflow.gateway.server import AGENT_HEADER
+from rillflow.rollout.direct_client import DirectClient
 from rillflow.rollout.rewards import rewards_of
 from rillflow.types import MODEL_WAIT, Prompt, Scored, Task
 
@@ -95,8 +96,11 @@ class RunningEpisode:
 
     @cached_property
     def client(self) -> openai.AsyncOpenAI:
-        """A copy shares the connection pool: a client of its own per episode would open its own connections."""
-        return self._shared.with_options(base_url=self.base_url, api_key=self.api_key)
+        """A copy of the node's client, which shares its connection pool and calls the gateway directly if it can."""
+        made = self._shared.with_options(base_url=self.base_url, api_key=self.api_key)
+        if self._chat is not None and isinstance(made, DirectClient):
+            made.call_directly(self._chat)
+        return made
 
     @property
     def prompt(self) -> Prompt:
