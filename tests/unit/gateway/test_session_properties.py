@@ -36,7 +36,7 @@ MOVES: Any = st.lists(
     st.one_of(st.tuples(ASK), st.tuples(ASK), st.lists(ASK, min_size=2, max_size=3).map(tuple), CHANGE), max_size=14
 )
 TEMPLATE = st.sampled_from(sorted(RENDERERS))
-QUICK = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def play(template: str, moves: list[Move]) -> None:

@@ -11,6 +11,7 @@ import pytest
 from rillflow.agents.rewards import code as reward
 from rillflow.agents.sandbox import Sandbox, Verdict
 from rillflow.dataflow.sources.benchmarks import data_folder
+from soak import repetitions
 
 pytestmark = pytest.mark.needs("data")
 
@@ -49,8 +50,9 @@ def test_humaneval_in_whole_functions_and_fences(sandbox: Sandbox) -> None:
     assert not any(verdict.ok for verdict in _graded(sandbox, [(*pair, 60) for pair in zip(rows, empty, strict=True)]))
 
 
-def test_the_first_two_hundred_of_mbpp(sandbox: Sandbox) -> None:
-    rows = _rows("mbpp")[:200]
+@pytest.mark.soak
+def test_the_first_of_mbpp(sandbox: Sandbox) -> None:
+    rows = _rows("mbpp")[: repetitions(80, 200)]
     work = [(row, row["code"], 2.0 if _NEVER in row["code"] else 60.0) for row in rows]
     failed = [row["task_id"] for row, one in zip(rows, _graded(sandbox, work), strict=True) if not one.ok]
     assert len(failed) <= 1

@@ -73,7 +73,7 @@ def test_loops_of_the_cpu(seed: int) -> None:
     assert_like_written_out(layout, "loops", torch.float32, 2e-5)
 
 
-@pytest.mark.parametrize(("heads", "size"), [((1, 1), 4), ((6, 2), 12), ((3, 1), 7), ((4, 4), 64), ((8, 1), 80)])
+@pytest.mark.parametrize(("heads", "size"), [((1, 1), 4), ((6, 2), 7), ((4, 4), 64), ((8, 1), 80)])
 def test_loops_have_heads_of_all_kinds(heads: tuple[int, int], size: int) -> None:
     """Also such as lie apart: of a layer, tokens are the last dimension but one."""
     layout = layout_of(1, torch.device("cpu"))

@@ -16,6 +16,7 @@ from rillflow.weights.delta import apply, apply_, bound, decode, encode, file, f
 from rillflow.weights.delta.cpu import reading, writing
 from rillflow.weights.fingerprint import bits_of as numbers_of
 from rillflow.weights.fingerprint import fingerprint, moved
+from soak import repetitions
 
 # Zeros, denormals, ones, the largest numbers, infinities and NaNs of several payloads, as the upper 16 bits of fp32,
 # which are bf16, and as fp16.
@@ -74,8 +75,9 @@ def pairs(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
     return of_bits(old, dtype), of_bits(np.where(far, other.astype(np.int64), near), dtype)
 
 
+@pytest.mark.soak
 @given(pairs())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=repetitions(100, 1000), deadline=None)
 def test_any_bits(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
     exact(*pair)
 
@@ -86,7 +88,7 @@ def test_any_bits(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
     st.sampled_from([0.0, 0.0005, 0.01, 0.1, 0.4, 0.6, 0.95, 1.0]),
     st.sampled_from([1, 40, 1 << 14, 1 << 31]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_any_density_and_distance(dtype: torch.dtype, seed: int, density: float, distance: int) -> None:
     rng = np.random.default_rng(seed)
     old = rng.integers(0, 2**32, 9000) if seed % 2 else rng.normal(0, 0.02, 9000).astype(np.float32).view(np.uint32)

@@ -75,7 +75,7 @@ def changed(count: int, dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, Ch
 
 
 @given(st.sampled_from(DTYPES), st.integers(0, 60), st.integers(0, 1000))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_moved_is_as_computed_anew(dtype: torch.dtype, count: int, seed: int) -> None:
     base, change, new = changed(count, dtype, seed)
     before = fingerprint(base, seed)
