@@ -11,7 +11,7 @@ import pytest
 
 from commands import Cli
 from needs import require
-from rillflow.observe.advisories import Advisory, Facts, advise
+from rillflow.observe.advisories import Advisory, FactReader, advise
 from rillflow.runtime.folder import RunFolder
 from rillflow.weights.model_folder import model_folder
 from small_disk import small_disk
@@ -123,7 +123,7 @@ def broken(cli: Cli) -> Cli:
 def advisories(cli: Cli, *overrides: str, code: int = 0) -> list[Advisory]:
     """Return the advisories of a run with these changes to the recipe, which ends with `code`."""
     folder = RunFolder.open(cli.run("run", "broken.yaml", *overrides, code=code).folder)
-    found = advise(Facts.of_run(folder, now=time.time()))
+    found = advise(FactReader(folder).read(now=time.time()))
     print(folder.root, *(f"{one.severity}: {one.title}" for one in found), sep="\n")
     return found
 

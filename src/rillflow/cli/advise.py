@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rillflow.cli.status import ask
-from rillflow.observe.advisories import Advisory, Facts, advise
+from rillflow.observe.advisories import Advisory, FactReader, Facts, advise
 from rillflow.runtime.folder import RunFolder
 
 _STYLES = {"problem": "bold red", "warning": "bold yellow", "hint": "bold cyan"}
@@ -29,7 +29,7 @@ def print_advice(folder: RunFolder, *, as_json: bool) -> None:
 def facts_of(folder: RunFolder) -> Facts:
     """Return what the run's folder says, and its service where it answers."""
     status = asyncio.run(ask(folder)) if folder.state()["state"] == "running" else None
-    return Facts.of_run(folder, status, now=time.time())
+    return FactReader(folder).read(status, now=time.time())
 
 
 def _print(found: Sequence[Advisory], facts: Facts) -> None:

@@ -17,7 +17,7 @@ from rich.text import Text
 from rillflow.cli.timeline import draw_timeline
 from rillflow.config import Recipe, TrainerConfig
 from rillflow.errors import ConfigError, RunError
-from rillflow.observe.advisories import Facts, advise
+from rillflow.observe.advisories import FactReader, advise
 from rillflow.observe.advisories.watch import Watch
 from rillflow.observe.metrics import read_metrics
 from rillflow.observe.plot import plot_reward
@@ -198,7 +198,7 @@ class Doors:
 def _conclude(folder: RunFolder, status: Status, seconds: float, since: float) -> int:
     recipe = folder.recipe
     metrics = read_metrics(folder.metrics, recipe.policy)
-    advisories = advise(Facts.of_run(folder, status, now=time.time()))
+    advisories = advise(FactReader(folder).read(status, now=time.time()))
     summary = summarise(metrics, status, seconds, since, target=recipe.evaluation.target, advisories=advisories)
     write_json(folder.root / "summary.json", summary)
     plot = folder.root / "reward.png" if recipe.observe.plot and metrics.steps else None

@@ -11,19 +11,16 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from rillflow.storage.spans import FOLDER, STATES, Span
+from rillflow.storage.spans import FOLDER, STATES, Span, decode_spans
 
 Numbers = npt.NDArray[np.float64]
 
 MOST = 200_000
 IDLE = STATES.index("idle")
 _CODES = {state: code for code, state in enumerate(STATES)}
-_LINE = msgspec.json.Decoder(Span)
-_LINES = msgspec.json.Decoder(list[Span])
 
 
 @dataclass(frozen=True)
@@ -36,12 +33,12 @@ class Spans:
 
     @classmethod
     def of(cls, spans: list[Span]) -> Spans:
-        """Of what a file says; what is unknown, reversed or out of order is left out."""
-        known = [(span.begin, span.end, _CODES[span.state]) for span in spans if span.state in _CODES]
+        """Of what a file says; what is out of order is left out."""
+        known = [(span.begin, span.end, _CODES[span.state]) for span in spans]
         rows = np.array(known, np.float64).reshape(len(known), 3)
         begin, end = rows[:, 0], rows[:, 1]
         reached = np.maximum.accumulate(np.concatenate(([-np.inf], end)))[:-1]
-        kept = rows[(end >= begin) & (begin >= reached)]
+        kept = rows[begin >= reached]
         return cls(kept[:, 0], kept[:, 1], kept[:, 2].astype(np.int8)).joined()
 
     def __len__(self) -> int:
@@ -113,22 +110,7 @@ class Lane:
         whole = data.rfind(b"\n") + 1
         self._at += whole
         if whole:
-            self.spans = self.spans.then(Spans.of(_decoded(data[:whole])))
-
-
-def _decoded(data: bytes) -> list[Span]:
-    """The spans of whole lines; those that a kill has torn are passed over."""
-    lines = data.splitlines()
-    try:
-        return _LINES.decode(b"[" + b",".join(lines) + b"]")
-    except msgspec.MsgspecError:
-        found = []
-        for line in lines:
-            try:
-                found.append(_LINE.decode(line))
-            except msgspec.MsgspecError:
-                continue
-        return found
+            self.spans = self.spans.then(Spans.of(decode_spans(data[:whole].splitlines())))
 
 
 class Lanes:

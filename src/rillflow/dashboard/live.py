@@ -1,7 +1,8 @@
 """What a running run says of itself: asked of its dataflow service with a reader's token, when a browser wants it.
 
 Nothing is asked while nobody looks. An answer is used for a second, and a service that does not answer is left alone
-for a few, so that a dashboard of many tabs costs a run no more than one.
+for a few, so that a dashboard of many tabs costs a run no more than one. The connection is kept from one answer to the
+next.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class LiveRun:
         self._asking = asyncio.Lock()
         self._answer: Live | None = None
         self._until = 0.0
+        self._client: DataflowClient | None = None
+        self._url = ""
 
     async def now(self) -> Live | None:
         """The latest answer; None where the run is not running or does not answer."""
@@ -48,17 +51,23 @@ class LiveRun:
         url = self._run.folder.endpoint("dataflow") if self._run.running else None
         if url is None:
             return None
-        client = DataflowClient(Client(url, self._token, peer="dataflow"))
+        if self._client is None or url != self._url:
+            await self.close()
+            self._client, self._url = DataflowClient(Client(url, self._token, peer="dataflow")), url
         try:
-            status = await client.status(_PATIENCE)
-            nodes = await client.nodes(_PATIENCE)
-            balance = msgspec.convert(await client.balance(_PATIENCE), Balance)
+            status = await self._client.status(_PATIENCE)
+            nodes = await self._client.nodes(_PATIENCE)
+            balance = msgspec.convert(await self._client.balance(_PATIENCE), Balance)
         except (WireError, msgspec.MsgspecError) as error:
             log.info("%s: %s", self._run.name, error)
+            await self.close()
             return None
-        finally:
-            await client.close()
         return Live(status, nodes.nodes, balance)
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
 
     async def stop(self, operator: str) -> None:
         """End the run; what is outstanding stays in its ledger."""

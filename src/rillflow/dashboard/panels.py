@@ -1,4 +1,4 @@
-"""The panels by their names in URLs: what each is asked with, and the view that answers."""
+"""The panels by their names in URLs: what each is asked with, the view that answers, and what that is made from."""
 
 from __future__ import annotations
 
@@ -21,16 +21,19 @@ from rillflow.dashboard.views import (
     weights,
 )
 from rillflow.dashboard.views.charts import Axis, Window
+from rillflow.dashboard.watched import Source
 
 Pixels = Annotated[int, Meta(ge=50, le=4000)]
 
 
 class Panel(NamedTuple):
-    """`live` ones are given what the run's service says now."""
+    """`sources` are the parts of the run folder that the view reads; the recipe, which does not change, is not among
+    them. `live` ones are given what the run's service says now."""
 
     query: type
     view: Callable[..., Any]
-    live: bool = True
+    sources: tuple[Source, ...]
+    live: bool = False
 
 
 class Nothing(msgspec.Struct):
@@ -80,26 +83,38 @@ class LogLines(msgspec.Struct):
 
 
 PANELS: dict[str, Panel] = {
-    "overview": Panel(Curves, lambda run, live, query: overview.overview(run, live, query.window)),
+    "overview": Panel(
+        Curves, lambda run, live, query: overview.overview(run, live, query.window), ("state", "metrics"), live=True
+    ),
     "metrics": Panel(
-        SomeCurves, lambda run, live, query: overview.metrics(run, query.names.split(","), query.window), live=False
+        SomeCurves, lambda run, live, query: overview.metrics(run, query.names.split(","), query.window), ("metrics",)
     ),
     "timeline": Panel(
-        Lanes, lambda run, live, query: timeline.timeline(run, query.width, query.low, query.high), live=False
+        Lanes, lambda run, live, query: timeline.timeline(run, query.width, query.low, query.high), ("timeline",)
     ),
-    "flow": Panel(Nothing, lambda run, live, query: flow.flow(run), live=False),
-    "nodes": Panel(Nothing, lambda run, live, query: nodes.nodes(run, live)),
-    "trajectories": Panel(trajectories.Wanted, lambda run, live, query: trajectories.table(run, query), live=False),
-    "trajectory": Panel(Episode, lambda run, live, query: trajectories.episode(run, query.id), live=False),
+    "flow": Panel(Nothing, lambda run, live, query: flow.flow(run), ("ledger",)),
+    "nodes": Panel(Nothing, lambda run, live, query: nodes.nodes(run, live), ("ledger",), live=True),
+    "trajectories": Panel(
+        trajectories.Wanted, lambda run, live, query: trajectories.table(run, query), ("trajectories", "metrics")
+    ),
+    "trajectory": Panel(Episode, lambda run, live, query: trajectories.episode(run, query.id), ("trajectories",)),
     "tokens": Panel(
-        Tokens, lambda run, live, query: trajectories.tokens(run, query.id, query.sample, query.offset), live=False
+        Tokens,
+        lambda run, live, query: trajectories.tokens(run, query.id, query.sample, query.offset),
+        ("trajectories",),
     ),
-    "weights": Panel(Nothing, lambda run, live, query: weights.weights(run, live)),
-    "balance": Panel(Nothing, lambda run, live, query: balance.balance(run, live)),
-    "algorithms": Panel(Curves, lambda run, live, query: algorithms.algorithms(run, query.window), live=False),
-    "compare": Panel(Other, lambda run, live, query, other: compare.compare(run, other, query.window), live=False),
-    "logs": Panel(Nothing, lambda run, live, query: logs.log_files(run), live=False),
+    "weights": Panel(Nothing, lambda run, live, query: weights.weights(run, live), ("weights", "ledger"), live=True),
+    "balance": Panel(
+        Nothing, lambda run, live, query: balance.balance(run, live), ("metrics", "ledger", "maintainer"), live=True
+    ),
+    "algorithms": Panel(
+        Curves, lambda run, live, query: algorithms.algorithms(run, query.window), ("metrics", "ledger")
+    ),
+    "compare": Panel(
+        Other, lambda run, live, query, other: compare.compare(run, other, query.window), ("state", "metrics")
+    ),
+    "logs": Panel(Nothing, lambda run, live, query: logs.log_files(run), ("logs", "ledger")),
     "log": Panel(
-        LogLines, lambda run, live, query: logs.log_lines(run, query.name, query.level, query.find), live=False
+        LogLines, lambda run, live, query: logs.log_lines(run, query.name, query.level, query.find), ("logs",)
     ),
 }

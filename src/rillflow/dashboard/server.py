@@ -6,14 +6,15 @@ tokens of the first run open a dashboard of several. Everything reads, but for w
 stop a run and to retire a node. Those also need a header that no other site's page can send.
 
 Views are made in one thread, one after the other, so that their readers need no locks and a run's cores are left alone;
-advisories, which take longer, in another.
+advisories, which take longer, in another. A view is tagged (ETag) by what it is made from: while that has not changed,
+a page that names the tag is answered without one (304), and nothing is read.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import html
-import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from http.cookies import CookieError, SimpleCookie
@@ -77,13 +78,10 @@ class Dashboard(Service):
         self.route("/api/runs/{run}/stop", self._stop_run, ["POST"], "operator")
         self.route("/api/runs/{run}/retire", self._retire, ["POST"], "operator")
 
-    async def start_on(self, listener: socket.socket) -> None:
-        await super().start_on(listener)
-        for run in self._runs.values():
-            self._reader.submit(run.read_ahead)
-
     async def stop(self) -> None:
         await super().stop()
+        for live in self._live.values():
+            await live.close()
         for thread in (self._reader, self._adviser):
             thread.shutdown(wait=False, cancel_futures=True)
 
@@ -160,7 +158,11 @@ class Dashboard(Service):
             query: Any = _query(request, panel.query)
             others = [self._run(query.other)] if isinstance(query, Other) else []
             live = await self._live[run.name].now() if panel.live else None
-            return _json(await self._read(lambda: panel.view(run, live, query, *others)))
+            stamps = [one.stamp(panel.sources) for one in (run, *others)]
+            tag = _tag(msgspec.msgpack.encode((stamps, live, request.url.query)))
+            if _known(request, tag):
+                return Response(status_code=304, headers={"etag": tag})
+            return _json(await self._read(lambda: panel.view(run, live, query, *others)), tag)
 
         return endpoint
 
@@ -168,7 +170,11 @@ class Dashboard(Service):
         """Beside the other views: it reads more than they do, and nothing that they have read."""
         run = self._run(request.path_params["run"])
         live = await self._live[run.name].now()
-        return _json(await in_thread(lambda: self._advice.of(run, live), self._adviser))
+        body = msgspec.json.encode(await in_thread(lambda: self._advice.of(run, live), self._adviser))
+        tag = _tag(body)
+        if _known(request, tag):
+            return Response(status_code=304, headers={"etag": tag})
+        return Response(body, media_type="application/json", headers={"etag": tag})
 
     async def _read(self, view: Callable[[], Any]) -> Any:
         return await in_thread(view, self._reader)
@@ -224,8 +230,17 @@ def _query(request: Request, kind: type[Query]) -> Query:
         raise BadRequest(f"{request.url.path}: {error}", "reload the page") from error
 
 
-def _json(value: Any) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
+def _json(value: Any, tag: str = "") -> Response:
+    headers = {"etag": tag} if tag else {}
+    return Response(msgspec.json.encode(value), media_type="application/json", headers=headers)
+
+
+def _tag(content: bytes) -> str:
+    return f'"{hashlib.blake2b(content, digest_size=12).hexdigest()}"'
+
+
+def _known(request: Request, tag: str) -> bool:
+    return request.headers.get("if-none-match") == tag
 
 
 async def serve(dashboard: Dashboard) -> None:

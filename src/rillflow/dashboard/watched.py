@@ -7,25 +7,31 @@ of run; what is missing or torn shows as an empty panel, never as an error of th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
-import yaml
 
+from rillflow.config.load import parse
 from rillflow.dashboard.curves import Curves
 from rillflow.dashboard.lanes import Lanes
 from rillflow.dataflow.balance import Balance
 from rillflow.dataflow.snapshot import Snapshot, snapshot
 from rillflow.errors import ConfigError, RillflowError, RunError
+from rillflow.observe.advisories import FactReader
 from rillflow.runtime.folder import RunFolder
 from rillflow.storage import read_json
+from rillflow.storage.spans import FOLDER as TIMELINE
+from rillflow.storage.trajectories import FILE as TRAJECTORIES
 from rillflow.types import NodeInfo, Status
+from rillflow.weights.manifest import HEAD
 
 Found = TypeVar("Found")
+# What a view is made from. A view whose sources have not changed need not be made again.
+Source = Literal["state", "metrics", "timeline", "ledger", "trajectories", "logs", "weights", "maintainer"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,7 @@ class WatchedRun:
         self.recipe = _recipe(folder.root)
         self.curves = Curves(folder.metrics, self.first_policy)
         self.lanes = Lanes(folder.root)
+        self.facts = FactReader(folder)
 
     @property
     def policies(self) -> list[str]:
@@ -81,11 +88,26 @@ class WatchedRun:
         with snapshot(self.folder.ledger) as reads:
             return ask(reads)
 
-    def read_ahead(self) -> None:
-        """Read what there is, so that the first view need not."""
-        with suppress(OSError, RillflowError):  # the view that needs it says so
-            self.curves.follow()
-            self.lanes.follow()
+    def stamp(self, sources: Sequence[Source]) -> list[tuple[int, int]]:
+        """Return the size and time of change of every file of these sources."""
+        return [_stamp(path) for source in sources for path in self._files(source)]
+
+    def _files(self, source: Source) -> Iterator[Path]:
+        root = self.folder.root
+        match source:
+            case "state":
+                yield root / "state.json"
+            case "metrics":
+                yield self.folder.metrics
+            case "ledger" | "trajectories":
+                database = self.folder.ledger if source == "ledger" else root / TRAJECTORIES
+                yield from (database, database.with_name(f"{database.name}-wal"))
+            case "timeline" | "logs":
+                yield from sorted((root / (TIMELINE if source == "timeline" else "logs")).glob("*"))
+            case "weights":
+                yield from (self.folder.weights(policy) / HEAD for policy in self.policies)
+            case "maintainer":
+                yield from (root / "maintainer.jsonl", self.folder.workers.path)
 
     def lines(self, name: str, most: int) -> list[dict[str, Any]]:
         """The last whole lines of a JSON-lines file of the run."""
@@ -112,6 +134,14 @@ def watch(paths: list[Path]) -> list[WatchedRun]:
     return runs
 
 
+def _stamp(path: Path) -> tuple[int, int]:
+    try:
+        found = path.stat()
+    except OSError:
+        return 0, 0
+    return found.st_size, found.st_mtime_ns
+
+
 def tail(path: Path, size: int) -> bytes:
     """The last `size` bytes of a file, from the first whole line of them; empty where there is no such file."""
     try:
@@ -127,9 +157,6 @@ def tail(path: Path, size: int) -> bytes:
 def _recipe(root: Path) -> dict[str, Any]:
     """The resolved recipe in plain values: of a run, of a supervised one, or of a version with other fields."""
     try:
-        raw = yaml.safe_load((root / "recipe.yaml").read_text())
-    except (OSError, UnicodeError, yaml.YAMLError) as error:
-        raise RunError(f"{root / 'recipe.yaml'} cannot be read: {error}", "restore it from a copy") from error
-    if not isinstance(raw, dict):
-        raise RunError(f"{root / 'recipe.yaml'} is not a recipe", "restore it from a copy")
-    return raw
+        return parse(root / "recipe.yaml")
+    except ConfigError as error:
+        raise RunError(error.message, "restore it from a copy") from error

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 
 @dataclass
 class Metrics:
@@ -60,7 +62,7 @@ class MetricsReader:
                     return  # still being written
                 self.at += len(line)
                 try:
-                    yield json.loads(line)
+                    yield _decoded(line)
                 except ValueError:
                     continue  # a line torn by a crash: what it said is in the ledger
 
@@ -71,6 +73,13 @@ class MetricsReader:
         with open(self._path, "rb") as file:
             file.seek(self.at)
             return sum(line.endswith(b"\n") for line in file)
+
+
+def _decoded(line: bytes) -> Any:
+    try:
+        return msgspec.json.decode(line)
+    except msgspec.DecodeError:  # NaN and Infinity, which other writers may have put there
+        return json.loads(line)
 
 
 def read_metrics(path: Path, first: str) -> Metrics:

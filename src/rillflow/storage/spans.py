@@ -13,7 +13,7 @@ import os
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Literal, Protocol, get_args
@@ -41,6 +41,10 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     state: str
     begin: float
     end: float
+
+
+_SPAN = msgspec.json.Decoder(Span)
+_SPANS = msgspec.json.Decoder(list[Span])
 
 
 class Spans(Protocol):
@@ -187,7 +191,7 @@ class SpanFollower:
             if match is None:
                 continue
             worker = match["worker"]
-            spans = _joined([*self._open.pop(worker, []), *_decoded(self._tail(path))])
+            spans = _joined([*self._open.pop(worker, []), *decode_spans(self._tail(path))])
             if not rest:
                 self._open[worker], spans = spans[-1:], spans[:-1]
             if spans:
@@ -195,27 +199,33 @@ class SpanFollower:
         return found
 
     def _tail(self, path: Path) -> list[bytes]:
-        """The whole lines that are new in a file; of one that was begun anew, all."""
+        """The whole lines that are new in a file; of one that was begun anew, all. At first also those of the full one
+        before it."""
+        full = path.with_name(f"{path.name}.1")
+        before = full.read_bytes().splitlines() if path.name not in self._at and full.is_file() else []
         at = self._at.get(path.name, 0)
         with open(path, "rb") as file:
             file.seek(at if at <= file.seek(0, os.SEEK_END) else 0)
             data = file.read()
             end = data.rfind(b"\n") + 1
             self._at[path.name] = file.tell() - len(data) + end
-        return data[:end].splitlines()
+        return before + data[:end].splitlines()
 
 
-def _lines(path: Path) -> Iterator[Span]:
-    return _decoded(path.read_bytes().splitlines())
+def _lines(path: Path) -> list[Span]:
+    return decode_spans(path.read_bytes().splitlines())
 
 
-def _decoded(lines: Iterable[bytes]) -> Iterator[Span]:
-    decoder = msgspec.json.Decoder(Span)
-    for line in lines:
-        with suppress(msgspec.MsgspecError):
-            span = decoder.decode(line)
-            if span.state in STATES and span.begin <= span.end:
-                yield span
+def decode_spans(lines: Sequence[bytes]) -> list[Span]:
+    """The spans in these lines; torn and foreign ones are passed over."""
+    try:  # all at once, which is many times faster
+        spans = _SPANS.decode(b"[" + b",".join(lines) + b"]")
+    except msgspec.MsgspecError:
+        spans = []
+        for line in lines:
+            with suppress(msgspec.MsgspecError):
+                spans.append(_SPAN.decode(line))
+    return [span for span in spans if span.state in STATES and span.begin <= span.end]
 
 
 def _joined(spans: list[Span]) -> list[Span]:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from rillflow.cli.main import app
 from rillflow.config import load_recipe
-from rillflow.observe.advisories import Facts
+from rillflow.observe.advisories import FactReader, Facts
 from rillflow.observe.advisories.watch import EVERY, Watch
 from rillflow.runtime.folder import RunFolder
 from rillflow.storage import write_json
@@ -130,7 +130,7 @@ def test_a_look_that_fails_ends_nothing(
     def broken(*_: object, **__: object) -> Facts:
         raise RuntimeError("unexpected")
 
-    monkeypatch.setattr(Facts, "of_run", broken)
+    monkeypatch.setattr(FactReader, "read", broken)
     clock = Later()
     with closing(Watch(folder, lambda line: None, clock=clock)) as watch:
         deadline = time.monotonic() + 60

@@ -10,10 +10,12 @@ from typing import Any
 
 import httpx
 import pytest
-from dashboard_run import make_run, step_line, write_lines
+from dashboard_run import make_run, step_line, write_lines, write_spans
 
+from rillflow.dashboard.panels import PANELS
 from rillflow.dashboard.server import STATIC, Dashboard
 from rillflow.dashboard.watched import watch
+from rillflow.dataflow.database import Database
 from rillflow.runtime.folder import RunFolder
 from rillflow.types import Ack, RetireNode, StopRun
 from rillflow.wire import Service
@@ -182,3 +184,55 @@ async def test_advisories_come_with_what_to_do(browser: httpx.AsyncClient, folde
     assert found["unread"] == []
     assert found["advisories"]
     assert all(one["title"] and one["what_to_do"] for one in found["advisories"])
+
+
+@pytest.mark.parametrize("panel", [name for name in PANELS if name not in ("trajectory", "tokens", "compare", "log")])
+async def test_a_view_is_made_again_only_after_a_change(
+    browser: httpx.AsyncClient, folder: RunFolder, panel: str
+) -> None:
+    path = f"/api/runs/{folder.root.name}/{panel}"
+    first = await browser.get(path, headers=bearer(folder))
+    known = {**bearer(folder), "if-none-match": first.headers["etag"]}
+    assert (await browser.get(path, headers=known)).status_code == 304
+    assert (await browser.get(f"{path}?other=question", headers=known)).status_code == 200
+    for source in PANELS[panel].sources:
+        change(folder, source)
+        reply = await browser.get(path, headers=known)
+        assert reply.status_code == 200, source
+        known["if-none-match"] = reply.headers["etag"]
+
+
+def change(folder: RunFolder, source: str) -> None:
+    """Let this part of the run folder change, as the processes of a run do it."""
+    match source:
+        case "state":
+            folder.set_state("stopped")
+        case "metrics":
+            write_lines(folder, [step_line(6)])
+        case "timeline":
+            write_spans(folder, "rollout-0", [("rollout", 4.0, 5.0)])
+        case "ledger":
+            db = Database(folder.ledger)
+            with db.change():
+                db.count("cursor", 1)
+            db.commit()
+            db.close()
+        case "trajectories":
+            (folder.root / "trajectories.sqlite-wal").write_bytes(b"more")
+        case "logs":
+            folder.log("rollout-0").write_text("another line\n")
+        case "weights":
+            path = folder.weights("agent") / "head.json"
+            path.parent.mkdir(parents=True)
+            path.write_text("{}")
+        case "maintainer":
+            (folder.root / "maintainer.jsonl").write_text('{"time": 1.0, "action": "hold"}\n')
+        case _:
+            raise AssertionError(f"nothing changes {source}")
+
+
+async def test_advisories_that_are_the_same_are_not_sent_again(browser: httpx.AsyncClient, folder: RunFolder) -> None:
+    path = f"/api/runs/{folder.root.name}/advisories"
+    first = await browser.get(path, headers=bearer(folder))
+    again = await browser.get(path, headers={**bearer(folder), "if-none-match": first.headers["etag"]})
+    assert (first.status_code, again.status_code, again.content) == (200, 304, b"")

@@ -30,7 +30,7 @@ def watched(folder: RunFolder) -> WatchedRun:
 def test_the_overview_of_a_finished_run(tmp_path: Path) -> None:
     shown = overview(watched(make_run(tmp_path)), None, WIDE)
     assert shown["run"]["state"] == "finished"
-    assert shown["run"]["seconds"] == 90.0
+    assert shown["run"]["ended"] - shown["run"]["started"] == 90.0
     figures = {one["name"]: one for one in shown["figures"]}
     assert figures["step"]["value"] == 5.0
     assert figures["reward"]["value"] == 0.5

@@ -15,10 +15,13 @@ from msgspec.structs import replace
 
 from rillflow.config import load_recipe
 from rillflow.dataflow.ledger_facts import EpisodeFacts, LedgerFacts, NodeFacts, SampleFacts
-from rillflow.observe.advisories import Facts, advise
-from rillflow.observe.advisories.facts import LARGEST, Evaluation, Refusal, Step, read_steps
+from rillflow.observe.advisories import FactReader, Facts, advise
+from rillflow.observe.advisories.answers import Answer, summed_up
+from rillflow.observe.advisories.fact_reader import StepReader
+from rillflow.observe.advisories.facts import LARGEST, AnswerFacts, Evaluation, Refusal, Step
 from rillflow.observe.advisories.thresholds import THRESHOLDS
 from rillflow.runtime.folder import RunFolder
+from rillflow.storage.trajectories import FILE, KINDS, Bounds, Trajectory, TrajectoryInfo, TrajectoryStore
 from rillflow.types import UserError
 
 FIXTURES = Path(__file__).parent / "advisory_facts"
@@ -162,6 +165,86 @@ def test_refused_weights_come_with_their_cause_and_its_cure(cause: str) -> None:
     assert first.what_to_do
 
 
+@pytest.mark.parametrize(
+    ("probed", "step", "cause"),
+    [
+        (True, {"apart": 0.2, "shift": 0.01}, "numerics"),
+        (True, {"apart": 0.1, "shift": -0.09}, "a cut distribution"),
+        (True, {"apart": 1.5, "shift": -1.4}, "a cut distribution"),
+        (False, {"apart": 1.5, "shift": -1.4}, "wrong weights"),
+        (False, {"apart": 0.2, "shift": -0.05, "stale_apart": 0.22}, "stale weights"),
+        (False, {"apart": 0.2, "shift": -0.05, "stale_apart": 0.01}, "numerics"),
+    ],
+)
+def test_a_difference_of_engine_and_trainer_comes_with_its_likely_cause(
+    probed: bool, step: dict[str, float], cause: str
+) -> None:
+    facts = stepped(**step)
+    facts = replace(facts, settings=replace(facts.settings, probed={"agent": probed}, cuts={"agent": "top_p 0.9"}))
+    (first,) = (one for one in advise(facts) if one.key == "apart")
+    assert first.title.endswith(f"most likely because of {cause}.")
+    assert ("top_p 0.9" in first.why) is (cause == "a cut distribution")
+    assert first.what_to_do
+
+
+def said(*texts: str, cut: bool = False) -> dict[str, AnswerFacts]:
+    """What is known of these answers, each said four times, to prompts of their own."""
+    every = [text for text in texts for _ in range(4)]
+    return {"agent": summed_up([Answer(f"t{n}", f"p{n}", "agent", text, cut) for n, text in enumerate(every)])}
+
+
+LOOP = "It is blue" + " and blue" * 9
+DIFFERENT = [f"There are {n} keys in the {n}. box." for n in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("text", "repeats"),
+    [
+        (LOOP, True),
+        ("blueblueblueblueblueblueblu", True),
+        ("no no no", False),  # too short to tell
+        ("1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12", False),
+        ("The answer is that there are seventeen boxes.", False),
+    ],
+)
+def test_an_answer_that_repeats_itself(text: str, repeats: bool) -> None:
+    assert Answer("t", "p", "agent", text, cut=False).repeats is repeats
+
+
+def test_kept_answers_name_the_cause() -> None:
+    cut = sampled(truncated=0.9)
+    assert "because they repeat themselves" in advise(replace(cut, answers=said(*[LOOP] * 4, cut=True)))[0].title
+    assert "because" not in advise(replace(cut, answers=said(*DIFFERENT, cut=True)))[0].title
+    equal = sampled(lowest=0.0, highest=0.0, mean=0.0)
+    first = advise(replace(equal, answers=said(*["no idea"] * 4)))[0]
+    assert "16 of 16 kept answers to 16 prompts are 'no idea'" in first.why
+    assert "higher temperature" in first.what_to_do
+    assert "kept answers" not in advise(replace(equal, answers=said(*DIFFERENT)))[0].why
+    assert keys(replace(HEALTHY_RUN, answers=said(*[LOOP] * 3, "once"))) == ["repeated_answers"]
+    assert keys(replace(HEALTHY_RUN, answers=said(LOOP, LOOP, LOOP))) == [], "12 answers are too few to tell"
+
+
+def test_answers_are_read_from_the_kept_trajectories(tmp_path: Path) -> None:
+    folder = RunFolder.create(load_recipe("quickstart"), tmp_path)
+    reader = FactReader(folder)
+    assert reader.read().answers == {}
+    store = TrajectoryStore(folder.root / FILE, Bounds(1 << 24, dict.fromkeys(KINDS, 100)))
+    for n in range(20):
+        known = TrajectoryInfo(
+            id=f"t{n}", time=float(n), lane="train", status="done", kept="best" if n < 2 else "sample", prompt=f"p{n}"
+        )
+        spoken = [{"role": "user", "content": "?"}, {"role": "assistant", "content": LOOP if n % 2 else f"{n}"}]
+        path = {"policy": "agent", "follows": None, "shared": 0, "messages": spoken, "finish": "length"}
+        store.add(Trajectory(known, paths=[path]))
+    store.close()
+    found = reader.read()
+    assert found.unread == []
+    agent = found.answers["agent"]
+    assert (agent.count, agent.prompts, agent.repeating, agent.cut, agent.same) == (18, 18, 9, 18, 9)
+    assert "(t19)" in agent.repeated
+    assert reader.read().answers == found.answers
+
+
 def test_hints_are_given_to_healthy_runs_only() -> None:
     waits = replace(HEALTHY_RUN, settings=replace(HEALTHY_RUN.settings, on_policy=False))
     waits = replace(waits, policies={"agent": [replace(step, wait_fraction=0.8) for step in STEPS]})
@@ -220,8 +303,9 @@ def test_no_metrics_file_makes_advice_raise(
 ) -> None:
     path = tmp_path_factory.mktemp("metrics") / "metrics.jsonl"
     path.write_bytes(b"\n".join(lines) + (b"" if torn else b"\n"))
-    policies, heldout = read_steps(path)
-    advise(Facts(now=1.0, policies=policies, heldout=heldout))
+    steps = StepReader(path)
+    steps.follow()
+    advise(Facts(now=1.0, policies=steps.policies(), heldout=steps.heldout))
 
 
 FLOATS = st.one_of(st.none(), st.floats(-LARGEST, LARGEST))
@@ -286,9 +370,11 @@ def test_a_policy_that_was_rolled_back_has_the_steps_of_the_line_that_lives(tmp_
     path = tmp_path / "metrics.jsonl"
     steps = [{"policy": "agent", "step": n, "reward": 0.1 * n, "time": float(n)} for n in (1, 2, 3)]
     path.write_text("".join(json.dumps(line) + "\n" for line in _rolled_back(steps)) + '{"step": 4')
-    policies, _ = read_steps(path)
-    assert [step.step for step in policies["agent"]] == [1, 2]
-    assert policies["agent"][-1].reward == 0.9
+    reader = StepReader(path)
+    reader.follow()
+    found = reader.policies()["agent"]
+    assert [step.step for step in found] == [1, 2]
+    assert found[-1].reward == 0.9
 
 
 def _rolled_back(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -301,7 +387,7 @@ def _rolled_back(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def test_a_new_run_has_nothing_to_tell(tmp_path: Path) -> None:
     folder = RunFolder.create(load_recipe("quickstart"), tmp_path)
-    facts = Facts.of_run(folder, now=folder.started)
+    facts = FactReader(folder).read(now=folder.started)
     assert facts.unread == []
     assert facts.settings.max_tokens == {"agent": 32}
     assert advise(facts) == []
@@ -311,10 +397,31 @@ def test_what_cannot_be_read_is_listed_and_the_rest_is_read(tmp_path: Path) -> N
     folder = RunFolder.create(load_recipe("quickstart"), tmp_path)
     folder.ledger.write_bytes(b"not a database" * 100)
     folder.metrics.write_text('{"policy": "agent", "step": 1, "reward": 0.5}\n')
-    facts = Facts.of_run(folder, now=folder.started)
+    facts = FactReader(folder).read(now=folder.started)
     assert [step.reward for step in facts.policies["agent"]] == [0.5]
     assert len(facts.unread) == 1
     assert "ledger" in facts.unread[0]
+
+
+def test_a_run_is_followed_as_it_grows(tmp_path: Path) -> None:
+    folder = RunFolder.create(load_recipe("quickstart"), tmp_path)
+    reader = FactReader(folder)
+    lines = [json.dumps({"policy": "agent", "step": n, "reward": 0.1 * n}) + "\n" for n in range(1, 700)]
+    spans = ['["idle", 0.0, 1.0]\n', '["rollout", 1.0, 2.0]\n', '["rollout", 2.0, 4.0]\n']
+    log = "policy agent: version 3 not loaded, it waits: version 3 is not served, numerics: far apart\n"
+    (folder.root / "timeline").mkdir()
+    written = {folder.metrics: lines, folder.root / "timeline" / "rollout-0.jsonl": spans, folder.log("engine"): [log]}
+    for part in (slice(0, 1), slice(1, 2), slice(2, None)):
+        for path, content in written.items():
+            with open(path, "a") as file:
+                file.write("".join(content[part]))
+        found = reader.read(now=folder.started)
+        fresh = FactReader(folder).read(now=folder.started)
+        assert replace(found, disk_free=None) == replace(fresh, disk_free=None), "it knows what a new reader finds"
+    steps = [step.step for step in found.policies["agent"]]
+    assert (steps[0], steps[-1], len(steps)) == (1, 699, 512)
+    assert found.idle == {"rollout-0": 0.25}
+    assert [one.cause for one in found.refusals] == ["numerics"]
 
 
 def test_logs_tell_of_refused_weights_until_they_are_served(tmp_path: Path) -> None:
@@ -326,6 +433,6 @@ def test_logs_tell_of_refused_weights_until_they_are_served(tmp_path: Path) -> N
     served = "2026-01-01 INFO rillflow.weights.refresh: policy agent: version 4, delta, 99 bytes: fetched in 0.1 s\n"
     folder.log("rollout-0").write_text(refused + served)
     folder.log("rollout-1").write_text(served + refused + "OSError: [Errno 28] No space left on device\n")
-    facts = Facts.of_run(folder, now=folder.started)
+    facts = FactReader(folder).read(now=folder.started)
     assert [(one.worker, one.version, one.cause) for one in facts.refusals] == [("rollout-1", 3, "wrong weights")]
     assert facts.no_space.startswith("rollout-1.log: OSError")

@@ -13,18 +13,36 @@ import * as logs from "./logs.js";
 import * as compare from "./compare.js";
 
 const PANELS = { overview, trajectories, timeline, flow, nodes, weights, balance, algorithms, metrics, logs, compare };
-const EVERY = 2000; // milliseconds between updates of a run that runs
+const EVERY = 2000; // milliseconds between updates of a run that runs, at least
+const SLOWEST = 16000; // and at most
+const SHARE = 40; // an update is followed by a pause this many times as long, so that an open page costs little
+const SESSION = 10000; // milliseconds between two looks at the list of runs
+const REMEMBERED = 32; // answers that are kept for comparing
 const THEMES = { auto: "◐ auto", light: "☀ light", dark: "☾ dark" };
 
-const state = { session: null, run: "", panel: "overview", args: new URLSearchParams(), shown: null, paused: false, generation: 0 };
+const state = { session: null, asked: 0, run: "", panel: "overview", args: new URLSearchParams(), shown: null, paused: false, generation: 0, changed: false, quiet: 0 };
+const answers = new Map(); // by address: what the server answered last, and its tag
 const root = document.getElementById("content");
 
+// Where the server says that nothing has changed, the very object of the last answer is returned again.
 export async function api(path, query = {}, options = {}) {
   const words = new URLSearchParams(Object.entries(query).filter(([, value]) => value !== null && value !== undefined && value !== ""));
-  const reply = await fetch(`${path}?${words}`, { ...options, headers: { "x-rillflow-dashboard": "1", ...(options.headers || {}) } });
+  const address = `${path}?${words}`, before = answers.get(address);
+  const headers = { "x-rillflow-dashboard": "1", ...(before ? { "if-none-match": before.tag } : {}) };
+  const reply = await fetch(address, { ...options, headers });
+  if (reply.status === 304) return before.body;
   const body = await reply.json().catch(() => ({ error: `the dashboard answered with status ${reply.status}`, hint: "" }));
   if (!reply.ok) throw Object.assign(new Error(body.error), { hint: body.hint });
+  remember(address, reply.headers.get("etag"), body);
   return body;
+}
+
+function remember(address, tag, body) {
+  state.changed = true;
+  answers.delete(address);
+  if (!tag) return;
+  answers.set(address, { tag, body });
+  if (answers.size > REMEMBERED) answers.delete(answers.keys().next().value);
 }
 
 function context() {
@@ -97,15 +115,26 @@ async function update() {
 }
 
 async function tick() {
-  const run = current();
-  if (!document.hidden && !state.paused && run.state === "running") {
-    try {
-      state.session = await api("/api/session");
-      drawFrame();
-    } catch { /* the panel says what is wrong */ }
-    await update();
+  if (document.hidden || state.paused || current().state !== "running") {
+    setTimeout(tick, EVERY);
+    return;
   }
-  setTimeout(tick, EVERY);
+  const begun = performance.now();
+  await look();
+  drawFrame();
+  state.changed = false;
+  await update();
+  state.quiet = state.changed ? 0 : state.quiet + 1;
+  setTimeout(tick, Math.min(Math.max(EVERY * 2 ** state.quiet, SHARE * (performance.now() - begun)), SLOWEST));
+}
+
+// The list of runs, with their states.
+async function look() {
+  if (performance.now() - state.asked < SESSION) return;
+  state.asked = performance.now();
+  try {
+    state.session = await api("/api/session");
+  } catch { /* the panel says what is wrong */ }
 }
 
 // ---------------------------------------------------------------- the frame
@@ -122,7 +151,10 @@ function drawFrame() {
   badge.textContent = state.paused && run.state === "running" ? "paused" : run.state + (run.state === "running" ? ` ${duration(Date.now() / 1000 - run.started)}` : "");
   badge.title = run.reason || "";
   document.getElementById("stop").hidden = !(run.operated && run.state === "running");
-  document.getElementById("panels").replaceChildren(...offered().map((name, index) => h("a", {
+  const panels = document.getElementById("panels"), key = [state.run, state.panel, ...offered()].join("|");
+  if (panels.dataset.key === key) return; // a link that has the focus keeps it
+  panels.dataset.key = key;
+  panels.replaceChildren(...offered().map((name, index) => h("a", {
     href: `#/${encodeURIComponent(state.run)}/${name}`, "aria-current": name === state.panel ? "page" : null,
   }, PANELS[name].title, index < 10 ? h("kbd", { text: (index + 1) % 10 }) : null)));
 }
@@ -196,6 +228,7 @@ async function start() {
   });
   addEventListener("hashchange", follow);
   addEventListener("keydown", pressed);
+  addEventListener("visibilitychange", () => { if (!document.hidden && current().state === "running") update(); });
   let width = innerWidth;
   addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; update(); } });
   await follow();

@@ -41,7 +41,7 @@ export function keepOpen(root, children) {
 
 function heading(data, axis, zoom, set) {
   const run = data.run;
-  const parts = [h("h1", { text: run.recipe || run.name }), h("span", { class: "soft", text: `started ${clock(run.started)}, ${duration(run.seconds)}` })];
+  const parts = [h("h1", { text: run.recipe || run.name }), h("span", { class: "soft", text: `started ${clock(run.started)}, ${duration((run.ended ?? Date.now() / 1000) - run.started)}` })];
   if (run.reason) parts.push(h("span", { class: run.state === "failed" ? "bad" : "soft", text: run.reason.split("\n")[0] }));
   if (zoom.low) parts.push(h("button", { text: "Show all (Esc)", onclick: () => set({ low: null, high: null }) }));
   return h("div", {}, h("div", { class: "head" }, parts), run.description ? h("p", { class: "soft", text: run.description }) : null);
@@ -55,12 +55,16 @@ function waits(found) {
   return found.length ? [h("div", { class: "advice" }, h("b", { text: "Waiting now" }), found.map((wait) => h("p", { class: "soft", text: wait })))] : [];
 }
 
+const drawn = new WeakMap();
+
 export function drawCharts(root, pictures, { axis, low, high, set }) {
   if (!root.isConnected) return; // another panel has been opened meanwhile
   if (!pictures.some((picture) => picture.lines.some((line) => line.points.length))) {
     root.replaceChildren(empty("No step has been trained yet: curves begin with the first."));
     return;
   }
+  if (drawn.get(root)?.pictures === pictures && drawn.get(root).width === root.clientWidth) return; // nothing has changed
+  drawn.set(root, { pictures, width: root.clientWidth });
   const style = getComputedStyle(root);
   const columns = style.gridTemplateColumns.split(" ").length;
   const width = Math.floor((root.clientWidth - (columns - 1) * 13) / columns) - (root.clientWidth < 700 ? 24 : 34);

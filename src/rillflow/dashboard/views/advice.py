@@ -1,6 +1,6 @@
 """Advisories: what is wrong with a run or could be better, problems first.
 
-They are made from the whole run folder, so they are made again only after a while, and beside the other views.
+They depend on the time as well as on the run folder, so they are made again after a while, whatever has changed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from rillflow.dashboard.watched import Live, WatchedRun
-from rillflow.observe.advisories import Facts, advise
+from rillflow.observe.advisories import advise
 
 FRESH = 10.0  # seconds; those of a run that has ended are used six times as long
 
@@ -33,5 +33,5 @@ class Advice:
 
 
 def _advice(run: WatchedRun, live: Live | None) -> dict[str, Any]:
-    facts = Facts.of_run(run.folder, live.status if live else None, live.nodes if live else None, run.now())
+    facts = run.facts.read(live.status if live else None, live.nodes if live else None, run.now())
     return {"advisories": msgspec.to_builtins(advise(facts)), "unread": facts.unread}

@@ -55,7 +55,7 @@ def heading(run: WatchedRun, live: Live | None) -> dict[str, Any]:
         "reason": reason,
         "live": live is not None,
         "started": started,
-        "seconds": max((run.now() if state["state"] == "running" else ended) - started, 0.0),
+        "ended": None if state["state"] == "running" else max(ended, started),
         "folder": str(run.folder.root),
     }
 

@@ -1,12 +1,13 @@
 """Advisories: what is wrong with a run, why, and what to do next, from what the run has written down.
 
-`Facts.of_run` reads a run folder (and a live service's answers), `advise` applies the rules to the facts: pure, the
+`FactReader` reads a run folder (and a live service's answers), `advise` applies the rules to the facts: pure, the
 same facts always give the same advisories. Problems come first, then warnings; hints for tuning are given to healthy
 runs only.
 """
 
 from rillflow.observe.advisories.advisory import Advisory
+from rillflow.observe.advisories.fact_reader import FactReader
 from rillflow.observe.advisories.facts import Facts
 from rillflow.observe.advisories.rules import advise
 
-__all__ = ["Advisory", "Facts", "advise"]
+__all__ = ["Advisory", "FactReader", "Facts", "advise"]

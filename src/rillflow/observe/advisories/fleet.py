@@ -16,6 +16,8 @@ _CURES = {
     "difference is wanted, set weights.probe to a larger tolerance.",
     "stale weights": "Restart the engine: the update did not reach what it computes with.",
     "cut distribution": "Take temperature, top_p, top_k and a generation config out of the server's arguments.",
+    "a cut distribution": "Take top_p, top_k and a generation config out of the engine's own options, and compare "
+    "policies.*.sampling with what the agents' calls ask for (sampling.wins).",
     "wrong weights": "Compare policies.*.model with what this engine was started with, then restart it: its tensors "
     "are missing, outdated, in each other's places or of another model.",
 }
@@ -40,15 +42,45 @@ def apart(facts: Facts) -> Iterator[Advisory]:
         found = last(steps, lambda step: step.apart)
         if found is None or found <= threshold("apart"):
             continue
+        cause, signs = _cause(facts, policy, found)
         yield Advisory(
             key="apart",
             severity="warning",
             title=f"Engine and trainer{of_policy(facts, policy)} are {found:.2g} nats apart on tokens of the same "
-            "version, most likely for numerics.",
-            why=f"up to {threshold('apart'):g} is usual; the probes passed, so the weights are the right ones",
-            what_to_do="Give engine.dtype and trainer.dtype the same precision, take quantisation out of the engine, "
-            "or correct for the difference with trainer.truncate: 2.",
+            f"version, most likely because of {cause}.",
+            why=f"up to {threshold('apart'):g} is usual; {signs}",
+            what_to_do=_NUMERICS if cause == "numerics" else _CURES[cause],
         )
+
+
+_NUMERICS = (
+    "Give engine.dtype and trainer.dtype the same precision, take quantisation out of the engine, or correct for the "
+    "difference with trainer.truncate: 2."
+)
+
+
+def _cause(facts: Facts, policy: str, apart_by: float) -> tuple[str, str]:
+    """Return the likely cause of a difference, and the numbers that speak for it.
+
+    Rounding errors have no direction. An engine that cuts its distribution, or that has other weights, gives what it
+    samples a higher probability than the trainer does: the difference is nearly all of one sign. Weights that do not
+    follow the trainer's are as far from it as those of the version before. A probe that passed rules weights out.
+    """
+    steps, settings = facts.policies[policy], facts.settings
+    shift = last(steps, lambda step: step.shift) or 0.0
+    stale = last(steps, lambda step: step.stale_apart)
+    probed, cut = settings.probed.get(policy, True), settings.cuts.get(policy, "")
+    one_sided = shift < -threshold("one_sided") * apart_by
+    proof = "the probes passed, so the weights are the right ones" if probed else "weights.probe is off"
+    signs = f"the engine gives its tokens {-shift:.2g} nats more than the trainer; {proof}"
+    if not probed and stale is not None and threshold("as_stale") * stale <= apart_by <= stale / threshold("as_stale"):
+        return "stale weights", f"tokens of older versions are as far apart ({stale:.2g} nats); {proof}"
+    if not probed and one_sided and apart_by > threshold("other_weights"):
+        return "wrong weights", signs
+    if one_sided:
+        return "a cut distribution", f"{signs}; the recipe samples with {cut}" if cut else signs
+    engine, trainer = settings.dtypes.get(policy, ("unknown", "unknown"))
+    return "numerics", f"engine.dtype is {engine}, trainer.dtype {trainer}; the differences have no direction; {proof}"
 
 
 def slow_node(facts: Facts) -> Iterator[Advisory]:

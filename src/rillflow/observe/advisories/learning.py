@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean, median
 
 from rillflow.observe.advisories.advisory import Advisory
-from rillflow.observe.advisories.facts import Facts, Step
+from rillflow.observe.advisories.facts import AnswerFacts, Facts, Step
 from rillflow.observe.advisories.thresholds import threshold
 
 Number = Callable[[Step], float | None]
@@ -149,22 +149,96 @@ def equal_rewards(facts: Facts) -> Iterator[Advisory]:
             key="equal_rewards",
             severity="problem",
             title=f"{what}, so nothing can be learnt.",
-            why=f"{found.count} samples, mean length {found.tokens:.0f} tokens{told}",
-            what_to_do="Play one episode with `rillflow try` and look at its answer and reward: either the reward "
-            "function never pays, or no answer of this policy ever succeeds (easier prompts, or a warm start by SFT).",
+            why="; ".join(
+                [f"{found.count} samples, mean length {found.tokens:.0f} tokens{told}", *_said(facts, policy)]
+            ),
+            what_to_do=_SAME_ANSWERS if _all_the_same(facts, policy) else _EQUAL,
         )
 
 
 _SAME = 1e-9
+_EQUAL = (
+    "Play one episode with `rillflow try` and look at its answer and reward: either the reward function never pays, or "
+    "no answer of this policy ever succeeds (easier prompts, or a warm start by SFT)."
+)
+_SAME_ANSWERS = (
+    "Make the answers differ before anything else: sample at a higher temperature, check that the prompt reaches the "
+    "model (`rillflow show`), and start from weights that were not trained into one answer."
+)
+
+
+def _kept(facts: Facts, policy: str) -> AnswerFacts | None:
+    """Return what is known of the policy's answers, if these are enough to judge it."""
+    found = facts.answers.get(policy)
+    return found if found is not None and found.count >= threshold("answers") else None
+
+
+def _all_the_same(facts: Facts, policy: str) -> bool:
+    found = _kept(facts, policy)
+    return found is not None and found.same_prompts > 1 and found.same >= threshold("same_answers") * found.count
+
+
+def _repeats(facts: Facts, policy: str) -> bool:
+    found = _kept(facts, policy)
+    return found is not None and found.repeating >= threshold("repeating") * found.count
+
+
+def _said(facts: Facts, policy: str) -> Iterator[str]:
+    """Yield what the kept answers show."""
+    found = _kept(facts, policy)
+    if found is not None and _all_the_same(facts, policy):
+        yield f"{found.same} of {found.count} kept answers to {found.prompts} prompts are {found.text}"
+    elif found is not None and _repeats(facts, policy):
+        yield f"{found.repeating} of {found.count} kept answers repeat themselves, such as {found.repeated}"
+
+
+def repeated_answers(facts: Facts) -> Iterator[Advisory]:
+    """Answers say the same thing again and again. Where they are cut for it, `truncated_answers` says so."""
+    for policy in facts.policies:
+        found = _kept(facts, policy)
+        if found is None or not _repeats(facts, policy) or _cut_share(facts, policy) >= threshold("truncated"):
+            continue
+        yield Advisory(
+            key="repeated_answers",
+            severity="warning",
+            title=f"{found.repeating} of {found.count} kept answers{of_policy(facts, policy)} say the same again and "
+            "again.",
+            why=f"such as {found.repeated}",
+            what_to_do=_REPETITION,
+        )
+
+
+_REPETITION = (
+    "Read some (`rillflow show`), make the reward pay for what is said and not for how long, lower trainer.lr or add a "
+    "KL term to the reference (trainer.kl); a larger limit of tokens makes it worse."
+)
+
+
+def _cut_share(facts: Facts, policy: str) -> float:
+    """Return the share of the policy's samples that are cut at their limit of tokens."""
+    found = facts.ledger.samples.get(policy)
+    share = found.truncated if found is not None else last(facts.policies[policy], lambda step: step.truncated)
+    return share or 0.0
 
 
 def truncated_answers(facts: Facts) -> Iterator[Advisory]:
     for policy, steps in facts.policies.items():
-        found = facts.ledger.samples.get(policy)
-        share = found.truncated if found is not None else last(steps, lambda step: step.truncated)
-        if share is None or share < threshold("truncated"):
+        found, said = facts.ledger.samples.get(policy), _kept(facts, policy)
+        share = _cut_share(facts, policy)
+        if share < threshold("truncated"):
             continue
         most = facts.settings.max_tokens.get(policy)
+        if said is not None and said.cut and said.cut_repeating >= threshold("repeating") * said.cut:
+            yield Advisory(
+                key="truncated",
+                severity="warning",
+                title=f"{share:.0%} of the answers{of_policy(facts, policy)} are cut at their limit of tokens because "
+                "they repeat themselves.",
+                why=f"{said.cut_repeating} of {said.cut} kept answers that were cut, such as {said.repeated}; "
+                f"sampling.max_tokens is {most or 'unknown'}",
+                what_to_do=_REPETITION,
+            )
+            continue
         yield Advisory(
             key="truncated",
             severity="warning",
@@ -195,7 +269,7 @@ def collapse(facts: Facts) -> Iterator[Advisory]:
                 severity="warning",
                 title=f"The {name}{of_policy(facts, policy)} has collapsed from {before:.3g} to {now:.3g} while the "
                 f"reward is {reward:.2f}.",
-                why=f"means of the first and last {window()} of {len(steps)} steps",
+                why="; ".join([f"means of the first and last {window()} of {len(steps)} steps", *_said(facts, policy)]),
                 what_to_do=cure,
             )
 

@@ -29,6 +29,7 @@ RULES: Sequence[Rule] = (
     fleet.lost_node,
     fleet.apart,
     learning.truncated_answers,
+    learning.repeated_answers,
     learning.collapse,
     hints.trainer_waits,
     hints.nodes_wait,

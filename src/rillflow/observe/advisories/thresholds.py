@@ -28,6 +28,12 @@ THRESHOLDS: dict[str, Threshold] = {
     "length_collapse": Threshold(0.3, "of the first steps' length is left while the reward has not risen"),
     "truncated": Threshold(0.5, "of the samples; a tiny policy cuts up to 0.06 of its answers when it starts"),
     "apart": Threshold(0.05, "nats between engine and trainer; the same precision shows 0.001 to 0.02"),
+    "one_sided": Threshold(0.7, "of a difference has one sign where a distribution is cut; rounding errors have none"),
+    "as_stale": Threshold(0.5, "times the difference of older versions, up to twice: weights do not follow"),
+    "other_weights": Threshold(0.5, "nats; cutting a distribution moves a token by less, another model by more"),
+    "answers": Threshold(16, "kept answers before their shares say anything"),
+    "repeating": Threshold(0.5, "of the kept answers repeat something at their end; healthy runs have none"),
+    "same_answers": Threshold(0.9, "of the kept answers are one text, though their prompts differ"),
     "few_steps": Threshold(4, "steps on each side of a comparison: one step is noise"),
     # episodes
     "failed": Threshold(0.2, "of the episodes; retries hide fewer, and each costs an episode's time"),

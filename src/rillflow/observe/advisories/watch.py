@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from rillflow.contracts import Clock, SystemClock
 from rillflow.observe.advisories.advisory import Advisory
-from rillflow.observe.advisories.facts import Facts
+from rillflow.observe.advisories.fact_reader import FactReader
 from rillflow.observe.advisories.rules import advise
 from rillflow.runtime.folder import RunFolder
 from rillflow.types import Status
@@ -25,7 +25,7 @@ _SHOWN_ANYWAY = ("user_error",)  # the view shows the traceback of each when it 
 
 class Watch:
     def __init__(self, folder: RunFolder, say: Callable[[str], None], *, clock: Clock | None = None) -> None:
-        self._folder = folder
+        self._facts = FactReader(folder)
         self._say = say
         self._clock = clock or SystemClock()
         self._thread = ThreadPoolExecutor(1, "advisories")
@@ -47,7 +47,7 @@ class Watch:
         self._thread.shutdown(cancel_futures=True)
 
     def _advise(self, status: Status) -> list[Advisory]:
-        return advise(Facts.of_run(self._folder, status, now=self._clock.now()))
+        return advise(self._facts.read(status, now=self._clock.now()))
 
     def _tell(self, found: Future[list[Advisory]]) -> None:
         if error := found.exception():

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import msgspec
 
-from rillflow.observe.advisories import Facts
+from rillflow.observe.advisories import FactReader
 from rillflow.runtime.folder import RunFolder
 
 
 def main(run: str, name: str) -> None:
     folder = RunFolder.open(run)
-    facts = Facts.of_run(folder, now=float(folder.state()["time"]))
+    facts = FactReader(folder).read(now=float(folder.state()["time"]))
     text = msgspec.json.encode(facts).decode().replace(str(folder.root.parents[1]), "/work")
     (Path(__file__).parent / f"{name}.json").write_text(text + "\n")
 
