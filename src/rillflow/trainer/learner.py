@@ -25,6 +25,8 @@ from rillflow.trainer.metrics import Totals
 from rillflow.trainer.objective import Objective, Seen
 from rillflow.trainer.packing import idle, micro_batches
 from rillflow.trainer.parallel.peers import Peers
+from rillflow.trainer.utilisation import Work, peak
+from rillflow.weights.models import DTYPES
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -63,7 +65,9 @@ class Learner:
         self._peers = peers
         self._in_order = in_order
         self._device = next(model.parameters()).device
+        self._work = Work(model)
         self._busy = 0.0  # seconds since the last metrics
+        self._done = 0.0  # operations since then
 
     # ------------------------------------------------------------ scoring
 
@@ -96,7 +100,8 @@ class Learner:
         """
         tally = _Tally(Totals(objective.sums, objective.peaks, self._device))
         for number, update in enumerate(self._updates(parts, order)):
-            self._update(update, objective.later() if number else objective, tally, _go_on if number else check)
+            wanted = objective.later(again=number >= self._config.updates) if number else objective
+            self._update(update, wanted, tally, _go_on if number else check)
         return self._metrics(objective, tally)
 
     def _updates(self, parts: Iterable[Databuffer], order: Sequence[int]) -> Iterator[Iterable[Databuffer]]:
@@ -163,6 +168,7 @@ class Learner:
             score_T, entropy_T = self._scores(micro)
             loss = objective.loss(micro, score_T, entropy_T) if real else 0.0 * score_T.sum()
             loss.backward()  # type: ignore[no-untyped-call]
+            self._done += self._work.backward(micro)
             if real:
                 summed += loss.detach()
                 with torch.no_grad():
@@ -178,11 +184,13 @@ class Learner:
         of = {name: float(np.mean([update[name] for update in updates if name in update])) for name in names}
         of |= {"lr": updates[-1]["lr"], "skipped": sum(update["skipped"] for update in updates)}
         sums, peaks = tally.totals.values(self._peers)
-        (tokens,) = self._peers.total([tally.tokens])
+        tokens, done = self._peers.total([tally.tokens, self._done])
         (seconds,) = self._peers.highest([self._busy])
-        self._busy = 0.0
+        self._busy = self._done = 0.0
         trained = tokens / self._config.epochs
         of |= {"trained_tokens": trained, "updates": float(len(updates)), "train_seconds": seconds}
+        if seconds > 0:
+            of["mfu"] = done / seconds / self._peers.size / peak(self._device, DTYPES[self._config.dtype])
         return of | objective.values(sums, peaks, int(tokens))
 
     # ------------------------------------------------------------ micro-batches
@@ -214,6 +222,7 @@ class Learner:
 
     def _scores(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
         scores = self._forward(micro)
+        self._done += self._work.forward(micro)
         return (scores, None) if isinstance(scores, torch.Tensor) else scores
 
 

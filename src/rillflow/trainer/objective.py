@@ -56,8 +56,8 @@ class Objective:
         """What `sums` and `peaks` name; nothing has a gradient here."""
         return [], []
 
-    def later(self) -> Objective:
-        """What is trained for in the updates after a batch's first."""
+    def later(self, *, again: bool) -> Objective:
+        """What is trained for in the updates after a batch's first; `again` where an earlier one had the same rows."""
         return self
 
     def values(self, sums: dict[str, float], peaks: dict[str, float], tokens: int) -> dict[str, float]:

@@ -72,13 +72,18 @@ def test_rows_that_nobody_keeps_are_not_told_of() -> None:
     assert at_work.kept == []
 
 
-def test_later_updates_of_a_batch_are_not_told_of() -> None:
-    """Their weights are not those of the trainer's version."""
+def test_several_updates_tell_of_every_sample_once() -> None:
     samples, payload = named_samples()
     rows = make_rows(samples, payload, keep={sample.task for sample in samples})
-    at_work = worker(updates=2, batch_groups=3)
+    at_work, once = worker(updates=2, epochs=2, batch_groups=3), worker(batch_groups=3)
     at_work.step([rows])
-    assert 0 < len(at_work.kept) < len(samples)
+    once.step([rows])
+    assert [(one.member, one.place, one.number, len(one.at)) for one in at_work.kept] == [
+        (one.member, one.place, one.number, len(one.at)) for one in once.kept
+    ]
+    same = [one.logprobs == other.logprobs for one, other in zip(at_work.kept, once.kept, strict=True)]
+    assert any(same), "the first mini-batch is scored by the weights before the step"
+    assert not all(same), "the second by those after the first update"
 
 
 def test_what_is_told_of_a_step_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

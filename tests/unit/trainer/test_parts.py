@@ -17,7 +17,7 @@ from rillflow.trainer.batches import Rows, make_rows
 from rillflow.trainer.parts import NoBatch, Parts, Stopped
 from rillflow.types import Batch, BatchReply
 
-VAGUE = {"tokens_per_second", "parts"}
+VAGUE = {"tokens_per_second", "parts", "mfu"}
 
 
 Gradients = dict[str, torch.Tensor]

@@ -78,9 +78,10 @@ class TokenPath:
 
     `mask` is 1 where a token was sampled and trains here; `logprobs` and `versions` are the engine's for those (0 and
     -1 elsewhere). The log-prob is of the distribution that the trainer computes: at the temperature of the call, or
-    untempered where no temperature alone explains it (greedy, top-p, top-k). `advantages` and `trainer_logprobs` (by
-    the weights before the step's first update) are NaN for tokens that the trainer did not tell of. `path` is the
-    number of its conversation among the trajectory's `paths`, if that is known; `fork` says why it left another path.
+    untempered where no temperature alone explains it (greedy, top-p, top-k). `advantages` and `trainer_logprobs` are
+    those of the first update that the sample had part in, by the weights before it; they are NaN for tokens that the
+    trainer did not tell of. `path` is the number of its conversation among the trajectory's `paths`, if that is known;
+    `fork` says why it left another path.
     """
 
     policy: str

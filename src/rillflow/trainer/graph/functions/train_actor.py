@@ -38,8 +38,8 @@ class PolicyObjective(Objective):
         consistency: Consistency | None = None,
         told: Told | None = None,
     ) -> None:
-        """`consistency` and `told` hear of the tokens of the first update: its weights are those of the trainer's
-        version."""
+        """`consistency` hears of the tokens of the first update, whose weights are those of the trainer's version;
+        `told` of every token once."""
         self._algorithm = algorithm
         self._config = config
         self._consistency = consistency
@@ -68,8 +68,9 @@ class PolicyObjective(Objective):
         algorithm = replace(self._algorithm, loss=fitted)
         return PolicyObjective(algorithm, self._config, self._consistency, self._told), metrics
 
-    def later(self) -> Objective:
-        return PolicyObjective(self._algorithm, self._config)
+    def later(self, *, again: bool) -> Objective:
+        """Its weights are not those that sampled, so engine and trainer are not compared. Of each row is told once."""
+        return PolicyObjective(self._algorithm, self._config, told=None if again else self._told)
 
     def loss(self, micro: MicroBatch, score_T: torch.Tensor, entropy_T: torch.Tensor | None) -> torch.Tensor:
         return (self._of_tokens(of_micro(micro, score_T, entropy_T)) * micro.columns["weight_T"]).sum()

@@ -61,7 +61,7 @@ def train_critic(step: Step, parts: Parts) -> Mapping[str, float]:
     critic = step.config.critic or CriticConfig()
     objective = ValueObjective(critic.value_clip)
     metrics = learner_of(step, "critic").train(parts, objective, step.check, order=step.order)
-    shared = ("trained_tokens", "updates", "train_seconds")
+    shared = ("trained_tokens", "updates", "train_seconds", "mfu")
     return {_OWN.get(name, name): value for name, value in metrics.items() if name not in shared}
 
 
