@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from rillflow.cli.quiet import quieten
 from rillflow.config.supervised import FitRecipe, read_resolved_fit
 from rillflow.errors import RunError
 from rillflow.observe.progress import sparkline
+from rillflow.observe.trackers import Outcome, Trackers, check_trackers
 from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.process import STOPPED, child_environment, prepare
 
@@ -33,6 +34,7 @@ def check(recipe: FitRecipe) -> None:
     from rillflow.trainer.supervised.functions import graph_of
     from rillflow.weights.model_folder import model_folder
 
+    check_trackers(recipe)
     model_folder(recipe.model)
     plan(graph_of(recipe), ranks=recipe.trainer.ranks)
     for source in (recipe.data.train, recipe.data.heldout):
@@ -102,9 +104,47 @@ def _fit(folder: RunFolder, recipe: FitRecipe, place: Place | None) -> bool:
     train = open_source(recipe.data.train, seed=recipe.seed, shuffle=False)
     held = recipe.data.heldout
     heldout = None if held is None else open_source(held, seed=recipe.seed, shuffle=False)
-    with LiveLine(console, quiet=place is not None and place.rank > 0) as live:
-        report = View(recipe.name, live).show
-        return run_fit(recipe, folder.root, train, heldout, place=place, report=report)
+    if place is not None and place.rank > 0:
+        return run_fit(recipe, folder.root, train, heldout, place=place)
+    with LiveLine(console) as live:
+        view, tracking = View(recipe.name, live), Tracking(folder, live)
+
+        def report(progress: Progress) -> None:
+            view.show(progress)
+            tracking.follow()
+
+        outcome: Outcome = "failed"
+        try:
+            done = run_fit(recipe, folder.root, train, heldout, place=place, report=report)
+            outcome = "finished" if done else "stopped"
+        finally:
+            tracking.close(outcome)
+    return done
+
+
+class Tracking:
+    """The trackers of a fit. They begin with its first step: before, a run that goes on may take lines back."""
+
+    def __init__(self, folder: RunFolder, live: LiveLine) -> None:
+        self._folder = folder
+        self._live = live
+        self._trackers: Trackers | None = None
+
+    def follow(self) -> None:
+        """Start them, or say what they have to tell."""
+        if self._trackers is None:
+            self._trackers = Trackers(self._folder)
+            self._trackers.start()
+        self._say(self._trackers.news())
+
+    def close(self, outcome: Outcome) -> None:
+        """Let them send the rest."""
+        if self._trackers is not None:
+            self._say(self._trackers.close(outcome))
+
+    def _say(self, news: Sequence[str]) -> None:
+        for text in news:
+            self._live.say(text)
 
 
 class View:

@@ -29,6 +29,10 @@ class LiveLine:
         if self._live is not None:
             self._live.stop()
 
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
     def show(self, line: str, *, due: bool, drawn: str = "") -> None:
         """`drawn` stands behind the line on a terminal."""
         if self._live is not None:

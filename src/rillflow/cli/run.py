@@ -92,7 +92,7 @@ def check(recipe: Recipe) -> None:
 
     check_players(recipe)
     check_tools(recipe.tools)
-    check_trackers(recipe.observe)
+    check_trackers(recipe)
     plan(recipe, initial_workers(recipe))
     for policy in recipe.policies.values():
         kl, critic = policy.trainer.kl, policy.trainer.critic

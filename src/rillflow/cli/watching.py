@@ -51,7 +51,7 @@ def try_one(
     from rillflow.runtime import warm
 
     own = sys.argv[1:2] == [_TRY]  # not of a program that calls this as a function
-    if own and (code := warm.run_in_fork(sys.argv[1:])) is not None:
+    if own and (code := warm.run_in_fork(sys.argv[1:], _not_warm)) is not None:
         raise typer.Exit(code)
     quieten()
     from rillflow.cli.trial import Asked, run_trial
@@ -59,6 +59,10 @@ def try_one(
     asked = Asked(recipe, tuple(overrides or ()), prompt, seed, lane, which, endpoint, model, tokens)
     with clear_errors():
         raise typer.Exit(run_trial(asked, as_json=as_json))
+
+
+def _not_warm(why: str) -> None:
+    typer.echo(f"starting without the warm process, which takes longer: {why}", err=True)
 
 
 @app.command()

@@ -48,6 +48,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "runtime": schema.RuntimeConfig,
     "top level (rillflow fit)": supervised.FitRecipe,
     "data (rillflow fit)": supervised.FitDataConfig,
+    "observe (rillflow fit)": supervised.FitObserveConfig,
     "runtime (rillflow fit)": supervised.FitRuntimeConfig,
 }
 

@@ -15,6 +15,7 @@ from rillflow.config.algorithm import AlgorithmConfig
 from rillflow.config.base import Name, NonNegative, Positive, Section
 from rillflow.config.load import FIT, parse, read_raw, validated
 from rillflow.config.schema import SourceConfig
+from rillflow.config.trackers import TrackersConfig
 from rillflow.config.trainer import TrainerConfig
 from rillflow.errors import ConfigError
 
@@ -48,6 +49,10 @@ class FitRuntimeConfig(Section):
     threads: NonNegative = Field(1, description="torch threads of each process; 0 leaves torch's default")
 
 
+class FitObserveConfig(Section):
+    trackers: TrackersConfig = TrackersConfig()
+
+
 class FitRecipe(Section):
     """Supervised training on rows that do not change."""
 
@@ -77,6 +82,7 @@ class FitRecipe(Section):
     evaluate_every: NonNegative = Field(
         0, description="optimizer steps between two looks at the held-out rows; 0: before and after training only"
     )
+    observe: FitObserveConfig = FitObserveConfig()
     runtime: FitRuntimeConfig = FitRuntimeConfig()
 
     @model_validator(mode="after")

@@ -10,7 +10,12 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Literal
+from pathlib import Path
+from typing import Generic, Literal, TypeVar
+
+import msgspec
+
+from rillflow.storage import write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -18,6 +23,24 @@ POLL = 1.0  # seconds between two looks
 PATIENCE = 60.0  # at most, between two attempts at a receiver that fails
 
 Outcome = Literal["finished", "failed", "stopped"]
+Kept = TypeVar("Kept", bound=msgspec.Struct)
+
+
+class Note(Generic[Kept]):
+    """What a follower has sent, in a file of the run folder, so that a resumed run goes on after it. A note that is
+    missing or damaged is as `nothing`: everything is sent again."""
+
+    def __init__(self, path: Path, nothing: Kept) -> None:
+        self._path = path
+        try:
+            self.kept = msgspec.json.decode(path.read_bytes(), type=type(nothing))
+        except (OSError, msgspec.MsgspecError):
+            self.kept = nothing
+
+    def keep(self, **changes: object) -> None:
+        self.kept = msgspec.structs.replace(self.kept, **changes)
+        self._path.parent.mkdir(exist_ok=True)
+        write_atomic(self._path, msgspec.json.encode(self.kept))
 
 
 class Follower(ABC):

@@ -13,8 +13,7 @@ import msgspec
 
 from rillflow.dataflow.episode_history import ended_episodes, ended_steps
 from rillflow.dataflow.snapshot import snapshot
-from rillflow.observe.follower import Follower, Outcome
-from rillflow.storage import write_atomic
+from rillflow.observe.follower import Follower, Note, Outcome
 from rillflow.storage.spans import Span, SpanFollower
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ EVERY = 5.0  # seconds between two looks
 BATCH = 500  # spans that are sent at once
 
 
-class Kept(msgspec.Struct):
+class SentSpans(msgspec.Struct):
     """Up to which time everything has been sent."""
 
     episodes: float = 0.0
@@ -40,8 +39,7 @@ class SpanExport(Follower):
         self._endpoint = endpoint
         self._run = run
         self._ledger = ledger
-        self._note = run / "trackers" / "opentelemetry.json"
-        self._kept = _read(self._note)
+        self._note = Note(run / "trackers" / "opentelemetry.json", SentSpans())
         self._sender: Sender | None = None
         self._spans = SpanFollower(run)
         self._waiting: dict[str, list[Span]] = {}  # states that were read and not sent
@@ -59,37 +57,37 @@ class SpanExport(Follower):
         if not self._ledger.is_file():
             return ""
         with snapshot(self._ledger) as reads:
-            episodes = len(ended_episodes(reads, self._kept.episodes, BATCH))
+            episodes = len(ended_episodes(reads, self._note.kept.episodes, BATCH))
         return f"{episodes}{' or more' * (episodes == BATCH)} episodes" if episodes else ""
 
     # ------------------------------------------------------------ what there is to send
 
     def _episodes(self) -> bool:
         with snapshot(self._ledger) as reads:
-            found = ended_episodes(reads, self._kept.episodes, BATCH)
+            found = ended_episodes(reads, self._note.kept.episodes, BATCH)
         if found:
             self._opened().send_episodes(found)
-            self._keep(episodes=max(one.end or 0.0 for one in found))
+            self._note.keep(episodes=max(one.end or 0.0 for one in found))
         return bool(found)
 
     def _steps(self) -> bool:
         with snapshot(self._ledger) as reads:
-            found = ended_steps(reads, self._kept.steps, BATCH)
+            found = ended_steps(reads, self._note.kept.steps, BATCH)
         if found:
             self._opened().send_steps(found)
-            self._keep(steps=max(step.at or 0.0 for step, _ in found))
+            self._note.keep(steps=max(step.at or 0.0 for step, _ in found))
         return bool(found)
 
     def _states(self) -> bool:
         """The states of workers that have ended; at the end of the run all."""
         if not self._waiting:
             for worker, spans in self._spans.new(rest=self._stop.is_set()).items():
-                sent = self._kept.workers.get(worker, 0.0)
+                sent = self._note.kept.workers.get(worker, 0.0)
                 self._waiting[worker] = [span for span in spans if span.end > sent and span.state != "idle"]
         for worker, spans in list(self._waiting.items()):
             while spans:
                 self._opened().send_states(worker, spans[:BATCH])
-                self._keep(workers={**self._kept.workers, worker: spans[:BATCH][-1].end})
+                self._note.keep(workers={**self._note.kept.workers, worker: spans[:BATCH][-1].end})
                 del spans[:BATCH]
             del self._waiting[worker]
         return False
@@ -100,15 +98,3 @@ class SpanExport(Follower):
 
             self._sender = Sender(self._endpoint, self._run.name)
         return self._sender
-
-    def _keep(self, **changes: object) -> None:
-        self._kept = msgspec.structs.replace(self._kept, **changes)
-        self._note.parent.mkdir(exist_ok=True)
-        write_atomic(self._note, msgspec.json.encode(self._kept))
-
-
-def _read(note: Path) -> Kept:
-    try:
-        return msgspec.json.decode(note.read_bytes(), type=Kept)
-    except (OSError, msgspec.MsgspecError):
-        return Kept()

@@ -29,7 +29,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -79,9 +79,9 @@ def fork_server(channel: socket.socket, environment: Mapping[str, str], log_path
     return _ask({"environment": dict(environment), "log": str(log_path.absolute())}, [channel.fileno()])
 
 
-def run_in_fork(arguments: Sequence[str]) -> int | None:
+def run_in_fork(arguments: Sequence[str], tell: Callable[[str], None]) -> int | None:
     """Run `rillflow ARGUMENTS` in a process that the warm one forks, with this process's output and error; return its
-    exit code, or None where no warm process serves this one."""
+    exit code, or None where no warm process serves this one. `tell` is told why one that exists does not."""
     from rillflow.runtime.early import server_environment
 
     environment = server_environment(threads=0) | {PATH_ENV: ""}  # it must not ask again
@@ -89,7 +89,7 @@ def run_in_fork(arguments: Sequence[str]) -> int | None:
     with own:
         with its:
             request = {"environment": environment, "arguments": list(arguments)}
-            if _ask(request, [its.fileno(), 1, 2]) is None:
+            if _ask(request, [its.fileno(), 1, 2], tell) is None:
                 return None
         try:
             code = own.recv(_MOST)
@@ -99,7 +99,7 @@ def run_in_fork(arguments: Sequence[str]) -> int | None:
     return json.loads(code) if code else 1
 
 
-def _ask(request: dict[str, Any], files: list[int]) -> int | None:
+def _ask(request: dict[str, Any], files: list[int], tell: Callable[[str], None] = log.info) -> int | None:
     path = socket_path()
     if path is None or not path.exists() or path.parent.stat().st_uid != os.getuid():
         return None
@@ -113,10 +113,10 @@ def _ask(request: dict[str, Any], files: list[int]) -> int | None:
             client.sendall(message[1:])
             answer = json.loads(client.makefile("rb").readline() or b'{"error": "it has ended"}')
     except (OSError, ValueError) as error:
-        log.info("the warm process at %s does not answer: %s", path, error)
+        tell(f"the warm process at {path} does not answer: {error}")
         return None
     if "pid" not in answer:
-        log.info("the warm process does not serve this run: %s", answer["error"])
+        tell(f"the warm process does not serve this run: {answer['error']}")
         return None
     return int(answer["pid"])
 

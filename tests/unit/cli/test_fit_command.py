@@ -70,13 +70,17 @@ def test_run_sends_supervised_recipes_here() -> None:
 
 def test_a_run_leaves_its_model_and_a_state(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
-    path = recipe(tmp_path, trainer="{steps: 2, batch_groups: 1}")
+    path = recipe(tmp_path, trainer="{steps: 2, batch_groups: 1}", observe="{trackers: {jsonl: {}}}")
     result = runner.invoke(app, ["fit", path, "--runs", str(runs)])
     assert result.exit_code == 0, result.output
     (folder,) = runs.iterdir()
     assert json.loads((folder / "state.json").read_text())["state"] == "finished"
     assert (folder / "model" / "config.json").is_file()
     assert "step 2/2" in result.output
+    sent = [json.loads(line) for line in (folder / "trackers" / "scalars.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in sent] == [1, 2]
+    assert {"loss", "mfu", "grad_norm"} <= sent[0]["values"].keys()
+    assert list((folder / "tensorboard").iterdir()), "as of a run, it is a tracker by default"
     again = runner.invoke(app, ["fit", "--resume", str(folder)])
     assert again.exit_code == 0, again.output
 

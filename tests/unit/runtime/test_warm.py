@@ -148,15 +148,17 @@ def test_a_command_runs_in_a_fork_with_the_streams_of_its_caller(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     code = "import os, sys; print(os.getppid(), os.getcwd()); print('error', file=sys.stderr); sys.exit(7)"
-    assert warm.run_in_fork([code]) == 7
+    assert warm.run_in_fork([code], print) == 7
     said = capfd.readouterr()
     assert said.out.split() == [str(process.pid), str(tmp_path)]
     assert said.err == "error\n"
-    assert warm.run_in_fork(["raise ValueError('broken')"]) == 1
+    assert warm.run_in_fork(["raise ValueError('broken')"], print) == 1
     assert "ValueError: broken" in capfd.readouterr().err
     process.kill()
     process.wait(60)
-    assert warm.run_in_fork([code]) is None
+    told: list[str] = []
+    assert warm.run_in_fork([code], told.append) is None
+    assert "does not answer" in told[0]
 
 
 def test_a_command_in_a_fork_is_interrupted_with_its_caller(process: subprocess.Popen[str]) -> None:
@@ -165,7 +167,7 @@ def test_a_command_in_a_fork_is_interrupted_with_its_caller(process: subprocess.
         "try:\n    print('begun', flush=True)\n    time.sleep(600)\n"
         "except KeyboardInterrupt:\n    print('interrupted', flush=True)\n    sys.exit(130)\n"
     )
-    program = f"import sys; from rillflow.runtime import warm; sys.exit(warm.run_in_fork([{code!r}]))"
+    program = f"import sys; from rillflow.runtime import warm; sys.exit(warm.run_in_fork([{code!r}], print))"
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as caller:
         assert caller.stdout is not None
         assert caller.stdout.readline() == "begun\n"

@@ -58,8 +58,8 @@ class Tracker(Protocol):
 def point_of(line: Mapping[str, Any], *, several: bool) -> Point | None:
     """Return the numbers of a line of `metrics.jsonl`, or None if a tracker has no use for it.
 
-    The names of `several` policies are kept apart by the policy's name. A rollback is a point at the step that the
-    policy went back to.
+    The names of `several` policies are kept apart by the policy's name; a supervised run has none. A rollback is a
+    point at the step that the policy went back to.
     """
     match line.get("event"):
         case None:
@@ -67,6 +67,8 @@ def point_of(line: Mapping[str, Any], *, several: bool) -> Point | None:
         case "rollback":
             values = {"rollback/version": float(line["version"]), "rollback/orphaned": float(len(line["orphaned"]))}
             return Point(_prefix(line, several), "step", int(line["step"]), line["time"], values)
+        case "evaluation" if "version" not in line:  # of a supervised run
+            return Point("heldout/", "step", int(line["step"]), line["time"], _numbers(line))
         case "evaluation":
             measured = {name: value for name, value in line.items() if name.startswith("episode/")}
             counted = {name: line[name] for name in ("episodes", "failed") if name in line}

@@ -11,15 +11,14 @@ from pathlib import Path
 
 import msgspec
 
-from rillflow.observe.follower import POLL, Follower, Outcome
+from rillflow.observe.follower import POLL, Follower, Note, Outcome
 from rillflow.observe.metrics import MetricsReader
 from rillflow.observe.trackers.base import Point, Tracker, point_of
-from rillflow.storage import write_atomic
 
 BATCH = 200  # lines that are sent at once
 
 
-class Kept(msgspec.Struct):
+class SentLines(msgspec.Struct):
     """What a feed notes: the `seq` of the last line sent, where in the file it ended, and the tracker's ids."""
 
     sent: int = 0
@@ -43,14 +42,13 @@ class Feed(Follower):
     ) -> None:
         super().__init__(name, tell=tell, poll=poll)
         self._open = open_tracker
-        self._note = note
+        self._note = Note(note, SentLines())
         self._several = several
-        self._kept = _read(note)
-        self._reader = MetricsReader(metrics, self._kept.at)
+        self._reader = MetricsReader(metrics, _beginning(metrics, self._note.kept.at))
         self._tracker: Tracker | None = None
         self._waiting: list[Point] = []
         self._lines = 0  # read and not sent
-        self._last = self._kept.sent
+        self._last = self._note.kept.sent
 
     def advance(self) -> bool:
         if not self._lines:
@@ -60,7 +58,7 @@ class Feed(Follower):
         if self._waiting:
             self._write(self._waiting)
         self._waiting, self._lines = [], 0
-        self._keep(sent=self._last, at=self._reader.at)
+        self._note.keep(sent=self._last, at=self._reader.at)
         return True
 
     def close(self, outcome: Outcome) -> None:
@@ -81,31 +79,29 @@ class Feed(Follower):
 
     def _write(self, points: list[Point]) -> None:
         if self._tracker is None:
-            self._tracker = self._open(dict(self._kept.ids))
-            self._keep(ids=self._tracker.ids)
+            self._tracker = self._open(dict(self._note.kept.ids))
+            self._note.keep(ids=self._tracker.ids)
         try:
             self._tracker.write(points)
         except BaseException:
             self._tracker = None
             raise
 
-    def _keep(self, **changes: object) -> None:
-        self._kept = msgspec.structs.replace(self._kept, **changes)
-        self._note.parent.mkdir(exist_ok=True)
-        write_atomic(self._note, msgspec.json.encode(self._kept))
 
-
-def _read(note: Path) -> Kept:
-    """Return what was noted; a note that is missing or damaged means that everything is sent again."""
+def _beginning(metrics: Path, at: int) -> int:
+    """Return `at` where a line begins there, else 0: a supervised run that went back to a checkpoint has written other
+    lines since. Their numbers tell which have been sent."""
     try:
-        return msgspec.json.decode(note.read_bytes(), type=Kept)
-    except (OSError, msgspec.MsgspecError):
-        return Kept()
+        with open(metrics, "rb") as file:
+            file.seek(max(at - 1, 0))
+            return at if file.read(1) == b"\n" else 0
+    except FileNotFoundError:
+        return 0
 
 
 def unsent_lines(metrics: Path, note: Path) -> str:
     """Return what has not been sent of a file, as it was noted; empty if that is nothing."""
-    return _counted(MetricsReader(metrics, _read(note).at).left())
+    return _counted(MetricsReader(metrics, Note(note, SentLines()).kept.at).left())
 
 
 def _counted(lines: int) -> str:

@@ -10,9 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rillflow.config import ObserveConfig
+from rillflow.config import Recipe
+from rillflow.config.load import FIT, parse
 from rillflow.config.secrets import masked
-from rillflow.config.trackers import JsonlConfig, TrackersConfig
+from rillflow.config.supervised import FitRecipe, read_resolved_fit
+from rillflow.config.trackers import JsonlConfig, OpenTelemetryConfig, TrackersConfig
 from rillflow.errors import ConfigError
 from rillflow.observe.follower import Follower, Outcome
 from rillflow.observe.span_export import SpanExport
@@ -49,10 +51,11 @@ def chosen(settings: TrackersConfig) -> dict[str, Any]:
     return {name: found for name in TRACKERS if (found := getattr(settings, name)) not in (None, False)}
 
 
-def check_trackers(settings: ObserveConfig) -> None:
+def check_trackers(recipe: Recipe | FitRecipe) -> None:
     """ConfigError if the recipe names a tracker whose package is not installed."""
-    wanted = {f"trackers.{name}": (name, name) for name in chosen(settings.trackers) if name in _PACKAGES}
-    if settings.opentelemetry is not None:
+    trackers = chosen(recipe.observe.trackers)
+    wanted = {f"trackers.{name}": (name, name) for name in trackers if name in _PACKAGES}
+    if _spans_of(recipe) is not None:
         wanted["opentelemetry"] = ("opentelemetry.exporter", "otel")
     for key, (package, extra) in wanted.items():
         if not _installed(package):
@@ -66,15 +69,25 @@ def _installed(package: str) -> bool:
         return False
 
 
+def _spans_of(recipe: Recipe | FitRecipe) -> OpenTelemetryConfig | None:
+    return recipe.observe.opentelemetry if isinstance(recipe, Recipe) else None
+
+
+def _recipe_of(folder: RunFolder) -> Recipe | FitRecipe:
+    path = folder.root / "recipe.yaml"
+    return read_resolved_fit(path) if FIT in parse(path) else folder.recipe
+
+
 class Trackers:
     """The trackers of a run that this process supervises, at work from `start` until `close`."""
 
     def __init__(self, folder: RunFolder) -> None:
-        observe = folder.recipe.observe
+        recipe = _recipe_of(folder)
         self._feeds: list[Follower | ChildTracker] = [
-            _child(folder, name) if name in _PACKAGES else feed_of(folder, name) for name in chosen(observe.trackers)
+            _child(folder, name) if name in _PACKAGES else feed_of(folder, name)
+            for name in chosen(recipe.observe.trackers)
         ]
-        if (spans := observe.opentelemetry) is not None:
+        if (spans := _spans_of(recipe)) is not None:
             self._feeds.append(SpanExport(spans.endpoint, folder.root, folder.ledger))
         self._started = False
 
@@ -107,11 +120,11 @@ class Trackers:
 
 def feed_of(folder: RunFolder, name: str, tell: Callable[[str], None] | None = None) -> Feed:
     """What feeds one tracker of a run, in this process."""
-    recipe = folder.recipe
+    recipe = _recipe_of(folder)
     settings = chosen(recipe.observe.trackers)[name]
     key = hashlib.blake2b(folder.token.encode(), digest_size=6).hexdigest()
     run = Tracked(folder.root.name, key, folder.root, masked(recipe.model_dump(mode="json")))
-    several = len(recipe.policies) > 1
+    several = isinstance(recipe, Recipe) and len(recipe.policies) > 1
     return Feed(name, _opener(name, settings, run), folder.metrics, _note(folder, name), several=several, tell=tell)
 
 

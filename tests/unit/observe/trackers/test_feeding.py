@@ -186,15 +186,30 @@ def test_the_trackers_of_a_run(tmp_path: Path) -> None:
 
 def test_a_tracker_without_its_package_is_refused_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    check_trackers(ObserveConfig(trackers=TrackersConfig(jsonl=JsonlConfig())))
+    recipe = load_recipe("quickstart")
+    check_trackers(recipe.model_copy(update={"observe": ObserveConfig(trackers=TrackersConfig(jsonl=JsonlConfig()))}))
     for settings in (
         ObserveConfig(trackers=TrackersConfig(wandb=WandbConfig())),
         ObserveConfig(trackers=TrackersConfig(mlflow=MlflowConfig())),
         ObserveConfig(opentelemetry=OpenTelemetryConfig(endpoint="http://127.0.0.1:1/v1/traces")),
     ):
         with pytest.raises(ConfigError, match="needs the package") as refused:
-            check_trackers(settings)
+            check_trackers(recipe.model_copy(update={"observe": settings}))
         assert "pip install 'rillflow[" in refused.value.hint
+
+
+def test_a_supervised_run_that_went_back_sends_each_line_once(sent: Sent) -> None:
+    """Its lines are written again after the checkpoint, under the same numbers; their lengths may differ."""
+    held = {"seq": 1, "event": "evaluation", "step": 0, "time": 1.0, "loss": 2.5}
+    write(sent.metrics, held, *({"seq": n + 1, "step": n, "time": 1.0, "loss": 1.0} for n in (1, 2, 3)))
+    assert ended(sent.feed()) == []
+    lines = sent.metrics.read_text().splitlines(keepends=True)
+    sent.metrics.write_text("".join(lines[:2]))
+    write(sent.metrics, *({"seq": n + 1, "step": n, "time": 1.0, "loss": 0.123456789} for n in (2, 3, 4)))
+    assert ended(sent.feed()) == []
+    found = [(line["step"], line["values"]) for line in sent.lines()]
+    assert found[0] == (0, {"heldout/loss": 2.5})
+    assert found[1:] == [*((n, {"loss": 1.0}) for n in (1, 2, 3)), (4, {"loss": 0.123456789})]
 
 
 def test_a_recipe_as_flat_texts() -> None:
