@@ -1,4 +1,4 @@
-"""`rillflow advise`: what is wrong with a run, live or finished, and what to do next."""
+"""`rillflow advise`: the problems of a run, live or finished, and what to do next."""
 
 from __future__ import annotations
 

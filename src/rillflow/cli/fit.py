@@ -148,7 +148,7 @@ class Tracking:
 
 
 class View:
-    """What is shown of a fit."""
+    """The progress line of a fit."""
 
     def __init__(self, title: str, live: LiveLine) -> None:
         self._title = title

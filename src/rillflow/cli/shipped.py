@@ -1,4 +1,4 @@
-"""`rillflow recipes`: what is shipped, and one recipe whole."""
+"""`rillflow recipes`: list the shipped recipes, or print one whole."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _listed(rows: Sequence[tuple[str, str]]) -> Table:
 
 
 def show_shipped(name: str) -> None:
-    """Print all of one recipe: what it does, how it is started, and its file as it is."""
+    """Print one recipe: its description, the command that starts it, and its file."""
     path, raw = find_recipe(name), read_raw(name)
     console = Console()
     console.print(Text.assemble((name, "bold"), f"  {_description(raw)}"))

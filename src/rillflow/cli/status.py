@@ -19,7 +19,7 @@ from rillflow.runtime.folder import RunFolder
 from rillflow.types import Status
 from rillflow.wire import Client
 
-_PATIENCE = 2.0  # seconds; a service that is there answers in milliseconds
+_PATIENCE = 2.0  # seconds; a live service answers in milliseconds
 _MOST = 50  # runs that `top` shows: the newest
 
 
@@ -34,7 +34,7 @@ def print_status(folder: RunFolder, *, json_wanted: bool) -> None:
 
 
 def top(path: Path | None, *, every: float, json_wanted: bool) -> None:
-    """Show one run, or all below a folder, again and again; once where nobody watches a terminal."""
+    """Show one run, or all below a folder, again and again; once if the output is not a terminal."""
     folders = runs_in(path or Path("runs"))
     console = Console()
     if json_wanted:

@@ -202,7 +202,7 @@ def _decoder(model: str) -> Callable[[list[int]], str]:
 
 
 def _counted(turn: Turn) -> str:
-    """What is said of an answer's tokens."""
+    """Return the remark on an answer's tokens."""
     if turn.sampled is None:
         return turn.finish
     cut = ", cut by its length" if turn.finish == "length" else ""

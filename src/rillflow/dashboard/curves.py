@@ -1,6 +1,6 @@
 """The numbers of a run's steps as columns, read from `metrics.jsonl` as it grows.
 
-Only live steps are there: a rollback takes the steps of the versions that died. A step that lacks a number has NaN.
+Only live steps are included: a rollback removes the steps of orphaned versions. A step that lacks a number has NaN.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Steps:
         self.time.append(float(line.get("time", math.nan)))
         columns = self.columns
         for name, value in line.items():
-            if type(value) in _NUMBERS and name not in _KEYS:  # a bool is no number here
+            if type(value) in _NUMBERS and name not in _KEYS:  # not a bool
                 column = columns.get(name)
                 if column is None:
                     column = columns[name] = array("d", [math.nan]) * before

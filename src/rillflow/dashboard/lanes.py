@@ -33,7 +33,7 @@ class Spans:
 
     @classmethod
     def of(cls, spans: list[Span]) -> Spans:
-        """Of what a file says; what is out of order is left out."""
+        """Return the spans of a file as columns, without those out of order."""
         known = [(span.begin, span.end, _CODES[span.state]) for span in spans]
         rows = np.array(known, np.float64).reshape(len(known), 3)
         begin, end = rows[:, 0], rows[:, 1]

@@ -1,8 +1,7 @@
-"""What a running run says of itself: asked of its dataflow service with a reader's token, when a browser wants it.
+"""The status of a running run, from its dataflow service, with a reader's token.
 
-Nothing is asked while nobody looks. An answer is used for a second, and a service that does not answer is left alone
-for a few, so that a dashboard of many tabs costs a run no more than one. The connection is kept from one answer to the
-next.
+The service is asked only for a browser's request. An answer is reused for a second, and a service that does not answer
+is not asked again for a few, so that many tabs cost a run no more than one. The connection is kept between answers.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class LiveRun:
             self._client = None
 
     async def stop(self, operator: str) -> None:
-        """End the run; what is outstanding stays in its ledger."""
+        """End the run; outstanding work stays in its ledger."""
         client = self._operating(operator)
         try:
             await client.stop("stopped from the dashboard", _PATIENCE)

@@ -145,7 +145,7 @@ class Dashboard(Service):
     # ------------------------------------------------------------ views
 
     async def _session(self, request: Request) -> Response:
-        """Who looks, and at what."""
+        """Answer with the runs that are shown, and whether the caller operates them."""
         token = self.presented(request.scope)
         runs = await self._read(lambda: run_list(list(self._runs.values())))
         for run in runs:
@@ -167,7 +167,7 @@ class Dashboard(Service):
         return endpoint
 
     async def _advisories(self, request: Request) -> Response:
-        """Beside the other views: it reads more than they do, and nothing that they have read."""
+        """Answer with the advisories, made in a thread of their own."""
         run = self._run(request.path_params["run"])
         live = await self._live[run.name].now()
         body = msgspec.json.encode(await in_thread(lambda: self._advice.of(run, live), self._adviser))
@@ -190,7 +190,7 @@ class Dashboard(Service):
         return run.folder.keyring.scope_of(token) == "operator"
 
     def _operating(self, request: Request) -> tuple[LiveRun, str]:
-        """The run that is told something, and the token to tell it with: the caller's own."""
+        """Return the run to operate, and the caller's own token for it."""
         run, token = self._run(request.path_params["run"]), self.presented(request.scope)
         if _OWN_PAGE not in request.headers:
             raise BadRequest(f"the header {_OWN_PAGE} is missing", "ask from the dashboard's own page")

@@ -1,4 +1,4 @@
-"""One run folder as the dashboard watches it: what was read so far, and what its service says now.
+"""A run folder that the dashboard watches, with the readers that follow its files.
 
 Nothing here writes to the folder. A folder of any state will do: new, running, killed, finished, or of another kind
 of run; what is missing or torn shows as an empty panel, never as an error of the others.
@@ -36,7 +36,7 @@ Source = Literal["state", "metrics", "timeline", "ledger", "trajectories", "logs
 
 @dataclass(frozen=True)
 class Live:
-    """What the dataflow service of a running run has answered."""
+    """The answers of a running run's dataflow service."""
 
     status: Status
     nodes: list[NodeInfo]
@@ -82,7 +82,7 @@ class WatchedRun:
         return bool(self.state()["state"] == "running")
 
     def ledger(self, ask: Callable[[Snapshot], Found], default: Found) -> Found:
-        """What `ask` finds in the ledger; `default` where there is none yet."""
+        """Return the answer of `ask` from the ledger; `default` before the ledger exists."""
         if not self.folder.ledger.is_file():
             return default
         with snapshot(self.folder.ledger) as reads:
@@ -143,7 +143,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def tail(path: Path, size: int) -> bytes:
-    """The last `size` bytes of a file, from the first whole line of them; empty where there is no such file."""
+    """Return the last `size` bytes of a file, from the first whole line of them; empty if the file does not exist."""
     try:
         with open(path, "rb") as file:
             end = file.seek(0, 2)

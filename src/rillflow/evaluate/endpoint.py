@@ -1,10 +1,10 @@
-"""One episode against any OpenAI-compatible endpoint, told call by call as `trial` tells those of an engine.
+"""One episode against any OpenAI-compatible endpoint, reported call by call as `trial` reports those of an engine.
 
     agent ──▶ Forwarder, on loopback ──▶ endpoint
 
 The agent talks to the forwarder as it would to the gateway: by the same paths, with a key of its own. A request goes on
-as it is but for `model`; so no sampling setting of the recipe counts, and what the endpoint refuses the agent sees. The
-endpoint's tokens and log-probs are not known here: such an episode can be looked at and rewarded, never trained on.
+as it is except for `model`: the recipe's sampling settings do not apply, and the agent sees the endpoint's errors. The
+endpoint's tokens and log-probs are unknown here, so such an episode can be read and rewarded, but not trained on.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ async def _play(cast: Cast, task: Task, forwarder: Forwarder, url: str) -> Ended
 async def _rewards(
     cast: Cast, task: Task, played: Played, forwarder: Forwarder, *, metrics: dict[str, float], seconds: float
 ) -> Mapping[str, float]:
-    """Return the reward of each policy: the recipe's function's, what the player told, or what was given."""
+    """Return the reward of each policy: from the recipe's function, from the player, or as given."""
     policies, limit = list(cast.recipe.policies), cast.recipe.rollout.reward_timeout
     facts = EpisodeFacts(
         task=task.id,
@@ -249,7 +249,7 @@ class Forwarder(Service):
             raise Unavailable(f"the endpoint {url} does not answer: {error}", "check --endpoint") from error
 
     async def _passed_on(self, answer: aiohttp.ClientResponse, asked: _Asked) -> AsyncIterator[bytes]:
-        """Yield the stream as it comes; hear of it once it has ended."""
+        """Yield the stream as it comes, and report the call once it has ended."""
         parts: list[bytes] = []
         size = 0
         async for part in answer.content.iter_any():

@@ -16,7 +16,7 @@ KEY = "benchmark"
 
 
 async def reward(payload: Mapping[str, Any], answer: Any) -> float:
-    """What the benchmark that the payload names gives for the answer; a RewardError where it names none."""
+    """Return the score of the answer by the benchmark that the payload names. RewardError if it names none."""
     name = payload.get(KEY) or (GYM if "source_dataset" in payload else None)
     if not isinstance(name, str):
         raise RewardError("the prompt names no benchmark", "give `data.*.benchmark`, or name another reward")

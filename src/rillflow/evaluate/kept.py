@@ -1,7 +1,6 @@
 """The episodes of an evaluation that are kept for people, in the same kind of file as a run's.
 
-Writing is done in a thread, one episode at a time. A disk that refuses costs episodes, never the evaluation: it is told
-once in the log.
+A thread writes one episode at a time. A disk error costs episodes, never the evaluation, and is logged once.
 """
 
 from __future__ import annotations

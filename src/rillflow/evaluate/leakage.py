@@ -1,9 +1,9 @@
-"""Whether questions of a test stand among the prompts that are trained on.
+"""Find questions of a test among the training prompts.
 
-Two looks. *Exact*: the texts are the same once case, punctuation and space are gone. *Runs*: so many words in a row
-(13, as is usual) of a test question stand in a training prompt, too. Of the test alone all runs are kept, as 64-bit
-hashes and at most `MOST_RUNS`; the training prompts are read once and never held, so memory does not grow with them. A
-question with fewer words than a run has can only be found exactly.
+Two comparisons. *Exact*: the texts are equal without case, punctuation and space. *Runs*: a number of consecutive words
+(13 by default) of a test question also occur in a training prompt. Only the runs of the test are kept, as 64-bit hashes
+and at most `MOST_RUNS`; training prompts are read once and not kept, so memory does not grow with them. A question that
+is shorter than a run can only be found exactly.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _whole(prompt: Prompt) -> int:
 
 
 def text_of(prompt: Prompt, field: str | None = None) -> str:
-    """What is compared of a prompt: the key named, else the first of the usual ones, else all its texts."""
+    """Return the text of a prompt to compare: the named key, else the first of the usual keys, else all its texts."""
     payload = prompt.payload
     if field is not None:
         if not isinstance(payload.get(field), str):
@@ -154,7 +154,7 @@ class _Index:
         self._places = np.asarray(places, np.int64)[order]
 
     def overlaps(self, prompt: Prompt, field: str | None) -> Iterator[tuple[Overlap, int]]:
-        """Of one training prompt, with the test question's place."""
+        """Return the matches of one training prompt, each with the test question's place."""
         words = words_of(text_of(prompt, field))
         same = self._whole.get(_hash(words), [])
         for place in same:
@@ -164,7 +164,7 @@ class _Index:
                 yield Overlap(self._ids[place], prompt.id, exact=False, share=count / self._counts[place]), place
 
     def _shared(self, words: list[str]) -> dict[int, int]:
-        """Of each test question how many of its runs are among these words."""
+        """Return how many runs of each test question occur in these words."""
         own = np.unique(np.asarray(_runs(words, self._size), np.uint64))
         first = np.searchsorted(self._runs, own, "left")
         last = np.searchsorted(self._runs, own, "right")

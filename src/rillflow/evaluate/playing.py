@@ -1,4 +1,4 @@
-"""Plays every sample of every question that has no record yet, so many at once, and writes each down as it ends.
+"""Play every sample that has no record yet, several at once, and record each as it ends.
 
 Invariants: the seed of a sample depends on the evaluation's seed, the benchmark, the question and the sample's number
 alone, so neither the order nor a limit nor a stop in between changes an answer; at most `at_once` episodes are open; a
@@ -142,13 +142,13 @@ def _record(suite: Suite, task: Task, ended: Ended) -> Record:
 
 
 def _digest(sampled: dict[str, list[Any]]) -> str:
-    """Of all tokens, in the order of policies and paths."""
+    """Return all tokens, in the order of policies and paths."""
     tokens = [one.columns["tokens"] for found in sampled.values() for one in found]
     return xxh3_64_hexdigest(np.concatenate(tokens).tobytes()) if tokens else ""
 
 
 def _answer(suite: Suite, ended: Ended, left: SessionRecord) -> str | None:
-    """What the workflow returned; where that is the reward, what the first policy said last."""
+    """Return the workflow's answer; if it returned a reward, the last message of the first policy."""
     if suite.recipe.reward is not None:
         try:
             return text_of(ended.answer)

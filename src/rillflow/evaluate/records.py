@@ -1,8 +1,8 @@
-"""What is written down of every answer, as soon as it is there: one JSON object a line, with a checksum of its own.
+"""The records of an evaluation: one JSON line with a checksum for every answer, written as the answer ends.
 
-Invariants: a line counts whole or not at all (one that was torn by a kill is played again); of several lines of one
-question and sample the one with a reward counts, and of those the first; so a second run over the same file adds what
-is missing and changes nothing.
+Invariants: a line counts whole or not at all (a sample whose line was torn by a kill is played again); of several lines
+of one question and sample the first with a reward counts. A second run over the same file adds the missing samples and
+changes nothing.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class RecordFile:
         return known is not None and known.reward is not None
 
     def of(self, wanted: Sequence[tuple[str, int]]) -> list[Record]:
-        """The records of these samples, as far as they are there."""
+        """Return the existing records of these samples."""
         return [self._known[key] for key in wanted if key in self._known]
 
     def close(self) -> None:

@@ -59,7 +59,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Result:
-    """Of one benchmark. `tokens` and `seconds` are of what this run has played itself."""
+    """The result of one benchmark. `tokens` and `seconds` count only the samples that this run has played."""
 
     scores: Scores
     fingerprint: str

@@ -44,10 +44,11 @@ class Score:
 
 @dataclass(frozen=True)
 class Scores:
-    """Of one benchmark. `average` is avg@k, `passed` pass@j by j, `majority` majority@k where answers can be compared.
+    """The scores of one benchmark. `average` is avg@k, `passed` pass@j by j, `majority` majority@k where answers can be
+    compared.
 
-    `no_reward` says by cause how many samples have none: of those it is not known what they sampled. `mean_tokens` is
-    of the others, and `cut` their share with an answer that was cut by its length.
+    `no_reward` counts the samples without a reward by cause; their tokens are unknown. `mean_tokens` is the mean of the
+    others, and `cut` the share of them whose answer was cut at its token limit.
     """
 
     questions: int
@@ -65,7 +66,7 @@ class Scores:
 
 
 def score(records: Sequence[Record], *, seed: int) -> Scores:
-    """What these records, one for each sample, come to."""
+    """Return the scores of these records, one for each sample."""
     questions: dict[str, list[Record]] = defaultdict(list)
     for record in sorted(records, key=lambda one: (one.id, one.sample)):
         questions[record.id].append(record)
@@ -126,8 +127,8 @@ def _scored(values: Sequence[float], seed: int) -> Score | None:
 
 
 def bootstrap(values: Floats, seed: int) -> Interval:
-    """The middle 95 % of the means of questions drawn anew, as many and with putting back; the same for a seed."""
-    draws = np.random.RandomState(seed & 0xFFFFFFFF)  # its stream is frozen for good
+    """Return the bootstrap 95 % interval of the mean over questions; the same for the same seed."""
+    draws = np.random.RandomState(seed & 0xFFFFFFFF)  # numpy never changes its stream
     size = len(values)
     means = [values[draws.randint(0, size, size)].mean() for _ in range(RESAMPLES)]
     low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
@@ -141,7 +142,7 @@ def _normal(values: Floats) -> Interval:
 
 
 def wilson(share: float, trials: int) -> Interval:
-    """Of a share of trials that went well. A mean of rewards outside of 0 to 1 is cut to it."""
+    """Return the interval of a share of successful trials. A mean outside of 0 to 1 is clipped to it."""
     share, z = min(max(share, 0.0), 1.0), _z()
     whole = 1 + z * z / trials
     middle = (share + z * z / (2 * trials)) / whole

@@ -1,7 +1,7 @@
-"""Where episodes are played without a run: a gateway, tools, environments and engines of a recipe, in this process.
+"""A place to play episodes without a run: a recipe's gateway, tools, environments and engines in this process.
 
-An episode is played, rewarded and recorded by the code that a rollout node has (`rollout.episodes`). What differs is
-who hears of its end: nobody leases, so nothing is pushed, and what it left is handed to the caller.
+The code of a rollout node plays, rewards and records an episode (`rollout.episodes`). There are no leases: the result
+is not pushed but returned to the caller.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NAME = "evaluation"
 
 @dataclass(frozen=True)
 class Ended:
-    """An episode's end: what it left and its rewards, the trajectory's first; or the `cause` why there are none.
+    """The end of an episode: its result and its rewards, the trajectory's first; or the `cause` of its failure.
 
     `trace` is the traceback of user code that failed the episode, `errors` are those that it survived.
     """
@@ -103,13 +103,13 @@ async def open_engines(recipe: Recipe, logs: Path) -> AsyncIterator[NodeEngines]
 async def open_stage(
     recipe: Recipe, engines: NodeEngines, folder: Path, *, watched: SessionLog | None = None
 ) -> AsyncIterator[Stage]:
-    """`folder` is where commands get theirs; `watched` hears of every call as it ends."""
+    """Commands get their folders below `folder`; `watched` is called with every model call as it ends."""
     refuse_outside(recipe)
     clock, ends, feed = SystemClock(), _Ends(), Feed()
     late = LateRewards(clock)
     async with open_cast(recipe, feed, folder) as cast:
         player = _Listening(cast.player)
-        # Sessions live in memory: an evaluation that dies plays what is missing anew.
+        # Sessions live in memory: an evaluation that dies plays its unfinished samples again.
         gateway = build_gateway(recipe, token_urlsafe(32), engines, sessions=watched)
         Control(gateway, feed, late.given, recipe.reward_givers)
         try:
@@ -147,7 +147,7 @@ class _Ends:
 
 
 class _Listening:
-    """A player whose answers are kept until somebody takes them."""
+    """A player whose answers are kept until they are read."""
 
     def __init__(self, player: Player) -> None:
         self._player = player

@@ -1,4 +1,4 @@
-"""What is evaluated: benchmarks by name, or the prompts that a run holds out; and the recipe that plays each."""
+"""The suites of an evaluation: benchmarks by name, or the held-out prompts of a run; and the recipe that plays each."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _benchmark(recipe: Recipe, name: str, limit: int | None, max_tokens: int | N
 
 
 def _answering(recipe: Recipe, longest: int) -> Recipe:
-    """The recipe with answers of at most so many tokens."""
+    """Return the recipe with this limit of tokens for each answer."""
     policies = {
         name: policy.model_copy(update={"sampling": policy.sampling.model_copy(update={"max_tokens": longest})})
         for name, policy in recipe.policies.items()

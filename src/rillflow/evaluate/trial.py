@@ -1,8 +1,8 @@
-"""One episode of a recipe without a run, told call by call: what `rillflow try` plays.
+"""Play one episode of a recipe without a run and report it call by call, for `rillflow try`.
 
-An episode is played by the code that a rollout node has, with an engine in this process (`try_policy`). An answer is
-told as soon as it has ended, before the agent sees it; what the agent and its tools said since the call before is told
-with it. Nothing is stored, and nothing trains on it.
+The code of a rollout node plays the episode, with an engine in this process (`try_policy`). Each answer is reported as
+soon as it has ended, before the agent sees it, with the messages of the agent and its tools since the call before.
+Nothing is stored or trained on.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Turn:
     """One answered model call. `given` are the messages that no earlier call had.
 
     `fork` says why the call left every earlier path, empty where it continues one; `begins`: it shares no message with
-    an earlier call. `prompt` and `sampled` count tokens, None where nobody told; `tokens` and `logprobs` are of the
+    an earlier call. `prompt` and `sampled` count tokens, None where unknown; `tokens` and `logprobs` are of the
     answer, empty where an endpoint has sampled it.
     """
 
@@ -120,7 +120,7 @@ class Watcher(Unkept):
         self._seen.update(new)
 
     def outcome(self, ended: Ended) -> Outcome:
-        """Return all of the episode; of one that failed, what was said before."""
+        """Return the whole episode; of a failed one, its messages before the failure."""
         if self._session is None:
             return Outcome(ended, 0, [], [])
         record = self._session.record()

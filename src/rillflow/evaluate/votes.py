@@ -39,7 +39,7 @@ def _math(text: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    """What is in the last \\boxed{…}, braces within it counted."""
+    """Return the content of the last \\boxed{…}, with balanced braces."""
     begin = text.rfind(_BOXED)
     if begin < 0:
         return None

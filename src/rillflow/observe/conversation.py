@@ -1,4 +1,4 @@
-"""Messages of an agent's conversation as lines for a terminal: who speaks in front, what is said behind."""
+"""Messages of an agent's conversation as lines for a terminal: the speaker, then the text."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def spoken(message: Mapping[str, Any], who: str = "", note: str = "") -> Text:
 
 
 def called(call: Mapping[str, Any]) -> str:
-    """Return a tool call as `name(argument=value, …)`; arguments that are no object as they were written."""
+    """Return a tool call as `name(argument=value, …)`; arguments that are not an object stay as written."""
     function = call.get("function") or {}
     arguments = function.get("arguments")
     if isinstance(arguments, str):

@@ -1,7 +1,7 @@
 """A thread that follows what a run writes and sends it elsewhere, without the run noticing.
 
-What it sends stays in the run folder, which is the queue: a receiver that is slow or away falls behind in it, and
-memory holds one batch at most. An error is told once, then tried again with growing pauses.
+The run folder is the queue: a slow or absent receiver falls behind in it, and memory holds one batch at most. An error
+is reported once, then sending is retried with growing pauses.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Note(Generic[Kept]):
 
 
 class Follower(ABC):
-    """What a person must be told goes to `tell`: that sending fails (once), and at the end what was not sent. Without
-    one it is kept in `news`."""
+    """`tell` gets messages for the user: that sending fails (once), and at the end what was not sent. Without `tell`
+    they are kept in `news`."""
 
     def __init__(self, name: str, *, tell: Callable[[str], None] | None = None, poll: float = POLL) -> None:
         self.name = name
@@ -78,7 +78,7 @@ class Follower(ABC):
         self._stop.set()
 
     def join(self, seconds: float) -> None:
-        """Wait for that. A receiver that has not finished by then is abandoned; what it did not take is told."""
+        """Wait until it has closed. A receiver that takes longer is abandoned, and the rest is reported."""
         self._thread.join(seconds)
         if self._thread.is_alive():
             self._say(f"tracker {self.name} did not finish within {seconds:.0f} s")

@@ -64,7 +64,7 @@ class MetricsReader:
                 try:
                     yield _decoded(line)
                 except ValueError:
-                    continue  # a line torn by a crash: what it said is in the ledger
+                    continue  # torn by a crash: the ledger has its content
 
     def left(self) -> int:
         """Return how many whole lines have not been read."""
@@ -83,7 +83,7 @@ def _decoded(line: bytes) -> Any:
 
 
 def read_metrics(path: Path, first: str) -> Metrics:
-    """What the run whose first policy is `first` wrote down."""
+    """Return the metrics of a run whose first policy is `first`."""
     metrics = Metrics()
     for line in MetricsReader(path).new():
         match line.get("event"):

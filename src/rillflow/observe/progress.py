@@ -117,12 +117,12 @@ class Progress:
         return numbers | ({"rewarded ends": listed(ended)} if ended else {})
 
     def _startup(self) -> str:
-        """What each process does that has not started yet."""
+        """Show what each process does that is still starting."""
         parts = "; ".join(_part(part) for part in self._parts) or "nothing has been started yet"
         return f"starting ({time.monotonic() - self._started:.0f} s): {parts}"
 
     def _waits(self, status: Status) -> list[str]:
-        """What the run waits for, first of all for its processes."""
+        """Return what the run waits for, its processes first."""
         if not self._parts or status.phase == "ended":
             return status.waits
         return [f"starting: {'; '.join(_part(part) for part in self._parts)}", *status.waits]
@@ -162,7 +162,7 @@ def _part(part: Starting) -> str:
 
 
 def _has_samples(status: Status) -> bool:
-    """Whether the run has anything to show yet: a group that is ready, a step or an evaluation."""
+    """Return whether the run has anything to show yet: a ready group, a step or an evaluation."""
     ready = any(policy.ready for policy in status.policies.values())
     return ready or status.steps > 0 or bool(status.evaluations) or status.phase == "ended"
 

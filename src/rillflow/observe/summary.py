@@ -1,4 +1,4 @@
-"""What a run amounts to: a small JSON beside it, and the table that `rillflow run` ends with."""
+"""The summary of a run: a small JSON file in its folder, and the table that `rillflow run` ends with."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Tracks:
 
 
 class TraceBuilder:
-    """Builds the events of one run. What has not ended yet ends at `now`."""
+    """Builds the events of one run. Events that are still open end at `now`."""
 
     def __init__(self, begin: float, now: float) -> None:
         self._begin = begin

@@ -1,4 +1,4 @@
-"""What a trainer tells of the episodes that its run keeps for people: advantages and its own log-probs of their tokens.
+"""The advantages and log-probs that a trainer reports for the episodes that its run keeps for people.
 
 A sample is named by one number (`key_of`), so that it travels with its row through packing and between ranks. Values
 stay on the device until the step ends.
@@ -30,7 +30,7 @@ def key_of(sample: BatchSample) -> int:
 
 
 class Told:
-    """The tokens of one step that are told of."""
+    """The reported tokens of one step."""
 
     def __init__(self) -> None:
         self._seen: list[tuple[Ints, Ints, torch.Tensor]] = []
@@ -48,7 +48,7 @@ class Told:
         self._seen.append((micro.kept_T[at], micro.depth_T[at], values_2T))
 
     def values(self) -> list[KeptTokens]:
-        """Return what was told of each sample."""
+        """Return the reported values of each sample."""
         if not self._seen:
             return []
         key_T = np.concatenate([key for key, _, _ in self._seen])

@@ -19,7 +19,7 @@ from rillflow.trainer.parallel.peers import Peers
 
 
 class Totals:
-    """What an objective measures, one micro-batch after the other."""
+    """The measurements of an objective, summed over micro-batches."""
 
     def __init__(self, sums: Sequence[str], peaks: Sequence[str], device: torch.device) -> None:
         self._names = (list(sums), list(peaks))
@@ -41,7 +41,7 @@ class Totals:
 
 
 class RowValues:
-    """What the rows of a batch say by themselves, as they were sampled: before anything is shaped or filtered."""
+    """Statistics of a batch's rows as they were sampled, before shaping and filtering."""
 
     def __init__(self) -> None:
         self._sums = np.zeros(8)

@@ -1,1 +1,1 @@
-"""What each panel shows, in plain values: functions of a `WatchedRun` and of what its service says now."""
+"""The content of each panel as plain values: functions of a `WatchedRun` and of its service's answers."""

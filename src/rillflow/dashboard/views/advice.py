@@ -1,4 +1,4 @@
-"""Advisories: what is wrong with a run or could be better, problems first.
+"""The advisories of a run, problems first.
 
 They depend on the time as well as on the run folder, so they are made again after a while, whatever has changed.
 """

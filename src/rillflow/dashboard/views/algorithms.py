@@ -1,4 +1,4 @@
-"""The data algorithms of a run: which curators, filters and sampler it has, what they did and what they learnt."""
+"""The data algorithms of a run: its curators, filters and sampler, their effect and their state."""
 
 from __future__ import annotations
 

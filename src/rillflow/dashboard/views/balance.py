@@ -1,4 +1,4 @@
-"""Whether the pool of rollout nodes fits what the trainer takes, how that went, and what the maintainer has done."""
+"""The balance between rollout nodes and trainer, now and over time, and the maintainer's decisions."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def _columns(run: WatchedRun, columns: Sequence[str], window: Window) -> Iterato
 
 
 def _roles(run: WatchedRun, window: Window) -> Iterator[Line]:
-    """A role's samples are told of in the steps of every policy whose batch has them: the first policy's speak."""
+    """Yield the reward of each role. Steps of several policies may report a role: those of the first policy count."""
     found: dict[str, Steps] = {}
     for steps in run.curves.policies.values():
         for name in steps.columns:
@@ -145,7 +145,7 @@ def curve(run: WatchedRun, steps: Steps, name: str, window: Window) -> list[tupl
 
 
 def _part(x: array[float], y: array[float], window: Window) -> tuple[array[float], array[float]]:
-    """What lies in the window, with one point more at either side, so that lines run to the edge."""
+    """Return the points in the window and one more on either side, so that lines run to the edge."""
     if window.low is None or window.high is None:
         return x, y
     low, high = max(bisect_left(x, window.low) - 1, 0), bisect_right(x, window.high) + 1

@@ -49,7 +49,7 @@ def _together(left: list[Picture], right: list[Picture]) -> list[Picture]:
 
 
 def differences(left: dict[str, Any], right: dict[str, Any]) -> dict[str, Any]:
-    """The settings that are not the same, by their path in the recipe; what is not set counts as null."""
+    """The settings that are not the same, by their path in the recipe; unset ones count as null."""
     one, other = dict(_flat(left)), dict(_flat(right))
     rows = [
         {"path": path, "left": one.get(path), "right": other.get(path)}

@@ -63,7 +63,7 @@ def _flow(reads: Snapshot) -> dict[str, Any]:
 
 
 def _streams(reads: Snapshot) -> list[dict[str, Any]]:
-    """What each policy's stream was given: groups by state and cause."""
+    """Return the groups of each policy's stream by state and cause."""
     found: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in reads.all("SELECT stream, state, cause, n FROM share_tally WHERE n != 0 ORDER BY stream, state, cause"):
         found[row["stream"]].append({"state": row["state"], "cause": row["cause"], "count": row["n"]})

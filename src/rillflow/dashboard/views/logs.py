@@ -22,7 +22,7 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 def log_files(run: WatchedRun) -> dict[str, Any]:
-    """The logs that there are, the errors of user code, and the last episodes that failed for good."""
+    """Return the logs, the errors of user code, and the last episodes that failed after all attempts."""
     folder = run.folder.root / "logs"
     files = []
     for path in sorted(folder.glob("*.log") if folder.is_dir() else ()):

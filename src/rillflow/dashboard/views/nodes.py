@@ -16,7 +16,7 @@ _MOST = 500  # rows that the table shows: the worst first
 
 
 def nodes(run: WatchedRun, live: Live | None) -> dict[str, Any]:
-    """Of a live run by its service; of another as its ledger was left."""
+    """Return the nodes of a live run from its service, those of another run from its ledger."""
     heads = known_heads(run, live)
     rows = sorted(
         (_row(node, heads) for node in known_nodes(run, live)), key=lambda row: (-row["trouble"], row["name"])

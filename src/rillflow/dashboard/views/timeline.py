@@ -1,4 +1,4 @@
-"""Who did what when: a lane for each worker, and the share of its time that it was idle."""
+"""The timeline: a lane for each worker, and the share of its time that it was idle."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def timeline(run: WatchedRun, width: int, low: float | None = None, high: float 
 
 
 def whole(workers: Iterable[Spans]) -> tuple[float, float]:
-    """From the first thing that anybody did to the last; from the first to the last idle moment where nobody did."""
+    """Return the time from the first to the last activity of any worker; of idle workers, their idle time."""
     lanes = list(workers)
     busy = [(spans.begin[own], spans.end[own]) for spans in lanes if (own := spans.state != IDLE).any()]
     every = busy or [(spans.begin, spans.end) for spans in lanes]
@@ -52,7 +52,7 @@ def whole(workers: Iterable[Spans]) -> tuple[float, float]:
 
 
 def shares(spans: Spans, low: float, high: float) -> dict[str, float]:
-    """Of the window. Time of which nothing is known, because the worker was not there, is idle."""
+    """Return the share of each state in the window. Time without a span counts as idle: the worker did not run."""
     if high <= low:
         return {}
     found = dict(zip(STATES, (spans.seconds(np.array([low, high]))[:, 0] / (high - low)).tolist(), strict=True))
@@ -61,8 +61,8 @@ def shares(spans: Spans, low: float, high: float) -> dict[str, float]:
 
 
 def bars(spans: Spans, origin: float, low: float, high: float, width: int) -> list[Bar]:
-    """The spans of the window, cut to it. Where there are more than pixels, each pixel has the state that fills most
-    of it, and neighbours of one state are one bar."""
+    """Return the spans of the window, cut to it. With more spans than pixels, each pixel shows the state that fills
+    most of it, and neighbours of one state are one bar."""
     part = spans.within(low, high)
     if len(part) > width:
         edges = np.linspace(low, high, width + 1)

@@ -23,7 +23,7 @@ Word = Annotated[str, Meta(max_length=200)]
 
 
 class Wanted(msgspec.Struct):
-    """A page of the table. What is empty or None does not filter."""
+    """A page of the table. Empty fields and None do not filter."""
 
     order: Word = "-time"
     offset: Annotated[int, Meta(ge=0)] = 0
@@ -73,7 +73,7 @@ def _roles(run: WatchedRun) -> list[str]:
 
 
 def episode(run: WatchedRun, name: str) -> dict[str, Any]:
-    """One trajectory: what was said on each path, its rewards, and its token trees."""
+    """Return one trajectory: the messages of each path, its rewards, and its token trees."""
     found = Trajectories(run.folder.root).get(name)
     return {
         "info": msgspec.to_builtins(found.info),
@@ -126,7 +126,7 @@ def _cut(value: Any) -> Any:
 
 
 def tokens(run: WatchedRun, name: str, number: int, offset: int = 0) -> dict[str, Any]:
-    """The tokens of one sample from `offset` on, with what is known of each. What is masked has no log-prob."""
+    """Return the tokens of one sample from `offset` on, with their values. Masked tokens have no log-prob."""
     found = Trajectories(run.folder.root).get(name)
     if not 0 <= number < len(found.samples):
         raise BadRequest(f"{name} has no sample {number}", f"it has {len(found.samples)}")
@@ -151,7 +151,7 @@ def tokens(run: WatchedRun, name: str, number: int, offset: int = 0) -> dict[str
 
 
 def _told(sample: TokenPath, part: slice) -> dict[str, Any]:
-    """What the trainer has told of the tokens; None where it has not."""
+    """Return the trainer's values of the tokens; None where it reported none."""
     trainer = sample.trainer_logprobs
     return {
         "advantages": None if sample.advantages is None else sample.advantages[part].tolist(),

@@ -70,7 +70,7 @@ def _grown(policy: str, samples: Sequence[TokenPath], own: list[int]) -> Tree:
 
 
 def _is_fork(tree: Tree, parent: int) -> bool:
-    """Whether something follows this piece already: the first child goes on in its row."""
+    """Return whether a piece already has a child: the first child continues its row."""
     return any(piece.parent == parent for piece in tree.pieces[parent + 1 :])
 
 
@@ -99,7 +99,7 @@ def _add_pieces(
     tree: Tree, samples: Sequence[TokenPath], group: Sequence[int], stretch: range, *, row: int, parent: int
 ) -> int:
     """Add the stretch as one piece for each change between given and trained tokens; returns the last piece."""
-    # What several samples share trains in one of them.
+    # Tokens that several samples share train in one of them.
     trains = np.any([samples[number].mask[stretch.start : stretch.stop] for number in group], axis=0)
     edges = [0, *(np.flatnonzero(np.diff(trains.astype(np.int8))) + 1).tolist(), len(stretch)]
     for low, high in pairwise(edges):

@@ -1,5 +1,4 @@
-"""Weights: the versions that each policy has published, with what a node has to transfer for them, and the nodes'
-transfers and probes.
+"""Weights: the published versions of each policy with their sizes and probes, and the nodes' transfers.
 
 An engine serves a version only after it has reproduced that version's probe: the log-probs that the trainer published
 with it. What is wrong with an engine's weights is in the status of its run.
@@ -67,7 +66,7 @@ def _manifest(folder: Path, version: int) -> dict[str, Any]:
 
 
 def _transfers(run: WatchedRun, node: NodeInfo) -> list[dict[str, Any]]:
-    """What a node has pulled for each policy, by its heartbeat."""
+    """Return the downloads of a node for each policy, from its heartbeat."""
     rows = []
     for policy in run.policies:
         if f"{policy}.loads" in node.stats:

@@ -1,4 +1,4 @@
-"""Advisories: what is wrong with a run, why, and what to do next, from what the run has written down.
+"""Advisories: the problems of a run with their numbers and what to do next, derived from the files of the run.
 
 `FactReader` reads a run folder (and a live service's answers), `advise` applies the rules to the facts: pure, the
 same facts always give the same advisories. Problems come first, then warnings; hints for tuning are given to healthy

@@ -1,4 +1,4 @@
-"""One advisory: what is wrong or could be better, the numbers behind it, and what to do next."""
+"""An advisory: a problem or a possible improvement, the numbers behind it, and what to do next."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Answer(msgspec.Struct, frozen=True):
 
     @property
     def repeats(self) -> bool:
-        """Whether its end says the same thing again and again."""
+        """Return whether its end is a repetition."""
         tail = self.text.strip()[-_TAIL:]
         return len(tail) >= _LEAST and any(tail[at:] == tail[:-at] for at in range(1, len(tail) // _TIMES + 1))
 

@@ -199,8 +199,8 @@ class _LogReader:
             self.no_space = f"{path.name}: {line.strip()[:300]}"
 
     def _new_lines(self, path: Path) -> list[str]:
-        """Return the lines since the last look, of the end of the log at most. A torn line comes again once whole: what
-        a full disk cuts may be the line that names it."""
+        """Return the lines since the last look, of the end of the log at most. A torn line is
+        returned again once it is whole: a full disk may tear the very line that reports it."""
         size, at = path.stat().st_size, self._at.get(path, 0)
         if size == at:
             return []

@@ -52,9 +52,10 @@ class Refusal(msgspec.Struct, frozen=True):
 
 
 class AnswerFacts(msgspec.Struct, frozen=True):
-    """The latest kept answers of a policy, to so many prompts: how many are `cut` at their limit of tokens, how many
-    are `repeating` something at their end, and how many are both. `same` counts those of the commonest `text`, which
-    answer so many different prompts. `repeated` shows one that repeats itself, with its episode."""
+    """The latest kept answers of a policy, and the number of different prompts that they answer. `cut` counts answers
+    cut at their token limit, `repeating` those that end in a repetition, `cut_repeating` those that do both. `same`
+    counts the answers equal to `text`, the most common one, and `same_prompts` their different prompts. `repeated`
+    shows one that repeats itself, with its episode."""
 
     count: int
     prompts: int

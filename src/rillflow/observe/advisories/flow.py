@@ -173,7 +173,7 @@ _PAUSES = 32  # steps whose pauses are compared
 
 
 def silent(facts: Facts) -> Iterator[Advisory]:
-    """A run that says it is running, and nobody is there."""
+    """A run whose state is `running` although none of its processes lives."""
     if facts.live or facts.held or facts.state != "running":
         return
     signs = [step.time for steps in facts.policies.values() for step in steps[-1:] if step.time is not None]

@@ -193,7 +193,7 @@ def _said(facts: Facts, policy: str) -> Iterator[str]:
 
 
 def repeated_answers(facts: Facts) -> Iterator[Advisory]:
-    """Answers say the same thing again and again. Where they are cut for it, `truncated_answers` says so."""
+    """Answers end in a repetition. `truncated_answers` reports those that are cut because of it."""
     for policy in facts.policies:
         found = _kept(facts, policy)
         if found is None or not _repeats(facts, policy) or _cut_share(facts, policy) >= threshold("truncated"):

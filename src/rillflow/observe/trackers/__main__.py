@@ -12,13 +12,13 @@ from rillflow.observe.trackers.child import CLOSING
 from rillflow.observe.trackers.registry import feed_of
 from rillflow.runtime.folder import RunFolder
 
-_NICE = 10  # nobody waits for it
+_NICE = 10  # no one waits for it
 _PARENT = 3600.0  # seconds: the parent has a deadline, and kills this process at it
 
 
 def main() -> None:
     os.nice(_NICE)
-    # What packages print goes to the log, with their errors.
+    # The output of packages goes to the log, with their errors.
     news = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     folder, name = RunFolder.open(sys.argv[1]), sys.argv[2]

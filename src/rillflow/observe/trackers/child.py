@@ -1,8 +1,7 @@
 """A tracker in a process of its own (`__main__`), for packages that bring threads, exit hooks and processes with them.
 
-The child follows `metrics.jsonl` by itself. It prints what a person must be told, one JSON text a line, and ends when
-its input says how the run ended, or when its parent is gone. A child that takes too long then is killed with all that
-it has started.
+The child follows `metrics.jsonl`. It prints messages for the user, one JSON text a line, and ends when its input names
+the outcome of the run, or when its parent is gone. A child that takes too long then is killed with its own children.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ BATCH = 200  # lines that are sent at once
 
 
 class SentLines(msgspec.Struct):
-    """What a feed notes: the `seq` of the last line sent, where in the file it ended, and the tracker's ids."""
+    """The note of a feed: the `seq` of the last line sent, where in the file it ended, and the tracker's ids."""
 
     sent: int = 0
     at: int = 0

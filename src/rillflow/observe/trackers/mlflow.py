@@ -1,6 +1,6 @@
 """MLflow. Points carry their own time, so that a server keeps one that is sent again only once.
 
-The recipe is written as parameters when the run is made; a server lets nobody change them later.
+The recipe is written as parameters when the run is made; a server does not let them change later.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rillflow.config.trackers import MlflowConfig
 from rillflow.observe.follower import Outcome
 from rillflow.observe.trackers.base import Point, Tracked, flat
 
-# What a server takes at most.
+# The limits of a server.
 _METRICS, _PARAMETERS, _KEY, _VALUE = 1000, 100, 250, 6000
 _REFUSED = re.compile(r"[^\w\-. :/]")  # in a name
 _ENDS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}

@@ -99,7 +99,7 @@ class Trackers:
                 feed.start()
 
     def news(self) -> list[str]:
-        """Return what a person has to be told since the last call."""
+        """Return the messages for the user since the last call."""
         found: list[str] = []
         for feed in self._feeds:
             while feed.news:
@@ -107,7 +107,7 @@ class Trackers:
         return found
 
     def close(self, outcome: Outcome, seconds: float = CLOSING) -> list[str]:
-        """Send the rest, for a limited time; returns what a person has to be told."""
+        """Send the rest, for a limited time; return the messages for the user."""
         if not self._started:
             return []
         for feed in self._feeds:
@@ -119,7 +119,7 @@ class Trackers:
 
 
 def feed_of(folder: RunFolder, name: str, tell: Callable[[str], None] | None = None) -> Feed:
-    """What feeds one tracker of a run, in this process."""
+    """Return the feed of one tracker of a run, in this process."""
     recipe = _recipe_of(folder)
     settings = chosen(recipe.observe.trackers)[name]
     key = hashlib.blake2b(folder.token.encode(), digest_size=6).hexdigest()

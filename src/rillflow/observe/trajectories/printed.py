@@ -21,7 +21,7 @@ _MASKED = "dim"
 
 
 def table(infos: Sequence[TrajectoryInfo]) -> Table:
-    """Return one line for each trajectory. In 80 columns, what is last is cut, and nothing else."""
+    """Return one line for each trajectory. In 80 columns only the last column is cut."""
     made = Table(box=None, pad_edge=False)
     for name in ("episode", "kept"):
         made.add_column(name, no_wrap=True)
@@ -49,8 +49,8 @@ def table(infos: Sequence[TrajectoryInfo]) -> Table:
 def episode(
     found: Trajectory, *, path: int | None = None, colouring: Colouring | None = None, texts: Texts | None = None
 ) -> Iterator[Text]:
-    """Yield a trajectory line by line: what was asked, what was said on each path (or on one), and what it was worth;
-    with `colouring` also its tokens."""
+    """Yield a trajectory line by line: its prompt, the messages of each path (or of one), and its reward; with
+    `colouring` also its tokens."""
     info = found.info
     head = (
         f"{info.lane}, {info.kept}{'' if info.step is None else f', step {info.step}'}; prompt {info.prompt}, "
@@ -134,7 +134,7 @@ _LEGENDS: dict[Colouring, str] = {
 
 
 def tokens(sample: TokenPath, colouring: Colouring, texts: Texts | None = None) -> Text:
-    """Return the tokens of a sample, each in the colour of what `colouring` asks for; ids where there are no texts."""
+    """Return the tokens of a sample, each in the colour of what `colouring` asks for; ids where texts are unknown."""
     ids = sample.tokens.tolist()
     said = [f"{number} " for number in ids] if texts is None else texts(sample.policy, ids)
     styles = _styles(sample, colouring)
@@ -167,7 +167,7 @@ def _styles(sample: TokenPath, colouring: Colouring) -> list[str]:
 
 
 def as_json(found: Trajectory) -> dict[str, Any]:
-    """Return all of a trajectory as JSON has it; numbers that are none are null."""
+    """Return a whole trajectory as JSON values; NaN becomes null."""
     return {
         "info": {name: getattr(found.info, name) for name in found.info.__struct_fields__},
         "payload": found.payload,

@@ -40,7 +40,7 @@ class TrajectoryInfo(msgspec.Struct, frozen=True, kw_only=True):
     that trained on it, or at which an evaluation was asked for. `policy` is the first of `policies`; `roles` are the
     agents that its calls named. `tokens` and `trained` are sums over its samples, `oldest` and `newest` the versions of
     the trained tokens. `advantage` is the mean over the trained tokens, `gap` their mean distance between the log-probs
-    of trainer and engine; both None where no trainer told them.
+    of trainer and engine; both None where no trainer reported them.
     """
 
     id: str
@@ -80,7 +80,7 @@ class TokenPath:
     -1 elsewhere). The log-prob is of the distribution that the trainer computes: at the temperature of the call, or
     untempered where no temperature alone explains it (greedy, top-p, top-k). `advantages` and `trainer_logprobs` are
     those of the first update that the sample had part in, by the weights before it; they are NaN for tokens that the
-    trainer did not tell of. `path` is the number of its conversation among the trajectory's `paths`, if that is known;
+    trainer did not report. `path` is the number of its conversation among the trajectory's `paths`, if that is known;
     `fork` says why it left another path.
     """
 
@@ -111,7 +111,7 @@ class Trajectory:
     samples: Sequence[TokenPath] = ()
 
     def messages(self, path: int = -1) -> list[dict[str, Any]]:
-        """Return the whole conversation of one of `paths`, from its first message; of none where there is no path."""
+        """Return the whole conversation of one of `paths`, from its first message; an empty list without paths."""
         return conversation(self.paths, path) if self.paths else []
 
 

@@ -112,7 +112,7 @@ class Trajectories:
             raise store_error(self._path, error) from error
 
     def _connect(self) -> sqlite3.Connection:
-        """On a disk that nobody can write, a file that no one has open is read as it lies there."""
+        """Open the file for reading. On a read-only disk, a file that no process writes is read without its log."""
         uri = f"{self._path.resolve().as_uri()}?mode=ro"
         connection = sqlite3.connect(uri, uri=True, timeout=5.0)
         try:

@@ -2,8 +2,8 @@
 
 Invariants: a kind never has more trajectories than its bound, and the file's pages never hold more bytes than asked
 for; each trajectory is there whole or not at all, after kill -9 too; a writer that is refused by the disk leaves the
-file as it was. What makes room is chosen so that the rest stays spread over the run: the newest quarter of a kind stays
-whole, and of those before it goes the one whose neighbours in time are the closest, the oldest of equals.
+file as it was. Trajectories are removed so that the rest stays spread over the run: the newest quarter of a kind stays
+whole, and of the older ones the one with the closest neighbours in time goes first, the oldest of equals.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ def read_one(connection: sqlite3.Connection, name: str) -> Trajectory | None:
 
 
 def store_error(path: Path, error: sqlite3.Error) -> StorageError:
-    """What SQLite says, in the words of the error tree."""
+    """Return the error of the error tree for one of SQLite's."""
     text = str(error)
     if "full" in text:
         return DiskFull(f"no space left while writing {path}", "free some space: the run goes on without it")
