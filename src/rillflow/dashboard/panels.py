@@ -21,19 +21,19 @@ from rillflow.dashboard.views import (
     weights,
 )
 from rillflow.dashboard.views.charts import Axis, Window
-from rillflow.dashboard.watched import Source
+from rillflow.dashboard.watched import LivePart, Source
 
 Pixels = Annotated[int, Meta(ge=50, le=4000)]
 
 
 class Panel(NamedTuple):
     """`sources` are the parts of the run folder that the view reads; the recipe, which does not change, is not among
-    them. `live` ones are given what the run's service says now."""
+    them. `live` are the parts of the service's answers that it shows; a panel without them is not given any."""
 
     query: type
     view: Callable[..., Any]
     sources: tuple[Source, ...]
-    live: bool = False
+    live: tuple[LivePart, ...] = ()
 
 
 class Nothing(msgspec.Struct):
@@ -84,7 +84,7 @@ class LogLines(msgspec.Struct):
 
 PANELS: dict[str, Panel] = {
     "overview": Panel(
-        Curves, lambda run, live, query: overview.overview(run, live, query.window), ("state", "metrics"), live=True
+        Curves, lambda run, live, query: overview.overview(run, live, query.window), ("state", "metrics"), ("status",)
     ),
     "metrics": Panel(
         SomeCurves, lambda run, live, query: overview.metrics(run, query.names.split(","), query.window), ("metrics",)
@@ -93,7 +93,7 @@ PANELS: dict[str, Panel] = {
         Lanes, lambda run, live, query: timeline.timeline(run, query.width, query.low, query.high), ("timeline",)
     ),
     "flow": Panel(Nothing, lambda run, live, query: flow.flow(run), ("ledger",)),
-    "nodes": Panel(Nothing, lambda run, live, query: nodes.nodes(run, live), ("ledger",), live=True),
+    "nodes": Panel(Nothing, lambda run, live, query: nodes.nodes(run, live), ("ledger",), ("status", "nodes")),
     "trajectories": Panel(
         trajectories.Wanted, lambda run, live, query: trajectories.table(run, query), ("trajectories", "metrics")
     ),
@@ -103,9 +103,11 @@ PANELS: dict[str, Panel] = {
         lambda run, live, query: trajectories.tokens(run, query.id, query.sample, query.offset),
         ("trajectories",),
     ),
-    "weights": Panel(Nothing, lambda run, live, query: weights.weights(run, live), ("weights", "ledger"), live=True),
+    "weights": Panel(
+        Nothing, lambda run, live, query: weights.weights(run, live), ("weights", "ledger"), ("status", "nodes")
+    ),
     "balance": Panel(
-        Nothing, lambda run, live, query: balance.balance(run, live), ("metrics", "ledger", "maintainer"), live=True
+        Nothing, lambda run, live, query: balance.balance(run, live), ("metrics", "ledger", "maintainer"), ("balance",)
     ),
     "algorithms": Panel(
         Curves, lambda run, live, query: algorithms.algorithms(run, query.window), ("metrics", "ledger")

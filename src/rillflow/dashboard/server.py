@@ -159,7 +159,8 @@ class Dashboard(Service):
             others = [self._run(query.other)] if isinstance(query, Other) else []
             live = await self._live[run.name].now() if panel.live else None
             stamps = [one.stamp(panel.sources) for one in (run, *others)]
-            tag = _tag(msgspec.msgpack.encode((stamps, live, request.url.query)))
+            answers = [getattr(live, part, None) for part in panel.live]
+            tag = _tag(msgspec.msgpack.encode((stamps, answers, request.url.query)))
             if _known(request, tag):
                 return Response(status_code=304, headers={"etag": tag})
             return _json(await self._read(lambda: panel.view(run, live, query, *others)), tag)

@@ -30,6 +30,7 @@ from rillflow.types import NodeInfo, Status
 from rillflow.weights.manifest import HEAD
 
 Found = TypeVar("Found")
+LivePart = Literal["status", "nodes", "balance"]  # of the answers of a run's service
 # What a view is made from. A view whose sources have not changed need not be made again.
 Source = Literal["state", "metrics", "timeline", "ledger", "trajectories", "logs", "weights", "maintainer"]
 

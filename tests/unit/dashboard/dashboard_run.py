@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import itertools
 import json
+import secrets
+import shutil
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +28,20 @@ STARTED = 1_000_000.0
 
 
 def make_run(parent: Path, recipe: str = "quickstart", *, steps: int = 5, state: str = "finished") -> RunFolder:
+    """A copy of a run that is made once, with a token of its own."""
+    made = _made(recipe, steps, state)
+    names = (f"{made.name}-{n}" if n > 1 else made.name for n in itertools.count(1))
+    root = next(parent / name for name in names if not (parent / name).exists())
+    shutil.copytree(made, root)
+    run = json.loads((root / "run.json").read_text())
+    (root / "run.json").write_text(json.dumps({**run, "token": secrets.token_urlsafe(32)}))
+    return RunFolder.open(root)
+
+
+@cache
+def _made(recipe: str, steps: int, state: str) -> Path:
+    parent = Path(tempfile.mkdtemp(prefix="dashboard-run-"))
+    atexit.register(shutil.rmtree, parent, ignore_errors=True)
     folder = RunFolder.create(load_recipe(recipe), parent, now=STARTED)
     write_lines(
         folder, [step_line(number, policy) for number in range(1, steps + 1) for policy in folder.recipe.policies]
@@ -38,7 +58,7 @@ def make_run(parent: Path, recipe: str = "quickstart", *, steps: int = 5, state:
     )
     if state:
         (folder.root / "state.json").write_text(json.dumps({"state": state, "reason": "done", "time": STARTED + 90}))
-    return folder
+    return folder.root
 
 
 def step_line(number: int, policy: str = "agent", **more: Any) -> dict[str, Any]:

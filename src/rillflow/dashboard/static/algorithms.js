@@ -33,7 +33,7 @@ function dropped(data) {
     ...(data.curators.length || data.skipped ? [{ what: "prompts skipped by curators", count: data.skipped, of: data.taken }] : []),
     ...data.filtered.map((row) => ({ what: `groups of ${row.policy} dropped: ${row.cause}`, count: row.count, of: data.groups })),
   ];
-  const box = h("section", { class: "card" }, h("h2", { text: "What they left out" }));
+  const box = h("section", { class: "card" }, h("h2", { text: "Dropped prompts and groups" }));
   box.append(rows.length ? table([
     { key: "what", title: "what" }, { key: "count", title: "count", number: true }, { title: "share", number: true, show: (row) => number(row.of ? row.count / row.of : 0, "share") },
     { title: "", look: "bars", show: (row) => h("span", { class: "bar f4", "width%": row.of ? Math.min((100 * row.count) / row.of, 100) : 0 }) },
@@ -43,5 +43,5 @@ function dropped(data) {
 
 function states(rows) {
   if (!rows.length) return "";
-  return h("section", { class: "card" }, h("h2", { text: "What they have learnt" }), table([{ key: "hook", title: "hook" }, { key: "key", title: "key" }, { title: "value", show: (row) => h("code", { text: row.value }) }], rows));
+  return h("section", { class: "card" }, h("h2", { text: "Learned state" }), table([{ key: "hook", title: "hook" }, { key: "key", title: "key" }, { title: "value", show: (row) => h("code", { text: row.value }) }], rows));
 }

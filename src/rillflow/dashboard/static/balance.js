@@ -24,10 +24,10 @@ function report(name, one) {
   const { window, production, decision } = one;
   const change = decision.delta ? ` ${production.gpus} to ${decision.target} GPUs` : ` ${production.gpus} GPUs`;
   const rows = [
-    ["versions", `${window.since} to ${one.version}, ${window.steps} steps, ${window.counted} without an evaluation`], ["length", `${duration(window.wall_seconds)}, ${duration(window.eval_seconds)} of it evaluation`],
-    ["a step", `${duration(window.step_seconds)}, ${duration(window.batch_wait_seconds)} of it waiting`], ["the trainer waits", number(window.wait_fraction, "share")],
+    ["versions", `${window.since} to ${one.version}, ${window.steps} steps, ${window.counted} without an evaluation`], ["duration", `${duration(window.wall_seconds)}, ${duration(window.eval_seconds)} of it evaluation`],
+    ["step", `${duration(window.step_seconds)}, ${duration(window.batch_wait_seconds)} of it waiting`], ["trainer waits", number(window.wait_fraction, "share")],
     ["produced", `${number(production.produced)} samples, ${number(production.throughput_per_gpu)} /s and GPU`], ["entered", `${number(production.entered)} (${number(production.accept_rate, "share")})`],
-    ["trained", number(production.consumed)], ["too old", `${number(production.stale_skipped)} (${number(production.stale_rate, "share")})`], ["entered / trained", number(production.produce_consume_ratio)],
+    ["trained", number(production.consumed)], ["dropped as stale", `${number(production.stale_skipped)} (${number(production.stale_rate, "share")})`], ["entered / trained", number(production.produce_consume_ratio)],
   ];
   return h("section", { class: "card" }, h("h2", {}, `${name} `, h("span", { class: `badge ${LOOKS[decision.branch]}`, text: decision.branch + change })),
     decision.weight_transfer ? h("p", { class: "soft", text: "weights are being transferred: the numbers will change by themselves" }) : null,
@@ -39,12 +39,12 @@ function nodes(rows) {
     { key: "id", title: "node" }, { title: "state", show: (row) => h("span", { class: `badge ${{ healthy: "good", suspect: "warn" }[row.state] || "bad"}`, text: row.state }) },
     { key: "gpus", title: "GPUs", number: true }, { key: "produced", title: "produced", number: true }, { key: "accepted", title: "accepted", number: true },
     { title: "accept rate", number: true, show: (row) => number(row.accept_rate, "share") }, { title: "samples/s per GPU", number: true, show: (row) => number(row.throughput_per_gpu) },
-  ], rows) : empty("No node was there."));
+  ], rows) : empty("No node was active."));
 }
 
 function decisions(data) {
   const box = h("section", { class: "card" }, h("h2", { text: "Decisions of the maintainer" }));
-  if (!data.decisions.length) box.append(empty(data.maintained ? "None yet." : "Nobody maintains this run: resources.scaling.enabled, or `rillflow maintain RUN`."));
+  if (!data.decisions.length) box.append(empty(data.maintained ? "None yet." : "This run has no maintainer: set resources.scaling.enabled, or start `rillflow maintain RUN`."));
   else box.append(table([
     { title: "when", show: (row) => h("span", { class: "nowrap", title: clock(row.time), text: hour(row.time) }) }, { title: "action", show: (row) => h("span", { class: `badge ${LOOKS[row.action] || (["failed", "died", "refused"].includes(row.action) ? "bad" : "")}`, text: row.action + (row.dry_run ? " (dry run)" : "") }) },
     { key: "why", title: "why" }, { key: "size", title: "nodes", number: true }, { title: "wanted", number: true, show: (row) => number(row.wanted) }, { title: "which", show: (row) => (row.nodes || []).join(", ") }, { key: "by", title: "by" },

@@ -74,14 +74,14 @@ function episodes(data) {
   const told = [
     { name: "leased to nodes", count: played.leased, why: "" }, { name: "completed", count: played.completed, why: causes(played.rewarded_ends) },
     { name: "failed", count: played.failed, why: causes(played.failures) }, { name: "returned", count: played.returned, why: causes(played.returned_by) },
-    { name: "refused", count: played.refused, why: "too late, or already there" }, { name: "under way", count: played.held, why: "" },
+    { name: "refused", count: played.refused, why: "too late, or already there" }, { name: "in progress", count: played.held, why: "" },
   ];
   const made = [
     { name: "produced", count: samples.produced, why: "sent by nodes" }, { name: "accepted", count: samples.accepted, why: "in time and whole" },
     { name: "entered", count: samples.entered, why: "passed the filters; once for every stream" }, { name: "trained", count: samples.consumed, why: "" },
-    { name: "too old", count: samples.stale, why: "beyond the staleness bound when their turn came" },
-    { name: "rolled back", count: data.rolled_back, why: "batches of versions that died" }, { name: "set aside", count: data.quarantined, why: "rows that could not be read" },
-  ].filter((row) => row.count || !["rolled back", "set aside"].includes(row.name));
+    { name: "dropped as stale", count: samples.stale, why: "older than the staleness bound" },
+    { name: "rolled back", count: data.rolled_back, why: "batches of orphaned versions" }, { name: "quarantined", count: data.quarantined, why: "rows that could not be read" },
+  ].filter((row) => row.count || !["rolled back", "quarantined"].includes(row.name));
   const columns = (what) => [{ key: "name", title: what }, { key: "count", title: "count", number: true }, { key: "why", title: "causes" }];
   return h("div", { class: "two" }, h("section", { class: "card" }, h("h2", { text: "Episodes" }), table(columns("episodes"), told)),
     h("section", { class: "card" }, h("h2", { text: "Samples" }), table(columns("samples"), made)));

@@ -10,10 +10,10 @@ export function mount(root, context) {
     async update() {
       const { get, operated, post } = context();
       const data = await get("nodes");
-      if (!data.nodes.length) { body.replaceChildren(empty("No rollout node has been heard of yet.")); return; }
+      if (!data.nodes.length) { body.replaceChildren(empty("No rollout node has joined yet.")); return; }
       const notes = Object.entries(data.notes).map(([subject, text]) => h("p", { class: "soft", text: `${subject}: ${text}` }));
       body.replaceChildren(
-        data.live ? "" : h("p", { class: "soft", text: "As the ledger was left: the run is not running." }),
+        data.live ? "" : h("p", { class: "soft", text: "The run is not running: these are the last values in its ledger." }),
         data.fleet.length ? fleet(data.fleet) : "", h("section", { class: "card" }, h("h2", { text: `${data.nodes.length + data.left_out} nodes` }), rows(data.nodes, operated, post), notes),
       );
     },
@@ -23,7 +23,7 @@ export function mount(root, context) {
 function fleet(measures) {
   return h("section", { class: "card" }, h("h2", { text: "The fleet" }), table([
     { key: "title", title: "measure" }, { title: "mean", number: true, show: (row) => number(row.mean, row.unit) },
-    { title: "worst", number: true, show: (row) => h("span", { class: apart(row) ? "bad" : "", text: number(row.worst, row.unit) }) }, { key: "node", title: "of node", look: "nowrap" },
+    { title: "worst", number: true, show: (row) => h("span", { class: apart(row) ? "bad" : "", text: number(row.worst, row.unit) }) }, { key: "node", title: "node", look: "nowrap" },
   ], measures));
 }
 
@@ -37,11 +37,11 @@ function rows(nodes, operated, post) {
   const columns = [
     { title: "node", look: "nowrap", show: (row) => h("b", { text: row.name }) },
     { title: "state", show: (row) => h("span", { class: `badge ${row.state === "healthy" ? "good" : "bad"}`, text: row.leaving && row.state === "healthy" ? "leaving" : row.state }) },
-    { key: "active", title: "does" },
+    { key: "active", title: "active tag" },
     { title: "episodes", number: true, show: (row) => `${row.held} of ${row.capacity}` },
     { key: "completed", title: "completed", number: true }, { title: "failed", number: true, show: (row) => h("span", { class: row.failed_share > 0.2 ? "bad" : "", text: number(row.failed) }) },
-    { title: "s an episode", number: true, show: (row) => number(row.pace) }, { title: "samples/s", number: true, show: (row) => number(row.throughput) },
-    { title: "behind", number: true, show: (row) => number(row.behind) }, { title: "heard of", number: true, show: (row) => `${duration(row.seen)} ago` },
+    { title: "s/episode", number: true, show: (row) => number(row.pace) }, { title: "samples/s", number: true, show: (row) => number(row.throughput) },
+    { title: "versions behind", number: true, show: (row) => number(row.behind) }, { title: "last heartbeat", number: true, show: (row) => `${duration(row.seen)} ago` },
     { title: "tokens sampled", number: true, show: (row) => number(sum(row.stats, ".generated_tokens")) },
   ];
   if (operated) {

@@ -17,27 +17,27 @@ export function mount(root, context) {
 
 function transfers(rows) {
   const box = h("section", { class: "card" }, h("h2", { text: "Transfers to nodes" }));
-  if (!rows.length) box.append(empty("No node has told of a transfer: engines in processes of their own pull for themselves."));
+  if (!rows.length) box.append(empty("No node has reported a transfer: engines in their own processes download weights themselves."));
   else box.append(table([
-    { key: "node", title: "node", look: "nowrap" }, { key: "policy", title: "policy" }, { title: "serves", number: true, show: (row) => number(row.version) },
-    { title: "loads", number: true, show: (row) => number(row.loads) }, { title: "by delta", number: true, show: (row) => number(row.loads ? row.delta_loads / row.loads : 0, "share") },
-    { title: "pulled", number: true, show: (row) => bytes(row.pull_bytes) }, { title: "a load", number: true, show: (row) => bytes(row.loads ? Math.round(row.pull_bytes / row.loads) : 0) },
-    { title: "pulling, a load", number: true, show: (row) => duration(row.loads ? row.pull_seconds / row.loads : 0) },
-    { title: "no sampling, a load", number: true, show: (row) => duration(row.loads ? row.pause_seconds / row.loads : 0) },
+    { key: "node", title: "node", look: "nowrap" }, { key: "policy", title: "policy" }, { title: "version served", number: true, show: (row) => number(row.version) },
+    { title: "loads", number: true, show: (row) => number(row.loads) }, { title: "as deltas", number: true, show: (row) => number(row.loads ? row.delta_loads / row.loads : 0, "share") },
+    { title: "pulled", number: true, show: (row) => bytes(row.pull_bytes) }, { title: "bytes/load", number: true, show: (row) => bytes(row.loads ? Math.round(row.pull_bytes / row.loads) : 0) },
+    { title: "download/load", number: true, show: (row) => duration(row.loads ? row.pull_seconds / row.loads : 0) },
+    { title: "pause/load", number: true, show: (row) => duration(row.loads ? row.pause_seconds / row.loads : 0) },
   ], rows));
   return box;
 }
 
 function policy(one) {
-  const box = h("section", { class: "card" }, h("h2", { text: `${one.policy}: ${one.head === null ? "nothing published yet" : `version ${one.head}`}${one.orphaned ? `, ${one.orphaned} versions died` : ""}` }));
+  const box = h("section", { class: "card" }, h("h2", { text: `${one.policy}: ${one.head === null ? "nothing published yet" : `version ${one.head}`}${one.orphaned ? `, ${one.orphaned} versions orphaned` : ""}` }));
   if (one.unknown) box.append(h("p", { class: "bad", text: one.unknown }));
   if (one.versions.length) {
     const full = Math.max(...one.versions.map((version) => version.full_bytes), 1);
     box.append(table([
       { title: "version", number: true, show: (row) => number(row.version) }, { title: "published", show: (row) => h("span", { class: "nowrap", title: clock(row.created), text: hour(row.created) }) },
-      { title: "whole", number: true, show: (row) => row.full_bytes ? bytes(row.full_bytes) : "–" },
+      { title: "full size", number: true, show: (row) => row.full_bytes ? bytes(row.full_bytes) : "–" },
       { title: "delta", number: true, show: (row) => row.delta_bytes ? `${bytes(row.delta_bytes)} (${number(row.delta_bytes / full, "share")})` : "–" },
-      { title: "from", number: true, show: (row) => number(row.delta_of) },
+      { title: "delta of", number: true, show: (row) => number(row.delta_of) },
       { title: "probe", look: "nowrap", show: (row) => row.probe ? `${row.probe.prompts} prompts, within ${number(row.probe.tolerance)}` : "none" },
     ], one.versions));
   }

@@ -59,9 +59,9 @@ def _row(node: NodeInfo, heads: dict[str, int]) -> dict[str, Any]:
 
 
 _MEASURES: Sequence[tuple[str, str, str, Callable[[Sequence[float]], float]]] = (
-    ("throughput", "samples a second", "/s", min),
-    ("pace", "seconds an episode", "s", max),
-    ("failed_share", "episodes that fail", "share", max),
+    ("throughput", "samples per second", "/s", min),
+    ("pace", "seconds per episode", "s", max),
+    ("failed_share", "failed episodes", "share", max),
     ("busy", "capacity in use", "share", min),
     ("behind", "versions behind", "", max),
 )

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from rillflow.errors import DataError
 from rillflow.observe.advisories.facts import AnswerFacts
 
 if TYPE_CHECKING:
-    from rillflow.storage.trajectories import Trajectory
+    from rillflow.storage.trajectories import Trajectories, Trajectory
 
 _LATEST = 48  # episodes that are looked at
 _TAIL = 120  # characters at the end of an answer whose repetition is looked for
@@ -57,12 +59,17 @@ class AnswerReader:
         kept = Trajectories(self._run, lane="train", kept="sample", status="done")
         names = [info.id for info in kept.infos("-time", 0, _LATEST)]
         self._answers = {
-            name: self._answers[name] if name in self._answers else list(answers(kept.get(name))) for name in names
+            name: self._answers[name] if name in self._answers else list(_read(kept, name)) for name in names
         }
         found: dict[str, list[Answer]] = {}
         for answer in (one for of_episode in self._answers.values() for one in of_episode):
             found.setdefault(answer.policy, []).append(answer)
         return {policy: summed_up(said) for policy, said in found.items()}
+
+
+def _read(kept: Trajectories, name: str) -> Iterator[Answer]:
+    with suppress(DataError):  # it has made room for another since
+        yield from answers(kept.get(name))
 
 
 def answers(trajectory: Trajectory) -> Iterator[Answer]:
