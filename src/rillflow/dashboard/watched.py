@@ -140,7 +140,7 @@ def _stamp(path: Path) -> tuple[int, int]:
         found = path.stat()
     except OSError:
         return 0, 0
-    return found.st_size, found.st_mtime_ns
+    return (found.st_size, found.st_mtime_ns) if found.st_size else (0, 0)  # readers of a ledger make an empty log
 
 
 def tail(path: Path, size: int) -> bytes:

@@ -94,7 +94,7 @@ def _used_experts(config: Any) -> float:
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     there = next((found for name in names if (found := getattr(config, name, None))), None)
     used = getattr(config, "num_experts_per_tok", None)
-    return used / there if there and used else 1.0
+    return float(used / there) if there and used else 1.0
 
 
 def _operations_of_a_pair(config: Any) -> float:
@@ -104,7 +104,7 @@ def _operations_of_a_pair(config: Any) -> float:
     if not heads or kinds - {"full_attention"}:
         return 0.0
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return 4.0 * layers * heads * size
+    return 4.0 * float(layers * heads * size)
 
 
 def pairs(layout: Layout) -> float:

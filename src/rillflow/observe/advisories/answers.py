@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from rillflow.storage.trajectories import Trajectories, Trajectory
 
 _LATEST = 48  # episodes that are looked at
-_TAIL = 120  # characters at the end of an answer whose repetition is looked for
-_LEAST = 24  # characters: shorter ends are not judged
+_ENDS = (24, 60, 120)  # characters at the end of an answer that are looked at; shorter answers are not judged
 _TIMES = 4  # that something is said in a row
 _SHOWN = 60  # characters of an answer that are shown
 
@@ -39,8 +38,12 @@ class Answer(msgspec.Struct, frozen=True):
     @property
     def repeats(self) -> bool:
         """Return whether its end is a repetition."""
-        tail = self.text.strip()[-_TAIL:]
-        return len(tail) >= _LEAST and any(tail[at:] == tail[:-at] for at in range(1, len(tail) // _TIMES + 1))
+        text = self.text.strip()
+        return any(_periodic(text[-size:]) for size in _ENDS if len(text) >= size)
+
+
+def _periodic(text: str) -> bool:
+    return any(text[period:] == text[:-period] for period in range(1, len(text) // _TIMES + 1))
 
 
 class AnswerReader:

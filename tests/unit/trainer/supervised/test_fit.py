@@ -42,7 +42,7 @@ def fitted(recipe: FitRecipe, folder: Path, report: Callable[[Progress], None] =
 
 def lines(folder: Path) -> list[dict[str, Any]]:
     """Without what differs between two runs of the same: times."""
-    timed = ("seconds", "time")
+    timed = ("seconds", "time", "mfu")
     return [
         {name: value for name, value in line.items() if not name.endswith(timed)}
         for line in Journal(folder / "metrics.jsonl").read()
