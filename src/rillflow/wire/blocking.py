@@ -4,16 +4,20 @@ during its step), and threads for what would hold up a loop."""
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from contextlib import suppress
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 _TURN_SECONDS = 0.0005
+_MOST_IDLE = 16  # daemon threads that are kept for later work
 
 
 def take_short_turns() -> None:
@@ -71,10 +75,9 @@ async def in_daemon(
     exited: Callable[[BaseException], Exception],
     ended: Callable[[], None] = lambda: None,
 ) -> T:
-    """`work` in a daemon thread of its own, for code that may hang: one that never returns holds nothing up, not even
-    the exit of the process. A StopIteration is raised as RuntimeError, as in a coroutine. `exited` words what is no
-    Exception, such as sys.exit(), which must not end the thread without a word; `ended` is called on the loop once the
-    thread is done, also when nobody waits any more."""
+    """Return the result of `work`, run in a daemon thread: work that never returns holds nothing up, not even the exit
+    of the process. A StopIteration is raised as RuntimeError, as in a coroutine. `exited` makes an Exception of what is
+    none, such as SystemExit. `ended` is called on the loop once the work has ended, also when nobody waits any more."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -102,5 +105,32 @@ async def in_daemon(
         with suppress(RuntimeError):  # the loop has closed: nobody waits any more
             loop.call_soon_threadsafe(settle, result, failure)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    _start(run, name)
     return await future
+
+
+_idle: deque[SimpleQueue[tuple[Callable[[], None], str]]] = deque()  # where daemon threads wait for their next work
+os.register_at_fork(after_in_child=_idle.clear)  # a forked process has none of the threads
+
+
+def _start(work: Callable[[], None], name: str) -> None:
+    """Run `work` in a daemon thread that has nothing to do, or in a new one. To start a thread costs more than most
+    rewards do: its starter waits until it runs."""
+    try:
+        queue = _idle.pop()
+    except IndexError:
+        queue = SimpleQueue()
+        threading.Thread(target=_work_on, args=(queue,), daemon=True).start()
+    queue.put((work, name))
+
+
+def _work_on(queue: SimpleQueue[tuple[Callable[[], None], str]]) -> None:
+    thread = threading.current_thread()
+    while True:
+        work, thread.name = queue.get()
+        work()
+        del work  # and with it what it refers to
+        thread.name = "idle"
+        if len(_idle) >= _MOST_IDLE:
+            return
+        _idle.append(queue)

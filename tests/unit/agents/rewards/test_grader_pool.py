@@ -16,6 +16,7 @@ from rillflow.agents.rewards.grading import pool as grading_pool
 from rillflow.agents.rewards.grading.pool import Grader, GraderPool
 from rillflow.agents.rewards.grading.worker import Order
 from rillflow.errors import RewardError
+from rillflow.wire import blocking
 
 HANGS = Order("pattern", 0.5, {"pattern": "(a+)+b", "text": "a" * 60})
 FITS = Order("pattern", 30.0, {"pattern": "a+", "text": "aaa"})
@@ -78,15 +79,15 @@ async def test_a_grading_that_was_given_up_asks_no_grader(pool: GraderPool, monk
     asked: list[Order] = []
     monkeypatch.setattr(Grader, "grade", lambda self, order: asked.append(order))
     pool._free.acquire()
-    before = set(threading.enumerate())
+    blocking._idle.clear()
     grading = asyncio.create_task(grading_pool.grade("pattern", 30.0, pattern="a", text="a"))
     await asyncio.sleep(0)
-    (waiting,) = set(threading.enumerate()) - before
     grading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await grading
     pool._free.release()
-    await asyncio.to_thread(waiting.join, 60)
+    while not blocking._idle:  # noqa: ASYNC110 - its thread has ended the work when it waits for more
+        await asyncio.sleep(0.001)
     assert asked == []
     assert pool._free.acquire(timeout=60)  # and its slot is free again
     pool._free.release()
