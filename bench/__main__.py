@@ -8,7 +8,6 @@ that are missing are made first. The exit code is 1 if a bench failed to run; a 
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import os
 import shlex
@@ -31,6 +30,7 @@ from rich.table import Table
 
 from bench.common import add_columns, cells, machine, versions, write_json
 from bench.registry import BENCHES, ENVIRONMENTS, ROOT, Bench, Environment
+from rillflow.errors import did_you_mean
 
 LEAST_DEADLINE, WHOLE_DEADLINE, ENVIRONMENT_DEADLINE = 20.0, 240.0, 60.0  # minutes
 PATIENCE = 10  # times a bench's usual minutes
@@ -245,8 +245,7 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     given = made.parse_args(arguments)
     for name in given.names:
         if name not in BENCHES:
-            near = difflib.get_close_matches(name, BENCHES, 1)
-            made.error(f"there is no bench {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+            made.error(f"there is no bench {name!r}; {did_you_mean(name, BENCHES)}known: {', '.join(BENCHES)}")
     return given
 
 

@@ -33,6 +33,8 @@ Errors cross process borders by the name of their class: `to_body` on the server
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 
@@ -152,6 +154,14 @@ class GraphError(RillflowError):
 
 class RunError(RillflowError):
     pass
+
+
+def did_you_mean(name: str, valid: Iterable[str]) -> str:
+    """Return the beginning of a hint that names the valid name nearest to `name`; empty where none is near."""
+    import difflib  # needed only where something is wrong
+
+    close = difflib.get_close_matches(name, list(valid), 1)
+    return f"did you mean {close[0]!r}? " if close else ""
 
 
 class ErrorBody(msgspec.Struct, frozen=True):

@@ -6,7 +6,6 @@ A top-level `trainer:` section is shared by every policy; `policies.NAME.trainer
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import os
@@ -22,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 from rillflow.config.base import Section
 from rillflow.config.schema import Recipe
 from rillflow.config.secrets import masked
-from rillflow.errors import ConfigError
+from rillflow.errors import ConfigError, did_you_mean
 from rillflow.storage import write_atomic
 
 S = TypeVar("S", bound=Section)
@@ -60,7 +59,7 @@ def find_recipe(name: str) -> Path:
     if name not in shipped:
         raise ConfigError(
             f"there is no recipe {name!r}",
-            f"{_nearest(name, list(shipped))}`rillflow recipes` lists the shipped ones; give a path ending in .yaml "
+            f"{did_you_mean(name, shipped)}`rillflow recipes` lists the shipped ones; give a path ending in .yaml "
             "for your own",
         )
     return shipped[name]
@@ -282,7 +281,7 @@ def _explain(error: ValidationError, kind: type[BaseModel]) -> Iterator[str]:
         where = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
             valid = _fields_at(item["loc"][:-1], kind)
-            yield f"unknown key {where}; {_nearest(str(item['loc'][-1]), valid)}valid: {', '.join(valid)}"
+            yield f"unknown key {where}; {did_you_mean(str(item['loc'][-1]), valid)}valid: {', '.join(valid)}"
         elif item["type"] == "missing":
             yield f"{where} is missing"
         else:
@@ -310,11 +309,6 @@ def _section_of(annotation: Any) -> type[BaseModel] | None:
     return next((found for inner in get_args(annotation) if (found := _section_of(inner)) is not None), None)
 
 
-def _nearest(name: str, valid: list[str]) -> str:
-    close = difflib.get_close_matches(name, valid, 1)
-    return f"did you mean {close[0]!r}? " if close else ""
-
-
 # ---------------------------------------------------------------- references to code
 
 
@@ -326,7 +320,7 @@ def resolve_object(reference: str) -> Any:
     module = _load_file(Path(target)) if target.endswith(".py") else _load_module(target)
     if not hasattr(module, name):
         names = [n for n in vars(module) if not n.startswith("_")]
-        raise ConfigError(f"{target} has no {name!r}", f"{_nearest(name, names)}check the recipe")
+        raise ConfigError(f"{target} has no {name!r}", f"{did_you_mean(name, names)}check the recipe")
     return getattr(module, name)
 
 

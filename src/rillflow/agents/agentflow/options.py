@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator
@@ -11,7 +10,7 @@ from pydantic import Field, ValidationError, field_validator
 from rillflow.agents.agentflow.prompts import PROMPTS
 from rillflow.agents.memory.options import MemoryOptions
 from rillflow.config.base import Name, Positive, Seconds, Section
-from rillflow.errors import ConfigError
+from rillflow.errors import ConfigError, did_you_mean
 
 
 class Endpoint(Section):
@@ -56,5 +55,5 @@ def read_options(options: Mapping[str, Any]) -> FlowOptions:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        near = get_close_matches(str(first["loc"][0]), FlowOptions.model_fields, 1)
-        raise ConfigError(f"options.{key}: {first['msg']}", f"did you mean {near[0]}?" if near else "") from None
+        nearest = did_you_mean(str(first["loc"][0]), FlowOptions.model_fields).rstrip()
+        raise ConfigError(f"options.{key}: {first['msg']}", nearest) from None

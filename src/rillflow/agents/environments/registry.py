@@ -6,7 +6,6 @@ and values of another type than the class declares, are refused when the recipe 
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import typing
 from collections.abc import Callable, Mapping
@@ -16,7 +15,7 @@ from pydantic import ConfigDict, ValidationError, create_model
 
 from rillflow.config import resolve_object
 from rillflow.contracts import Environment
-from rillflow.errors import ConfigError
+from rillflow.errors import ConfigError, did_you_mean
 
 _HERE = "rillflow.agents.environments"
 
@@ -68,11 +67,10 @@ def target_of(name: str) -> str:
         return ENVIRONMENTS[name].target
     if ":" in name:
         return name
-    close = difflib.get_close_matches(name, ENVIRONMENTS, 1)
-    nearest = f"did you mean {close[0]!r}? " if close else ""
     raise ConfigError(
         f"there is no environment {name!r}",
-        f"{nearest}shipped: {', '.join(ENVIRONMENTS)}; your own is module:Class or file.py:Class",
+        f"{did_you_mean(name, ENVIRONMENTS)}shipped: {', '.join(ENVIRONMENTS)}; "
+        "your own is module:Class or file.py:Class",
     )
 
 
@@ -92,8 +90,7 @@ def checked_options(name: str, made: Callable[..., Any], options: Mapping[str, A
     except ValidationError as error:
         first = error.errors()[0]
         option = ".".join(map(str, first["loc"]))
-        close = difflib.get_close_matches(option, fields, 1)
-        nearest = f"did you mean {close[0]!r}? " if close and option not in fields else ""
+        nearest = "" if option in fields else did_you_mean(option, fields)
         raise ConfigError(
             f"environment {name}: option {option}: {first['msg']}",
             f"{nearest}it has: {', '.join(fields) or 'none'}",

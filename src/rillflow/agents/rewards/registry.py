@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -25,7 +24,7 @@ from rillflow.agents.rewards.reasoning_gym import ReasoningGym
 from rillflow.agents.rewards.shipped import ShippedReward
 from rillflow.config import RewardConfig, resolve_object
 from rillflow.config.load import validated
-from rillflow.errors import ConfigError
+from rillflow.errors import ConfigError, did_you_mean
 
 Reward = Callable[..., Any]
 
@@ -64,10 +63,10 @@ def make_reward(name: str, **options: Any) -> Reward:
 
 def reward_class(name: str) -> type[ShippedReward]:
     if name not in REWARDS:
-        close = get_close_matches(name, REWARDS, 1)
-        guess = f"did you mean {close[0]!r}? " if close else ""
         known = ", ".join(REWARDS)
-        raise ConfigError(f"there is no reward {name!r}", f"{guess}known: {known}; or module:function")
+        raise ConfigError(
+            f"there is no reward {name!r}", f"{did_you_mean(name, REWARDS)}known: {known}; or module:function"
+        )
     return REWARDS[name]
 
 

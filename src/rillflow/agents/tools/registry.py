@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
@@ -11,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rillflow.contracts import Tool
-from rillflow.errors import ConfigError
+from rillflow.errors import ConfigError, did_you_mean
 
 Opener = Callable[[float, AsyncExitStack], Awaitable[Tool]]
 
@@ -27,10 +26,9 @@ TOOLS: dict[str, str] = {
 def opener_of(name: str, options: Mapping[str, Any]) -> Opener:
     """What opens the tool with a timeout; it may leave things for the stack to close. ConfigError for wrong options."""
     if name not in TOOLS:
-        near = difflib.get_close_matches(name, TOOLS, 1)
-        guess = f"did you mean {near[0]}? " if near else ""
         raise ConfigError(
-            f"there is no tool {name!r}", f"{guess}there are {', '.join(TOOLS)}; yours is module:function"
+            f"there is no tool {name!r}",
+            f"{did_you_mean(name, TOOLS)}there are {', '.join(TOOLS)}; yours is module:function",
         )
     module, _, attribute = TOOLS[name].partition(":")
     section = getattr(importlib.import_module(module), attribute)

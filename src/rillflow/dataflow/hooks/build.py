@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 from pydantic import ValidationError
 
 from rillflow.config import HookConfig, resolve_object
-from rillflow.dataflow.hooks.options import nearest
-from rillflow.errors import ConfigError, RillflowError
+from rillflow.dataflow.hooks.filters.function import FunctionFilter
+from rillflow.errors import ConfigError, RillflowError, did_you_mean
 
 Kind = Literal["curator", "filter", "sampler"]
 METHODS: dict[Kind, tuple[str, ...]] = {
@@ -21,12 +21,15 @@ METHODS: dict[Kind, tuple[str, ...]] = {
 
 
 def build(kind: Kind, config: HookConfig, known: Mapping[str, type[Any]]) -> Any:
-    """An instance of a registered class, or of `module:Class`, made with the recipe's options."""
-    made_of = _class_of(kind, config.name, known)
+    """Return an instance of a registered class, of `module:Class`, or, for a filter, around `module:function`."""
+    found = _find(kind, config.name, known)
     what = f"{kind} {short_name(config.name)}"
-    _check_names(what, made_of, config.options)
+    if not inspect.isclass(found):
+        _check_names(what, list(inspect.signature(found).parameters.values())[1:], config.options)
+        return FunctionFilter(found, config.options)
+    _check_names(what, list(inspect.signature(found).parameters.values()), config.options)
     try:
-        return made_of(**config.options)
+        return found(**config.options)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(what, error)), f"fix the options of {what} in the recipe") from None
     except RillflowError:
@@ -37,19 +40,30 @@ def build(kind: Kind, config: HookConfig, known: Mapping[str, type[Any]]) -> Any
 
 
 def short_name(name: str) -> str:
-    """What a hook is called in counts and saved state: a file without its folder, so that a run may be moved."""
+    """Return what a hook is called in counts and saved state: a file without its folder, so that a run may be moved."""
     target, colon, cls = name.rpartition(":")
     return f"{target.rpartition('/')[2]}{colon}{cls}"
 
 
-def _class_of(kind: Kind, name: str, known: Mapping[str, type[Any]]) -> type[Any]:
+def _find(kind: Kind, name: str, known: Mapping[str, type[Any]]) -> Callable[..., Any]:
+    """Return the class, or the function of a filter, that `name` stands for."""
     if name in known:
         return known[name]
-    if ":" not in name:
+    if (kind, name) == ("filter", "expression"):
         raise ConfigError(
-            f"there is no {kind} {name!r}", f"{nearest(name, known)}known: {', '.join(known)}; or module:Class"
+            "the filter `expression` was removed",
+            "write its condition as a function in a file beside the recipe, `def keep(group): return (CONDITION) or "
+            '"REASON"`, and list the filter as `mine.py:keep`; the values are group.rewards, group.lengths, '
+            "group.truncated, group.staleness and group.prompt.payload",
+        )
+    if ":" not in name:
+        either = "module:Class or module:function" if kind == "filter" else "module:Class"
+        raise ConfigError(
+            f"there is no {kind} {name!r}", f"{did_you_mean(name, known)}known: {', '.join(known)}; or {either}"
         )
     found = resolve_object(name)
+    if kind == "filter" and inspect.isfunction(found):
+        return _checked_function(name, found)
     if not inspect.isclass(found):
         raise ConfigError(
             f"{name} is no class but {found!r:.80}", f"name a class with {', '.join(METHODS[kind])} as {kind}"
@@ -63,16 +77,24 @@ def _class_of(kind: Kind, name: str, known: Mapping[str, type[Any]]) -> type[Any
     return found
 
 
-def _check_names(what: str, made_of: type[Any], given: Mapping[str, Any]) -> None:
-    """Every option is one that the constructor takes, and none that it needs is missing."""
-    parameters = inspect.signature(made_of).parameters.values()
+def _checked_function(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    hint = "a filter is `def keep(group)`, which returns True, False or the reason of the drop"
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(f"{name} is a coroutine function, which cannot be a filter", hint)
+    if not inspect.signature(function).parameters:
+        raise ConfigError(f"{name} takes no argument, so it cannot be a filter", hint)
+    return function
+
+
+def _check_names(what: str, parameters: list[inspect.Parameter], given: Mapping[str, Any]) -> None:
+    """Check that every option is one of the parameters, and that none without a default is missing."""
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return
     valid = [each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
     for name in given:
         if name not in valid:
             listed = f"valid: {', '.join(valid)}" if valid else "it takes none"
-            raise ConfigError(f"{what} has no option {name!r}", f"{nearest(name, valid)}{listed}")
+            raise ConfigError(f"{what} has no option {name!r}", f"{did_you_mean(name, valid)}{listed}")
     for each in parameters:
         if each.name in valid and each.default is each.empty and each.name not in given:
             raise ConfigError(

@@ -5,8 +5,6 @@ A number may be written as text, because YAML takes `1e-4` for one; numbers that
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
 from typing import Annotated
 
 from pydantic import ConfigDict, Field, validate_call
@@ -15,9 +13,3 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Weight = Annotated[float, Field(gt=0)]
 
 options = validate_call(config=ConfigDict(allow_inf_nan=False))
-
-
-def nearest(name: str, valid: Iterable[str]) -> str:
-    """What was probably meant, as the beginning of a hint; nothing where no name is close."""
-    close = difflib.get_close_matches(name, list(valid), 1)
-    return f"did you mean {close[0]!r}? " if close else ""

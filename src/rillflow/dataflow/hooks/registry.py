@@ -7,7 +7,6 @@ from rillflow.dataflow.hooks.curators.curriculum import Curriculum
 from rillflow.dataflow.hooks.curators.greso import Greso
 from rillflow.dataflow.hooks.curators.mixing import Mixing
 from rillflow.dataflow.hooks.curators.solved import Solved
-from rillflow.dataflow.hooks.filters.expression import Expression
 from rillflow.dataflow.hooks.filters.length_band import LengthBand
 from rillflow.dataflow.hooks.filters.overlong import Overlong
 from rillflow.dataflow.hooks.filters.staleness import Staleness
@@ -23,7 +22,6 @@ CURATORS: dict[str, type[Curator]] = {
     "solved": Solved,
 }
 FILTERS: dict[str, type[Filter]] = {
-    "expression": Expression,
     "length_band": LengthBand,
     "overlong": Overlong,
     "staleness": Staleness,

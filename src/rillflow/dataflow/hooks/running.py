@@ -21,6 +21,7 @@ from rillflow.config.tracebacks import UserErrors, located
 from rillflow.contracts import Curator, Filter, Group, ReadyGroup, Replayer, Sampler
 from rillflow.dataflow.hooks.beside import Beside, HookPending, Key
 from rillflow.dataflow.hooks.build import build, short_name
+from rillflow.dataflow.hooks.filters.function import FunctionFilter
 from rillflow.dataflow.hooks.registry import CURATORS, FILTERS, SAMPLERS
 from rillflow.dataflow.hooks.samplers.earliest_deadline import EarliestDeadline
 from rillflow.dataflow.hooks.samplers.replay import Replay
@@ -187,7 +188,7 @@ def _is_users(hook: object) -> bool:
     """Whether a hook is not one of ours, which are quick."""
     if isinstance(hook, Replay):
         return _is_users(hook.fresh)
-    return not type(hook).__module__.startswith("rillflow.")
+    return isinstance(hook, FunctionFilter) or not type(hook).__module__.startswith("rillflow.")
 
 
 def _seen(group: Group) -> tuple[str, str, tuple[float, ...], tuple[int, ...]]:

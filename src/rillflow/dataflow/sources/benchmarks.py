@@ -6,7 +6,6 @@ what is right; and `benchmark`, the name by which a reward is chosen. Code bench
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +19,7 @@ from rillflow.config import SourceConfig
 from rillflow.dataflow.sources.reasoning_gym import open_reasoning_gym
 from rillflow.dataflow.sources.rows import Rows
 from rillflow.dataflow.sources.stored import spooled
-from rillflow.errors import ConfigError, DataError
+from rillflow.errors import ConfigError, DataError, did_you_mean
 
 VARIABLE = "RILLFLOW_DATA"
 GYM = "reasoning_gym:"
@@ -162,9 +161,10 @@ def benchmark(name: str) -> Benchmark:
     if name.startswith(GYM):
         return Benchmark("", dict, "{problem}", "text", "reasoning_gym")
     if name not in BENCHMARKS:
-        near = difflib.get_close_matches(name, BENCHMARKS, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(f"there is no benchmark {name!r}", f"{hint}there are {', '.join(BENCHMARKS)} and {GYM}NAME")
+        raise ConfigError(
+            f"there is no benchmark {name!r}",
+            f"{did_you_mean(name, BENCHMARKS)}there are {', '.join(BENCHMARKS)} and {GYM}NAME",
+        )
     return BENCHMARKS[name]
 
 

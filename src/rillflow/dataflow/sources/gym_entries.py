@@ -5,7 +5,6 @@ Started by `reasoning_gym` with a fixed hash seed. It says what went wrong in th
 
 from __future__ import annotations
 
-import difflib
 import sys
 from itertools import islice
 from pathlib import Path
@@ -15,6 +14,7 @@ import msgspec
 
 from rillflow.dataflow.sources.plain import plain
 from rillflow.dataflow.sources.rows import optional_package
+from rillflow.errors import did_you_mean
 
 
 def main(order: str, lines: str) -> None:
@@ -32,8 +32,7 @@ def _create(name: str, arguments: dict[str, Any]) -> Any:
     gym = optional_package("reasoning_gym", "reasoning-gym")
     known = sorted(gym.factory.DATASETS)
     if name not in known:
-        near = ", ".join(difflib.get_close_matches(name, known, 3)) or "nothing"
-        raise ValueError(f"there is no {name!r}; near it: {near}; known: {len(known)}")
+        raise ValueError(f"there is no {name!r} among {len(known)} datasets. {did_you_mean(name, known)}".rstrip())
     return gym.create_dataset(name, **arguments)
 
 

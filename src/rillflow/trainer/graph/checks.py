@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from rillflow.errors import GraphError
-from rillflow.trainer.graph.nodes import SOURCES, Node, nearest
+from rillflow.errors import GraphError, did_you_mean
+from rillflow.trainer.graph.nodes import SOURCES, Node
 from rillflow.trainer.graph.registry import Registry
 
 
@@ -38,7 +38,7 @@ def _check_ids(nodes: Sequence[Node]) -> None:
             if name not in ids:
                 raise GraphError(
                     f"node {node.id} needs {name!r}, which is no node's id{shown(nodes)}",
-                    f"{nearest(name, ids)}there are: {', '.join(ids)}",
+                    f"{did_you_mean(name, ids)}there are: {', '.join(ids)}",
                 )
 
 
@@ -118,7 +118,7 @@ def _missing(
     ]
     return GraphError(
         f"node {node.id} reads {column}, which no node before it makes{shown(chain)}",
-        f"add a node that makes it: {', '.join(could)}" if could else f"{nearest(column, made)}{_own(column)}",
+        f"add a node that makes it: {', '.join(could)}" if could else f"{did_you_mean(column, made)}{_own(column)}",
     )
 
 

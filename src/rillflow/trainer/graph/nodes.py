@@ -6,14 +6,13 @@ a function needs "where there is one" is declared with a question mark: `kl_N?`.
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from rillflow.config import NodeConfig, resolve_object
-from rillflow.errors import GraphError
+from rillflow.errors import GraphError, did_you_mean
 from rillflow.trainer.graph.databuffer import FETCHED
 from rillflow.trainer.graph.registry import REGISTRY, Function, Kind, Registry, Role, declared
 
@@ -90,11 +89,6 @@ def make_node(definition: Definition, registry: Registry = REGISTRY) -> Node:
     return node
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), 1)
-    return f"did you mean {close[0]!r}? " if close else ""
-
-
 # ---------------------------------------------------------------- finding the function
 
 
@@ -122,7 +116,7 @@ def _named(name: str, registry: Registry) -> Function:
         return _declared(resolve_object(name), name)
     raise GraphError(
         f"there is no function {name!r}",
-        f"{nearest(name, registry.names)}known: {', '.join(registry.names)}; or module:function, file.py:function",
+        f"{did_you_mean(name, registry.names)}known: {', '.join(registry.names)}; or module:function, file.py:function",
     )
 
 
@@ -158,7 +152,7 @@ def _check_function(node: Node) -> None:
         if value not in known:
             raise GraphError(
                 f"node {node.id} has the unknown {what} {value!r}",
-                f"{nearest(value, known)}known: {', '.join(known)}",
+                f"{did_you_mean(value, known)}known: {', '.join(known)}",
             )
     for column in (*node.reads, *node.optional, *node.function.gives):
         if not column.endswith(("_R", "_N")):
@@ -191,7 +185,9 @@ def _check_options(node: Node) -> None:
     for option in node.options:
         if option not in valid and not any(each.kind is each.VAR_KEYWORD for each in own):
             listed = f"valid: {', '.join(valid)}" if valid else "it takes none"
-            raise GraphError(f"node {node.id}: {name} has no option {option!r}", f"{nearest(option, valid)}{listed}")
+            raise GraphError(
+                f"node {node.id}: {name} has no option {option!r}", f"{did_you_mean(option, valid)}{listed}"
+            )
     for each in own:
         if each.name in valid and each.default is each.empty and each.name not in node.options:
             raise GraphError(

@@ -28,7 +28,7 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture
 def hooks_of(tmp_path):
-    (tmp_path / "mine.py").write_text(blocks("python")[0])
+    (tmp_path / "mine.py").write_text("\n".join(blocks("python")))
 
     def load(snippet: str) -> Hooks:
         (tmp_path / "recipe.yaml").write_text(REST + snippet)
@@ -40,7 +40,7 @@ def hooks_of(tmp_path):
 def test_the_recipe_of_the_page_loads(hooks_of):
     hooks = hooks_of(blocks("yaml")[0])
     assert [name for name, _ in hooks.curators] == ["solved", "greso", "mixing"]
-    assert [name for name, _ in hooks.filters] == ["zero_variance", "overlong", "expression"]
+    assert [name for name, _ in hooks.filters] == ["zero_variance", "overlong", "mine.py:not_too_easy"]
     assert isinstance(hooks.sampler, Replay)
     group = Played(prompt("a"), [1.0, 0.9], truncated=[False, False])
     assert hooks.verdict(group) == ("filtered", "too_easy")

@@ -22,7 +22,7 @@ def hooks_of(**dataflow):
     ("dataflow", "message", "hint"),
     [
         ({"curators": ["gresso"]}, "there is no curator 'gresso'", "did you mean 'greso'?"),
-        ({"filters": ["nonsense"]}, "there is no filter 'nonsense'", "known: expression, length_band"),
+        ({"filters": ["nonsense"]}, "there is no filter 'nonsense'", "known: length_band"),
         ({"sampler": "fifi"}, "there is no sampler 'fifi'", "did you mean 'fifo'?"),
         ({"curators": [{"greso": {"flor_easy": 0}}]}, "greso has no option 'flor_easy'", "did you mean 'floor_easy'?"),
         ({"filters": [{"zero_variance": {"std": 1}}]}, "zero_variance has no option 'std'", "valid: least"),
@@ -41,8 +41,15 @@ def hooks_of(**dataflow):
         ({"sampler": {"replay": {"ratio": 1, "fresh": {"replay": {"ratio": 1}}}}}, "does not replay itself", "fix"),
         ({"filters": [{"length_band": {"shortest": 5, "longest": 3}}]}, "longest (3) must be at least shortest", "fix"),
         ({"curators": [{"curriculum": {"start": 2, "end": 1, "versions": 1}}]}, "end must be at least start", "fix"),
-        ({"filters": [{"expression": {"keep": "rewards.x"}}]}, "column 1", "allowed are"),
-        ({"filters": ["json:dumps"]}, "json:dumps is no class but <function", "name a class with keep as filter"),
+        ({"filters": [{"expression": {"keep": "mean(rewards) < 1"}}]}, "`expression` was removed", "def keep(group)"),
+        ({"filters": ["json:scanner"]}, "json:scanner is no class but <module", "name a class with keep as filter"),
+        ({"sampler": "json:dumps"}, "json:dumps is no class but <function", "name a class with pick as sampler"),
+        ({"filters": ["rillflow.storage.files:disk_erors"]}, "has no 'disk_erors'", "did you mean 'disk_errors'?"),
+        ({"filters": ["asyncio:sleep"]}, "asyncio:sleep is a coroutine function", "returns True, False or the reason"),
+        ({"filters": ["os:getcwdu"]}, "os has no 'getcwdu'", "did you mean 'getcwd'?"),
+        ({"filters": ["asyncio:get_event_loop_policy"]}, "takes no argument", "def keep(group)"),
+        ({"filters": [{"shutil:which": {"pth": 1}}]}, "which has no option 'pth'", "did you mean 'path'?"),
+        ({"filters": ["shutil:copyfile"]}, "filter shutil:copyfile needs the option 'dst'", "write {shutil:copyfile:"),
         ({"filters": ["json:JSONEncoder"]}, "cannot be a filter: it has no keep", "docs/data_algorithms.md"),
         ({"curators": ["rillflow.dataflow.hooks.samplers.fifo:Fifo"]}, "it has no admit, observe", "a curator has"),
         ({"sampler": "no.such.module:Class"}, "cannot import no.such.module", "install it"),
@@ -66,7 +73,6 @@ def test_all_registered_hooks_can_be_made():
         "curriculum": {"start": 0, "end": 1, "versions": 9},
         "mixing": {"weights": {"a": 1}},
         "staleness": {"most": 1},
-        "expression": {"keep": "True"},
         "replay": {"ratio": 0.5},
     }
     for name in SAMPLERS:
@@ -97,7 +103,7 @@ RECIPE = """
       filters:
         - zero_variance
         - overlong: {share: 0.25}
-        - expression: {keep: "mean(rewards) < 0.9", reason: too_easy}
+        - only.py:below: {most: 0.9}
         - only.py:Odd
       sampler:
         replay: {ratio: 0.5, fresh: fifo}
@@ -117,6 +123,12 @@ OWN = """
     class Odd:
         def keep(self, group):
             return len(group.rewards) % 2 == 1
+
+    def below(group, most):
+        return sum(group.rewards) / len(group.rewards) < most or "too_easy"
+
+    def leveled(group):
+        return group.prompt.payload["level"] > 1
 """
 
 
@@ -153,9 +165,24 @@ def test_the_first_filter_of_a_recipe_that_drops_a_group_gives_the_reason(hooks,
     assert hooks.verdict(Played(prompt("a"), rewards, truncated=truncated)) == verdict
 
 
-def test_a_filter_that_raises_fails_the_group():
-    hooks = hooks_of(filters=[{"expression": {"keep": "prompt['level'] > 1"}}])
-    assert hooks.verdict(Played(prompt("a"), [1.0])) == ("failed", "filter expression raised KeyError")
+def test_a_function_is_a_filter(tmp_path):
+    (tmp_path / "only.py").write_text(textwrap.dedent(OWN))
+    hooks = hooks_of(filters=[f"{tmp_path}/only.py:leveled", {f"{tmp_path}/only.py:below": {"most": 0.5}}])
+    assert hooks.verdict(Played(prompt("a", level=2), [0.0])) == ("ready", "")
+    assert hooks.verdict(Played(prompt("a", level=1), [0.0])) == ("filtered", "only.py:leveled")
+    assert hooks.verdict(Played(prompt("a", level=2), [0.5])) == ("filtered", "too_easy")
+
+
+def test_a_filter_that_raises_fails_the_group(tmp_path):
+    (tmp_path / "only.py").write_text(textwrap.dedent(OWN))
+    hooks = hooks_of(filters=[f"{tmp_path}/only.py:leveled"])
+    assert hooks.verdict(Played(prompt("a"), [1.0])) == ("failed", "filter only.py:leveled raised KeyError")
+
+
+def test_a_function_runs_beside_the_service_like_any_hook_of_a_user(tmp_path):
+    (tmp_path / "only.py").write_text(textwrap.dedent(OWN))
+    assert hooks_of(filters=[f"{tmp_path}/only.py:leveled"]).run_beside(60.0) is not None
+    assert hooks_of(filters=["zero_variance"]).run_beside(60.0) is None
 
 
 def test_the_sampler_of_a_recipe_has_its_own_inner_one(hooks):

@@ -74,7 +74,7 @@ def test_the_same_prompts_in_every_process(tmp_path):
 @pytest.mark.parametrize(
     ("config", "error", "message"),
     [
-        (gym("leg_countin"), DataError, "near it: leg_counting"),
+        (gym("leg_countin"), DataError, "did you mean 'leg_counting'"),
         (gym("leg_counting", bogus=1), DataError, "unexpected keyword argument 'bogus'"),
         (gym("leg_counting", seed=None), ConfigError, "has no seed"),
     ],
