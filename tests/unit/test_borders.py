@@ -11,7 +11,7 @@ import rillflow
 
 ROOT = Path(rillflow.__file__).parent
 ORDER = [
-    "errors", "types", "contracts", "storage", "config", "wire", "clients", "weights", "engine", "gateway",
+    "errors", "batching", "types", "contracts", "storage", "config", "wire", "clients", "weights", "engine", "gateway",
     "dataflow", "agents", "rollout", "trainer", "evaluate", "resources", "runtime", "observe", "dashboard", "cli",
 ]  # fmt: skip
 APART = {"dataflow", "rollout", "trainer"}

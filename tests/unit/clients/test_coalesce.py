@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from rillflow.clients.coalesce import MOST, UNDER_WAY, Coalesced
+from rillflow.batching import MOST
+from rillflow.clients.coalesce import UNDER_WAY, Coalesced
 from rillflow.errors import BadRequest, DeadlineExceeded, RillflowError, Unavailable, WireError
 
 

@@ -93,7 +93,7 @@ async def test_closing_writes_what_waits_and_refuses_the_rest():
     slow.go.set()
     await puts.close()
     assert [len(await task) for task in tasks] == [2, 2, 2]
-    with pytest.raises(Unavailable, match="closing"):
+    with pytest.raises(Unavailable, match="closed"):
         await puts.put([{"mask": b"1"}])
 
 
