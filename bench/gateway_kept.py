@@ -25,7 +25,8 @@ from rillflow.gateway.sessions.sessionlog import FileSessionLog
 from rillflow.gateway.trees import placing
 from rillflow.gateway.trees.messages import Message, message
 from rillflow.gateway.trees.tree import Node, TokenTree
-from rillflow.storage.log import Frame, frame_bytes
+from rillflow.storage.frame_log import Frame, columns_of
+from rillflow.storage.records import seal
 from rillflow.types import Chunk, GenerateRequest, Sampling
 from rillflow.weights.models import load_policy_model, pick_device
 
@@ -71,7 +72,7 @@ def row_bytes(node: Node, tree: TokenTree) -> int:
     whole.messages = tuple(said for before in above.path() for said in before.messages)
     pieces = [frames.piece_of(whole, tree), frames.piece_of(node, tree)]
     payload = frames.answered(Asked(node.call, "policy", 0), 1, node, pieces)
-    return len(frame_bytes(0, 0, Frame(0, frames.Kind.ANSWERED, payload)))
+    return seal(columns_of(Frame(0, frames.Kind.ANSWERED, payload))).length
 
 
 async def kept(turns: int = 20) -> tuple[int, int]:
@@ -86,7 +87,7 @@ async def kept(turns: int = 20) -> tuple[int, int]:
         session = sessions.get("session")
         await play(session, Policy(Fixed(ids), renderer), turns, max_tokens=ANSWER, said=RESULT)
         await log.close()
-        mine = sum(path.stat().st_size for path in Path(name).glob("*.log"))
+        mine = sum(path.stat().st_size for path in Path(name).glob("*.seg"))
     tree = session.trees["policy"]
     answers = [node for node in tree.nodes() if node.kind == "sampled"]
     assert len(answers) == turns

@@ -1,4 +1,4 @@
-"""Writes rows into storage units. A row is durable in one unit when `put` returns.
+"""Writes rows into storage units. When `put` returns, a row is in one unit, with that unit's durability.
 
 A put goes to the unit with the least to do; when that one cannot take it, to the next. What a failed try may have
 left behind is never referred to.
@@ -23,7 +23,7 @@ from rillflow.errors import BadRequest, DeadlineExceeded, RillflowError, Storage
 from rillflow.storage import SegmentWriter
 from rillflow.storage.records import view_of
 from rillflow.storage.segments import SEGMENT_BYTES
-from rillflow.types import Row, UnitInfo, Units
+from rillflow.types import Durability, Row, UnitInfo, Units
 from rillflow.wire.client import DEFAULT_DEADLINE
 from rillflow.wire.server import DEFAULT_BODY_LIMIT
 
@@ -38,23 +38,22 @@ _PAUSE = 0.1
 
 
 class LocalWriter:
-    """Writes straight into the folder of a unit on this host. Any thread may put; each put is one sync.
+    """Writes straight into the folder of a unit on this host. Any thread may put; puts follow one another.
 
     Who puts has checked the rows: see `check_rows`.
     """
 
-    def __init__(self, folder: Path, *, segment_bytes: int = SEGMENT_BYTES) -> None:
+    def __init__(self, folder: Path, *, segment_bytes: int = SEGMENT_BYTES, durability: Durability = "process") -> None:
         try:
             self.unit = (folder / UNIT_ID_FILE).read_text()
         except OSError as error:
             raise StorageError(f"{folder} is not the folder of a storage unit: {error}", "start the unit") from error
-        self._writer = SegmentWriter(folder, segment_bytes)
+        self._writer = SegmentWriter(folder, segment_bytes, durability)
         self._lock = threading.Lock()
 
     def put(self, rows: Rows) -> list[Row]:
         with self._lock:
             places = self._writer.write(rows)
-            self._writer.sync()
         return [Row(unit=self.unit, segment=s, offset=o, length=n) for s, o, n in places]
 
     def close(self) -> None:
@@ -65,8 +64,8 @@ class LocalWriter:
 class _Local:
     """A unit on this host: one writer, whose syncs concurrent puts share."""
 
-    def __init__(self, folder: Path, segment_bytes: int) -> None:
-        self._writer = LocalWriter(folder, segment_bytes=segment_bytes)
+    def __init__(self, info: UnitInfo, segment_bytes: int) -> None:
+        self._writer = LocalWriter(Path(info.path), segment_bytes=segment_bytes, durability=info.durability)
         self._puts = GroupedPuts(self._writer.put)
         self.put = self._puts.put_checked
 
@@ -91,14 +90,14 @@ class UnitWriter:
         self._directory = Directory(units, token, clock=self._clock)
         self._allow_local = allow_local
         self._segment_bytes = segment_bytes
-        self._local: dict[tuple[str, str], _Local] = {}
+        self._local: dict[tuple[str, str, Durability], _Local] = {}
         self._under_way: Counter[str] = Counter()  # own bytes by unit
         self._mine: Counter[str] = Counter()  # those, and what went since the list of units was renewed
         self._mine_since = 0
         self._closed = False
 
     async def put(self, rows: Rows, deadline: float = DEFAULT_DEADLINE) -> list[Row]:
-        """Durable when this returns. All rows of one call go to one unit."""
+        """Return where the rows are, once their unit has acknowledged them. All rows of one call go to one unit."""
         size = check_rows(rows)
         if not rows:
             return []
@@ -183,9 +182,9 @@ class UnitWriter:
             self._under_way[info.unit] -= size
 
     def _here(self, info: UnitInfo) -> _Local:
-        key = (info.unit, info.path)
+        key = (info.unit, info.path, info.durability)
         if key not in self._local:
-            self._local[key] = _Local(Path(info.path), self._segment_bytes)
+            self._local[key] = _Local(info, self._segment_bytes)
         return self._local[key]
 
     async def _put_there(self, info: UnitInfo, rows: Rows, deadline: float) -> list[Row]:

@@ -18,6 +18,7 @@ from rillflow.config.resources import ResourcesConfig
 from rillflow.config.trackers import OpenTelemetryConfig, TrackersConfig
 from rillflow.config.trainer import TrainerConfig
 from rillflow.config.weights import WeightsConfig
+from rillflow.types import Durability
 
 _KINDS = ("path", "dataset", "reasoning_gym", "generator", "benchmark")
 # How an episode may end without an answer; the detail is a command's exit code or the name of a workflow's exception.
@@ -143,6 +144,11 @@ class UnitsConfig(Section):
     count: Positive = Field(1, description="storage units that `rillflow run` starts, each its own process")
     kind: Literal["files", "redis"] = Field("files", description="segments in the run folder, or a Redis server")
     redis: str = Field("redis://127.0.0.1:6379/0", description="URL of the server, for kind redis")
+    durability: Durability = Field(
+        "process",
+        description="what an acknowledged row survives: the kill of any process (process; a power failure may take the "
+        "latest rows, whose episodes are played again), or a power failure too (machine; each put is synced first)",
+    )
     segment_bytes: Positive = Field(64 << 20, description="size at which a segment is closed")
     timeout: Seconds = Field(60.0, description="rows of a unit not heard of for so long are played again")
     drop_after: Seconds = Field(

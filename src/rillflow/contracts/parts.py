@@ -115,7 +115,7 @@ class Engine(Protocol):
 
 
 class StorageUnit(Protocol):
-    """Holds payload columns. A row is durable when `put` returns; a damaged one raises CorruptData.
+    """Holds payload columns. A row survives any kill once `put` has returned; a damaged one raises CorruptData.
 
     Rows lie in numbered segments, so that what is consumed can be dropped many rows at once.
     """

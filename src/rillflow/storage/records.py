@@ -1,12 +1,13 @@
-"""A record: one small table of named columns, checksummed column by column and bound to its place.
+"""The one format of durable payload: records of named columns, checksummed and bound to their place.
 
-Nothing is believed unless its checksum matches: the header's covers the record's own place (segment, offset), all
-lengths and the checksums of the columns, so bytes that an earlier file left on the disk, a torn write or a record of
-another place are never taken for this one. A read verifies the header and the columns it was asked for, no others.
+Storage units and the gateway's session logs write it. A record is believed only where its checksums match. The prefix
+names the record's own place (segment, offset), so bytes that an earlier file left on the disk, a torn write or a record
+of another place are never taken for this one. A read verifies the prefix, the header and the columns that it was asked
+for, no others. `read_record` reads a record whose place is known, `scan` all records of a file in order.
 
 Layout (little-endian; records and columns start at multiples of 8, so that arrays can be views):
-    u64 xxh3 of all that follows up to the end of the header
-    u32 magic | u32 header length | u64 body length | u64 segment | u64 offset
+    prefix: u64 xxh3 of the rest of the prefix | u64 xxh3 of the header
+            u32 magic | u32 header length | u64 body length | u64 segment | u64 offset
     header: msgpack {column: [length, xxh3]}, padded to 8 | body: columns in the header's order, each padded to 8
 """
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -30,12 +31,13 @@ if TYPE_CHECKING:
     Dtypes = Mapping[str, np.dtype[Any]]
 
 Arrays = dict[str, npt.NDArray[Any]]
-Index = dict[str, tuple[int, int]]
+Index = dict[str, tuple[int, int]]  # length in bytes and checksum of each column
+Columns = dict[str, tuple[int, int, int]]  # start in the buffer, length and checksum of each column
 Wholes = dict[np.dtype[Any], npt.NDArray[Any]]  # arrays over all of one buffer, by dtype
 
-MAGIC = 0x324C4952  # "RIL2"
-_PREFIX = struct.Struct("<QIIQQQ")
-_CHECKED = struct.Struct("<IIQQQ")  # the prefix without its checksum
+MAGIC = 0x334C4952  # "RIL3"
+_PREFIX = struct.Struct("<QQIIQQQ")
+_CHECKED = struct.Struct("<QIIQQQ")  # the prefix without its own checksum
 _SUM = 8
 _PADDING = tuple(bytes(-size & 7) for size in range(8))
 _decode_index = msgspec.msgpack.Decoder(Index).decode
@@ -61,23 +63,24 @@ class Sealed(NamedTuple):
         return _PREFIX.size + len(self.header) + (-len(self.header) & 7) + self.body
 
     def start(self, segment: int, offset: int) -> bytes:
-        """What comes before the body when the record is written at this place."""
-        checked = _CHECKED.pack(MAGIC, len(self.header), self.body, segment, offset) + self.header
-        return xxh3_64_intdigest(checked).to_bytes(_SUM, "little") + checked + _PADDING[len(self.header) & 7]
+        """Return what comes before the body when the record is written at this place."""
+        header = self.header
+        checked = _CHECKED.pack(xxh3_64_intdigest(header), MAGIC, len(header), self.body, segment, offset)
+        return xxh3_64_intdigest(checked).to_bytes(_SUM, "little") + checked + header + _PADDING[len(header) & 7]
 
 
 def view_of(data: Buffer) -> memoryview:
-    """The bytes of a column where they are."""
+    """Return the bytes of a column where they are."""
     return memoryview(data)  # type: ignore[arg-type]  # numpy tells of its buffers from Python 3.12 on
 
 
 def index_of(columns: Mapping[str, memoryview]) -> Index:
-    """Length in bytes and checksum of every column."""
+    """Return the length in bytes and the checksum of every column."""
     return {name: (view.nbytes, xxh3_64_intdigest(view)) for name, view in columns.items()}
 
 
 def seal(columns: Mapping[str, Buffer]) -> Sealed:
-    """The record of these columns; their buffers are referred to, never copied."""
+    """Return the record of these columns; their buffers are referred to, never copied."""
     index: Index = {}
     buffers: list[memoryview | bytes] = []
     body = 0
@@ -93,10 +96,13 @@ def seal(columns: Mapping[str, Buffer]) -> Sealed:
     return Sealed(msgspec.msgpack.encode(index), buffers, body)
 
 
+# ------------------------------------------------------------ a record at a known place
+
+
 def read_record(
     buffer: mmap.mmap | bytes, at: int, place: Place, columns: Dtypes, wholes: Wholes | None = None
 ) -> Arrays:
-    """The asked-for columns of the record at `at`, as far as it has them, as views of `buffer`.
+    """Return the asked-for columns of the record at `at`, as far as it has them, as views of `buffer`.
 
     `at + place.length` must not pass the end of the buffer. Reads of one buffer share `wholes`, in which they find or
     leave arrays over all of it. CorruptData when anything is not as it was written.
@@ -117,7 +123,7 @@ def read_record(
 
 
 def _array(buffer: mmap.mmap | bytes, start: int, size: int, dtype: np.dtype[Any], wholes: Wholes) -> npt.NDArray[Any]:
-    """A slice of an array over the whole buffer takes a third of the time of an array of its own."""
+    """Return a slice of an array over the whole buffer: it takes a third of the time of an array of its own."""
     width = dtype.itemsize
     if start % width:  # only where somebody asked for a place that is none, and the buffer begins there
         return np.ndarray((size // width,), dtype, buffer, start)
@@ -127,26 +133,70 @@ def _array(buffer: mmap.mmap | bytes, start: int, size: int, dtype: np.dtype[Any
     return whole[start // width : (start + size) // width]
 
 
-def _read_header(buffer: mmap.mmap | bytes, at: int, place: Place) -> dict[str, tuple[int, int, int]]:
-    """Where in the buffer each column begins, its length and its checksum."""
+def _read_header(buffer: mmap.mmap | bytes, at: int, place: Place) -> Columns:
+    """Return where in the buffer the columns of the record at `at` lie."""
     if place.length < _PREFIX.size or place.offset & 7:
         raise CorruptData(f"{place} is no place of a record", "use a row that a put has returned")
-    checksum, magic, size, body, segment, offset = _PREFIX.unpack_from(buffer, at)
+    checksum, header_sum, magic, size, body, segment, offset = _PREFIX.unpack_from(buffer, at)
     start = _PREFIX.size + size + (-size & 7)
     if magic != MAGIC or start + body != place.length or (segment, offset) != place[:2]:
         raise CorruptData(f"there is no whole record at {place}", "the unit lost data")
-    checked = buffer[at + _SUM : at + _PREFIX.size + size]
-    if xxh3_64_intdigest(checked) != checksum:
+    if xxh3_64_intdigest(buffer[at + _SUM : at + _PREFIX.size]) != checksum:
+        raise CorruptData(f"the prefix of {place} does not match its checksum", "the unit lost data")
+    return _columns(buffer[at + _PREFIX.size : at + _PREFIX.size + size], header_sum, at + start, place)
+
+
+def _columns(header: bytes, checksum: int, begin: int, place: Place) -> Columns:
+    """Return the columns that a header names, the first of which begins at `begin`."""
+    if xxh3_64_intdigest(header) != checksum:
         raise CorruptData(f"the header of {place} does not match its checksum", "the unit lost data")
     try:
-        index = _decode_index(checked[_CHECKED.size :])
+        index = _decode_index(header)
     except msgspec.MsgspecError as error:
         raise CorruptData(f"the header of {place} cannot be read: {error}") from error
-    found = {}
-    begin = at + start
+    found: Columns = {}
+    at, end = begin, begin + place.length - _PREFIX.size - len(header) - (-len(header) & 7)
     for name, (length, digest) in index.items():
-        found[name] = (begin, length, digest)
-        begin += length + (-length & 7)
-    if begin != at + place.length:
+        found[name] = (at, length, digest)
+        at += length + (-length & 7)
+    if at != end:
         raise CorruptData(f"the header of {place} contradicts itself")
     return found
+
+
+# ------------------------------------------------------------ all records of a file
+
+
+class Unreadable(NamedTuple):
+    """A damaged part of a file. `rest` says that everything behind it is lost too."""
+
+    what: str
+    rest: bool
+
+
+def scan(data: bytes, segment: int) -> Iterator[Columns | Unreadable]:
+    """Yield the columns of every record of a file, in order, as far as each was written to its end.
+
+    Zeros at the end of the file were never written. The last record may be torn: then its last column reaches beyond
+    what was written, and it is left out, as nobody was told that it was kept. This can only be told where every record
+    ends in a byte other than zero; the caller sees to that. The columns' checksums are left to the caller.
+    """
+    at, end = 0, len(data.rstrip(b"\0"))
+    while at + _PREFIX.size <= end:
+        checksum, header_sum, _, size, body, *named = _PREFIX.unpack_from(data, at)
+        if xxh3_64_intdigest(data[at + _SUM : at + _PREFIX.size]) != checksum or named != [segment, at]:
+            yield Unreadable(f"segment {segment} cannot be read from byte {at} on", rest=True)
+            return
+        start = at + _PREFIX.size + size + (-size & 7)
+        if start > end:
+            return  # torn
+        place = Place(segment, at, start + body - at)
+        try:
+            columns = _columns(data[at + _PREFIX.size : at + _PREFIX.size + size], header_sum, start, place)
+        except CorruptData as error:
+            yield Unreadable(error.message, rest=False)
+        else:
+            if any(begin + length > end for begin, length, _ in columns.values()):
+                return  # torn
+            yield columns
+        at = start + body

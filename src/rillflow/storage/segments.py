@@ -1,13 +1,16 @@
 """Append-only segment files of checksummed records, in a folder that several processes may write into at once.
 
-What `sync` has returned for survives kill -9 and power failure. Every writer has files of its own, made exclusively
-and locked while they are open, so a file that an earlier writer left, torn or damaged, is never touched again, and
-one that is still written is never dropped. A number is used once in the life of a folder, also after its file was
-dropped. A reader never returns bytes whose checksum does not match.
+What `write` has returned survives kill -9 of any process, and with the durability `machine` a power failure too: then
+it is synced first. With `process` it is in the page cache of its file; a power failure may take it, which a reader sees
+by its checksums.
 
-Files are preallocated to their limit, or those of dropped segments (see `recycling`), and written in place, which
-spares the disk the bookkeeping of growth at every sync; they are cut to what they hold when they are closed. Old bytes
-in them are no records: see `records`.
+Every writer has files of its own, made exclusively and locked while they are open, so a file that an earlier writer
+left, torn or damaged, is never touched again, and one that is still written is never dropped. A number is used once in
+the life of a folder, also after its file was dropped and after a power failure: with either durability the folder is
+synced before anything in a new file is acknowledged, so that no other record can ever lie where an old one was.
+
+Files are preallocated to their limit and written in place, which spares the disk the bookkeeping of growth at every
+sync; they are cut to what they hold when they are closed.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,7 +29,7 @@ import numpy as np
 from rillflow.errors import CorruptData, DiskFull
 from rillflow.storage.files import disk_errors, fsync_folder, write_atomic
 from rillflow.storage.records import Place, Sealed, seal, view_of
-from rillflow.storage.recycling import discard, is_at, keep, reuse
+from rillflow.types import Durability
 
 if TYPE_CHECKING:
     from rillflow.contracts import Buffer
@@ -63,34 +66,30 @@ def drop_segments(folder: Path, numbers: Sequence[int]) -> None:
     Called by one process at a time. The highest number is on disk before any file is gone (see `_SegmentFile.create`),
     unless the disk is so full that others must go first; the file of the highest still holds its number until then.
     """
-    there = sorted(number for number in numbers if segment_path(folder, number).exists())
-    if not there:
+    existing = sorted(number for number in numbers if segment_path(folder, number).exists())
+    if not existing:
         return
-    if there[-1] > _highest_dropped(folder):
-        marker = str(there[-1]).encode()
+    if existing[-1] > _highest_dropped(folder):
+        marker = str(existing[-1]).encode()
         try:
             write_atomic(folder / DROPPED_FILE, marker)
         except DiskFull:
-            with disk_errors(folder):
-                discard(folder)
-            _remove(folder, there[:-1], keep=lambda path: False)
+            _remove(folder, existing[:-1])
             write_atomic(folder / DROPPED_FILE, marker)
-    _remove(folder, there)
+    _remove(folder, existing)
 
 
-def _remove(folder: Path, numbers: Sequence[int], keep: Callable[[Path], bool] = keep) -> None:
-    """Some are kept for other segments to be written over them."""
+def _remove(folder: Path, numbers: Sequence[int]) -> None:
     with disk_errors(folder):
         for number in numbers:
-            path = segment_path(folder, number)
             with _unwritten(folder, number) as free:
-                if free and path.exists() and not keep(path):
-                    path.unlink(missing_ok=True)
+                if free:
+                    segment_path(folder, number).unlink(missing_ok=True)
         fsync_folder(folder)
 
 
 def closed_segments(folder: Path, numbers: Sequence[int]) -> list[int]:
-    """Those that no process writes into, or that are gone: nothing will ever be added to them."""
+    """Return those that no process writes into, or that are gone: nothing will ever be added to them."""
     found = []
     with disk_errors(folder):
         for number in numbers:
@@ -102,7 +101,7 @@ def closed_segments(folder: Path, numbers: Sequence[int]) -> list[int]:
 
 @contextmanager
 def _unwritten(folder: Path, number: int) -> Iterator[bool]:
-    """Whether nobody writes into the segment; a writer holds its lock until it has left the file for good."""
+    """Yield whether nobody writes into the segment; a writer holds its lock until it has left the file for good."""
     try:
         descriptor = os.open(segment_path(folder, number), os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -110,8 +109,7 @@ def _unwritten(folder: Path, number: int) -> Iterator[bool]:
         return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Not the file that we have opened: a writer has put another in its place meanwhile (see `reuse`).
-        free = is_at(descriptor, segment_path(folder, number)) or not segment_path(folder, number).exists()
+        free = True
     except BlockingIOError:
         free = False
     try:
@@ -121,48 +119,47 @@ def _unwritten(folder: Path, number: int) -> Iterator[bool]:
 
 
 class _SegmentFile:
-    """One open file. `end` is where the next record goes, `synced` the end of what is known to be durable."""
+    """One open file. `end` is where the next record goes, `kept` the end of what was acknowledged."""
 
-    def __init__(self, descriptor: int, number: int) -> None:
+    def __init__(self, descriptor: int, path: Path, number: int, durability: Durability) -> None:
         self.number = number
         self.end = 0
-        self.synced = 0
+        self.kept = 0
         self._descriptor = descriptor
+        self._path = path
+        self._synced = durability == "machine"
         self._waiting: list[memoryview | bytes] = []
         self._handed = 0  # where the first of the waiting goes
         self._pushed = 0  # how far it was sent to the disk ahead of a sync
         self._writing: list[Future[None]] = []
 
     @classmethod
-    def create(cls, folder: Path, limit: int) -> _SegmentFile:
-        """The next file that nobody has or had."""
+    def create(cls, folder: Path, limit: int, durability: Durability, mode: int) -> _SegmentFile:
+        """Return the next file, of a number that nobody has or had."""
         # Files first, then the highest dropped: what is dropped in between is seen in one of the two.
         number = max(segment_numbers(folder), default=-1)
         number = max(number, _highest_dropped(folder))
         while True:
             number += 1
+            path = segment_path(folder, number)
             try:
-                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-                descriptor = os.open(segment_path(folder, number), flags, 0o644)
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
             except FileExistsError:
                 continue
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
                 if _highest_dropped(folder) < number:
-                    if (kept := reuse(segment_path(folder, number))) is not None:
-                        os.close(descriptor)
-                        descriptor = kept
                     _preallocate(descriptor, limit)
-                    return cls(descriptor, number)
+                    return cls(descriptor, path, number, durability)
                 # Somebody had this number, and it was dropped while we looked.
-                segment_path(folder, number).unlink()
+                path.unlink()
             except BaseException:
                 os.close(descriptor)
                 raise
             os.close(descriptor)
 
     def add(self, record: Sealed, writes: ThreadPoolExecutor, syncs: ThreadPoolExecutor) -> Place:
-        """Long records are handed to the operating system, and sent to the disk, while the next ones are sealed."""
+        """Add a record. Long ones are written, and sent to the disk, while the next ones are sealed."""
         place = Place(self.number, self.end, record.length)
         self._waiting.append(record.start(self.number, self.end))
         self._waiting.extend(record.buffers)
@@ -171,47 +168,49 @@ class _SegmentFile:
             buffers, start = self._take()
             written = writes.submit(_write_all, self._descriptor, buffers, start)
             self._writing.append(written)
-            if self.end - self._pushed >= _PUSH_BYTES:
+            if self._synced and self.end - self._pushed >= _PUSH_BYTES:
                 self._pushed = self.end
                 self._writing.append(syncs.submit(self._push, written))
         return place
 
     def _push(self, written: Future[None]) -> None:
-        """The disk works while more is written; the sync that counts finds little left to do."""
+        """Sync while more is written, so that the sync that counts finds little left to do."""
         written.result()
         os.fdatasync(self._descriptor)
-
-    def flush(self) -> None:
-        """All that was added is handed to the operating system."""
-        buffers, start = self._take()
-        _write_all(self._descriptor, buffers, start)
-        while self._writing:
-            self._writing.pop().result()
 
     def _take(self) -> tuple[list[memoryview | bytes], int]:
         taken, start = self._waiting, self._handed
         self._waiting, self._handed = [], self.end
         return taken, start
 
-    def sync(self) -> None:
-        self.flush()
-        os.fdatasync(self._descriptor)
-        self.synced = self.end
+    def flush(self) -> None:
+        """Make everything that was added as durable as was asked for."""
+        buffers, start = self._take()
+        _write_all(self._descriptor, buffers, start)
+        while self._writing:
+            self._writing.pop().result()
+        if self._synced:
+            os.fdatasync(self._descriptor)
 
     def finish(self) -> None:
-        """Sync, give back what was preallocated and close."""
+        """Flush, give back what was preallocated and close."""
         try:
-            self.sync()
+            self.flush()
+            self.kept = self.end
         finally:
             self.abandon()
 
     def abandon(self) -> None:
-        """Close, keeping only what is known to be durable: the file may end in half a record."""
+        """Close the file, cut to what was acknowledged; a file of which nothing was is removed."""
         self._waiting = []
         while self._writing:
             self._writing.pop().exception()
         with suppress(OSError):
-            os.ftruncate(self._descriptor, self.synced)
+            if not self.kept:
+                self._path.unlink()
+            os.ftruncate(self._descriptor, self.kept)
+            if self._synced and self.kept < self.end:
+                os.fsync(self._descriptor)  # a record that was refused must not come back
         os.close(self._descriptor)
 
 
@@ -226,7 +225,7 @@ def _write_all(descriptor: int, buffers: Sequence[memoryview | bytes], offset: i
 
 
 def _behind(buffers: Sequence[memoryview | bytes], count: int) -> Sequence[memoryview | bytes]:
-    """What is left of the buffers when the system took only their first `count` bytes."""
+    """Return what is left of the buffers when the system took only their first `count` bytes."""
     for n, buffer in enumerate(buffers):
         size = memoryview(buffer).nbytes
         if count < size:
@@ -246,38 +245,56 @@ def _preallocate(descriptor: int, limit: int) -> None:
 class SegmentWriter:
     """Writes records into numbered files of a folder, starting a new file after `limit` bytes. Not thread-safe.
 
-    After an error nothing that was written since the last `sync` counts, and the next write starts a new file.
+    After an error nothing of the failed write counts, and the next write starts a new file. `private` files can be read
+    by their owner alone.
     """
 
-    def __init__(self, folder: Path, limit: int = SEGMENT_BYTES) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        limit: int = SEGMENT_BYTES,
+        durability: Durability = "process",
+        *,
+        private: bool = False,
+    ) -> None:
         self._folder = folder
         self._limit = limit
+        self._durability = durability
+        self._mode = 0o600 if private else 0o644
         self._file: _SegmentFile | None = None
         self._writes = ThreadPoolExecutor(1, "segment-writes")
-        # Full files are synced, and new ones entered into the folder, while the next is written.
-        self._syncs = ThreadPoolExecutor(1, "segment-syncs")
-        self._syncing: deque[Future[None]] = deque()
+        # Full files are finished, and new ones entered into the folder, while the next is written.
+        self._background = ThreadPoolExecutor(1, "segment-syncs")
+        self._jobs: deque[Future[None]] = deque()
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, rows: Sequence[Mapping[str, Buffer]]) -> list[Place]:
-        """Durable only after `sync`."""
+        """Write one record for each row; they are as durable as was asked for when this returns."""
+        with self._all_or_nothing():
+            return [self._add(seal(row)) for row in rows]
+
+    def write_together(self, rows: Sequence[Mapping[str, Buffer]]) -> int:
+        """Write the rows into one file, so that either all are found later or none; return the file's number."""
+        records = [seal(row) for row in rows]
+        with self._all_or_nothing():
+            self._make_room(sum(record.length for record in records))
+            file = self._file or self._create(self._limit)
+            for record in records:
+                file.add(record, self._writes, self._background)
+            return file.number
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Acknowledge what is added within, or leave the file that has some of it."""
         try:
             with disk_errors(self._folder):
-                places = [self._add(seal(row)) for row in rows]
+                yield
                 if self._file is not None:
                     self._file.flush()
-                return places
-        except BaseException:
-            self._abandon()
-            raise
-
-    def sync(self) -> None:
-        try:
-            with disk_errors(self._folder):
-                if self._file is not None and self._file.synced < self._file.end:
-                    self._file.sync()
                 self._settle(0)
+                if self._file is not None:
+                    self._file.kept = self._file.end
         except BaseException:
             self._abandon()
             raise
@@ -285,26 +302,33 @@ class SegmentWriter:
     def close(self) -> None:
         self._abandon()
         self._writes.shutdown()
-        self._syncs.shutdown()
+        self._background.shutdown()
 
     def _add(self, record: Sealed) -> Place:
-        if self._file is not None and self._file.end + record.length > self._limit:
+        self._make_room(record.length)
+        file = self._file or self._create(max(self._limit, record.length))
+        return file.add(record, self._writes, self._background)
+
+    def _create(self, limit: int) -> _SegmentFile:
+        self._file = _SegmentFile.create(self._folder, limit, self._durability, self._mode)
+        self._jobs.append(self._background.submit(fsync_folder, self._folder))
+        return self._file
+
+    def _make_room(self, length: int) -> None:
+        """Leave a file in which `length` bytes have no room; it is finished in the background."""
+        if self._file is not None and self._file.end + length > self._limit:
             self._settle(_MOST_BEHIND)
             full, self._file = self._file, None
-            self._syncing.append(self._syncs.submit(full.finish))
-        if self._file is None:
-            self._file = _SegmentFile.create(self._folder, max(self._limit, record.length))
-            self._syncing.append(self._syncs.submit(fsync_folder, self._folder))
-        return self._file.add(record, self._writes, self._syncs)
+            self._jobs.append(self._background.submit(full.finish))
 
     def _settle(self, most: int) -> None:
-        """Wait until at most so many background jobs are left."""
-        while len(self._syncing) > most:
-            self._syncing.popleft().result()
+        """Wait until at most `most` background jobs are left."""
+        while len(self._jobs) > most:
+            self._jobs.popleft().result()
 
     def _abandon(self) -> None:
         file, self._file = self._file, None
         if file is not None:
             file.abandon()
-        while self._syncing:
-            self._syncing.popleft().exception()
+        while self._jobs:
+            self._jobs.popleft().exception()

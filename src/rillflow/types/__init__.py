@@ -68,6 +68,7 @@ from rillflow.types.tasks import (
 )
 from rillflow.types.units import (
     DropSegments,
+    Durability,
     GetRows,
     LoseRows,
     PutRows,
@@ -99,6 +100,7 @@ __all__ = [
     "CompleteTask",
     "CompleteTasks",
     "DropSegments",
+    "Durability",
     "EngineInfo",
     "EngineStats",
     "Engines",

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from rillflow.types.base import Finite, Wire
+
+# What a row survives once its put was acknowledged: the kill of any process, or a power failure too.
+Durability = Literal["process", "machine"]
 
 
 class Row(Wire, frozen=True):
@@ -35,7 +40,8 @@ class UnitInfo(Wire, frozen=True):
     """A storage unit: `unit` was drawn once and is its name for good, `url` is where it listens now.
 
     `path` is the folder of segments: who can open it on the own host reads and writes there instead of asking; it
-    is empty where a unit has none. `load` is the bytes that wait or were written lately, `free` the bytes left.
+    is empty where a unit has none. `load` is the bytes that wait or were written lately, `free` the bytes left. All who
+    write into the folder give their rows the unit's `durability`.
     """
 
     unit: str
@@ -44,6 +50,7 @@ class UnitInfo(Wire, frozen=True):
     kind: str = "files"
     load: Finite = 0.0
     free: int = 0
+    durability: Durability = "process"
 
 
 class UnitBeat(Wire, frozen=True):

@@ -75,6 +75,7 @@ async def test_rows_go_over_http_elsewhere_in_bodies_that_fit(few, tmp_path, pos
 
 async def test_concurrent_puts_share_syncs(few, writer, monkeypatch):
     few.listed = few.listed[:1]
+    few.change(0, durability="machine")  # as the unit says, not as the writer was made
     await writer.put([row(1)])
     real, syncs = os.fdatasync, []
 

@@ -21,8 +21,8 @@ from rillflow.gateway import Sessions
 from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.sessions.session import Session
 from rillflow.gateway.sessions.sessionlog import FileSessionLog
-from rillflow.storage import log as frame_log
-from rillflow.storage.log import file_path
+from rillflow.storage import SegmentWriter
+from rillflow.storage.segments import segment_path
 from soak import repetitions
 
 # How long the log was, what the sessions were and which answers they had, and whom the step before concerned.
@@ -30,13 +30,13 @@ Moment = tuple[int, dict[str, dict[str, Any]], dict[str, dict[str, tuple[int, ..
 
 
 def held(folder: Path) -> bytes:
-    return file_path(folder, 0).read_bytes().rstrip(b"\0")
+    return segment_path(folder, 0).read_bytes().rstrip(b"\0")
 
 
 async def restored(data: bytes, secret: str = "secret") -> dict[str, Session]:
     """The sessions of a log that has one file with these bytes."""
     with tempfile.TemporaryDirectory() as name:
-        file_path(Path(name), 0).write_bytes(data)
+        segment_path(Path(name), 0).write_bytes(data)
         log = FileSessionLog(Path(name), limit=1 << 16)
         try:
             return {session.id: session for session in Sessions(secret, log=log).restore()}
@@ -152,7 +152,7 @@ async def test_calls_that_nobody_saw_leave_no_trace_and_are_drawn_again(tmp_path
     await player.log.close()
     shutil.rmtree(tmp_path)
     tmp_path.mkdir()
-    file_path(tmp_path, 0).write_bytes(data)
+    segment_path(tmp_path, 0).write_bytes(data)
     second = Player(tmp_path, 2)
     session = second.restored[0]
     assert view(session) == before
@@ -206,16 +206,16 @@ async def test_a_full_disk_fails_the_call_and_the_next_one_brings_all_that_is_mi
     player = Player(tmp_path, 4)
     name = player.open()
     session = player.sessions.get(name)
-    plain = frame_log._Tail.write
+    plain = SegmentWriter.write_together
 
     def full(*_: object) -> int:
         raise DiskFull("full")
 
-    monkeypatch.setattr(frame_log._Tail, "write", full)
+    monkeypatch.setattr(SegmentWriter, "write_together", full)
     player.outcome = "answer"
     with pytest.raises(DiskFull):
         await player.begin(session, choices=1, live=False).whole()
-    monkeypatch.setattr(frame_log._Tail, "write", plain)
+    monkeypatch.setattr(SegmentWriter, "write_together", plain)
     seeds = [player.engine.requests[-1].sampling.seed]
     changes = {"history": player.last.history, "policy": player.last.policy, "tools": player.last.tools}
     await player.begin(session, **changes, tools_key=player.last.tools_key, choices=1, live=False).whole()
@@ -249,7 +249,7 @@ async def test_deadlines_go_on_and_what_nobody_waits_for_goes(tmp_path: Path) ->
     (session,) = again.restore()
     assert (session.id, session.deadline, session.detail) == ("long", 770.0, {"lease": "a"})
     assert again.of_key(key) is session
-    assert key not in str(next(tmp_path.rglob("*.log")).read_bytes())
+    assert key not in str(next(tmp_path.rglob("*.seg")).read_bytes())
     await log.close()
     log = FileSessionLog(tmp_path, limit=1 << 16)
     assert [session.id for session in log.restore()] == ["long"], "the short one was dropped for good"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gateway_support import chunk
@@ -12,7 +13,7 @@ from sessionlog_support import Player, answers, view
 from rillflow.errors import DiskFull, Unavailable
 from rillflow.gateway.sessions.session import Session
 from rillflow.gateway.trees.messages import ToolCall, message
-from rillflow.storage import log as frame_log
+from rillflow.storage import SegmentWriter
 
 
 class Disk:
@@ -20,14 +21,14 @@ class Disk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.full = False
-        plain = frame_log._Tail.write
+        plain = SegmentWriter.write_together
 
-        def write(tail: frame_log._Tail, frames: list[frame_log.Frame]) -> int:
+        def write(writer: SegmentWriter, rows: Any) -> int:
             if self.full:
                 raise DiskFull("full")
-            return plain(tail, frames)
+            return plain(writer, rows)
 
-        monkeypatch.setattr(frame_log._Tail, "write", write)
+        monkeypatch.setattr(SegmentWriter, "write_together", write)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Segment files: durable after sync, written by several at once, dropped for good, mapped without surprises."""
+"""Segment files: durable as promised, written by several at once, dropped for good, mapped without surprises."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rillflow.errors import CorruptData, DiskFull, StorageError
-from rillflow.storage import SegmentReader, SegmentWriter, mapping, segments
-from rillflow.storage.mapping import read_range
+from rillflow.storage import SegmentReader, SegmentWriter, segment_reader, segments
 from rillflow.storage.records import Place
+from rillflow.storage.segment_reader import read_range
 from rillflow.storage.segments import drop_segments, segment_numbers, segment_path
 
 NAMES = {"tokens": np.dtype("|u1")}
@@ -36,9 +36,7 @@ def open_writer():
 
 
 def put(writer, *values):
-    places = writer.write([{"tokens": value} for value in values])
-    writer.sync()
-    return places
+    return writer.write([{"tokens": value} for value in values])
 
 
 def contents(folder, places):
@@ -69,7 +67,6 @@ def test_whatever_is_put_comes_back(puts, limit):
         places = []
         for rows in puts:
             places += writer.write(rows)
-            writer.sync()
         found = reader.read(places, dtypes)
         writer.close()
         expected = [row for rows in puts for row in rows]
@@ -138,7 +135,7 @@ def test_a_disk_that_cannot_preallocate_is_written_anyway(tmp_path, open_writer,
 
 @pytest.mark.parametrize("call", ["pwritev", "fdatasync"])
 def test_a_full_disk_acknowledges_nothing_and_the_writer_goes_on(tmp_path, open_writer, monkeypatch, call):
-    writer = open_writer(tmp_path)
+    writer = open_writer(tmp_path, durability="machine")
     before = put(writer, b"before")
     with monkeypatch.context() as patched:
         patched.setattr(f"rillflow.storage.segments.os.{call}", full)
@@ -148,11 +145,12 @@ def test_a_full_disk_acknowledges_nothing_and_the_writer_goes_on(tmp_path, open_
     after = put(writer, b"after")
     assert after[0].segment > before[0].segment
     assert contents(tmp_path, before + after) == [b"before", b"after"]
+    assert sorted(segment_numbers(tmp_path)) == [before[0].segment, after[0].segment], "failed writes left files"
 
 
 def test_a_sync_that_fails_behind_the_writer_fails_the_put(tmp_path, open_writer, monkeypatch):
     """The put rolls over several files, and one that was already left behind cannot be synced."""
-    writer = open_writer(tmp_path, limit=64)
+    writer = open_writer(tmp_path, limit=64, durability="machine")
     real, calls = os.fdatasync, []
 
     def second_fails(descriptor):
@@ -164,6 +162,22 @@ def test_a_sync_that_fails_behind_the_writer_fails_the_put(tmp_path, open_writer
         with pytest.raises(DiskFull):
             put(writer, *(b"%d" % n for n in range(5)))
     assert contents(tmp_path, put(writer, b"after")) == [b"after"]
+
+
+@pytest.mark.parametrize(("durability", "synced"), [("process", False), ("machine", True)])
+def test_only_the_durability_of_a_machine_waits_for_the_disk(tmp_path, open_writer, monkeypatch, durability, synced):
+    real, syncs = os.fdatasync, []
+    monkeypatch.setattr("rillflow.storage.segments.os.fdatasync", lambda file: (syncs.append(file), real(file)))
+    places = put(open_writer(tmp_path, limit=1 << 20, durability=durability), *(bytes(100_000) for _ in range(30)))
+    assert len({place.segment for place in places}) == 3
+    assert bool(syncs) == synced
+
+
+def test_rows_written_together_are_in_one_file(tmp_path, open_writer):
+    writer = open_writer(tmp_path, limit=500)
+    rows = [{"tokens": b"x" * 64}] * 3
+    assert [writer.write_together(rows) for _ in range(3)] == [0, 1, 2]
+    assert writer.write_together(rows * 20) == 3  # more than a file's limit
 
 
 def test_a_new_file_that_cannot_be_entered_into_the_folder_fails_the_put(tmp_path, open_writer, monkeypatch):
@@ -273,7 +287,7 @@ def test_a_folder_that_cannot_be_written_is_a_clear_error(tmp_path):
 
 
 def test_views_of_very_many_segments_hold_a_bounded_number_of_files_open(tmp_path, open_writer, monkeypatch):
-    monkeypatch.setattr(mapping, "_MOST_VIEWED", 20)
+    monkeypatch.setattr(segment_reader, "_MOST_VIEWED", 20)
     places = put(open_writer(tmp_path, limit=64), *(b"%d" % n for n in range(200)))
     reader = SegmentReader(tmp_path)
     before = len(os.listdir("/proc/self/fd"))

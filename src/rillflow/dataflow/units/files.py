@@ -1,4 +1,4 @@
-"""A storage unit in a folder: payload columns in append-only segments, durable when `put` returns.
+"""A storage unit in a folder: payload columns in append-only segments.
 
 The unit's id is drawn once and lies in the folder, so a reader that finds the same path on another host, or the
 path of another run, does not take it for this unit. Whoever is on this host may write into the folder beside the
@@ -20,10 +20,10 @@ from rillflow.dataflow.units.asked import check_asked
 from rillflow.dataflow.units.growth import Growth
 from rillflow.errors import BadRequest, CorruptData
 from rillflow.storage import SegmentReader, disk_errors, write_atomic
-from rillflow.storage.mapping import read_range
 from rillflow.storage.records import Place
+from rillflow.storage.segment_reader import read_range
 from rillflow.storage.segments import SEGMENT_BYTES, closed_segments, drop_segments, segment_numbers, segment_path
-from rillflow.types import Row, UnitInfo
+from rillflow.types import Durability, Row, UnitInfo
 
 if TYPE_CHECKING:
     from rillflow.contracts import Buffer
@@ -32,14 +32,22 @@ if TYPE_CHECKING:
 class FileUnit:
     """Implements contracts.StorageUnit. Any thread may call; puts follow one another."""
 
-    def __init__(self, folder: Path, name: str = "0", *, segment_bytes: int = SEGMENT_BYTES) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str = "0",
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+        durability: Durability = "process",
+    ) -> None:
         self._folder = folder.resolve()
         with disk_errors(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             if not (self._folder / UNIT_ID_FILE).exists():
                 write_atomic(self._folder / UNIT_ID_FILE, f"{name}-{secrets.token_hex(4)}".encode())
-        self._writer = LocalWriter(self._folder, segment_bytes=segment_bytes)
+        self._writer = LocalWriter(self._folder, segment_bytes=segment_bytes, durability=durability)
         self._reader = SegmentReader(self._folder)
+        self._durability = durability
         self._growth = Growth(self._folder)
 
     def put(self, rows: Sequence[Mapping[str, Buffer]]) -> list[Row]:
@@ -81,7 +89,9 @@ class FileUnit:
     def info(self) -> UnitInfo:
         disk = os.statvfs(self._folder)
         free = disk.f_bavail * disk.f_frsize
-        return UnitInfo(unit=self._writer.unit, path=str(self._folder), kind="files", free=free)
+        return UnitInfo(
+            unit=self._writer.unit, path=str(self._folder), kind="files", free=free, durability=self._durability
+        )
 
     def close(self) -> None:
         self._writer.close()

@@ -11,8 +11,7 @@ from pathlib import Path
 class Growth:
     """Counts bytes in segment files. They are preallocated: what counts is where their data ends, not their size.
 
-    A file that is written over has data up to its end already: it counts whole when its writer takes it, as if what it
-    will hold had come at once. Any thread may count.
+    Any thread may count.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -20,8 +20,8 @@ def open_unit(recipe: Recipe, folder: Path, name: str) -> ServedUnit:
     """The unit `name` of the run in `folder`, new or as it was left."""
     wanted = recipe.dataflow.units
     if wanted.kind == "redis":
-        return RedisUnit(wanted.redis, folder.resolve().name, name)
-    return FileUnit(folder / UNITS / name, name, segment_bytes=wanted.segment_bytes)
+        return RedisUnit(wanted.redis, folder.resolve().name, name, durability=wanted.durability)
+    return FileUnit(folder / UNITS / name, name, segment_bytes=wanted.segment_bytes, durability=wanted.durability)
 
 
 async def serve_unit(

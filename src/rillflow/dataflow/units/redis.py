@@ -1,7 +1,9 @@
-"""A storage unit on a Redis server: every row a hash of columns, durable when `put` returns.
+"""A storage unit on a Redis server: every row a hash of columns.
 
-The server must write its log before it answers (`appendonly yes`, `appendfsync always`) and must never evict; it is
-asked when the unit opens, and refused otherwise. Rows lie in buckets of at most 1,024, which are this unit's
+The server must never evict, and must write its log before it answers (`appendonly yes`). With the durability `machine`
+it must sync the log too (`appendfsync always`). With `process` it may leave that to the kernel (`appendfsync no`), but
+not to a thread (`everysec`): while that one syncs, answers go out before the log is written. The server is asked when
+the unit opens, and refused otherwise. Rows lie in buckets of at most 1,024, which are this unit's
 segments; a row's offset is its number in the bucket. Every process that opens the unit starts a bucket of its own,
 whose number was never used. A server that comes back without its data has lost the numbers too: then the unit is
 another one, with a new id, so that nothing which refers to the old one can be taken for a new row.
@@ -26,7 +28,7 @@ from rillflow.clients.columns import check_rows, dtypes_of, row_bytes
 from rillflow.dataflow.units.asked import check_asked
 from rillflow.errors import ConfigError, CorruptData, DiskFull, StorageError, Unavailable
 from rillflow.storage.records import Index, index_of, view_of
-from rillflow.types import Row, UnitInfo
+from rillflow.types import Durability, Row, UnitInfo
 
 try:
     import redis
@@ -46,7 +48,7 @@ TIMEOUT = 10.0
 _PIPELINE_BYTES = 8 << 20  # what one round trip carries, unless a single row is longer
 _INDEX = ""
 _decode_index = msgspec.msgpack.Decoder(Index).decode
-_DURABLE = {"appendonly": "yes", "appendfsync": "always"}
+_APPENDFSYNC: dict[Durability, tuple[str, ...]] = {"process": ("no", "always"), "machine": ("always",)}
 
 
 class RedisUnit:
@@ -55,12 +57,21 @@ class RedisUnit:
     `run` keeps the units of several runs on one server apart.
     """
 
-    def __init__(self, url: str, run: str, name: str = "0", *, timeout: float = TIMEOUT) -> None:
+    def __init__(
+        self,
+        url: str,
+        run: str,
+        name: str = "0",
+        *,
+        durability: Durability = "process",
+        timeout: float = TIMEOUT,
+    ) -> None:
         self._redis = _connect(url, timeout)
         self._lock = threading.Lock()
         self._written = 0
+        self._durability = durability
         with self._errors():
-            _check_server(self._redis)
+            _check_server(self._redis, durability)
             self._name, self._id_key = name, f"rillflow:{run}:unit:{name}"
             (self._unit, self._bucket), self._count = self._next_bucket(), 0
 
@@ -113,7 +124,8 @@ class RedisUnit:
         with self._errors():
             memory = self._redis.info("memory")
         most = memory.get("maxmemory") or memory.get("total_system_memory") or 0
-        return UnitInfo(unit=self._unit, path="", kind="redis", free=max(0, most - memory.get("used_memory", 0)))
+        free = max(0, most - memory.get("used_memory", 0))
+        return UnitInfo(unit=self._unit, path="", kind="redis", free=free, durability=self._durability)
 
     def close(self) -> None:
         self._redis.close()
@@ -159,22 +171,23 @@ def _connect(url: str, timeout: float) -> Any:
         raise ConfigError("dataflow.units.redis is not a URL of a server", "redis://host:6379/0") from error
 
 
-def _check_server(server: Any) -> None:
+def _check_server(server: Any, durability: Durability) -> None:
     """Refuse a server that could lose a row which it has acknowledged."""
+    best = _APPENDFSYNC[durability][0]
+    names = ("appendonly", "appendfsync", "maxmemory", "maxmemory-policy")
     try:
-        found = {
-            name: _text(server.config_get(name).get(name)) for name in (*_DURABLE, "maxmemory", "maxmemory-policy")
-        }
+        found = {name: _text(server.config_get(name).get(name)) for name in names}
     except redis.ResponseError:
         log.warning(
             "the Redis server does not tell its settings: rows survive its crash only if it has appendonly yes and "
-            "appendfsync always, and none must be evicted"
+            "appendfsync %s, and none must be evicted",
+            best,
         )
         return
-    if any(found[name] != value for name, value in _DURABLE.items()):
+    if found["appendonly"] != "yes" or found["appendfsync"] not in _APPENDFSYNC[durability]:
         raise ConfigError(
-            "the Redis server may lose rows that it has acknowledged",
-            "put these two lines into redis.conf and start it again:\n    appendonly yes\n    appendfsync always",
+            f"the Redis server may lose rows that it has acknowledged (dataflow.units.durability is {durability})",
+            f"put these two lines into redis.conf and start it again:\n    appendonly yes\n    appendfsync {best}",
         )
     if found["maxmemory"] != "0" and found["maxmemory-policy"].startswith("allkeys"):
         raise ConfigError(

@@ -1,6 +1,6 @@
 """A storage unit as a process of its own: puts, reads and byte ranges over HTTP, and a beat to the dataflow service.
 
-Puts that arrive while one is being synced share the next sync. Nothing blocks the event loop: the disk is touched in
+Puts that arrive while one is written share the next write. Nothing blocks the event loop: the disk is touched in
 threads. A segment is dropped only when the beat's answer names it, and reported as dropped once it is gone. At its
 start and every `FIND_SECONDS` a unit tells which segments it has: rows that were put and never reported are reclaimed.
 """
@@ -81,7 +81,7 @@ class UnitService(Service):
         self._url = ""
         self._lately, self._written, self._looked_at = 0.0, 0, self._clock.monotonic()
         self.gauge("rillflow_unit_written_bytes", "Bytes written since the unit was opened", lambda: self._written)
-        self.gauge("rillflow_unit_waiting_bytes", "Bytes of puts that are not durable yet", lambda: self._puts.bytes)
+        self.gauge("rillflow_unit_waiting_bytes", "Bytes of puts not yet acknowledged", lambda: self._puts.bytes)
         self.post("/put", self._put, PutRows, "node", "trainer")
         self.post("/get", self._get, GetRows, "trainer")
         self.get("/info", self.info, "reader")

@@ -23,7 +23,7 @@ from rillflow.types import Chunk, FinishReason
 
 
 class Kind(IntEnum):
-    """The frame that ends a session is the log's own (`storage.log.END`)."""
+    """The frame that ends a session is the log's own (`storage.frame_log.END`)."""
 
     OPENED = 1
     NOTED = 2

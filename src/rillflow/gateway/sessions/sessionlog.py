@@ -22,7 +22,8 @@ from rillflow.gateway.sessions.restoring import Restored
 from rillflow.gateway.sessions.rewards import Gift
 from rillflow.gateway.sessions.session import Session
 from rillflow.gateway.trees.tree import Node
-from rillflow.storage.log import FILE_BYTES, Damage, FrameLog
+from rillflow.storage.frame_log import Damage, FrameLog
+from rillflow.storage.segments import SEGMENT_BYTES
 
 Target = tuple[tuple[str, ...], int | None, str | None]
 
@@ -44,7 +45,7 @@ class _Kept:
 class FileSessionLog:
     """A SessionLog in a folder of its own, which one process at a time may use."""
 
-    def __init__(self, folder: Path, *, limit: int = FILE_BYTES) -> None:
+    def __init__(self, folder: Path, *, limit: int = SEGMENT_BYTES) -> None:
         self._log = FrameLog(folder, limit=limit)
         self._kept: dict[str, _Kept] = {}
 

@@ -13,7 +13,6 @@ from weakref import WeakValueDictionary
 
 from rillflow.errors import CorruptData, StorageError
 from rillflow.storage.records import Arrays, Place, Wholes, read_record
-from rillflow.storage.recycling import hold
 from rillflow.storage.segments import segment_path
 
 if TYPE_CHECKING:
@@ -25,10 +24,10 @@ _MOST_VIEWED = 256  # segments that the views of one read keep mapped; each hold
 class SegmentReader:
     """Maps segment files and hands out views into them. Any thread may read.
 
-    A file stays mapped, and its bytes stay as they are, for as long as a view into it is referred to, and no longer: a
-    run has more segments than a process may open files, and none that is mapped is written over once it is dropped.
-    For the first reason a read of very many segments gets copies of the last ones. What this does not protect against:
-    a file that is cut, or a disk that fails, in the very moment of a read ends the process (SIGBUS).
+    A file stays mapped for as long as a view into it is referred to, also after it was dropped, and no longer: a run
+    has more segments than a process may open files. For the same reason a read of very many segments gets copies of
+    the last ones. What this does not protect against: a file that is cut, or a disk that fails, in the very moment of a
+    read ends the process (SIGBUS).
     """
 
     def __init__(self, folder: Path) -> None:
@@ -64,8 +63,6 @@ class SegmentReader:
                 with open(path, "rb") as file:
                     end = os.fstat(file.fileno()).st_size
                     if mapped is None or len(mapped) < min(needed, end):
-                        if not hold(file.fileno(), path):
-                            raise FileNotFoundError(path)
                         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             except (FileNotFoundError, ValueError) as error:
                 raise CorruptData(f"segment {segment} of {self._folder} is missing or empty") from error
