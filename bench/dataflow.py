@@ -1,13 +1,14 @@
-"""The dataflow layer against TransferQueue, and how its cost grows.
+"""The dataflow layer against TransferQueue, with both durabilities, and how its cost grows.
 
     bash scripts/make_venv.sh .venv-transferqueue transferqueue
     python -m bench.dataflow [--quick] [--json FILE] [--peer PYTHON] [--only abcgn]
 
 Side by side in one run, taking turns, with data of the same shape. TransferQueue keeps it in memory (its default
-backend on a local Ray); we have it on disk, synced, before it is acknowledged, and verify every checksum on reading.
+backend on a local Ray). We have it in a file before it is acknowledged, in the page cache (`process`) or synced
+(`machine`), and the ledger always synced; every checksum is verified on reading. Beside the wall time stand core
+milliseconds: of all processes of a side, but not of the kernel's own threads. The disk's own figures stand first.
 
-(a) its own benchmark's shape, 1024 x 9 x 8192 float32: one put, one get; round after round in one run, so that our
-    segment files are those of dropped ones, as in any run that has lasted a while
+(a) its own benchmark's shape, 1024 x 9 x 8192 float32: one put, one get; round after round in one run
 (b) ragged trajectories of 200 to 8,000 tokens with six columns: put singly, one after the other; by 64 producers of one
     process at once, each its own row; read in batches of 64. The peer's call for 64 rows at once stands beside.
 (c) 64 producers in two processes, 8 consumers of micro-batches: rows a second from the first put to the last read
@@ -26,14 +27,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, get_args
 
 from bench import dataflow_ours as ours
 from bench.common import Report, parser
 from bench.dataflow_growth import Point, grow
 from bench.dataflow_nodes import lease_seconds
+from rillflow.types import Durability
 
 Times = dict[str, float]
+DURABILITIES: tuple[Durability, ...] = get_args(Durability)
 
 ROWS, COLUMNS, WIDTH = 1024, 9, 8192
 BYTES = ROWS * COLUMNS * WIDTH * 4
@@ -97,8 +100,19 @@ def medians(rounds: list[Times]) -> Times:
     return {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
 
 
+class Row(NamedTuple):
+    """A row of the report: `amount` in the time that each side names so."""
+
+    name: str
+    ours: str
+    peers: str
+    goal: float | None = None
+    amount: float = 1.0
+    unit: str = "rows/s"
+
+
 class Comparison:
-    """Takes turns with the peer and adds rows to the report."""
+    """Takes turns with the peer and adds rows to the report. The goals are for the durability `process`."""
 
     def __init__(self, report: Report, peer: Peer | None, quick: bool) -> None:
         self._report = report
@@ -107,68 +121,90 @@ class Comparison:
         generator = random.Random(0)
         self._lengths = [generator.randint(200, 8000) for _ in range(1024 if quick else 4096)]
 
-    def _add(self, name: str, mine: float, theirs: float | None, unit: str, goal: float | None) -> None:
-        reason = "" if theirs is not None else "no TransferQueue here"
-        self._report.add(name, mine, theirs, unit=unit, goal=goal, reason=reason)
+    def disk(self) -> None:
+        """What any put is bound by."""
+        for name, synced in (("write", False), ("write and sync", True)):
+            seconds = statistics.median(ours.disk_write(BYTES, synced=synced) for _ in range(3))
+            self._report.add(f"the disk alone: {name}, 302 MB", BYTES / seconds / 1e9, None, unit="GB/s")
+        self._report.add("the disk alone: 4 KiB and sync", ours.disk_sync(200) * 1e3, None, unit="ms")
 
     def rectangle(self) -> None:
-        """Round after round, as a run goes on: both sides let go of a round's rows before the next.
+        """Round after round, as a run goes on: both sides let go of a round's rows before the next."""
 
-        The first rounds warm both up. With us, what is let go of is dropped a moment later, and its files are written
-        over by then, as they are in any run that has lasted `drop_after`.
-        """
+        shape = {"rows": ROWS, "columns": COLUMNS, "width": WIDTH}
 
-        async def rounds() -> tuple[list[Times], list[Times]]:
+        async def rounds(durability: Durability) -> tuple[list[Times], list[Times]]:
             mine, theirs = [], []
-            async with ours.running(self._rounds + WARM + 1, 1, 1, drop_after=0.1) as (_, peers):
+            async with ours.running(durability, self._rounds + WARM + 1, 1, 1, drop_after=0.1) as (_, peers):
                 work = ours.Rectangle(peers, ROWS, COLUMNS, WIDTH)
                 await work.seat.join()
                 for _ in range(self._rounds + WARM):
                     mine.append(await work.round())
-                    if self._peer is not None:
-                        ask = {"case": "a", "rows": ROWS, "columns": COLUMNS, "width": WIDTH}
-                        theirs.append(await asyncio.to_thread(lambda ask=ask: self._peer.ask(**ask)))  # type: ignore[union-attr]
+                    theirs += await asyncio.to_thread(self._ask, durability, "a", **shape)
             return mine[WARM:], theirs[WARM:]
 
-        mine, theirs = asyncio.run(rounds())
-        raw = statistics.median(ours.raw_disk(BYTES) for _ in range(3))
-        self._report.add("(a) the disk alone: write and sync", BYTES / raw / 1e9, None, unit="GB/s")
-        for what, goal in (("put", 3.0), ("get", 10.0)):
-            other = BYTES / medians(theirs)[what] / 1e9 if theirs else None
-            self._add(f"(a) {what}", BYTES / medians(mine)[what] / 1e9, other, "GB/s", goal)
+        for durability in DURABILITIES:
+            mine, theirs = asyncio.run(rounds(durability))
+            for what, goal in (("put", 3.0), ("get", 10.0)):
+                self._add(Row(f"(a) {what}", what, what, goal, BYTES / 1e9, "GB/s"), durability, mine, theirs)
 
     def ragged(self) -> None:
         single = 128
-        mine, theirs = [], []
-        for _ in range(max(1, self._rounds // 2)):
-            mine.append(asyncio.run(ours.ragged(self._lengths, single, 64)))
-            if self._peer is not None:
-                theirs.append(self._peer.ask(case="b", lengths=self._lengths, single=single, batch=64))
-        names = {
-            "put": ("(b) put, one after the other", "put", 10.0),
-            "put_many": ("(b) put, 64 producers at once", "put_many", 10.0),
-            "put_batched": ("(b) put, 64 at once (peer: one call for 64 rows)", "put_many", None),
-            "get": ("(b) get, 64 a call", "get", 10.0),
-        }
-        for what, (name, own, goal) in names.items():
-            other = 1 / medians(theirs)[what] if theirs else None
-            self._add(name, 1 / medians(mine)[own], other, "rows/s", goal)
+        rows = [
+            Row("(b) put, one after the other", "put", "put", 10.0),
+            Row("(b) the row alone, without its completion in the ledger", "row", "put"),
+            Row("(b) put, 64 producers at once", "put_many", "put_many", 10.0),
+            Row("(b) put, 64 at once (peer: one call for 64 rows)", "put_many", "put_batched"),
+            Row("(b) get, 64 a call", "get", "get", 10.0),
+        ]
+        for durability in DURABILITIES:
+            mine, theirs = [], []
+            for _ in range(max(1, self._rounds // 2)):
+                mine.append(asyncio.run(ours.ragged(durability, self._lengths, single, 64)))
+                theirs += self._ask(durability, "b", lengths=self._lengths, single=single, batch=64)
+            for row in rows:
+                self._add(row, durability, mine, theirs)
 
     def streaming(self) -> None:
-        ask = {
+        shape: dict[str, Any] = {
             "lengths": self._lengths,
             "producers": PRODUCERS,
             "producer_processes": PROCESSES,
             "consumers": CONSUMERS,
             "micro": 32,
         }
-        mine, theirs = [], []
-        for _ in range(max(1, self._rounds // 2)):
-            mine.append(asyncio.run(ours.streaming(**ask)))  # type: ignore[arg-type]
-            if self._peer is not None:
-                theirs.append(self._peer.ask(case="c", **ask))
-        other = 1 / medians(theirs)["stream"] if theirs else None
-        self._add("(c) 64 producers, 8 consumers", 1 / medians(mine)["stream"], other, "rows/s", 10.0)
+        for durability in DURABILITIES:
+            mine, theirs = [], []
+            for _ in range(max(1, self._rounds // 2)):
+                mine.append(asyncio.run(ours.streaming(durability, **shape)))
+                theirs += self._ask(durability, "c", **shape)
+            row = Row("(c) 64 producers, 8 consumers", "stream", "stream", 10.0)
+            self._add(row, durability, mine, theirs)
+
+    def _ask(self, durability: Durability, case: str, **shape: Any) -> list[Times]:
+        """The peer takes its turns beside `process`, for which the goals are."""
+        return [self._peer.ask(case=case, **shape)] if self._peer is not None and durability == "process" else []
+
+    def _add(self, row: Row, durability: Durability, mine: list[Times], theirs: list[Times]) -> None:
+        """One row for the rate, and one for the core milliseconds of it."""
+        reason = "" if theirs else "see process" if self._peer is not None else "no TransferQueue here"
+        own, other = medians(mine), medians(theirs) if theirs else None
+        self._report.add(
+            f"{row.name}, {durability}",
+            row.amount / own[row.ours],
+            None if other is None else row.amount / other[row.peers],
+            unit=row.unit,
+            goal=row.goal if theirs else None,
+            reason=reason,
+        )
+        self._report.add(
+            f"{row.name}, {durability}: cores",
+            own[f"{row.ours} cores"] * 1e3,
+            None if other is None else other[f"{row.peers} cores"] * 1e3,
+            unit="core ms" if row.unit == "GB/s" else "core ms a row",
+            less_is_better=True,
+            reason=reason,
+        )
 
 
 def report_growth(report: Report, points: list[Point]) -> None:
@@ -200,6 +236,7 @@ def main() -> None:
     if set(given.only) & set("abc"):
         with peer_of(given.peer) as peer:
             comparison = Comparison(report, peer, given.quick)
+            comparison.disk()
             cases = {"a": comparison.rectangle, "b": comparison.ragged, "c": comparison.streaming}
             for name, case in cases.items():
                 if name in given.only:

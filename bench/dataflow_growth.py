@@ -92,7 +92,7 @@ class Run:
 
 
 async def grow(sizes: list[int]) -> list[Point]:
-    async with running(sizes[-1] // GROUP + BATCH, GROUP, BATCH) as (folder, mine):
+    async with running("process", sizes[-1] // GROUP + BATCH, GROUP, BATCH) as (folder, mine):
         service = next(
             child
             for child in psutil.Process().children(recursive=True)

@@ -1,7 +1,7 @@
 """Our side of `bench.dataflow`: the dataflow service, storage units, producers and consumers as processes of their own.
 
-Everything is durable when it is acknowledged (fsync of payload and ledger). A put is a row written by `UnitWriter` and
-its task completed; a get is a batch leased and its columns read by `PayloadReader`, verified.
+A put is a row written by `UnitWriter`, with the durability asked for, and its task completed in the ledger, which is
+synced; a get is a batch leased and its columns read by `PayloadReader`, verified.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -19,12 +20,13 @@ from typing import Any
 
 import numpy as np
 
+from bench.cores import Moment
 from bench.traffic import COLUMNS, Processes, Producers, Seat, consume_stage, make_run, trajectory
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.clients.payloads import PayloadReader
 from rillflow.clients.units import UnitWriter
 from rillflow.runtime.folder import RunFolder
-from rillflow.types import CompleteTask, LeaseTasks, SampleMeta, TaskLease
+from rillflow.types import CompleteTask, Durability, LeaseTasks, SampleMeta, TaskLease
 
 MAIN, STAGE, GROUP = "main", "reference", 8
 LEASE = 600.0  # nobody is to be given up
@@ -50,7 +52,14 @@ def peers(folder: RunFolder, client: DataflowClient) -> Peers:
 
 @asynccontextmanager
 async def running(
-    prompts: int, group: int, batch: int, *, units: int = 1, stage: bool = False, drop_after: float = 600.0
+    durability: Durability,
+    prompts: int,
+    group: int,
+    batch: int,
+    *,
+    units: int = 1,
+    stage: bool = False,
+    drop_after: float = 600.0,
 ) -> AsyncIterator[Any]:
     """The processes of a run with `prompts` groups of `group` tasks, and peers of this process."""
     with tempfile.TemporaryDirectory() as parent:
@@ -58,7 +67,7 @@ async def running(
         flow = {
             "group_size": group,
             "staleness": 0,
-            "units": {"count": units, "drop_after": drop_after},
+            "units": {"count": units, "drop_after": drop_after, "durability": durability},
             "task_lease": LEASE,
             "node_timeout": LEASE,
         }
@@ -88,7 +97,7 @@ class Rectangle:
     async def round(self) -> dict[str, float]:
         ask = LeaseTasks(node="n", incarnation="1", want=1, versions={MAIN: self.seat.version}, wait=10.0)
         (lease,) = (await self._mine.client.lease_tasks(ask)).leases
-        began = time.perf_counter()
+        began = Moment.now()
         places = await self._mine.writer.put(self._data, 120.0)
         samples = [
             SampleMeta(
@@ -106,63 +115,83 @@ class Rectangle:
             task=lease.task.id, attempt=lease.attempt, node="n", reward=1.0, samples=samples, calls=1, seconds=0.1
         )
         await self._mine.client.complete(news)
-        put = time.perf_counter() - began
-        began = time.perf_counter()
+        spent = began.passed("put")
+        began = Moment.now()
         batch = (await self.seat.lease(1)).batch
         assert batch is not None
         arrays = await self._mine.reader.read([sample.row for sample in batch.samples], self._names)
-        get = time.perf_counter() - began
+        spent |= began.passed("get")
         assert all(np.array_equal(a[n], d[n]) for a, d in zip(arrays, self._data, strict=True) for n in self._names)
         await self.seat.commit(batch, restorable=self.seat.version + 1)
-        return {"put": put, "get": get}
+        return spent
 
 
-def raw_disk(size: int) -> float:
-    """Seconds in which the disk takes so many bytes, preallocated, written and synced: the bound of any put."""
+def disk_write(size: int, *, synced: bool) -> float:
+    """Return the seconds of writing `size` bytes into a new preallocated file: the bound of any put."""
     data = memoryview(np.random.default_rng(1).bytes(size))
     with tempfile.NamedTemporaryFile() as file:
         os.posix_fallocate(file.fileno(), 0, size)
         began = time.perf_counter()
         for at in range(0, size, 4 << 20):
             os.write(file.fileno(), data[at : at + (4 << 20)])
-        os.fdatasync(file.fileno())
+        if synced:
+            os.fdatasync(file.fileno())
         return time.perf_counter() - began
+
+
+def disk_sync(count: int) -> float:
+    """Return the median seconds of a write of 4 KiB into a preallocated file and its sync."""
+    with tempfile.NamedTemporaryFile() as file:
+        os.posix_fallocate(file.fileno(), 0, count << 12)
+        times = []
+        for _ in range(count):
+            began = time.perf_counter()
+            os.write(file.fileno(), bytes(4096))
+            os.fdatasync(file.fileno())
+            times.append(time.perf_counter() - began)
+        return statistics.median(times)
 
 
 # ---------------------------------------------------------------- (b) ragged rows, from one producer
 
 
-async def ragged(lengths: Sequence[int], single: int, batch: int) -> dict[str, float]:
-    """The first `single` rows one after the other, the rest as 64 episodes at once; then all of them in batches."""
+async def ragged(durability: Durability, lengths: Sequence[int], single: int, batch: int) -> dict[str, float]:
+    """The first `single` rows one after the other, the rest as 64 episodes at once; then all of them in batches.
+
+    `row` is a put without its completion, which waits for the ledger's sync.
+    """
     rows = [trajectory(length) for length in lengths]
     groups = len(rows) // GROUP
-    async with running(groups, GROUP, groups) as (_, mine):
+    async with running(durability, groups, GROUP, groups) as (_, mine):
         leases = await _lease_all(mine.client, len(rows))
         todo = iter(rows)
         node = Producers("n", mine.client, mine.writer, [MAIN], lambda lease: {MAIN: next(todo)})
-        began = time.perf_counter()
+        began = Moment.now()
+        for row in rows[:single]:
+            await mine.writer.put([row])
+        found = began.passed("row", single)
+        began = Moment.now()
         for lease in leases[:single]:
             await node.finish(lease)
-        one = (time.perf_counter() - began) / single
+        found |= began.passed("put", single)
         limit = asyncio.Semaphore(64)
 
         async def finish(lease: TaskLease) -> None:
             async with limit:
                 await node.finish(lease)
 
-        began = time.perf_counter()
+        began = Moment.now()
         await asyncio.gather(*map(finish, leases[single:]))
-        many = (time.perf_counter() - began) / (len(rows) - single)
+        found |= began.passed("put_many", len(rows) - single)
         seat = Seat(MAIN, mine.client)
         await seat.join()
-        began = time.perf_counter()
+        began = Moment.now()
         batch_of_all = (await seat.lease(groups)).batch
         assert batch_of_all is not None
         places = [sample.row for sample in batch_of_all.samples]
         for at in range(0, len(places), batch):
             await mine.reader.read(places[at : at + batch], list(COLUMNS))
-        get = (time.perf_counter() - began) / len(places)
-        return {"put": one, "put_many": many, "get": get}
+        return found | began.passed("get", len(places))
 
 
 async def _lease_all(client: DataflowClient, count: int) -> list[TaskLease]:
@@ -214,13 +243,19 @@ async def _consume(folder: RunFolder, client: DataflowClient, count: int, groups
 
 
 async def streaming(
-    lengths: Sequence[int], producers: int, producer_processes: int, consumers: int, micro: int
+    durability: Durability,
+    *,
+    lengths: Sequence[int],
+    producers: int,
+    producer_processes: int,
+    consumers: int,
+    micro: int,
 ) -> dict[str, float]:
     """A micro-batch is up to `micro` rows, in whole groups; consumers are workers of a stage before the update."""
     groups = len(lengths) // GROUP
     share = len(lengths) // producer_processes
     context = multiprocessing.get_context("spawn")
-    async with running(groups, GROUP, groups, units=2, stage=True) as (folder, mine):
+    async with running(durability, groups, GROUP, groups, units=2, stage=True) as (folder, mine):
         together = context.Barrier(producer_processes + 1)
         makers = [
             context.Process(
@@ -238,8 +273,9 @@ async def streaming(
         for maker in makers:
             maker.start()
         await asyncio.to_thread(together.wait, 60)  # they have made their rows
-        began = time.perf_counter()
-        seconds = await _consume(folder, mine.client, consumers, micro // GROUP, len(lengths)) - began
+        began = Moment.now()
+        ended = await _consume(folder, mine.client, consumers, micro // GROUP, len(lengths))
+        spent = began.passed("stream", len(lengths)) | {"stream": (ended - began.wall) / len(lengths)}
         for maker in makers:
             await asyncio.to_thread(maker.join, 30)
-        return {"stream": seconds / len(lengths), "rows": len(lengths)}
+        return spent

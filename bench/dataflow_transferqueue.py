@@ -1,8 +1,8 @@
 """The TransferQueue side of `bench.dataflow`, run under its own Python: one line of JSON in, one out, until the end.
 
-Requests: `{"case": NAME, …numbers}`; replies: `{"seconds": …, "rows": …, "bytes": …}` or `{"error": …}`. The package's
-default backend (SimpleStorage, two units, in memory) on a local Ray. Data is made before the clock starts, as on our
-side. Nothing it stores is on disk.
+Requests: `{"case": NAME, …numbers}`; replies: seconds by name, with core seconds beside, or `{"error": …}`. It is the
+package's default backend (SimpleStorage, two units, in memory) on a local Ray. Data is made before the clock starts, as
+on our side. Nothing it stores is on disk.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ os.environ.setdefault("TQ_LOGGING_LEVEL", "ERROR")
 import ray
 import torch
 import transfer_queue as tq
+from cores import Moment
 from tensordict import TensorDict
 
 COLUMNS = {
@@ -59,15 +60,15 @@ def stacked(rows: list[dict[str, torch.Tensor]]) -> TensorDict:
 def rectangle(rows: int, columns: int, width: int) -> dict[str, float]:
     data = TensorDict({f"c{n}": torch.rand(rows, width) for n in range(columns)}, batch_size=rows)
     where, keys = partition("a"), [str(n) for n in range(rows)]
-    began = time.perf_counter()
+    began = Moment.now()
     tq.kv_batch_put(keys=keys, partition_id=where, fields=data)
-    put = time.perf_counter() - began
-    began = time.perf_counter()
+    put = began.passed("put")
+    began = Moment.now()
     got = tq.kv_batch_get(keys=keys, partition_id=where)
-    get = time.perf_counter() - began
+    get = began.passed("get")
     assert torch.equal(got["c0"][rows - 1], data["c0"][rows - 1])
     tq.kv_clear(keys=keys, partition_id=where)
-    return {"put": put, "get": get}
+    return put | get
 
 
 # ---------------------------------------------------------------- (b) ragged rows, from one producer
@@ -76,26 +77,26 @@ def rectangle(rows: int, columns: int, width: int) -> dict[str, float]:
 def ragged(lengths: list[int], single: int, batch: int) -> dict[str, float]:
     rows = trajectories(lengths)
     where, keys = partition("b"), [str(n) for n in range(len(rows))]
-    began = time.perf_counter()
+    began = Moment.now()
     for key, row in zip(keys[:single], rows, strict=False):
         tq.kv_put(key=key, partition_id=where, fields=row)
-    one = (time.perf_counter() - began) / single
+    found = began.passed("put", single)
     at_once = single + len(rows) // 4
-    began = time.perf_counter()
+    began = Moment.now()
     asyncio.run(produce(rows[single:at_once], single, where, 64))
-    concurrent = (time.perf_counter() - began) / (at_once - single)
+    found |= began.passed("put_many", at_once - single)
     parts = [slice(at, at + batch) for at in range(at_once, len(rows), batch)]
     made = [stacked(rows[part]) for part in parts]
-    began = time.perf_counter()
+    began = Moment.now()
     for part, data in zip(parts, made, strict=True):
         tq.kv_batch_put(keys=keys[part], partition_id=where, fields=data)
-    many = (time.perf_counter() - began) / (len(rows) - at_once)
-    began = time.perf_counter()
+    found |= began.passed("put_batched", len(rows) - at_once)
+    began = Moment.now()
     for at in range(0, len(rows), batch):
         tq.kv_batch_get(keys=keys[at : at + batch], partition_id=where)
-    get = (time.perf_counter() - began) / len(rows)
+    found |= began.passed("get", len(rows))
     tq.kv_clear(keys=keys, partition_id=where)
-    return {"put": one, "put_many": concurrent, "put_batched": many, "get": get}
+    return found
 
 
 # ---------------------------------------------------------------- (c) many producers, many consumers
@@ -160,15 +161,15 @@ def streaming(
     makers = [Producers.remote(lengths[n * share : (n + 1) * share], n * share) for n in range(producer_processes)]
     eaters = Consumers.remote()
     ray.get([maker.__ray_ready__.remote() for maker in (*makers, eaters)])
-    began = time.perf_counter()
+    began = Moment.now()
     eating = eaters.run.remote(where, consumers, micro, len(lengths))
     making = [maker.run.remote(where, producers // producer_processes) for maker in makers]
     ray.get(making)
     consumed = ray.get(eating)
-    seconds = time.perf_counter() - began
+    spent = began.passed("stream", consumed)
     for actor in (*makers, eaters):
         ray.kill(actor)
-    return {"stream": seconds / consumed, "rows": consumed}
+    return spent
 
 
 CASES: dict[str, Callable[..., dict[str, float]]] = {"a": rectangle, "b": ragged, "c": streaming}

@@ -20,7 +20,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from bench.dataflow_ours import raw_disk
+from bench.dataflow_ours import disk_write
 from bench.gateway import Asked
 from bench.scale_costs import Meter, PartCosts, call_and_each, recorded
 from bench.traffic import COLUMNS, Columns, Processes, make_run, trajectory
@@ -45,7 +45,7 @@ def measure_parts(*, quick: bool = False) -> PartCosts:
         **asyncio.run(_units(rounds)),
         **_gateway(64 if quick else 256),
         **asyncio.run(_weights(rounds)),
-        disk_byte=statistics.median(raw_disk(64 << 20) for _ in range(3)) / (64 << 20),
+        disk_byte=statistics.median(disk_write(64 << 20, synced=True) for _ in range(3)) / (64 << 20),
         encode_byte=1e-9 / recorded("weights_gpu-h200", "2.51 % changed: encode"),
         apply_byte=1e-9 / recorded("weights_gpu-h200", "2.51 % changed: apply"),
         # GB for 14.8e9 weights, of which as many change as at lr 1e-6
