@@ -124,7 +124,8 @@ def trl(arguments: argparse.Namespace, model: str, folder: Path) -> Side:
 
 
 _TRANSFER = re.compile(
-    r"version \d+, (\w+), (\d+) bytes: fetched in ([\d.]+) s, verified in ([\d.]+) s, applied in ([\d.]+) s, ([\d.]+) s"
+    r"version \d+, (\w+), (\d+) bytes(?:, decoded by the engine)?: fetched in ([\d.]+) s, verified in ([\d.]+) s, "
+    r"applied in ([\d.]+) s, ([\d.]+) s"
 )
 
 

@@ -124,6 +124,7 @@ BENCHES: dict[str, Bench] = {
     "tree": Bench(2),
     "weights": Bench(5),
     "weights_probe": Bench(0.5),
+    "weights_update": Bench(2, environment="vllm", arguments=("--python", ".venv-vllm/bin/python")),
     "catch_up": Bench(1),
     "cross_region": Bench(4, needs=(network_namespaces,)),
     "pipeline": Bench(4),

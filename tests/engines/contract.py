@@ -29,8 +29,10 @@ from rillflow.gateway.trees.record import Sample
 from rillflow.types import Chunk, GenerateRequest, Probe, Sampling
 from rillflow.weights.fingerprint import fingerprint
 from rillflow.weights.probe import FP32, ProbeMismatch, prompts
-from rillflow.weights.pull import Pulled, Transfer
+from rillflow.weights.pull import Pulled, Puller, Transfer
 from rillflow.weights.refresh import Refresher
+from rillflow.weights.store import FolderStore
+from rillflow.weights.transport.objects import FolderSource
 
 CONTEXT = 320
 
@@ -317,6 +319,37 @@ async def test_episodes_play_through_the_gateway_while_weights_change(world: Wor
             assert found == pytest.approx([expected[place - 1] for place in places], abs=2e-4)
 
 
+async def test_workers_decode_published_deltas(world: World, tmp_path: Path) -> None:
+    """From a trainer's store into the fused parameters of the server; nothing is decoded on the way."""
+    store = FolderStore(tmp_path, deltas=True)
+    store.publish(world.model.state_dict(), world.version, None, probe_of(world.model))
+    puller = Puller(FolderSource(tmp_path))
+    refresher = Refresher("p", world.engine, puller, doubts=True)
+    asked = prompt(30)
+    for share, count in ((0.02, 1), (0.3, 2)):
+        for _ in range(count):
+            world.changed(share)
+            version = world._next()
+            store.publish(world.model.state_dict(), version, version - 1, probe_of(world.model))
+        assert await refresher.refresh()
+        chunks = await ask(world.engine, asked)
+        assert set(versions(chunks)) == {version}
+        check(world, asked, chunks)
+        done = refresher.transfers.last[-1]
+        assert (done.kind, done.versions, done.by_engine) == ("delta", count, True)
+        assert world.engine.update_seconds.keys() == {"cut", "apply", "decode", "verify", "probe"}
+    name = "model.layers.1.self_attn.k_proj.weight"
+    laid = lay_changes({name: Change(torch.tensor([77]), torch.tensor([123.0]))}, {})
+    await world.write([str(path) for path in laid.folder.iterdir()])
+    laid.remove()
+    world.changed(0.02)
+    version = world._next()
+    store.publish(world.model.state_dict(), version, version - 1, probe_of(world.model))
+    assert await refresher.refresh()
+    assert not refresher.transfers.last[-1].by_engine, "a wrong weight in the server was noticed: it got all of them"
+    check(world, asked, await ask(world.engine, asked))
+
+
 async def test_weights_that_do_not_fit_change_nothing(world: World) -> None:
     good = world.model.state_dict()
     for wrong in (good | {"other": torch.ones(1)}, {"model.norm.weight": good["model.norm.weight"]}):
@@ -360,7 +393,7 @@ class Given:
     async def head(self) -> int:
         return self._version
 
-    async def pull(self) -> Pulled:
+    async def pull(self, serves: int | None = None) -> Pulled:
         transfer = Transfer(self._version, None, "full", 1, 0, 0.0, 0.0)
         return Pulled(self._version, self._tensors, None, transfer, probe_of(self._models[self._version]))
 

@@ -33,3 +33,4 @@ def test_a_short_run_trains_on_what_vllm_samples(cli: Cli, vllm_python: str) -> 
     words = "\n".join(path.read_text() for path in (folder / "logs").glob("rollout-*.log"))
     assert "not loaded" not in words
     assert "goes to the engine whole" not in words
+    assert "decoded by the engine" in words

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from rillflow.types import Chunk, EngineStats, GenerateRequest, Probe, Row, UnitInfo
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import numpy.typing as npt
     import torch
 
@@ -33,6 +35,15 @@ class Patch(NamedTuple):
 
     base: int
     changes: Mapping[str, Change]
+    fingerprints: Mapping[str, int]
+
+
+class Deltas(NamedTuple):
+    """Published deltas, still coded, that turn version `base` into another one: the verified files of each step, in
+    order. `fingerprints` are those of all tensors of the last version. The files stay until the next pull."""
+
+    base: int
+    steps: Sequence[Sequence[Path]]
     fingerprints: Mapping[str, int]
 
 
@@ -112,6 +123,19 @@ class Engine(Protocol):
         when it does not serve `patch.base`, or when the weights do not fit."""
 
     def stats(self) -> EngineStats: ...
+
+
+@runtime_checkable
+class DecodesDeltas(Protocol):
+    """An engine that decodes published deltas by itself, on the device that holds its weights."""
+
+    @property
+    def decoding_refused(self) -> str:
+        """The reason why it does not, or an empty string."""
+
+    async def apply_deltas(self, deltas: Deltas, version: int, probe: Probe | None = None) -> None:
+        """As `Engine.patch`. WeightsError, changing nothing, when it does not serve `deltas.base`, or when it cannot
+        decode them."""
 
 
 class StorageUnit(Protocol):

@@ -102,8 +102,13 @@ async def run_engine(
 
 
 def _prepare_deltas(recipe: Recipe) -> list[Ahead]:
-    """Nodes wait for weights: what decodes them should not be compiled first, beside a busy loop."""
-    names = {settings.engine.dtype for settings in recipe.policies.values() if settings.writes_deltas}
+    """Nodes wait for weights: what decodes them should not be compiled first, beside a busy loop. Servers that decode
+    deltas by themselves need nothing of it."""
+    names = {
+        settings.engine.dtype
+        for settings in recipe.policies.values()
+        if settings.writes_deltas and not settings.engine.decodes_deltas
+    }
     return [Ahead(DTYPES[name], torch.device("cpu"), reads=True) for name in sorted(names)]
 
 

@@ -1,8 +1,12 @@
 """From the weights that a node holds to the newest ones, by the cheapest way, while its engine goes on sampling.
 
-Invariants: what is pulled is the head of the line, whole and verified, or an error is raised; what is held is a whole
-version, or nothing. The way is planned anew, from the newest line, when a file on it is gone or damaged, and when the
-head was orphaned meanwhile. A damaged or lost file is not asked for again for a while: there may be a way without it.
+For an engine that decodes deltas by itself, deltas that lead from the version it serves to the head are only fetched.
+The node's own copy then stays where it is. Only a pull that needs whole weights moves it on.
+
+Invariants: what is pulled is the head of the line, whole and verified, or deltas whose files are verified, or an error
+is raised; what is held is a whole version, or nothing. The way is planned anew, from the newest line, when a file on it
+is gone or damaged, and when the head was orphaned meanwhile. A damaged or lost file is not asked for again for a while:
+there may be a way without it.
 """
 
 from __future__ import annotations
@@ -10,13 +14,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from msgspec.structs import replace
 
-from rillflow.contracts import Clock, Patch, SystemClock
+from rillflow.contracts import Clock, Deltas, Patch, SystemClock
 from rillflow.errors import ConfigError, CorruptData, RillflowError, WeightsError
 from rillflow.weights.adapters import Adapter, merged
 from rillflow.weights.codec import read_version
@@ -54,7 +58,8 @@ class _Step(NamedTuple):
 
 class Transfer(NamedTuple):
     """One pull; kind `held` if nothing had to be fetched. Seconds: `fetch` of the download, `verify` until it was
-    decoded, verified and in the host's copy, `apply` of the engine's patch or load, `pause` of that without a token."""
+    decoded, verified and in the host's copy, `apply` of the engine's patch or load, `pause` of that without a token.
+    With `by_engine` the engine decodes the deltas: then that is part of `apply`, and `verify` is 0."""
 
     version: int
     base: int | None
@@ -65,23 +70,27 @@ class Transfer(NamedTuple):
     verify: float
     apply: float = 0.0
     pause: float = 0.0
+    by_engine: bool = False
 
     def __str__(self) -> str:
+        where = ", decoded by the engine" if self.by_engine else ""
         return (
-            f"version {self.version}, {self.kind}, {self.bytes} bytes: fetched in {self.fetch:.3f} s, verified in "
-            f"{self.verify:.3f} s, applied in {self.apply:.3f} s, {self.pause:.3f} s of them without a token"
+            f"version {self.version}, {self.kind}, {self.bytes} bytes{where}: fetched in {self.fetch:.3f} s, "
+            f"verified in {self.verify:.3f} s, applied in {self.apply:.3f} s, {self.pause:.3f} s of them without a "
+            "token"
         )
 
 
 class Pulled(NamedTuple):
     """A version, whole; and, where it came by deltas alone, what has changed. Good until the next pull. `probe` is what
-    an engine must reproduce of it."""
+    an engine must reproduce of it. With `deltas`, which the engine decodes, there are neither tensors nor a patch."""
 
     version: int
     tensors: Tensors
     patch: Patch | None
     transfer: Transfer
     probe: Probe | None = None
+    deltas: Deltas | None = None
 
 
 class _Spoilt(Exception):
@@ -126,6 +135,7 @@ class Puller:
         self._initial = initial
         self._clock = clock or SystemClock()
         self._held = Held()
+        self._behind = False  # whether the engine has been given deltas that the copy here has not
         self._line: Line | None = None
         self._avoid: dict[_Step, float] = {}
         self._fetched: set[int] = set()
@@ -146,13 +156,14 @@ class Puller:
     async def close(self) -> None:
         await self._source.close()
 
-    async def pull(self) -> Pulled:
-        """The head. CorruptData or WeightsError when there is no way to it now; WireError when nobody can be asked."""
+    async def pull(self, serves: int | None = None) -> Pulled:
+        """The head; as deltas, where they lead to it from `serves`, the version of an engine that decodes them by
+        itself. CorruptData or WeightsError when there is no way to it now; WireError when nobody can be asked."""
         cause: RillflowError | None = None
         for _ in range(_PLANS):
             line = self._line = await self._source.line()
             try:
-                return await self._reach(line)
+                return await self._reach(line, serves)
             except _Spoilt as spoilt:
                 cause = spoilt.cause
                 await self._note(spoilt)
@@ -165,12 +176,15 @@ class Puller:
 
     # ------------------------------------------------------------ one plan
 
-    async def _reach(self, line: Line) -> Pulled:
+    async def _reach(self, line: Line, serves: int | None) -> Pulled:
         if line.head is None:
             raise WeightsError("no version was published yet", "the trainer publishes version 0 when it starts")
         manifest = await self._source.manifest(line.head)
+        direct = self._direct(line, line.head, serves) if serves is not None and manifest.adapter is None else None
+        if direct is not None and serves is not None and manifest.fingerprints:
+            return await self._deltas(line, manifest, direct, serves)
         way = await self._plan(line, line.head if manifest.adapter is None else manifest.adapter.base)
-        word = self._word if way.snapshot is not None else None
+        word = self._word if way.snapshot is not None or self._behind else None
         async with nullcontext() if word is None else word(line.head):
             return await self._go(line, line.head, manifest, way)
 
@@ -183,6 +197,7 @@ class Puller:
         if adapter is not None:
             tensors = await in_thread(lambda: self._merge(adapter))
         verify = time.perf_counter() - began
+        self._behind = False
         await self._forget()
         size = way.bytes + sum(facts.size for facts in manifest.full_files.values() if adapter is not None)
         kind: Literal["full", "delta", "held"]
@@ -191,6 +206,25 @@ class Puller:
         base = None if patch is None else patch.base
         transfer = Transfer(head, base, kind, len(way.deltas), size, fetch, verify)
         return Pulled(head, tensors, patch, transfer, manifest.probe)
+
+    def _direct(self, line: Line, head: int, serves: int) -> Route | None:
+        """Return the way of deltas from the engine's version to the head, if that is the best way."""
+        try:
+            way = route(self._usable(line.entries), serves, head, self._mode)
+        except WeightsError:
+            return None
+        return way if way.snapshot is None and way.deltas else None
+
+    async def _deltas(self, line: Line, manifest: VersionManifest, way: Route, serves: int) -> Pulled:
+        """Fetch deltas for an engine that decodes them. Their files stay until the next pull."""
+        head = manifest.version
+        found, fetch = await self._ready(line, head, way)
+        self._behind = True
+        await self._forget(keep=way.deltas)
+        steps = [list(found[version].paths.values()) for version in way.deltas]
+        transfer = Transfer(head, serves, "delta", len(way.deltas), way.bytes, fetch, 0.0, by_engine=True)
+        deltas = Deltas(serves, steps, manifest.tensor_fingerprints())
+        return Pulled(head, {}, None, transfer, manifest.probe, deltas)
 
     async def _plan(self, line: Line, want: int) -> Route:
         """A new node may find that it holds the root already."""
@@ -267,10 +301,11 @@ class Puller:
             self._avoid[spoilt.step] = self._clock.monotonic() + AVOID_SECONDS
             await self._source.forget(spoilt.step.version)
 
-    async def _forget(self) -> None:
+    async def _forget(self, keep: Collection[int] = ()) -> None:
         """Files stay while a pull that failed may go on with them."""
-        while self._fetched:
-            await self._source.forget(self._fetched.pop())
+        for version in self._fetched - set(keep):
+            self._fetched.discard(version)
+            await self._source.forget(version)
 
     # ------------------------------------------------------------ in threads: all this takes long
 

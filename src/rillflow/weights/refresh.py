@@ -1,7 +1,10 @@
 """Keeps an engine on the head of its policy's weights. A broken version is skipped, the old one stays.
 
+An engine that decodes deltas by itself gets their files; any other one gets what has changed, decoded on this host.
+
 Invariants: everything but the change itself happens while the engine samples; an engine that serves another version
-than a patch is for, or refuses it, gets the whole version. An engine that `doubts` samples nothing before it has
+than a patch is for, or refuses it, gets the whole version. Where an engine cannot decode deltas the log says why, and
+they are decoded here from then on. An engine that `doubts` samples nothing before it has
 reproduced the probe of the version it has, the one that it started with included; one that does not reproduce it gets
 the whole version too, and where that fails as well it is tried again after a while, or when there is a newer version.
 """
@@ -16,8 +19,8 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from typing import Protocol
 
-from rillflow.contracts import Clock, Engine, SystemClock, WeightStore
-from rillflow.errors import EngineError, RillflowError, WeightsError
+from rillflow.contracts import Clock, DecodesDeltas, Engine, SystemClock, WeightStore
+from rillflow.errors import EngineError, EngineLost, RillflowError, WeightsError
 from rillflow.storage.spans import NoSpans, Spans
 from rillflow.types import Probe
 from rillflow.weights.probe import ProbeMismatch
@@ -43,7 +46,7 @@ class Supply(Protocol):
 
     async def head(self) -> int | None: ...
 
-    async def pull(self) -> Pulled: ...
+    async def pull(self, serves: int | None = None) -> Pulled: ...
 
     async def probe(self, version: int) -> Probe | None: ...
 
@@ -61,7 +64,7 @@ class StoreSupply:
     async def head(self) -> int | None:
         return self._store.head()
 
-    async def pull(self) -> Pulled:
+    async def pull(self, serves: int | None = None) -> Pulled:
         head = self._store.head()
         if head is None:
             raise WeightsError("no version was published yet", "wait for the first one")
@@ -127,6 +130,7 @@ class Refresher:
         self._one_at_a_time = asyncio.Lock()
         self._serving = False
         self._served = engine.version  # the last one that it was known to have
+        self._refused = ""  # why the engine does not decode deltas
         self._failed: tuple[int, float] | None = None  # the version that did not prove right, and until when it rests
         self.trouble = ""
         if doubts:
@@ -143,7 +147,7 @@ class Refresher:
                 head = await self._supply.head()
                 if head is None or self._rests(head) or await self._has(head):
                     return False
-                return await self._give(await self._supply.pull())
+                return await self._give(await self._supply.pull(self._decodes_from()))
             except ProbeMismatch as error:
                 await self._mistrust(error)
                 return False
@@ -174,8 +178,9 @@ class Refresher:
         async with self._turn() if self._turn is not None and self._serving else nullcontext():
             began, paused = time.perf_counter(), self._engine.stats().load_seconds
             with self.spans.doing("load"):
-                by_patch = await self._patched(pulled)
-                if not by_patch:
+                if pulled.deltas is not None and not await self._decoded(pulled):
+                    pulled = await self._supply.pull()
+                if pulled.deltas is None and not await self._patched(pulled):
                     await self._engine.load(pulled.tensors, pulled.version, pulled.probe)
             apply = time.perf_counter() - began
         pause = self._engine.stats().load_seconds - paused
@@ -184,6 +189,36 @@ class Refresher:
         self.transfers.add(done)
         log.info("policy %s: %s", self._policy, done)
         self.on_load()
+        return True
+
+    def _decodes_from(self) -> int | None:
+        """Return the version whose deltas the engine decodes; None: they are decoded here."""
+        engine = self._engine
+        if not isinstance(engine, DecodesDeltas):
+            return None
+        if engine.decoding_refused and not self._refused:
+            self._refuse(engine.decoding_refused)
+        return None if self._refused else engine.version
+
+    def _refuse(self, why: str) -> None:
+        self._refused = why
+        log.warning("policy %s: deltas are decoded on the node's host: %s", self._policy, why)
+
+    async def _decoded(self, pulled: Pulled) -> bool:
+        """Whether the engine could decode the deltas. A reason that is not the server's end holds for good: a try for
+        every version would cost two updates each time."""
+        engine, deltas = self._engine, pulled.deltas
+        assert isinstance(engine, DecodesDeltas)
+        assert deltas is not None
+        if deltas.base != engine.version:
+            return False
+        try:
+            await engine.apply_deltas(deltas, pulled.version, pulled.probe)
+        except (WeightsError, EngineError) as error:
+            log.warning("policy %s: version %d goes to the engine whole: %s", self._policy, pulled.version, error)
+            if not isinstance(error, EngineLost | ProbeMismatch):
+                self._refuse(error.message)
+            return False
         return True
 
     async def _patched(self, pulled: Pulled) -> bool:

@@ -92,7 +92,7 @@ class Ranks:
     def take(self, laid: Any) -> None:
         answers = self.call(laid.method, sorted(map(str, laid.folder.iterdir())))
         laid.remove()
-        verify(self.facts, laid.fingerprints, answers)
+        verify(self.facts, laid.fingerprints, [answer["held"] for answer in answers])
 
     def expected(self, rank: int, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         plain = Shard(rank, self._dtype)

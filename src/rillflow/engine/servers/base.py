@@ -33,7 +33,7 @@ from rillflow.weights import probe as probing
 from rillflow.wire import take_short_turns
 
 if TYPE_CHECKING:
-    from rillflow.contracts import Patch, Tensors
+    from rillflow.contracts import Deltas, Patch, Tensors
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +68,7 @@ class ServerEngine(ABC):
         self._supervisor: asyncio.Task[None] | None = None
         self._generated = self._loads = 0
         self._load_seconds = 0.0
+        self.update_seconds: dict[str, float] = {}  # of the last update, part by part
         self.prefilled = self.reused = 0  # counted by the adapter, where the server tells
 
     # ------------------------------------------------------------ what an adapter writes
@@ -259,7 +260,11 @@ class ServerEngine(ABC):
         try:
             await self._wake_up()
             await self._cut_all("weights")
+            self.update_seconds = {"cut": self._clock.monotonic() - began}
             await self._write(update, version, probe)
+            log.info(
+                "version %d: %s", version, ", ".join(f"{part} {s:.3f} s" for part, s in self.update_seconds.items())
+            )
             self._version = version
             self._held.discard(_WEIGHTS)
         finally:
@@ -270,10 +275,14 @@ class ServerEngine(ABC):
         """However it is broken off, also by a caller who goes: nobody knows then what was written."""
         try:
             if update is not None:
+                began = self._clock.monotonic()
                 await update.apply()
+                self.update_seconds |= {"apply": self._clock.monotonic() - began, **update.seconds}
             if probe is not None:
                 await self._go_on()  # our own answers are held; the server must sample for the probe
+                began = self._clock.monotonic()
                 probing.check(version, probe, await self.scores(probe.prompts, version))
+                self.update_seconds["probe"] = self._clock.monotonic() - began
         except BaseException as error:
             if isinstance(error, Tainted | probing.ProbeMismatch) or not isinstance(error, WeightsError):
                 self._version = UNKNOWN
@@ -286,10 +295,10 @@ class ServerEngine(ABC):
         if _DOWN in self._held:
             raise EngineLost("the server is not there", "it is started again: try later")
 
-    def _check_base(self, patch: Patch) -> None:
-        if patch.base != self._version:
+    def _check_base(self, change: Patch | Deltas) -> None:
+        if change.base != self._version:
             raise WeightsError(
-                f"the patch is of version {patch.base}, the engine serves {self._version}", "load the whole weights"
+                f"the patch is of version {change.base}, the engine serves {self._version}", "load the whole weights"
             )
 
     async def _settle(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,13 +16,15 @@ from rillflow.config import EngineConfig
 from rillflow.contracts import Clock
 from rillflow.engine.servers.base import ServerEngine
 from rillflow.engine.servers.facts import ModelFacts
+from rillflow.engine.servers.layout import check_layout, split_tensors
 from rillflow.engine.servers.process import ServerProcess
-from rillflow.engine.servers.updates import LaidUpdate, Update, lay_changes, lay_whole
+from rillflow.engine.servers.updates import DeltaUpdate, LaidUpdate, Update, lay_changes, lay_whole
 from rillflow.errors import EngineLost, WeightsError
 from rillflow.weights.models import load_policy_model
 
 if TYPE_CHECKING:
-    from rillflow.contracts import Patch, Tensors
+    from rillflow.contracts import Deltas, Patch, Tensors
+    from rillflow.types import Probe
 
 
 _LOOK_SECONDS = 0.25  # between two looks at a server that starts
@@ -44,6 +46,7 @@ class InPlaceEngine(ServerEngine):
         self._logs = logs
         self._start_id = secrets.token_hex(8)
         self._probes = count()
+        self._refused = "" if settings.server.decodes_deltas else "engine.server.decodes_deltas is false"
 
     def salt(self, version: int) -> str:
         """What the server's prefix cache is kept under. A server that runs already may have served other weights under
@@ -80,8 +83,19 @@ class InPlaceEngine(ServerEngine):
         return f"its last words:\n{self.process.tail()}" if self.process is not None else "is it running?"
 
     @abstractmethod
-    async def rewrite(self, method: str, paths: list[str]) -> list[Any]:
-        """`rillflow_load` or `rillflow_patch` with these files, on every rank; what each of them holds then."""
+    async def rewrite(self, method: str, argument: list[Any]) -> list[Any]:
+        """Call `rillflow_load`, `rillflow_patch` or `rillflow_decode` on every rank; return what each answers."""
+
+    def learn_layout(self, answers: Sequence[Mapping[str, Any]]) -> None:
+        """Take what every rank says of where weights live. ConfigError when they cannot be changed in place."""
+        check_layout(self.model, answers)
+        split = split_tensors(self.model, answers)
+        if split and not self._refused:
+            self._refused = f"its ranks hold parts of {len(split)} tensors, and a delta is decoded from whole ones"
+
+    @property
+    def decoding_refused(self) -> str:
+        return self._refused
 
     async def prepare_load(self, tensors: Tensors) -> Update:
         laid = await asyncio.to_thread(lay_whole, self.model.whole(tensors))
@@ -95,6 +109,12 @@ class InPlaceEngine(ServerEngine):
             raise WeightsError("a patch without fingerprints of all it changes", "load the whole weights")
         laid = await asyncio.to_thread(lay_changes, changes, known)
         return LaidUpdate(self.model, laid, self.rewrite)
+
+    async def apply_deltas(self, deltas: Deltas, version: int, probe: Probe | None = None) -> None:
+        self._check_up()
+        self._check_base(deltas)
+        update = await asyncio.to_thread(DeltaUpdate, self.model, deltas, self.rewrite)
+        await self._change(update, version, probe, lambda: self._check_base(deltas))
 
     async def put_initial(self) -> None:
         """Version 0 into a server that runs already, whatever it served before."""

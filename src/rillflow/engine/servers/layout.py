@@ -35,6 +35,19 @@ def check_layout(model: ModelFacts, answers: Sequence[Mapping[str, Any]]) -> Non
                 raise ConfigError(f"{', '.join(answer[what][:4])}: {why}", _HINT)
 
 
+def split_tensors(model: ModelFacts, answers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the tensors of which some rank holds only a part."""
+    return [
+        name
+        for name, shape in model.shapes.items()
+        if any(
+            sum(prod(size) for _, size, _ in {tuple(map(_frozen, part)) for part in answer["spread"][name]})
+            < prod(shape)
+            for answer in answers
+        )
+    ]
+
+
 def verify(model: ModelFacts, expected: Mapping[str, int], answers: Sequence[Mapping[str, Any]]) -> None:
     """Tainted when what the workers hold of a tensor is not what its fingerprint says."""
     for name, fingerprint in expected.items():

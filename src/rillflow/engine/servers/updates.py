@@ -1,7 +1,8 @@
-"""Weights laid ready for a server's workers: files in memory that live as long as an update.
+"""Weights on their way into a server's workers: files in memory that live as long as an update, or published deltas
+that the workers decode.
 
-Invariant: the files are locked while somebody lives who will remove them; what a process that was killed has left is
-removed by the next one.
+Invariant: the files in memory are locked while somebody lives who will remove them; what a process that was killed has
+left is removed by the next one.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
-from rillflow.contracts import Change
+from rillflow.contracts import Change, Deltas
 from rillflow.engine.servers.facts import ModelFacts
 from rillflow.engine.servers.layout import Tainted, verify
-from rillflow.errors import EngineError, EngineLost
+from rillflow.errors import EngineError, EngineLost, WeightsError
 from rillflow.weights import codec
+from rillflow.weights.delta import container
 from rillflow.weights.fingerprint import fingerprint
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -31,7 +33,10 @@ _YOUNG_SECONDS = 60.0  # a folder's files may not be there yet
 
 
 class Update(ABC):
-    """Weights on their way into the server: checked and laid ready, nothing changed yet."""
+    """Weights on their way into the server: checked and laid ready, nothing changed yet. `seconds` are what each part
+    of `apply` took, as the slowest worker says."""
+
+    seconds: Mapping[str, float] = {}
 
     @abstractmethod
     async def apply(self) -> None:
@@ -105,23 +110,67 @@ def _sweep() -> None:
                 shutil.rmtree(folder)
 
 
-class LaidUpdate(Update):
-    """`rewrite` has the workers take the files, and returns what they hold then."""
+Rewrite = Callable[[str, list[Any]], Awaitable[Any]]  # a method of all workers and its argument
 
-    def __init__(self, model: ModelFacts, laid: Laid, rewrite: Callable[[str, list[str]], Awaitable[Any]]) -> None:
+
+class WorkersUpdate(Update):
+    """One method of the workers, whose answers must have these fingerprints."""
+
+    def __init__(self, model: ModelFacts, rewrite: Rewrite, fingerprints: Mapping[str, int]) -> None:
         self._model = model
-        self._laid = laid
         self._rewrite = rewrite
+        self._fingerprints = fingerprints
 
-    async def apply(self) -> None:
-        paths = sorted(str(path) for path in self._laid.folder.iterdir())
+    async def _call(self, method: str, argument: list[Any]) -> None:
         try:
-            answers = await self._rewrite(self._laid.method, paths)
+            answers = await self._rewrite(method, argument)
         except EngineLost:
             raise
         except EngineError as error:
             raise Tainted(f"the weights were not taken over: {error.message}", "load the whole weights") from error
-        verify(self._model, self._laid.fingerprints, answers)
+        self.seconds = {part: max(answer["seconds"][part] for answer in answers) for part in answers[0]["seconds"]}
+        verify(self._model, self._fingerprints, [answer["held"] for answer in answers])
+
+
+class LaidUpdate(WorkersUpdate):
+    """Files that the workers take tensors or changes from."""
+
+    def __init__(self, model: ModelFacts, laid: Laid, rewrite: Rewrite) -> None:
+        super().__init__(model, rewrite, laid.fingerprints)
+        self._laid = laid
+
+    async def apply(self) -> None:
+        await self._call(self._laid.method, sorted(str(path) for path in self._laid.folder.iterdir()))
 
     async def close(self) -> None:
         self._laid.remove()
+
+
+class DeltaUpdate(WorkersUpdate):
+    """Published deltas that the workers decode. WeightsError when they are not deltas of this model's weights."""
+
+    def __init__(self, model: ModelFacts, deltas: Deltas, rewrite: Rewrite) -> None:
+        steps = [container.locate(paths) for paths in deltas.steps]
+        names = dict.fromkeys(part.tensor for step in steps for piece in step for part in piece.parts)
+        unknown = [name for name in names if name not in model.aliases or name not in deltas.fingerprints]
+        if unknown:
+            raise WeightsError(f"a delta of {unknown[0]}, which is not in the model", "is it the same architecture?")
+        if len({model.aliases[name] for name in names}) < len(names):
+            raise WeightsError("tensors that are tied in the model were published apart", "the node applies them")
+        raw = [piece.parts[0].tensor for step in steps for piece in step if piece.kind != "delta"]
+        if raw:
+            raise WeightsError(f"{raw[0]} has a dtype that is not coded as a delta", "the node applies it")
+        super().__init__(model, rewrite, {model.aliases[name]: deltas.fingerprints[name] for name in names})
+        self._steps = [
+            [
+                [str(one.path), one.begin, one.size, [[model.aliases[name], *rest] for name, *rest in one.parts]]
+                for one in step
+            ]
+            for step in steps
+        ]
+
+    async def apply(self) -> None:
+        await self._call("rillflow_decode", self._steps)
+
+    async def close(self) -> None:
+        """The files belong to who pulled them."""

@@ -34,7 +34,6 @@ from rillflow.contracts import Clock
 from rillflow.engine.servers.calls import Part, is_scored
 from rillflow.engine.servers.facts import ModelFacts
 from rillflow.engine.servers.in_place import InPlaceEngine
-from rillflow.engine.servers.layout import check_layout
 from rillflow.engine.servers.process import ServerProcess, free_port
 from rillflow.engine.sglang import launch
 from rillflow.engine.sglang.inside.rillflow_sglang import answer_name, write_order
@@ -87,7 +86,7 @@ class SglangEngine(InPlaceEngine):
             read_bufsize=_LONGEST_LINE,
         )
         await self.wait_until(self._answers)
-        check_layout(self.model, await self._order("rillflow_layout"))
+        self.learn_layout(await self._order("rillflow_layout"))
         if self.settings.server.url is not None:  # whatever it served before
             await self.put_initial()
 
@@ -235,11 +234,11 @@ class SglangEngine(InPlaceEngine):
 
     # ------------------------------------------------------------ weights
 
-    async def rewrite(self, method: str, paths: list[str]) -> list[Any]:
-        held = await self._order(method, paths)
+    async def rewrite(self, method: str, argument: list[Any]) -> list[Any]:
+        answers = await self._order(method, argument)
         flush = f"/flush_cache?timeout={_IDLE_SECONDS:g}"
         await self._call("POST", flush, None, {}, deadline=_IDLE_SECONDS + _CONTROL_SECONDS)
-        return held
+        return answers
 
     async def _order(self, method: str, *arguments: Any) -> list[Any]:
         """Have every rank carry out a method of `rillflow_weights`; what each of them gives."""

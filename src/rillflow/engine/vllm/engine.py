@@ -29,7 +29,6 @@ from rillflow.contracts import Clock
 from rillflow.engine.servers.calls import Part, is_scored
 from rillflow.engine.servers.facts import ModelFacts
 from rillflow.engine.servers.in_place import InPlaceEngine
-from rillflow.engine.servers.layout import check_layout
 from rillflow.engine.servers.process import ServerProcess, free_port
 from rillflow.engine.vllm import launch
 from rillflow.engine.vllm.channel import ChannelClient
@@ -89,8 +88,7 @@ class VllmEngine(InPlaceEngine):
     async def _learn_layout(self) -> None:
         shapes = {name: list(shape) for name, shape in self.model.shapes.items()}
         dtype = str(DTYPES[self.model.dtype]).removeprefix("torch.")
-        answers = await self._call("rillflow_layout", shapes, dtype, deadline=_CONTROL_SECONDS)
-        check_layout(self.model, answers)
+        self.learn_layout(await self._call("rillflow_layout", shapes, dtype, deadline=_CONTROL_SECONDS))
 
     async def lost(self) -> str:
         assert self._channel is not None
@@ -189,9 +187,9 @@ class VllmEngine(InPlaceEngine):
 
     # ------------------------------------------------------------ weights
 
-    async def rewrite(self, method: str, paths: list[str]) -> list[Any]:
-        held: list[Any] = await self._call(method, paths, deadline=_WEIGHTS_SECONDS)
-        return held
+    async def rewrite(self, method: str, argument: list[Any]) -> list[Any]:
+        answers: list[Any] = await self._call(method, argument, deadline=_WEIGHTS_SECONDS)
+        return answers
 
 
 def _seed(request: GenerateRequest) -> int | None:

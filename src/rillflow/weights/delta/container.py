@@ -20,6 +20,7 @@ import mmap
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -52,6 +53,16 @@ class Piece(NamedTuple):
         return sum(part.weights for part in self.parts)
 
 
+class Located(NamedTuple):
+    """A piece by its place in a file."""
+
+    parts: tuple[Part, ...]
+    kind: Kind
+    path: Path
+    begin: int
+    size: int
+
+
 class _Listed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     parts: tuple[Part, ...]
     kind: Kind
@@ -70,25 +81,41 @@ def write(pieces: Sequence[Piece]) -> Iterator[bytes | memoryview]:
 
 def read(paths: Iterable[Path]) -> list[Piece]:
     """The pieces of all files of a delta. Their data are views into these, which stay good if they are removed."""
-    pieces = [piece for path in paths for piece in _read_one(path)]
+    pieces = [
+        Piece(one.parts, one.kind, content[one.begin : one.begin + one.size])
+        for content, found in map(_opened, paths)
+        for one in found
+    ]
+    _check_parts(pieces)
+    return pieces
+
+
+def locate(paths: Iterable[Path]) -> list[Located]:
+    """Return where the pieces of all files of a delta are, without their data."""
+    found = [one for path in paths for one in _opened(path)[1]]
+    _check_parts(found)
+    return found
+
+
+def _check_parts(pieces: Sequence[Piece | Located]) -> None:
     ends: dict[str, int] = {}
     for part in sorted(part for piece in pieces for part in piece.parts):
         if part.first < ends.get(part.tensor, 0):
             raise CorruptData(f"a delta changes weights of {part.tensor} twice", _DAMAGED)
         ends[part.tensor] = part.first + part.weights
-    return pieces
 
 
-def _read_one(path: Path) -> Iterator[Piece]:
+def _opened(path: Path) -> tuple[memoryview, list[Located]]:
+    """Return a file's content, mapped, and its pieces."""
     try:
         with open(path, "rb") as file:
             content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
         raise CorruptData(f"{path} cannot be read: {error}", _DAMAGED) from error
     listed, at = _list(content, path)
-    for one in listed:
-        yield Piece(one.parts, one.kind, content[at : at + one.size])
-        at += one.size
+    begins = accumulate((one.size for one in listed), initial=at)
+    found = [Located(one.parts, one.kind, path, begin, one.size) for one, begin in zip(listed, begins, strict=False)]
+    return content, found
 
 
 def _list(content: memoryview, path: Path) -> tuple[list[_Listed], int]:

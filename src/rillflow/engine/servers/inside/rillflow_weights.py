@@ -7,7 +7,8 @@ instead of made. Invariants: weights keep their storage, so that captured graphs
 the names, sizes and dtypes of all that comes were checked; fingerprints are sums over what a rank really holds, read
 after it was written.
 
-Imports only the standard library, torch and numpy: it runs in the server's environment, not in Rillflow's.
+Imports only the standard library, torch, numpy and what lies beside it: it runs in the server's environment, not in
+Rillflow's.
 """
 
 from __future__ import annotations
@@ -15,12 +16,19 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import mmap
 import os
 import struct
+import time
+from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+# Inside a server this folder is on the path by itself; in Rillflow it is part of a package.
+_delta = importlib.import_module(f"{__package__}.rillflow_delta" if __package__ else "rillflow_delta")
 
 _STEP, _MIX_A, _MIX_B = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _WORD = 8
@@ -84,7 +92,8 @@ class RillflowWorker:
         }
 
     def rillflow_load(self, paths: list[str]) -> dict[str, Any]:
-        """Take over whole tensors from safetensors files; answers their fingerprints."""
+        """Take over whole tensors from safetensors files. Like every change of weights it answers what is `held`
+        afterwards (`rillflow_fingerprints` of the changed tensors), and the `seconds` of each part."""
         with torch.no_grad():
             return self._rillflow_changed(paths, self._rillflow_write_whole)
 
@@ -92,6 +101,19 @@ class RillflowWorker:
         """Take over `name:value` at the places `name:index` of flat tensors; without an index, all of a tensor."""
         with torch.no_grad():
             return self._rillflow_changed(paths, self._rillflow_write_some)
+
+    def rillflow_decode(self, steps: list[list[list[Any]]]) -> dict[str, Any]:
+        """Decode and apply deltas, one step after the other. A step is a list of pieces: a file's path, the piece's
+        first byte and its size there, and its parts (tensor, first weight, weights)."""
+        with torch.no_grad():
+            names = dict.fromkeys(name for step in steps for *_, parts in step for name, _, _ in parts)
+            unknown = [name for name in names if name not in self.rillflow_facts]
+            if unknown:
+                raise ValueError(f"{unknown[0]} is not in the layout")
+            began = time.perf_counter()
+            for step in steps:
+                _delta.apply_all(self._rillflow_pieces(step))
+            return self._rillflow_read_back(list(names), "decode", began)
 
     def rillflow_fingerprints(self, names: list[str]) -> dict[str, Any]:
         """Of what is held of these tensors: the sum of each part, by its place."""
@@ -108,10 +130,17 @@ class RillflowWorker:
         entries = {entry: file for file in map(_File, paths) for entry in file.tensors}
         for entry in entries:
             self._rillflow_check(entry, entries)
+        began = time.perf_counter()
         write(entries)
+        names = list(dict.fromkeys(entry.rpartition(":")[0] or entry for entry in entries))
+        return self._rillflow_read_back(names, "write", began)
+
+    def _rillflow_read_back(self, names: list[str], what: str, began: float) -> dict[str, Any]:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return self.rillflow_fingerprints(list(dict.fromkeys(entry.rpartition(":")[0] or entry for entry in entries)))
+        written = time.perf_counter()
+        held = self.rillflow_fingerprints(names)
+        return {"held": held, "seconds": {what: written - began, "verify": time.perf_counter() - written}}
 
     def _rillflow_check(self, entry: str, entries: dict[str, _File]) -> None:
         name, _, part = entry.rpartition(":")
@@ -148,6 +177,57 @@ class RillflowWorker:
                     place.held.view(-1).index_copy_(0, entries[index].read(index, device).to(torch.int64), value)
                 else:
                     _scatter(place, entries[index].read(index, device), value)
+
+    # ------------------------------------------------------------ deltas
+
+    def _rillflow_pieces(self, step: list[list[Any]]) -> Iterator[Any]:
+        """Yield the pieces of a step with their weights: the parameters themselves, or copies that are stored back."""
+        files: dict[str, memoryview] = {}
+        for path, begin, size, parts in step:
+            if path not in files:
+                with open(path, "rb") as file:
+                    files[path] = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            data = files[path][begin : begin + size]
+            flats = [self._rillflow_part(*part) for part in parts]
+            if len(flats) == 1 and self._rillflow_in_place(parts[0][0]):
+                yield _delta.Piece(flats[0], data)
+            else:
+                joined = torch.cat(flats)
+                yield _delta.Piece(joined, data, partial(self._rillflow_store, joined, parts))
+
+    def _rillflow_in_place(self, name: str) -> bool:
+        """Whether one run of this rank's memory is the whole tensor."""
+        places = self.rillflow_places[name]
+        return len(places) == 1 and _is_all(places[0], self.rillflow_facts[name][0])
+
+    def _rillflow_whole(self, name: str) -> torch.Tensor:
+        """All weights of a tensor, flat: the parameter itself where it is one run of memory, else a copy."""
+        places, (shape, _) = self.rillflow_places[name], self.rillflow_facts[name]
+        if self._rillflow_in_place(name):
+            return places[0].held.view(-1)
+        different = {(place.offset, place.size, place.stride): place for place in places}.values()
+        if sum(math.prod(place.size) for place in different) < math.prod(shape):
+            raise ValueError(f"this rank holds only a part of {name}: it cannot decode its delta")
+        flat = places[0].held.new_empty(math.prod(shape))
+        for place in different:
+            flat.as_strided(place.size, place.stride, place.offset).copy_(place.held)
+        return flat
+
+    def _rillflow_part(self, name: str, first: int, weights: int) -> torch.Tensor:
+        whole = self._rillflow_whole(name)
+        if first + weights > len(whole):
+            raise ValueError(f"a delta changes {first + weights} weights of {name}, which has {len(whole)}")
+        return whole[first : first + weights]
+
+    def _rillflow_store(self, joined: torch.Tensor, parts: list[Any]) -> None:
+        at = 0
+        for name, first, weights in parts:
+            whole = self._rillflow_whole(name)
+            whole[first : first + weights].copy_(joined[at : at + weights])
+            if not self._rillflow_in_place(name):
+                for place in self.rillflow_places[name]:
+                    _fill(place, whole)
+            at += weights
 
 
 # ---------------------------------------------------------------- one part

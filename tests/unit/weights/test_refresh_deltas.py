@@ -1,0 +1,153 @@
+"""An engine that decodes deltas by itself gets their files; where it cannot, the node decodes them and says why."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from pull_world import Source, Trainer, Weights, same
+
+from rillflow.contracts import UNKNOWN, Deltas
+from rillflow.errors import EngineLost, RillflowError, WeightsError
+from rillflow.weights.adapters import Adapter
+from rillflow.weights.held import Held, Step
+from rillflow.weights.pull import Puller
+from rillflow.weights.refresh import Refresher
+
+
+class Decoder:
+    """An engine with weights and without tokens. `trouble` is raised by its next update with deltas."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._store = trainer.store
+        self._held = Held()
+        self.version, self.proven, self.decoding_refused = 0, True, ""
+        self.trouble: RillflowError | None = None
+        self.took: list[str] = []
+        self.held: Weights = {}
+
+    def start(self) -> None:
+        self._held.replace(self._store.pull(0), self._store.manifest(0))
+        self.held = self._held.tensors
+
+    async def apply_deltas(self, deltas: Deltas, version: int, probe: Any = None) -> None:
+        self.took.append("deltas")
+        assert deltas.base == self.version
+        trouble, self.trouble = self.trouble, None
+        if trouble is not None:
+            raise trouble
+        versions = range(deltas.base + 1, version + 1)
+        self._held.advance(
+            [Step(self._store.manifest(v), paths) for v, paths in zip(versions, deltas.steps, strict=True)]
+        )
+        assert deltas.fingerprints.items() <= self._held.fingerprints.items()
+        self.held, self.version = self._held.tensors, version
+
+    async def patch(self, patch: Any, version: int, probe: Any = None) -> None:
+        self.took.append("patch")
+        for name, (index_K, value_K) in patch.changes.items():
+            self.held[name].view(-1)[slice(None) if index_K is None else index_K] = value_K
+        self.version = version
+
+    async def load(self, tensors: Any, version: int, probe: Any = None) -> None:
+        self.took.append("whole")
+        self.held = {name: tensor.clone() for name, tensor in tensors.items()}
+        self.held["head"], self.version = self.held["embed"], version
+
+    def stats(self) -> Any:
+        return SimpleNamespace(load_seconds=0.0)
+
+
+class World:
+    def __init__(self, folder: Path, **settings: int) -> None:
+        self.trainer = Trainer(folder, **settings)
+        self.trainer.publish()
+        self.source = Source(folder)
+        self.puller = Puller(self.source)
+        self.engine = Decoder(self.trainer)
+        self.engine.start()
+        engine: Any = self.engine
+        self.refresher = Refresher("p", engine, self.puller)
+
+    async def follow(self, count: int = 1) -> list[str]:
+        """Publish, refresh, and return how the engine came by the weights, which are the published ones."""
+        self.trainer.publish(count)
+        return await self.refresh()
+
+    async def refresh(self) -> list[str]:
+        assert await self.refresher.refresh()
+        assert self.engine.version == self.trainer.store.head()
+        assert same(dict(self.engine.held), self.trainer.published[self.engine.version])
+        took, self.engine.took = self.engine.took, []
+        return took
+
+
+async def test_an_engine_decodes_what_the_node_only_fetches(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    assert await world.follow() == ["deltas"]
+    assert await world.follow(3) == ["deltas"]
+    one, three = world.refresher.transfers.last
+    assert (one.kind, one.base, one.versions, one.by_engine, one.verify) == ("delta", 0, 1, True, 0.0)
+    assert (three.base, three.version, three.versions) == (1, 4, 3)
+    assert three.bytes == sum(world.trainer.store.line().entries[version].delta_bytes for version in (2, 3, 4))
+    assert sorted(world.source.took()) == [(version, "delta.rfd") for version in range(1, 5)]
+    assert world.source.forgotten == [1], "files stay until the next pull"
+    assert world.puller._held.version is None, "the node has decoded nothing"
+    assert "decoded by the engine" in str(one)
+
+
+async def test_an_engine_that_refuses_gets_the_whole_version_and_then_patches(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(tmp_path)
+    assert await world.follow(2) == ["deltas"]
+    world.engine.trouble = WeightsError("steps has a dtype that is not coded as a delta")
+    with caplog.at_level(logging.WARNING):
+        assert await world.follow() == ["deltas", "whole"]
+    assert "version 3 goes to the engine whole: steps has a dtype" in caplog.text
+    assert "deltas are decoded on the node's host: steps has a dtype" in caplog.text
+    assert await world.follow() == ["patch"]
+    assert not world.refresher.transfers.last[-1].by_engine
+
+
+async def test_a_server_that_was_lost_decodes_again_later(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.engine.trouble = EngineLost("it was killed")
+    assert await world.follow() == ["deltas", "whole"]
+    world.engine.start()  # its own copy, as it was at the beginning
+    world.engine.version = 0
+    assert await world.follow() == ["deltas"]
+
+
+async def test_an_engine_that_cannot_decode_says_why_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    world = World(tmp_path)
+    world.engine.decoding_refused = "its ranks hold parts of 5 tensors"
+    with caplog.at_level(logging.WARNING):
+        assert await world.follow() == ["whole"]
+        assert await world.follow() == ["patch"]
+    assert caplog.text.count("decoded on the node's host: its ranks hold parts of 5 tensors") == 1
+
+
+async def test_an_engine_without_a_version_gets_the_whole_one(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.engine.version = UNKNOWN
+    assert await world.follow() == ["whole"]
+
+
+async def test_adapters_are_merged_on_the_node(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    weights = {f"up.lora_{part}": torch.ones(shape) for part, shape in (("A", (2, 32)), ("B", (128, 2)))}
+    world.trainer.store.publish_adapter(Adapter(weights, 2, 4.0), 1, 0, 0)
+    assert await world.refresher.refresh()
+    assert world.engine.took == ["whole"]
+    assert not torch.equal(world.engine.held["up"], world.trainer.published[0]["up"])
+
+
+async def test_a_whole_version_is_pulled_where_deltas_take_more_bytes(tmp_path: Path) -> None:
+    world = World(tmp_path, snapshot_every=12)
+    world.trainer.publish(11, share=0.3)
+    assert await world.follow() == ["whole"]
