@@ -29,8 +29,8 @@ from rillflow.types import (
     LeaseBatch,
     LeaseTasks,
     TaskLease,
-    TasksTaken,
 )
+from rillflow.types.routes import Dataflow
 
 MAIN, GROUP, STALENESS, SLOTS = "main", 8, 8, 64
 AT_ONCE = 8  # questions under way
@@ -86,7 +86,7 @@ class LedgerLoad:
 
     async def complete(self, leases: Sequence[TaskLease]) -> None:
         news = CompleteTasks(tasks=[self.news(lease) for lease in leases])
-        taken = await self.client.wire.post("/tasks/complete", news, TasksTaken)
+        taken = await self.client.wire.call(Dataflow.complete, news)
         assert all(one.ack and one.ack.accepted for one in taken.taken), taken
 
     def names(self, count: int) -> list[str]:

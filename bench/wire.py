@@ -1,10 +1,11 @@
-"""Small calls between our processes: our own connections beside aiohttp's client, on the same service.
+"""Calls between our processes: our wire beside aiohttp on both sides, starlette on uvicorn, and plain frames.
 
     python -m bench.wire [--quick] [--json FILE]
 
-Both sides call one service in another process, taking turns, with a small msgpack body in both directions: one call at
-a time, and 64 at once. The figure that counts is the client's processor time per call; calls per second come
-with it.
+Every stack (`bench.wire_stacks`) serves from a process of its own; they take turns. Small calls are made one at a time
+and 64 at once; bodies of 1 MB go one at a time, to the service and back. The figures that count are microseconds of
+processor time per call, the client's and the service's; the time until the answer comes with them. The goal is an upper
+limit of 150 microseconds for each side of a small call.
 """
 
 from __future__ import annotations
@@ -13,94 +14,125 @@ import asyncio
 import multiprocessing
 import statistics
 import time
-from collections.abc import Awaitable, Callable
-from multiprocessing.connection import Connection
-
-import aiohttp
-import msgspec
+from contextlib import AsyncExitStack
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from bench.common import Report, parser
-from rillflow.types import Ack, FailTask
-from rillflow.wire import Client, Service
+from bench.wire_stacks import BIG, STACKS, Call, Put
+from rillflow.types import FailTask
 
-TOKEN, TOGETHER = "bench", 64
+TOGETHER = 64
+LIMIT = 150.0
 NEWS = FailTask(
     task="g000001.3", attempt="g000001.3-1", node="node", cause="timeout", error="the episode took too long"
 )
-Call = Callable[[], Awaitable[object]]
 
 
-def serve(told: Connection) -> None:
-    """Serve one small route until the process is killed."""
+class Kind(NamedTuple):
+    """One kind of call: its name, its path, its body, how many are under way at once, and what share of calls."""
 
-    async def take(news: FailTask) -> Ack:
-        return Ack(accepted=True, reason=news.cause)
-
-    async def work() -> None:
-        service = Service("bench", TOKEN)
-        service.post("/news", take, FailTask, "node")
-        told.send(await service.start())
-        await asyncio.sleep(3600)
-
-    asyncio.run(work())
+    name: str
+    path: str
+    body: Any
+    together: int
+    share: float
 
 
-async def measured(call: Call, count: int, together: int) -> tuple[float, float]:
-    """Return processor seconds of this process and wall seconds per call."""
+KINDS = (
+    Kind("small, one at a time", "/news", NEWS, 1, 1.0),
+    Kind(f"small, {TOGETHER} at once", "/news", NEWS, TOGETHER, 1.0),
+    Kind("1 MB to the service", "/bytes", Put(data=bytes(BIG)), 1, 0.02),
+    Kind("1 MB from the service", "/bytes", Put(size=BIG), 1, 0.02),
+)
+
+
+class Figures(NamedTuple):
+    """Microseconds per call."""
+
+    client: float
+    service: float
+    latency: float
+
+
+def on_processor(pid: int) -> float:
+    """Seconds that a process with one thread has had the processor."""
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
+
+
+async def measured(call: Call, kind: Kind, count: int, pid: int) -> Figures:
+    count, together = max(int(count * kind.share), 1), kind.together
 
     async def one_after_the_other() -> None:
         for _ in range(count // together):
-            await call()
+            await call(kind.path, kind.body)
 
-    processor, clock = time.process_time(), time.perf_counter()
+    service, client, clock = on_processor(pid), time.process_time(), time.perf_counter()
     await asyncio.gather(*(one_after_the_other() for _ in range(together)))
-    return (time.process_time() - processor) / count, (time.perf_counter() - clock) / count
+    taken = (time.process_time() - client, on_processor(pid) - service, (time.perf_counter() - clock) * together)
+    return Figures(*(seconds / count * 1e6 for seconds in taken))
 
 
-async def compare(report: Report, url: str, rounds: int, count: int) -> None:
-    client = Client(url, TOKEN)
-    body = msgspec.msgpack.encode(NEWS)
-    headers = {"authorization": f"Bearer {TOKEN}"}
-    async with aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=256)) as session:
-
-        async def ours() -> object:
-            return await client.post("/news", NEWS, Ack)
-
-        async def theirs() -> object:
-            timeout = aiohttp.ClientTimeout(total=30)
-            async with session.post(f"{url}/news", data=body, timeout=timeout) as response:
-                return msgspec.msgpack.decode(await response.read(), type=Ack)
-
-        for together in (1, TOGETHER):
-            found: dict[Call, list[tuple[float, float]]] = {ours: [], theirs: []}
+async def compare(report: Report, urls: dict[str, tuple[str, int]], rounds: int, count: int) -> None:
+    async with AsyncExitStack() as stack:
+        calls: dict[str, Call] = {
+            name: await stack.enter_async_context(STACKS[name].client(url)) for name, (url, _) in urls.items()
+        }
+        for kind in KINDS:
+            found: dict[str, list[Figures]] = {name: [] for name in calls}
             for _ in range(rounds + 1):
-                for call, times in found.items():
-                    times.append(await measured(call, count, together))
-            processor, clock = (
-                [statistics.median(times[which] for times in found[call][1:]) for call in (ours, theirs)]
-                for which in (0, 1)
+                for name, call in calls.items():
+                    found[name].append(await measured(call, kind, count, urls[name][1]))
+            add(report, kind, found)
+
+
+def add(report: Report, kind: Kind, found: dict[str, list[Figures]]) -> None:
+    """Add the medians of a kind, the first round left out: a row for each side of ours against each peer."""
+    medians = {
+        name: Figures(*(statistics.median(column) for column in zip(*figures[1:], strict=True)))
+        for name, figures in found.items()
+    }
+    ours = medians.pop("ours")
+    goal = LIMIT if kind.path == "/news" else None
+    for side in ("client", "service", "latency"):
+        for name, peer in medians.items():
+            report.add(
+                f"{kind.name}: {side}",
+                getattr(ours, side),
+                getattr(peer, side),
+                unit=f"µs ({name})",
+                limit=None if side == "latency" else goal,
+                less_is_better=True,
             )
-            how = "one at a time" if together == 1 else f"{together} at once"
-            unit = "µs of the client's processor (peer: aiohttp)"
-            report.add(f"a call, {how}", processor[0] * 1e6, processor[1] * 1e6, unit=unit, less_is_better=True)
-            report.add(f"calls, {how}", 1 / clock[0], 1 / clock[1], unit="calls/s (peer: aiohttp)")
-    await client.close()
+
+
+def start(name: str) -> tuple[BaseProcess, tuple[str, int]]:
+    """Start the service of a stack; returns the process, and its URL and id."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=STACKS[name].serve, args=(there,), daemon=True)
+    process.start()
+    if not here.poll(120):
+        raise TimeoutError(f"the service of {name!r} did not start within 120 s")
+    assert process.pid is not None
+    return process, (here.recv(), process.pid)
 
 
 def main() -> None:
     given = parser(__doc__ or "").parse_args()
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe(duplex=False)
-    service = context.Process(target=serve, args=(there,), daemon=True)
-    service.start()
     report = Report("wire")
+    processes: list[BaseProcess] = []
+    urls: dict[str, tuple[str, int]] = {}
     try:
-        if not here.poll(60):
-            raise TimeoutError("the service did not start within 60 s")
-        asyncio.run(compare(report, here.recv(), 3 if given.quick else 9, 1_280 if given.quick else 6_400))
+        for name in STACKS:
+            process, urls[name] = start(name)
+            processes.append(process)
+        asyncio.run(compare(report, urls, 3 if given.quick else 9, 1_280 if given.quick else 6_400))
     finally:
-        service.kill()
-        service.join(10)
+        for process in processes:
+            process.kill()
+            process.join(10)
     report.finish(given.json)
 
 

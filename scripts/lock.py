@@ -83,7 +83,7 @@ ENVIRONMENTS: dict[str, Environment] = {
     # ours needs to feed them comes in the versions of `dev`.
     "trackers": Environment(
         "mlflow mlflow-skinny wandb opentelemetry-sdk opentelemetry-exporter-otlp-proto-http "
-        "httptools msgspec numpy prometheus-client psutil pydantic pyyaml starlette uvicorn xxhash",
+        "httptools msgspec numpy prometheus-client psutil pydantic pyyaml xxhash",
         without="aiohttp docker graphene gunicorn huey matplotlib pandas pyarrow scikit-learn scipy skops",
         below="dev",
     ),

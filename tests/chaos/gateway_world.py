@@ -22,14 +22,15 @@ import torch
 
 from rillflow.config.load import validate
 from rillflow.contracts import TokenSource
-from rillflow.dataflow.engines import EngineRoster
 from rillflow.gateway import Gateway, Policy, Renderer, session_url
 from rillflow.gateway.sampling.node_engines import NodeEngines, node_engines
 from rillflow.gateway.trees.record import SessionRecord
 from rillflow.runtime.folder import RunFolder
 from rillflow.types import Chunk, EngineInfo, Engines, GenerateRequest, LookEngines
+from rillflow.types.routes import Updates
 from rillflow.weights.models import load_policy_model
 from rillflow.weights.store import FolderStore
+from rillflow.weights.updates import EngineRoster
 from rillflow.wire import Service
 
 POLICY = "agent"
@@ -64,7 +65,7 @@ class Roster(Service):
     def __init__(self, token: str) -> None:
         super().__init__("dataflow", token)
         self._engines = EngineRoster()
-        self.post("/engines/beat", self._beat, EngineInfo, "node")
+        self.on(Updates.engine_beat, self._beat)
 
     async def _beat(self, info: EngineInfo) -> Engines:
         return self._engines.hear(info)

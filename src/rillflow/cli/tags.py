@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -22,6 +21,7 @@ from rillflow.resources.workers import Worker, find
 from rillflow.runtime.folder import RunFolder
 from rillflow.types import NodeInfo
 from rillflow.wire import Client
+from rillflow.wire.common_routes import Common
 
 _PATIENCE = 2.0  # seconds; a service that is there answers in milliseconds
 
@@ -148,7 +148,7 @@ async def _answers(folder: RunFolder, process: str) -> bool:
         return False
     client = Client(url, folder.token, peer=process)
     try:
-        await client.get("/health", dict[str, Any], _PATIENCE)
+        await client.call(Common.health, None, _PATIENCE)
     except WireError:
         return False
     finally:

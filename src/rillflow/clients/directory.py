@@ -12,7 +12,8 @@ import msgspec
 
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import RillflowError, Unavailable, WireError
-from rillflow.types import GetRows, Row, RowsGot, RowsPut, UnitInfo, Units
+from rillflow.types import GetRows, Row, UnitInfo, Units
+from rillflow.types.routes import StorageUnits
 from rillflow.wire import Client
 
 log = logging.getLogger(__name__)
@@ -36,15 +37,15 @@ class UnitClient(Client):
     async def put_rows(self, rows: Sequence[dict[str, Any]], deadline: float) -> list[Row]:
         """`rows` of anything that msgpack writes as bytes."""
         body = msgspec.msgpack.encode({"rows": rows})  # as a PutRows, which names bytes alone
-        return (await self._once("POST", "/put", body, RowsPut, deadline)).rows
+        return (await self._once(StorageUnits.put, body, deadline)).rows
 
     async def get_rows(self, rows: list[Row], columns: list[str], deadline: float) -> list[dict[str, bytes]]:
         body = msgspec.msgpack.encode(GetRows(rows=rows, columns=columns))
-        return (await self._once("POST", "/get", body, RowsGot, deadline)).rows
+        return (await self._once(StorageUnits.get_rows, body, deadline)).rows
 
     async def get_range(self, segment: int, start: int, end: int, deadline: float) -> bytes:
         """The bytes [start, end) of a segment; CorruptData when the unit does not have them."""
-        path = f"/segments/{segment}"
+        path = StorageUnits.segment.path.replace("{number:int}", str(segment))
         asked = {"range": f"bytes={start}-{end - 1}"}
         answer = await self._asked("GET", path, b"", deadline, asked)
         if answer.status != 206:

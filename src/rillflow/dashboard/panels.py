@@ -30,7 +30,7 @@ class Panel(NamedTuple):
     """`sources` are the parts of the run folder that the view reads; the recipe, which does not change, is not among
     them. `live` are the parts of the service's answers that it shows; a panel without them is not given any."""
 
-    query: type
+    query: type[msgspec.Struct]
     view: Callable[..., Any]
     sources: tuple[Source, ...]
     live: tuple[LivePart, ...] = ()

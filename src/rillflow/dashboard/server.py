@@ -20,38 +20,43 @@ from concurrent.futures import ThreadPoolExecutor
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import parse_qs
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
 
 from rillflow import __version__
 from rillflow.dashboard.live import LiveRun
 from rillflow.dashboard.panels import PANELS, Other, Panel
+from rillflow.dashboard.routes import DashboardRoutes, Refused
 from rillflow.dashboard.views.advice import Advice
 from rillflow.dashboard.views.overview import run_list
 from rillflow.dashboard.watched import WatchedRun
 from rillflow.errors import BadRequest, Forbidden, RillflowError, Unauthorized
 from rillflow.types import RetireNode
+from rillflow.types.route import JSON
 from rillflow.wire import Service
 from rillflow.wire.blocking import in_thread
+from rillflow.wire.messages import Request, Response
 from rillflow.wire.routing import NotFound
-from rillflow.wire.server import bearer_token, read_body
+from rillflow.wire.server import Endpoint
 
 Query = TypeVar("Query")
 
 STATIC = Path(__file__).parent / "static"
-_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-_HEADERS = [
-    (b"content-security-policy", b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
-     b"connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"),
-    (b"x-content-type-options", b"nosniff"),
-    (b"referrer-policy", b"no-referrer"),
-    (b"cross-origin-resource-policy", b"same-origin"),
-    (b"cache-control", b"no-store"),
-]  # fmt: skip
+_HTML = "text/html; charset=utf-8"
+_TYPES = {
+    ".html": _HTML,
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
 _OWN_PAGE = "x-rillflow-dashboard"  # a header that a page of another site cannot send without being asked first
 _COOKIE_SECONDS = 30 * 86400
 _BODY = 64 << 10
@@ -68,15 +73,15 @@ class Dashboard(Service):
         # Cookies do not tell ports apart: each run has one of its own.
         self._cookie = f"rillflow-{self.keyring.digests['reader'][:12]}"
         self._files = {path.name: path.read_bytes() for path in STATIC.iterdir() if path.suffix in _TYPES}
-        self.route("/", self._page, ["GET"], "reader")
-        self.route("/static/{name}", self._file, ["GET"], "reader")
-        self.route("/api/session", self._session, ["GET"], "reader")
+        self.raw(DashboardRoutes.page, self._page)
+        self.raw(DashboardRoutes.static, self._file)
+        self.raw(DashboardRoutes.session, self._session)
         self._adviser, self._advice = ThreadPoolExecutor(1, "dashboard-advice"), Advice()
-        self.route("/api/runs/{run}/advisories", self._advisories, ["GET"], "reader")
+        self.raw(DashboardRoutes.advisories, self._advisories)
         for name, panel in PANELS.items():
-            self.route(f"/api/runs/{{run}}/{name}", self._panel(panel), ["GET"], "reader")
-        self.route("/api/runs/{run}/stop", self._stop_run, ["POST"], "operator")
-        self.route("/api/runs/{run}/retire", self._retire, ["POST"], "operator")
+            self.raw(DashboardRoutes.panels[name], self._panel(panel))
+        self.raw(DashboardRoutes.stop, self._stop_run)
+        self.raw(DashboardRoutes.retire, self._retire)
 
     async def stop(self) -> None:
         await super().stop()
@@ -85,27 +90,21 @@ class Dashboard(Service):
         for thread in (self._reader, self._adviser):
             thread.shutdown(wait=False, cancel_futures=True)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def guarded(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), *_HEADERS]}
-            await send(message)
-
-        await super().__call__(scope, receive, guarded)
+    def finish(self, response: Response) -> Response:
+        response.headers |= _HEADERS
+        return response
 
     # ------------------------------------------------------------ tokens
 
-    def presented(self, scope: Scope) -> str:
-        return _url_token(scope) or bearer_token(scope) or self._cookie_token(scope)
+    def presented(self, request: Request) -> str:
+        return _url_token(request) or super().presented(request) or self._cookie_token(request)
 
-    def _cookie_token(self, scope: Scope) -> str:
+    def _cookie_token(self, request: Request) -> str:
         cookies = SimpleCookie()
-        for name, value in scope["headers"]:
-            if name == b"cookie":
-                try:
-                    cookies.load(value.decode("latin-1"))
-                except CookieError:
-                    return ""
+        try:
+            cookies.load(request.headers.get("cookie", ""))
+        except CookieError:
+            return ""
         found = cookies.get(self._cookie)
         return found.value if found is not None else ""
 
@@ -116,26 +115,27 @@ class Dashboard(Service):
             "`rillflow token RUN reader` prints the token for …/?token=TOKEN",
         )
 
-    def error_response(self, error: RillflowError, scope: Scope) -> Response:
-        if scope["path"].startswith("/api/"):
-            body = msgspec.json.encode({"error": error.message, "hint": error.hint})
-            return Response(body, error.status, media_type="application/json")
+    def error_response(self, error: RillflowError, request: Request) -> Response:
+        if request.path.startswith("/api/"):
+            return Response(msgspec.json.encode(Refused(error.message, error.hint)), error.status, media_type=JSON)
         text = f"<!doctype html><meta charset=utf-8><title>Rillflow</title><h1>{html.escape(error.message)}</h1>"
-        return Response(f"{text}<p>{html.escape(error.hint)}</p>", error.status, media_type="text/html")
+        return Response(f"{text}<p>{html.escape(error.hint)}</p>".encode(), error.status, media_type=_HTML)
 
     # ------------------------------------------------------------ the page
 
     async def _page(self, request: Request) -> Response:
         response = self._static("index.html")
-        token = _url_token(request.scope)
+        token = _url_token(request)
         if token:
-            response.set_cookie(
-                self._cookie, token, max_age=_COOKIE_SECONDS, path="/", httponly=True, samesite="strict"
+            cookie = SimpleCookie({self._cookie: token})
+            cookie[self._cookie].update(
+                {"max-age": str(_COOKIE_SECONDS), "path": "/", "httponly": "yes", "samesite": "strict"}
             )
+            response.headers["set-cookie"] = cookie[self._cookie].OutputString()
         return response
 
     async def _file(self, request: Request) -> Response:
-        return self._static(request.path_params["name"])
+        return self._static(request.params["name"])
 
     def _static(self, name: str) -> Response:
         if name not in self._files:
@@ -146,36 +146,36 @@ class Dashboard(Service):
 
     async def _session(self, request: Request) -> Response:
         """Answer with the runs that are shown, and whether the caller operates them."""
-        token = self.presented(request.scope)
+        token = self.presented(request)
         runs = await self._read(lambda: run_list(list(self._runs.values())))
         for run in runs:
             run["operated"] = self._operates(self._runs[run["name"]], token)
         return _json({"version": __version__, "runs": runs})
 
-    def _panel(self, panel: Panel) -> Callable[[Request], Any]:
+    def _panel(self, panel: Panel) -> Endpoint:
         async def endpoint(request: Request) -> Response:
-            run = self._run(request.path_params["run"])
+            run = self._run(request.params["run"])
             query: Any = _query(request, panel.query)
             others = [self._run(query.other)] if isinstance(query, Other) else []
             live = await self._live[run.name].now() if panel.live else None
             stamps = [one.stamp(panel.sources) for one in (run, *others)]
             answers = [getattr(live, part, None) for part in panel.live]
-            tag = _tag(msgspec.msgpack.encode((stamps, answers, request.url.query)))
+            tag = _tag(msgspec.msgpack.encode((stamps, answers, request.query)))
             if _known(request, tag):
-                return Response(status_code=304, headers={"etag": tag})
+                return Response(status=304, headers={"etag": tag})
             return _json(await self._read(lambda: panel.view(run, live, query, *others)), tag)
 
         return endpoint
 
     async def _advisories(self, request: Request) -> Response:
         """Answer with the advisories, made in a thread of their own."""
-        run = self._run(request.path_params["run"])
+        run = self._run(request.params["run"])
         live = await self._live[run.name].now()
         body = msgspec.json.encode(await in_thread(lambda: self._advice.of(run, live), self._adviser))
         tag = _tag(body)
         if _known(request, tag):
-            return Response(status_code=304, headers={"etag": tag})
-        return Response(body, media_type="application/json", headers={"etag": tag})
+            return Response(status=304, headers={"etag": tag})
+        return Response(body, media_type=JSON, headers={"etag": tag})
 
     async def _read(self, view: Callable[[], Any]) -> Any:
         return await in_thread(view, self._reader)
@@ -192,7 +192,7 @@ class Dashboard(Service):
 
     def _operating(self, request: Request) -> tuple[LiveRun, str]:
         """Return the run to operate, and the caller's own token for it."""
-        run, token = self._run(request.path_params["run"]), self.presented(request.scope)
+        run, token = self._run(request.params["run"]), self.presented(request)
         if _OWN_PAGE not in request.headers:
             raise BadRequest(f"the header {_OWN_PAGE} is missing", "ask from the dashboard's own page")
         if not self._operates(run, token):
@@ -209,31 +209,28 @@ class Dashboard(Service):
     async def _retire(self, request: Request) -> Response:
         live, token = self._operating(request)
         try:
-            ask = msgspec.json.decode(await read_body(request, _BODY), type=RetireNode)
+            ask = msgspec.json.decode(await request.read(_BODY), type=RetireNode)
         except msgspec.MsgspecError as error:
             raise BadRequest(f"not a node to retire: {error}", 'send {"node": NAME}') from error
         await live.retire(token, ask)
         return _json({"done": True})
 
 
-def _url_token(scope: Scope) -> str:
+def _url_token(request: Request) -> str:
     """The token in the address of the page; no other address takes one."""
-    if scope["path"] != "/":
-        return ""
-    words: bytes = scope.get("query_string", b"")
-    return parse_qs(words.decode("latin-1")).get("token", [""])[0]
+    return request.query_value("token") if request.path == "/" else ""
 
 
 def _query(request: Request, kind: type[Query]) -> Query:
     try:
-        return msgspec.convert(dict(request.query_params), kind, strict=False)
+        return msgspec.convert({name: values[-1] for name, values in request.query.items()}, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise BadRequest(f"{request.url.path}: {error}", "reload the page") from error
+        raise BadRequest(f"{request.path}: {error}", "reload the page") from error
 
 
 def _json(value: Any, tag: str = "") -> Response:
     headers = {"etag": tag} if tag else {}
-    return Response(msgspec.json.encode(value), media_type="application/json", headers=headers)
+    return Response(msgspec.json.encode(value), media_type=JSON, headers=headers)
 
 
 def _tag(content: bytes) -> str:

@@ -185,34 +185,3 @@ class Watch:
         self._wall, self._steady = self._clock.now(), self._clock.monotonic()
         passed = self._steady - steady
         return passed > self._most or abs(self._wall - wall - passed) > self._most
-
-
-class News:
-    """Wakes those who wait for something to change, at most every `pause` seconds: each of them asks the ledger."""
-
-    def __init__(self, pause: float) -> None:
-        self._pause = pause
-        self._event = asyncio.Event()
-        self._told = False
-        self.waiting = 0
-
-    def tell(self) -> None:
-        if self.waiting and not self._told:
-            self._told = True
-            asyncio.get_running_loop().call_later(self._pause, self._wake)
-
-    def _wake(self) -> None:
-        self._told = False
-        self._event.set()
-        self._event = asyncio.Event()
-
-    async def wait(self, seconds: float) -> None:
-        event = self._event
-        self.waiting += 1
-        try:
-            with suppress(TimeoutError):
-                # Not `wait_for`: on Python 3.11 it swallows a cancellation that comes with the event.
-                async with asyncio.timeout(seconds):
-                    await event.wait()
-        finally:
-            self.waiting -= 1

@@ -8,7 +8,6 @@ from pathlib import Path
 from rillflow.config import Recipe
 from rillflow.contracts import Clock, GroupReward
 from rillflow.dataflow.hooks import Hooks
-from rillflow.dataflow.joining import Invitation
 from rillflow.dataflow.journal import Journal
 from rillflow.dataflow.ledger import Ledger
 from rillflow.dataflow.rules import Rules
@@ -16,6 +15,7 @@ from rillflow.dataflow.service import DataflowService
 from rillflow.dataflow.sources import open_heldout, open_sources
 from rillflow.storage import disk_errors
 from rillflow.storage.trajectories import FILE, KINDS, Bounds
+from rillflow.weights.invitation import Invitation
 from rillflow.wire.collecting import keep_what_is_there
 from rillflow.wire.tokens import Keyring
 

@@ -12,36 +12,28 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
 from rillflow.contracts import Clock, GroupReward, SystemClock
 from rillflow.dataflow import report
-from rillflow.dataflow.balance import Balance
 from rillflow.dataflow.balance_ledger import BalanceGauges
-from rillflow.dataflow.engines import EngineRoster
-from rillflow.dataflow.fetches import Fetches
-from rillflow.dataflow.flow import GroupCommit, News, Watch
+from rillflow.dataflow.flow import GroupCommit, Watch
 from rillflow.dataflow.gauges import LedgerGauges
 from rillflow.dataflow.group_scorer import GroupScorer
 from rillflow.dataflow.hooks.beside import Beside, HookPending
-from rillflow.dataflow.joining import Invitation
 from rillflow.dataflow.journal import Journal
 from rillflow.dataflow.ledger import Ledger
 from rillflow.dataflow.trajectory_keeper import TrajectoryKeeper
-from rillflow.dataflow.turns import Turns
-from rillflow.errors import BadRequest, RillflowError, StorageError, to_body
+from rillflow.errors import RillflowError, StorageError, to_body
 from rillflow.storage.trajectories import Bounds
 from rillflow.types import (
     Ack,
-    AskTurn,
     BatchReply,
     CommitBatch,
     CommitStage,
     CompleteTasks,
-    EngineInfo,
-    Engines,
     FailTask,
     Heartbeat,
     HeartbeatReply,
@@ -50,25 +42,25 @@ from rillflow.types import (
     LeaseStage,
     LeaseTasks,
     LeaveRun,
-    LookEngines,
     LoseRows,
     NodeList,
     RenewBatch,
     RetireNode,
-    RunRecipe,
     Status,
     StopRun,
     Taken,
     TaskLeases,
     TasksTaken,
-    TellFetch,
     TrainerJoined,
-    TurnReply,
     UnitBeat,
     UnitBeatReply,
     Units,
 )
+from rillflow.types.routes import Dataflow
+from rillflow.weights.invitation import Invitation
+from rillflow.weights.updates import RunFacts, WeightUpdates
 from rillflow.wire import Service
+from rillflow.wire.news import News
 
 Reply = TypeVar("Reply")
 log = logging.getLogger(__name__)
@@ -97,17 +89,12 @@ class DataflowService(Service):
     ) -> None:
         """`keep` says where trajectories are kept for people, and how many."""
         super().__init__("dataflow", token, body_limit=body_limit)
-        self._invitation = invitation
         self._ledger = ledger
         self._journal = journal
-        self._engines = EngineRoster(clock)
         self._clock = clock or SystemClock()
         self._disk = GroupCommit(ledger, commit_interval, lambda until: journal.catch_up(ledger, until), self._break)
         self._broken: asyncio.Future[None] | None = None
         self._tasks_news, self._batch_news = News(NEWS_PAUSE), News(NEWS_PAUSE)
-        self._turn_news, self._engine_news = News(NEWS_PAUSE), News(NEWS_PAUSE)
-        self._turns = Turns(clock)
-        self._fetches = Fetches(clock)
         self._told: tuple[int, dict[str, int], str] = (0, {}, "")
         self._started = self._clock.monotonic()
         self._waits: dict[int, Callable[[], str]] = {}
@@ -123,35 +110,36 @@ class DataflowService(Service):
         self._keeper = None if keep is None else TrajectoryKeeper(ledger, *keep, token, self.registry)
         self.registry.register(LedgerGauges(ledger, self._clock))
         self.registry.register(BalanceGauges(ledger.balances))
-        self._add_routes()
+        facts = RunFacts(
+            list(ledger.rules.policies),
+            serving=ledger.nodes.serving,
+            wanted=ledger.evaluations.wanted,
+            ended=lambda: ledger.phase == "ended",
+        )
+        self._updates = WeightUpdates(facts, invitation, clock)
+        self._updates.mount(self)
+        self._bind_routes()
 
-    def _add_routes(self) -> None:
-        self.post("/tasks/lease", self._lease_tasks, LeaseTasks, "node")
-        self.post("/tasks/complete", self._complete, CompleteTasks, "node")
-        self.post("/tasks/fail", self._fail, FailTask, "node")
-        self.post("/nodes/heartbeat", self._heartbeat, Heartbeat, "node")
-        self.post("/nodes/leave", self._leave, LeaveRun, "node")
-        self.get("/recipe", self._recipe, "node")
-        self.post("/engines/beat", self._engine_beat, EngineInfo, "node")
-        self.post("/engines", self._all_engines, LookEngines, "node")
-        self.post("/weights/turn", self._turn, AskTurn, "node")
-        self.post("/weights/fetch", self._fetch, TellFetch, "node")
-        self.post("/trainers/join", self._join, JoinTrainer, "trainer")
-        self.post("/batches/lease", self._lease_batch, LeaseBatch, "trainer")
-        self.post("/batches/commit", self._commit_batch, CommitBatch, "trainer")
-        self.post("/batches/renew", self._renew_batch, RenewBatch, "trainer")
-        self.post("/stages/lease", self._lease_stage, LeaseStage, "trainer")
-        self.post("/stages/commit", self._commit_stage, CommitStage, "trainer")
-        self.post("/rows/lost", self._lose_rows, LoseRows, "trainer")
-        self.get("/weights/versions", self._versions_in_use, "trainer")
-        self.get("/weights/wanted", self._versions_wanted, "trainer")
-        self.get("/units", self._units, "node", "trainer")
-        self.post("/units/beat", self._unit_beat, UnitBeat, "operator")
-        self.post("/nodes/retire", self._retire, RetireNode, "operator")
-        self.post("/stop", self._stop_run, StopRun, "operator")
-        self.get("/nodes", self._nodes, "reader")
-        self.get("/status", self._status, "reader")
-        self.get("/balance", self._balance, "reader")
+    def _bind_routes(self) -> None:
+        self.on(Dataflow.lease_tasks, self._lease_tasks)
+        self.on(Dataflow.complete, self._complete)
+        self.on(Dataflow.fail, self._fail)
+        self.on(Dataflow.heartbeat, self._heartbeat)
+        self.on(Dataflow.leave, self._leave)
+        self.on(Dataflow.join, self._join)
+        self.on(Dataflow.lease_batch, self._lease_batch)
+        self.on(Dataflow.commit, self._commit_batch)
+        self.on(Dataflow.renew_batch, self._renew_batch)
+        self.on(Dataflow.lease_stage, self._lease_stage)
+        self.on(Dataflow.commit_stage, self._commit_stage)
+        self.on(Dataflow.lose_rows, self._lose_rows)
+        self.on(Dataflow.units, self._units)
+        self.on(Dataflow.unit_beat, self._unit_beat)
+        self.on(Dataflow.retire, self._retire)
+        self.on(Dataflow.stop, self._stop_run)
+        self.on(Dataflow.nodes, self._nodes)
+        self.on(Dataflow.status, self._status)
+        self.on(Dataflow.balance, self._balance)
 
     # ------------------------------------------------------------ life
 
@@ -335,11 +323,6 @@ class DataflowService(Service):
     async def _nodes(self) -> NodeList:
         return NodeList(nodes=self._ledger.nodes.infos())
 
-    async def _recipe(self) -> RunRecipe:
-        if self._invitation is None:
-            raise BadRequest("this service has no recipe to tell", "start it with `rillflow dataflow RUN`")
-        return self._invitation.answer()
-
     # ------------------------------------------------------------ the trainer
 
     async def _lease_batch(self, ask: LeaseBatch) -> BatchReply:
@@ -388,67 +371,6 @@ class DataflowService(Service):
     async def _lose_rows(self, news: LoseRows) -> Ack:
         return await self._changed(await self._do(lambda: self._ledger.lose_rows(news)))
 
-    # ------------------------------------------------------------ engine processes
-
-    async def _engine_beat(self, info: EngineInfo) -> Engines:
-        before = self._engines.engines().news
-        known = self._engines.hear(info)
-        if known.news != before:
-            self._engine_news.tell()
-        if self._ledger.phase != "ended":
-            return known
-        self._engines.forget(info.name)
-        return msgspec.structs.replace(known, ended=True)
-
-    async def _all_engines(self, ask: LookEngines) -> Engines:
-        end = self._clock.monotonic() + min(ask.wait, LONGEST_POLL)
-        while (known := self._engines.engines()).news == ask.news and (left := end - self._clock.monotonic()) > 0:
-            await self._engine_news.wait(left)
-        return known
-
-    # ------------------------------------------------------------ weights
-
-    async def _turn(self, ask: AskTurn) -> TurnReply:
-        policy = self._known(ask.policy)
-        if ask.done:
-            self._turns.done(policy, ask.engine)
-            self._turn_news.tell()
-            return TurnReply(granted=False)
-        return await self._poll(
-            lambda: TurnReply(granted=self._turns.ask(policy, ask.engine, len(self._engines_of(policy)))),
-            lambda reply: reply.granted,
-            ask.wait,
-            self._turn_news,
-            lambda: f"{ask.engine} waits to change the weights of {policy}: others do so now",
-        )
-
-    def _known(self, policy: str) -> str:
-        policies = self._ledger.rules.policies
-        if policy not in policies:
-            raise BadRequest(f"there is no policy {policy!r:.80}", f"one of: {', '.join(policies)}")
-        return policy
-
-    async def _fetch(self, news: TellFetch) -> Ack:
-        self._known(news.policy)
-        self._fetches.tell(news)
-        return Ack(accepted=True)
-
-    async def _versions_in_use(self) -> dict[str, list[int]]:
-        """Of all that serve, and of all that fetch what they will serve."""
-        sources = (self._engines.serving, self._ledger.nodes.serving, self._fetches.versions)
-        return {
-            policy: sorted({version for source in sources for version in source(policy)})
-            for policy in self._ledger.rules.policies
-        }
-
-    async def _versions_wanted(self) -> dict[str, list[int]]:
-        """Those that evaluations want kept."""
-        return {policy: self._ledger.evaluations.wanted(policy) for policy in self._ledger.rules.policies}
-
-    def _engines_of(self, policy: str) -> list[int]:
-        """The versions of all that sample by themselves: engine processes where there are any, else the nodes."""
-        return self._engines.serving(policy) or self._ledger.nodes.serving(policy)
-
     # ------------------------------------------------------------ people and supervisors
 
     async def _stop_run(self, body: StopRun) -> Ack:
@@ -456,7 +378,7 @@ class DataflowService(Service):
         return await self._changed(Ack(accepted=True))
 
     async def _status(self) -> Status:
-        waits = [*self._in_trouble(), *(why() for why in list(self._waits.values()))]
+        waits = [*self._in_trouble(), *self._updates.waits(), *(why() for why in list(self._waits.values()))]
         if self._scorer is not None:
             waits += self._scorer.waits()
         if self._ledger.phase != "ended" and self._ledger.nodes.healthy == 0:
@@ -469,13 +391,10 @@ class DataflowService(Service):
         return msgspec.structs.replace(status, notes=status.notes | self._keeper.note())
 
     def _in_trouble(self) -> Iterator[str]:
-        """Nodes and engines that are there and do not sample because of their weights."""
+        """Nodes that do not sample because of their weights."""
         for node in self._ledger.nodes.infos() if any(self._troubles.values()) else []:
             if node.state == "healthy" and (trouble := self._troubles.get(node.name)):
                 yield f"node {node.name}: {trouble[:_SHOWN]}"
-        for engine in self._engines.engines().engines:
-            if engine.trouble:
-                yield f"engine {engine.name}: {engine.trouble[:_SHOWN]}"
 
     def _absent(self, what: str, seen: float | None) -> str:
         """What to say while no process of a kind is alive that the run needs; one was `seen` last at that time."""
@@ -483,5 +402,5 @@ class DataflowService(Service):
             return f"waiting for the first {what} to start ({self._clock.monotonic() - self._started:.0f} s)"
         return f"waiting for a {what}: the last one was heard of {max(self._clock.now() - seen, 0.0):.0f} s ago"
 
-    async def _balance(self) -> Balance:
-        return self._ledger.balances.now()
+    async def _balance(self) -> dict[str, Any]:
+        return cast("dict[str, Any]", msgspec.to_builtins(self._ledger.balances.now()))

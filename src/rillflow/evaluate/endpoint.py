@@ -9,7 +9,8 @@ endpoint's tokens and log-probs are unknown here, so such an episode can be read
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,9 +20,6 @@ from typing import Any
 
 import aiohttp
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
-from starlette.types import Scope
 
 from rillflow.agents.rewards.calling import Given
 from rillflow.config import GatewayConfig, Recipe, SamplingConfig
@@ -30,10 +28,10 @@ from rillflow.errors import BadRequest, RillflowError, Unavailable
 from rillflow.evaluate.provider_answers import Said, read_stream, read_whole
 from rillflow.evaluate.stage import Ended
 from rillflow.evaluate.trial import Outcome, Tell, Turn
-from rillflow.gateway.control import REWARD, GiveReward, Rewarded
 from rillflow.gateway.dialects import DIALECTS, Dialect, dialect_of
 from rillflow.gateway.feed import Feed
-from rillflow.gateway.server import JSON, agent_of, anthropic_url, presented_key
+from rillflow.gateway.routes import ASKING, ControlRoutes, GiveReward, Rewarded, in_session
+from rillflow.gateway.server import agent_of, anthropic_url, presented_key
 from rillflow.gateway.trees.messages import Message, message
 from rillflow.rollout.cast import Cast, open_cast
 from rillflow.rollout.episode import EpisodeFailed, RunningEpisode, score
@@ -41,8 +39,10 @@ from rillflow.rollout.players import Played
 from rillflow.rollout.rewards import RewardRules
 from rillflow.types import EpisodeFacts, Task
 from rillflow.types.decoding import json_decoder
+from rillflow.types.route import JSON
 from rillflow.wire import Service
-from rillflow.wire.server import Endpoint, error_headers, read_body
+from rillflow.wire.messages import Request, Response, Send, Stream
+from rillflow.wire.server import Endpoint, error_headers
 
 _V1 = "/v1"
 _MOST = 64 << 20  # bytes of one answer that are looked at; more of it only pass through
@@ -174,18 +174,18 @@ class Forwarder(Service):
         self._tell = tell
         self._limits: GatewayConfig = recipe.gateway
         for dialect in DIALECTS:
-            for prefix in ("/s/{session}", ""):
-                self.route(f"{prefix}{dialect.PATH}", self._asking(dialect), ["POST"], "node")
-        self.route(REWARD, self._reward, ["POST"], "node", body=GiveReward)
+            for route in (ASKING[dialect.PATH], in_session(ASKING[dialect.PATH])):
+                self.raw(route, self._asking(dialect))
+        self.raw(ControlRoutes.reward, self._reward)
 
-    def presented(self, scope: Scope) -> str:
-        return presented_key(scope)
+    def presented(self, request: Request) -> str:
+        return presented_key(request)
 
     def opens(self, path: str, presented: str) -> bool:
         return presented == self.key
 
-    def error_response(self, error: RillflowError, scope: Scope) -> Response:
-        body = dialect_of(scope).error_body(error)
+    def error_response(self, error: RillflowError, request: Request) -> Response:
+        body = dialect_of(request).error_body(error)
         return Response(msgspec.json.encode(body), error.status, error_headers(error), JSON)
 
     def paths(self) -> list[dict[str, Any]]:
@@ -208,29 +208,28 @@ class Forwarder(Service):
         self.gifts.append(float(value))
 
     async def _reward(self, request: Request) -> Response:
-        raw = await read_body(request, self._limits.body)
+        raw = await request.read(self._limits.body)
         try:
             gift = json_decoder(GiveReward).decode(raw)
         except msgspec.MsgspecError as error:
             raise BadRequest(f"reward: {error}", "send JSON with a `value`") from error
         self.give(gift.value)
-        return Response(msgspec.json.encode(Rewarded(session=request.path_params["session"])), media_type=JSON)
+        return Response(msgspec.json.encode(Rewarded(session=request.params["session"])), media_type=JSON)
 
     # ------------------------------------------------------------ calls
 
     def _asking(self, dialect: Dialect) -> Endpoint:
         async def ask(request: Request) -> Response:
-            raw = await read_body(request, self._limits.body)
+            raw = await request.read(self._limits.body)
             try:
                 body = msgspec.json.decode(raw, type=dict[str, Any])
             except msgspec.MsgspecError as error:
                 raise BadRequest(f"the body is not a JSON object: {error}", "send what the provider takes") from error
             self.calls += 1
-            asked = _Asked(dialect, self._history(dialect, raw), self._policy(body), agent_of(request.scope))
+            asked = _Asked(dialect, self._history(dialect, raw), self._policy(body), agent_of(request))
             answer = await self._send(dialect.PATH, body | {"model": self._upstream.model}, request)
             if body.get("stream"):
-                pieces = self._passed_on(answer, asked)
-                return StreamingResponse(pieces, answer.status, media_type=answer.content_type)
+                return _PassedOn(self._passed_on(answer, asked), answer)
             data = await answer.read()
             if answer.ok:
                 self._hear(asked, read_whole(dialect, data))
@@ -248,7 +247,7 @@ class Forwarder(Service):
         except aiohttp.ClientError as error:
             raise Unavailable(f"the endpoint {url} does not answer: {error}", "check --endpoint") from error
 
-    async def _passed_on(self, answer: aiohttp.ClientResponse, asked: _Asked) -> AsyncIterator[bytes]:
+    async def _passed_on(self, answer: aiohttp.ClientResponse, asked: _Asked) -> AsyncGenerator[bytes]:
         """Yield the stream as it comes, and report the call once it has ended."""
         parts: list[bytes] = []
         size = 0
@@ -305,6 +304,23 @@ class Forwarder(Service):
         found = [(_shared(path.messages, history), number) for number, path in enumerate(self._paths)]
         shared, number = max(found, default=(0, None))
         return number, shared
+
+
+class _PassedOn(Stream):
+    """An endpoint's stream, as it comes."""
+
+    def __init__(self, pieces: AsyncGenerator[bytes], answer: aiohttp.ClientResponse) -> None:
+        super().__init__(status=answer.status, media_type=answer.content_type)
+        self._pieces = pieces
+        self._answer = answer
+
+    async def write(self, send: Send) -> None:
+        try:
+            async with aclosing(self._pieces):
+                async for piece in self._pieces:
+                    await send(piece)
+        finally:
+            self._answer.close()
 
 
 @dataclass(frozen=True)

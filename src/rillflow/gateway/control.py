@@ -14,20 +14,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any, Literal, TypeVar
+from typing import TypeVar
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from rillflow.gateway.failures import CallRefused
-from rillflow.gateway.feed import Asker, Ended, EndSession, Feed, OutsideTask, run_ended
-from rillflow.gateway.openapi import JSON, Operation
+from rillflow.gateway.feed import Asker, EndSession, Feed, OutsideTask, run_ended
+from rillflow.gateway.routes import NDJSON, ControlRoutes, GiveReward, Givers, Rewarded, TakeTask
 from rillflow.gateway.server import Gateway
 from rillflow.gateway.sessions.session import Session
 from rillflow.types.decoding import json_decoder
-from rillflow.wire.server import disconnected, read_body
+from rillflow.types.route import JSON
+from rillflow.wire.messages import Request, Response, Send, Stream
 
 Body = TypeVar("Body")
 
@@ -35,45 +33,6 @@ LONGEST_WAIT = 300.0  # of one question for a task
 END_SECONDS = 300.0  # for the run to take an episode
 KEEP_ALIVE = 5.0  # between two signs of life on a feed
 SAID = "said"  # the key of a session's detail under which its agent's last word is kept
-NDJSON = "application/x-ndjson"
-
-Givers = Literal["nobody", "run", "agent"]
-
-
-class GiveReward(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A reward for one answer (`call`: the id that the agent saw), for the answers of the n-th call (`turn`, from 0),
-    for one leaf of a policy's tree, or, with none of these, for the whole session."""
-
-    value: float
-    call: str | None = None
-    turn: int | None = None
-    leaf: int | None = None
-    policy: str | None = None
-
-
-class Rewarded(msgspec.Struct, frozen=True, kw_only=True):
-    session: str
-
-
-class TakeTask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Ask for one task, and wait so many seconds for it."""
-
-    wait: float = 0.0
-
-
-REWARD, END, SESSIONS, FEED = "/s/{session}/reward", "/s/{session}/end", "/sessions", "/feed"
-OPERATIONS = {
-    ("POST", REWARD): Operation("Give a reward to a session or a part of it", {JSON: (Rewarded,)}, GiveReward),
-    ("POST", END): Operation("End a session that was taken from the feed", {JSON: (Ended,)}, EndSession),
-    ("POST", SESSIONS): Operation(
-        "Take one task, if one comes in time", {JSON: (OutsideTask,)}, TakeTask, optional=True
-    ),
-    ("GET", FEED): Operation(
-        "A stream of tasks, one JSON object a line, as hands get free",
-        {NDJSON: (OutsideTask,)},
-        query=("capacity", "playing"),
-    ),
-}
 
 
 class Control:
@@ -87,11 +46,10 @@ class Control:
         self._feed = feed
         self._on_reward = on_reward
         self._givers = givers
-        gateway.route(REWARD, self._reward, ["POST"], "node", body=GiveReward)
-        gateway.route(END, self._end, ["POST"], "node", body=EndSession)
-        gateway.route(SESSIONS, self._take, ["POST"], "node", body=TakeTask, waits=True)
-        gateway.route(FEED, self._stream, ["GET"], "node", waits=True)
-        gateway.operations |= OPERATIONS
+        gateway.raw(ControlRoutes.reward, self._reward)
+        gateway.raw(ControlRoutes.end, self._end)
+        gateway.raw(ControlRoutes.sessions, self._take)
+        gateway.raw(ControlRoutes.feed, self._stream)
 
     async def _reward(self, request: Request) -> Response:
         self._check_giver(request, self._gateway.session_of(request))
@@ -103,7 +61,7 @@ class Control:
 
     async def _end(self, request: Request) -> Response:
         said = await self._body(request, EndSession)
-        known = self._feed.outcome(request.path_params["session"])
+        known = self._feed.outcome(request.params["session"])
         if known is not None:
             return _json(known)
         session = self._gateway.session_of(request)
@@ -137,16 +95,14 @@ class Control:
     async def _take(self, request: Request) -> Response:
         ask = await self._body(request, TakeTask)
         asker = self._feed.join(1)
-        gone = asyncio.ensure_future(disconnected(request.receive))
         try:
-            await _first(asker.news.wait(), gone, seconds=min(max(ask.wait, 0.0), LONGEST_WAIT))
+            await request.while_connected(lambda: _news(asker, min(max(ask.wait, 0.0), LONGEST_WAIT)))
             if self._feed.closed:
                 raise run_ended()
-            task = None if gone.done() else await self._fetched(asker)
+            task = await self._fetched(asker)
         finally:
-            gone.cancel()
             self._feed.leave(asker)
-        return Response(status_code=204) if task is None else _json(task)
+        return Response(status=204) if task is None else _json(task)
 
     async def _fetched(self, asker: Asker) -> OutsideTask | None:
         """The next task that is there; its session is on disk before anybody has its key."""
@@ -156,51 +112,42 @@ class Control:
         return task
 
     async def _stream(self, request: Request) -> Response:
-        capacity = _capacity(request.query_params.get("capacity", "1"), self._gateway.limits.sessions)
-        asker = self._feed.join(capacity, request.query_params.getlist("playing"))
+        capacity = _capacity(request.query_value("capacity", "1"), self._gateway.limits.sessions)
+        asker = self._feed.join(capacity, request.query.get("playing", []))
         return _FeedStream(self._feed, asker, lambda: self._fetched(asker))
 
     async def _body(self, request: Request, kind: type[Body]) -> Body:
-        raw = await read_body(request, self._gateway.limits.body)
+        raw = await request.read(self._gateway.limits.body)
         try:
             return json_decoder(kind).decode(raw or b"{}")
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise CallRefused(f"the body is not a {kind.__name__}: {error}", code="invalid_request") from error
 
 
-class _FeedStream(Response):
+class _FeedStream(Stream):
     """Tasks as lines of JSON until the run ends or the agent goes; an empty line now and then as a sign of life."""
 
     def __init__(self, feed: Feed, asker: Asker, fetched: Callable[[], Awaitable[OutsideTask | None]]) -> None:
         super().__init__(media_type=NDJSON, headers={"cache-control": "no-cache"})
-        del self.headers["content-length"]
         self._feed = feed
         self._asker = asker
         self._fetched = fetched
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gone = asyncio.ensure_future(disconnected(receive))
+    async def write(self, send: Send) -> None:
         try:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            while not self._feed.closed and not gone.done():
-                await _first(self._asker.news.wait(), gone, seconds=KEEP_ALIVE)
-                task = None if gone.done() or self._feed.closed else await self._fetched()
-                line = b"\n" if task is None else msgspec.json.encode(task) + b"\n"
-                await send({"type": "http.response.body", "body": line, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            while not self._feed.closed:
+                await _news(self._asker, KEEP_ALIVE)
+                task = None if self._feed.closed else await self._fetched()
+                await send(b"\n" if task is None else msgspec.json.encode(task) + b"\n")
         finally:
-            gone.cancel()
             self._feed.leave(self._asker)
 
 
-async def _first(*waits: Awaitable[Any], seconds: float) -> None:
-    """Until one of them is done or the time is over; what was begun here for the wait is ended."""
-    tasks = {asyncio.ensure_future(wait) for wait in waits}
-    try:
-        await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks - set(waits):
-            task.cancel()
+async def _news(asker: Asker, seconds: float) -> None:
+    """Wait until the asker can fetch a task, or the run has ended, or the time is over."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await asker.news.wait()
 
 
 def _capacity(text: str, most: int) -> int:

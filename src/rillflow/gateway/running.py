@@ -7,8 +7,8 @@ first token) begins without an event. What goes wrong after that is said in its 
 an answer for a whole one.
 
 A client that stops reading makes its call wait, after a bounded number of bytes; one that reads nothing for
-`STALLED` seconds counts as gone. A stream in which nothing happens carries a comment when it begins and every `QUIET`
-seconds, so that nobody on the way takes it for dead.
+`Stream.stalled` seconds counts as gone. A stream in which nothing happens carries a comment when it begins and every
+`QUIET` seconds, so that nobody on the way takes it for dead.
 """
 
 from __future__ import annotations
@@ -18,19 +18,14 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
-
 from rillflow.contracts import Clock
 from rillflow.errors import EngineError, RillflowError
 from rillflow.gateway.calls import Answer
 from rillflow.gateway.failures import CallRefused, session_gone, session_late
 from rillflow.gateway.outbox import COMMENT, Outbox
 from rillflow.gateway.sessions.session import Session
-from rillflow.wire.server import disconnected
+from rillflow.wire.messages import Request, Send, Stream
 
-STALLED = 30.0
 QUIET = 10.0
 PATIENCE = 1.0
 _FAULT = 500  # status from which on an error is not the agent's
@@ -40,25 +35,29 @@ Begin = Callable[[], Awaitable[Answer]]
 
 
 class Cutting:
-    """Everything that may cut the task at work on a call: `receive` tells when its client has gone, `clock` when its
+    """Everything that may cut the task at work on a call: `request` tells when its client has gone, `clock` when its
     session's time is over. `answer` is abandoned then, once there is one."""
 
-    def __init__(self, task: asyncio.Task[Any], session: Session, receive: Receive | None, clock: Clock) -> None:
+    def __init__(self, task: asyncio.Task[Any], session: Session, request: Request | None, clock: Clock) -> None:
         self.answer: Answer | None = None
         self._task = task
         self._session = session
         self._clock = clock
         self._late = False
         self._timer = asyncio.get_running_loop().call_later(self._left(), self._expire)
-        self._watch = None if receive is None else asyncio.create_task(_cut_when_gone(receive, task))
+        self._request = request
+        self._forget: Callable[[], None] = lambda: None
+        if request is not None:
+            self._forget = request.when_lost(task.cancel)
+        if request is not None and request.lost:
+            task.cancel()
         session.at_work[task] = self._abandon
 
     def release(self) -> None:
         """The work has ended: nothing cuts the task any more."""
         self._session.at_work.pop(self._task, None)
         self._timer.cancel()
-        if self._watch is not None:
-            self._watch.cancel()
+        self._forget()
 
     def cause(self) -> CallRefused | None:
         """Why the task was cut; None where it was not, or by someone else."""
@@ -66,7 +65,7 @@ class Cutting:
             return session_gone(self._session.id)
         if self._late:
             return session_late(self._session.id)
-        gone = self._watch is not None and self._watch.done()
+        gone = self._request is not None and self._request.lost
         return CallRefused("the client has gone", status=499) if gone else None
 
     def _abandon(self) -> None:
@@ -85,17 +84,12 @@ class Cutting:
         self._task.cancel()
 
 
-async def _cut_when_gone(receive: Receive, task: asyncio.Task[Any]) -> None:
-    await disconnected(receive)
-    task.cancel()
-
-
-async def whole(begin: Begin, session: Session, receive: Receive | None, clock: Clock) -> Answer:
+async def whole(begin: Begin, session: Session, request: Request | None, clock: Clock) -> Answer:
     """Return the answer once it has ended, in the task of the request; raise what the work raised, or why it was cut.
-    Without `receive` there is no client that could go: whoever asks is in this task."""
+    Without a `request` there is no client that could go: whoever asks is in this task."""
     task = asyncio.current_task()
     assert task is not None
-    cutting = Cutting(task, session, receive, clock)
+    cutting = Cutting(task, session, request, clock)
     try:
         async with session.places:
             answer = cutting.answer = await begin()
@@ -114,39 +108,25 @@ async def whole(begin: Begin, session: Session, receive: Receive | None, clock: 
         cutting.release()
 
 
-class EventStream(Response):
+class EventStream(Stream):
     """Server-sent events from a running call, several in one write where they wait."""
 
     def __init__(self, task: asyncio.Task[None], outbox: Outbox, first: bytes, clock: Clock) -> None:
-        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        del self.headers["content-length"]
+        super().__init__(media_type="text/event-stream; charset=utf-8", headers={"cache-control": "no-cache"})
         self._task = task
         self._outbox = outbox
         self._first = first
         self._clock = clock
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def write(self, send: Send) -> None:
         try:
             with _Pulse(self._outbox, self._clock):
-                async with asyncio.timeout(None) as limit:
-                    await self._send_all(send, limit)
-        except TimeoutError:
-            await _hang_up(scope)
+                data = self._first
+                while data:
+                    await send(data)
+                    data = await self._outbox.take()
         finally:
             self._task.cancel()
-
-    async def _send_all(self, send: Send, limit: asyncio.Timeout) -> None:
-        """The limit runs while something is being sent, not while the next event is awaited."""
-        now = asyncio.get_running_loop().time
-        limit.reschedule(now() + STALLED)
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        data = self._first
-        while data:
-            await send({"type": "http.response.body", "body": data, "more_body": True})
-            limit.reschedule(None)
-            data = await self._outbox.take()
-            limit.reschedule(now() + STALLED)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class _Pulse:
@@ -173,14 +153,6 @@ class _Pulse:
             self._outbox.remind()
             self._due = now + QUIET
         self._look_later()
-
-
-async def _hang_up(scope: Scope) -> None:
-    """Drop the connection with what it has not taken: closing it would wait for a client that does not read."""
-    hang_up = scope.get("extensions", {}).get("rillflow", {}).get("hang_up")
-    if hang_up is not None:
-        hang_up()
-        await asyncio.sleep(0)  # the server learns of it in its next turn
 
 
 async def streamed(
@@ -214,7 +186,7 @@ async def streamed(
 
     working = work()
     task = asyncio.create_task(working)
-    cutting = Cutting(task, session, request.receive, clock)
+    cutting = Cutting(task, session, request, clock)
     task.add_done_callback(ended)
     try:
         async with asyncio.timeout(PATIENCE):

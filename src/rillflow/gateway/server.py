@@ -17,19 +17,17 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Scope
 
 from rillflow.config import GatewayConfig, SamplingConfig
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import ConfigError, RillflowError, Unauthorized
-from rillflow.gateway import models, openapi, running
+from rillflow.gateway import models, running
 from rillflow.gateway.calls import Answer, Call, Policy, begin_beside
 from rillflow.gateway.dialects import DIALECTS, Dialect, chat, dialect_of, messages, responses
 from rillflow.gateway.dialects.openai import overruled
 from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.giants import refuse_giants
+from rillflow.gateway.routes import ASKING, AgentRoutes, in_session
 from rillflow.gateway.sessions.keeping import SessionLog
 from rillflow.gateway.sessions.session import Session, Sessions
 from rillflow.gateway.texts import SHORT, SHORT_BODY, TextThreads
@@ -38,18 +36,19 @@ from rillflow.gateway.trees.messages import Message
 from rillflow.gateway.trees.placing import Place
 from rillflow.gateway.trees.render import Tools
 from rillflow.gateway.trees.tree import TokenTree
+from rillflow.types.route import JSON, Route
 from rillflow.wire import Service
+from rillflow.wire.common_routes import DESCRIPTION, Common
 from rillflow.wire.gate import Gate
-from rillflow.wire.server import Endpoint, bearer, error_headers, read_body
+from rillflow.wire.messages import Request, Response
+from rillflow.wire.server import Endpoint, bearer, error_headers
 from rillflow.wire.tokens import Keyring
 
 log = logging.getLogger(__name__)
 
-JSON = "application/json"
-DESCRIPTION = "/openapi.json"
-AGENT_HEADER = b"x-rillflow-agent"
+AGENT_HEADER = "x-rillflow-agent"
 _AGENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-OURS = ("/health", "/metrics")  # of every service, and as there: no provider's shape
+OURS = (Common.health.path, Common.metrics.path)  # of every service, and as there: no provider's shape
 
 
 class _Asked(NamedTuple):
@@ -100,33 +99,30 @@ class Gateway(Service):
         self._told_overruled = False
         self._names = {name: name for name in policies} | self.limits.aliases
         self._created = int(self._clock.now())
-        self.operations = dict(openapi.OPERATIONS)
-        self._description: bytes | None = None
         self._gate = Gate(self.limits.total, "calls of this gateway")
         self._texts = TextThreads()
         self.sessions = Sessions(token, self.limits, self._clock, log)
         self.gauge("rillflow_gateway_sessions", "Sessions that are open", lambda: len(self.sessions))
         self.gauge("rillflow_gateway_calls", "Model calls that are being answered", lambda: self._gate.at_work)
-        self._add_routes()
+        self._bind_routes()
 
-    def _add_routes(self) -> None:
+    def _bind_routes(self) -> None:
         for dialect in DIALECTS:
-            self._agent_route(dialect.PATH, self._asking(dialect), "POST", self._gate)
-        self._agent_route(messages.COUNT_PATH, self._count, "POST", self._gate)
-        self._agent_route(responses.COUNT_PATH, self._count_input, "POST", self._gate)
-        self._agent_route(f"{responses.PATH}/{{response}}", self._response, "GET")
-        self._agent_route("/v1/models", self._models, "GET")
-        self._agent_route("/v1/models/{model}", self._model, "GET")
-        self.route(DESCRIPTION, self._describe, ["GET"], "reader")
+            self._agent_route(ASKING[dialect.PATH], self._asking(dialect), self._gate)
+        self._agent_route(AgentRoutes.count, self._count, self._gate)
+        self._agent_route(AgentRoutes.count_input, self._count_input, self._gate)
+        self._agent_route(AgentRoutes.response, self._response)
+        self._agent_route(AgentRoutes.models, self._models)
+        self._agent_route(AgentRoutes.model, self._model)
 
-    def _agent_route(self, path: str, endpoint: Endpoint, method: str, gate: Gate | None = None) -> None:
-        for prefix in ("/s/{session}", ""):
-            self.route(f"{prefix}{path}", endpoint, [method], "node", gate=gate)
+    def _agent_route(self, route: Route[Any, Any], endpoint: Endpoint, gate: Gate | None = None) -> None:
+        self.raw(in_session(route), endpoint, gate=gate)
+        self.raw(route, endpoint, gate=gate)
 
     # ------------------------------------------------------------ who may do what
 
-    def presented(self, scope: Scope) -> str:
-        return presented_key(scope)
+    def presented(self, request: Request) -> str:
+        return presented_key(request)
 
     def opens(self, path: str, presented: str) -> bool:
         session = self.sessions.name_in(presented)
@@ -139,21 +135,21 @@ class Gateway(Service):
 
     def session_of(self, request: Request) -> Session:
         """The session that a request is about: the one that its key opens, or, with a token, its path's."""
-        name = request.path_params.get("session")
+        name = request.params.get("session")
         if not self.has_token(request):
-            return self.sessions.of_key(presented_key(request.scope))
+            return self.sessions.of_key(presented_key(request))
         if name is None:
             raise CallRefused("this path names no session: send the session's own key, or ask below /s/SESSION")
         return self.sessions.get(name)
 
     def has_token(self, request: Request) -> bool:
         """Return whether a request was sent with a token of the run, not with a session's key."""
-        return self.keyring.scope_of(presented_key(request.scope)) is not None
+        return self.keyring.scope_of(presented_key(request)) is not None
 
-    def error_response(self, error: RillflowError, scope: Scope) -> Response:
-        if scope["path"].startswith(OURS):
-            return super().error_response(error, scope)
-        body = dialect_of(scope).error_body(error)
+    def error_response(self, error: RillflowError, request: Request) -> Response:
+        if request.path.startswith(OURS):
+            return super().error_response(error, request)
+        body = dialect_of(request).error_body(error)
         return Response(msgspec.json.encode(body), error.status, error_headers(error), JSON)
 
     # ------------------------------------------------------------ routes
@@ -161,8 +157,8 @@ class Gateway(Service):
     def _asking(self, dialect: Dialect) -> Endpoint:
         async def ask(request: Request) -> Response:
             session = self.session_of(request)
-            raw = await read_body(request, self.limits.body)
-            asked = await self._read(session, dialect, raw, agent_of(request.scope))
+            raw = await request.read(self.limits.body)
+            asked = await self._read(session, dialect, raw, agent_of(request))
             begin = self._admit(session, asked)
             renderer = asked.policy.renderer
             if asked.call.live:
@@ -174,7 +170,7 @@ class Gateway(Service):
                     self._clock,
                     shape=dialect.error_event,
                 )
-            answer = await running.whole(begin, session, request.receive, self._clock)
+            answer = await running.whole(begin, session, request, self._clock)
             return Response(dialect.whole(asked.request, answer, renderer), media_type=JSON)
 
         return ask
@@ -235,7 +231,7 @@ class Gateway(Service):
 
     async def _count(self, request: Request) -> Response:
         """How many tokens a call with these messages would be given now. Nothing of the session changes."""
-        session, raw = self.session_of(request), await read_body(request, self.limits.body)
+        session, raw = self.session_of(request), await request.read(self.limits.body)
 
         def read() -> _Counted:
             asked = messages.decode_count(raw, self.limits)
@@ -248,7 +244,7 @@ class Gateway(Service):
 
     async def _count_input(self, request: Request) -> Response:
         """As `_count`, for the responses dialect."""
-        session, raw = self.session_of(request), await read_body(request, self.limits.body)
+        session, raw = self.session_of(request), await request.read(self.limits.body)
 
         def read() -> _Counted:
             asked = responses.decode(raw, self.limits)
@@ -270,28 +266,19 @@ class Gateway(Service):
     async def _response(self, request: Request) -> Response:
         """An answer of the session, as the responses dialect shows it. When it was given is not kept."""
         session = self.session_of(request)
-        id = request.path_params["response"].removeprefix("resp_")
+        id = request.params["response"].removeprefix("resp_")
         policy, node = answer_of(session, id, "response_id")
         return _json(responses.kept(id, policy, node, self._created))
 
     async def _models(self, request: Request) -> Response:
         self.session_of(request)
-        return _json(models.listed(request.scope, list(self._names), self._created))
+        return _json(models.listed(request, list(self._names), self._created))
 
     async def _model(self, request: Request) -> Response:
         self.session_of(request)
-        name = request.path_params["model"]
+        name = request.params["model"]
         self._policy_name(name)
-        return _json(models.one(request.scope, name, self._created))
-
-    async def _describe(self, request: Request) -> Response:
-        if self._description is None:
-            self._description = msgspec.json.encode(self.described())
-        return Response(self._description, media_type=JSON)
-
-    def described(self) -> dict[str, Any]:
-        """The routes as an OpenAPI document."""
-        return openapi.description(self.operations, [(route.method, route.path) for route in self.routes()])
+        return _json(models.one(request, name, self._created))
 
     def _policy_name(self, model: str) -> str:
         """The policy that a request's `model` asks for, by its name or by an alias of it."""
@@ -311,31 +298,23 @@ class Gateway(Service):
         self._texts.close()
 
 
-def presented_key(scope: Scope) -> str:
+def presented_key(request: Request) -> str:
     """OpenAI clients send a bearer token, Anthropic's an `x-api-key`."""
-    key = ""
-    for name, value in scope["headers"]:
-        if name == b"authorization":
-            return bearer(value.decode("latin-1"))
-        if name == b"x-api-key":
-            key = value.decode("latin-1").strip()
-    return key
+    header = request.headers.get("authorization")
+    return bearer(header) if header is not None else request.headers.get("x-api-key", "").strip()
 
 
-def agent_of(scope: Scope) -> str:
-    """Whom of an episode's agents a call is of, as its header says; empty where it does not."""
-    for name, value in scope["headers"]:
-        if name == AGENT_HEADER:
-            return checked_agent(str(value.decode("latin-1")))
-    return ""
+def agent_of(request: Request) -> str:
+    """Return the agent named in the request's `x-rillflow-agent` header, or an empty string."""
+    named = request.headers.get(AGENT_HEADER)
+    return "" if named is None else checked_agent(named)
 
 
 def checked_agent(agent: str) -> str:
     if not _AGENT.fullmatch(agent):
         raise CallRefused(
-            f"the header {AGENT_HEADER.decode()} is no name: use up to 100 letters, digits, dots, dashes and "
-            "underscores",
-            param=AGENT_HEADER.decode(),
+            f"the header {AGENT_HEADER} is no name: use up to 100 letters, digits, dots, dashes and underscores",
+            param=AGENT_HEADER,
         )
     return agent
 

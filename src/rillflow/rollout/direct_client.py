@@ -26,7 +26,6 @@ from rillflow.gateway.server import AGENT_HEADER
 
 Chat = Callable[[bytes, str], Awaitable[bytes]]
 _ONLY_HTTP = ("extra_headers", "extra_query", "timeout")
-_AGENT = AGENT_HEADER.decode()
 
 
 class _Session(NamedTuple):
@@ -58,7 +57,7 @@ class DirectClient(openai.AsyncOpenAI):
         headers = options.get("set_default_headers")
         made._agent = self._agent if headers is None else ""
         for name, value in (options.get("default_headers") or headers or {}).items():
-            if name.lower() == _AGENT:
+            if name.lower() == AGENT_HEADER:
                 made._agent = value
         if options.get("http_client") is None:
             made._session = self._session

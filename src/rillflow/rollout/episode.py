@@ -152,7 +152,7 @@ class RunningEpisode:
 
     def agent(self, name: str) -> openai.AsyncOpenAI:
         self.roles.add(name)
-        return self.client.with_options(default_headers={AGENT_HEADER.decode(): name})
+        return self.client.with_options(default_headers={AGENT_HEADER: name})
 
     def reward(
         self,

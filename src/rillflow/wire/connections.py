@@ -1,14 +1,16 @@
 """A pool of HTTP/1.1 connections to one service, for the calls between our own processes.
 
-Bodies are whole in both directions; nothing streams. A call takes an idle connection or opens one. At the limit it
-waits in a queue, within its own deadline. A call that ends early closes its connection, because the answer may still
-arrive. Decision 020 says why this is not a library.
+Bodies are sent whole; an answer comes whole (`call`) or as it arrives (`stream`). A call takes an idle connection or
+opens one. At the limit it waits in a queue, within its own deadline. A call that ends early closes its connection,
+because the answer may still arrive. Decision 022 says why this is not a library.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import NamedTuple, TypeVar, cast
 from urllib.parse import SplitResult, urlsplit
 
@@ -21,6 +23,7 @@ T = TypeVar("T")
 
 CONNECTIONS = 256  # to one service
 _KEPT_SECONDS = 0.8 * IDLE_SECONDS  # the service may close an older idle connection just as a call begins
+_READ_AHEAD = 256 << 10  # bytes of a streamed answer that nobody has read; twice as many pause the connection
 _ONE_WRITE = 64 << 10  # a body up to this size is sent in one write with its head
 
 
@@ -47,6 +50,13 @@ class Answer(NamedTuple):
     body: bytes
 
 
+class Arriving(NamedTuple):
+    """An answer of which the head is here; `reader` gives its body, and ConnectionError if the connection fails."""
+
+    status: int
+    reader: asyncio.StreamReader
+
+
 class Connection(asyncio.Protocol):
     """One connection, with one call at a time. An answer that is not valid HTTP ends the connection and its call."""
 
@@ -54,6 +64,8 @@ class Connection(asyncio.Protocol):
         self.free_since = 0.0
         self._transport: asyncio.Transport | None = None
         self._answer: asyncio.Future[Answer] | None = None
+        self._arriving: asyncio.Future[Arriving] | None = None
+        self._reader: asyncio.StreamReader | None = None  # of an answer that is read as it arrives
         self._parser = httptools.HttpResponseParser(self)
         self._body: list[bytes] = []
         self._head = 0  # bytes read of the current answer while its head is incomplete
@@ -69,21 +81,48 @@ class Connection(asyncio.Protocol):
             raise ConnectionResetError("the connection was closed")
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._answer = answer
-        if len(body) <= _ONE_WRITE:
-            self._transport.write(head + body)
-        else:
-            self._transport.write(head)
-            self._transport.write(body)
+        self._send(self._transport, head, body)
         try:
-            whole = await within(answer, seconds)
+            return await within(answer, seconds)
         except BaseException:
             self.abort()
             raise
         finally:
             self._answer = None
+            self._end_sending()
+
+    async def begin(self, head: bytes, body: bytes, seconds: float) -> Arriving:
+        """Return the answer once its head is here. Call `end` when it was read, or is no longer wanted."""
+        if self._transport is None:
+            raise ConnectionResetError("the connection was closed")
+        arriving: asyncio.Future[Arriving] = asyncio.get_running_loop().create_future()
+        self._arriving, self._reader = arriving, asyncio.StreamReader(_READ_AHEAD)
+        self._reader.set_transport(self._transport)
+        self._send(self._transport, head, body)
+        return await within(arriving, seconds)
+
+    def end(self) -> None:
+        """Make the connection ready for another call; one whose answer is not complete is closed."""
+        if self._reader is not None:
+            self.abort()
+            self._reader = None
+        self._arriving = None
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()  # the reader may have paused it, with the end of the answer in its buffer
+        self._end_sending()
+
+    def _send(self, transport: asyncio.Transport, head: bytes, body: bytes) -> None:
+        if len(body) <= _ONE_WRITE:
+            transport.write(head + body)
+        else:
+            transport.write(head)
+            transport.write(body)
+
+    def _end_sending(self) -> None:
+        """Close a connection whose request was answered before it was sent whole: its rest must not reach the next
+        call."""
         if self._transport is not None and self._transport.get_write_buffer_size():
-            self.abort()  # answered before the request was sent whole: its rest must not reach the next call
-        return whole
+            self.abort()
 
     def abort(self) -> None:
         if self._transport is not None:
@@ -95,7 +134,7 @@ class Connection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
-        if self._answer is None:
+        if self._answer is None and self._reader is None:
             self.abort()  # data without a request
             return
         if self._in_head:
@@ -113,21 +152,30 @@ class Connection(asyncio.Protocol):
         self._fail(ConnectionResetError(f"the connection was cut: {error}" if error else "the connection was closed"))
 
     def _fail(self, error: ConnectionError) -> None:
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(error)
+        for waiting in (self._answer, self._arriving):
+            if waiting is not None and not waiting.done():
+                waiting.set_exception(error)
+        if self._reader is not None:
+            self._reader.set_exception(error)
         self.abort()
 
     # ------------------------------------------------------------ called by the parser
 
     def on_message_begin(self) -> None:
-        if self._answer is None or self._answer.done():
+        if self._reader is None and (self._answer is None or self._answer.done()):
             self.abort()  # a second answer to one request
 
     def on_headers_complete(self) -> None:
         self._in_head = False
+        status = self._parser.get_status_code()
+        if self._reader is not None and self._arriving is not None and not self._arriving.done() and status >= 200:
+            self._arriving.set_result(Arriving(status, self._reader))
 
     def on_body(self, part: bytes) -> None:
-        self._body.append(part)
+        if self._reader is not None:
+            self._reader.feed_data(part)
+        else:
+            self._body.append(part)
 
     def on_message_complete(self) -> None:
         parts, self._body = self._body, []
@@ -137,6 +185,9 @@ class Connection(asyncio.Protocol):
             return
         if not self._parser.should_keep_alive():
             cast("asyncio.Transport", self._transport).close()
+        if self._reader is not None:
+            self._reader.feed_eof()
+            self._reader = None
         if self._answer is not None and not self._answer.done():
             self._answer.set_result(Answer(status, parts[0] if len(parts) == 1 else b"".join(parts)))
 
@@ -144,13 +195,17 @@ class Connection(asyncio.Protocol):
 class Connections:
     """A pool of at most `most` connections to `url`, used from one event loop."""
 
-    def __init__(self, url: str, headers: dict[str, str], most: int = CONNECTIONS) -> None:
+    def __init__(
+        self, url: str, headers: dict[str, str], most: int = CONNECTIONS, connect: float = float("inf")
+    ) -> None:
+        """`connect` bounds the seconds for opening a connection, beside the deadline of the call."""
         parts = _split(url)
         self._host = parts.hostname or ""
         self._secure = parts.scheme == "https"
         self._port = parts.port or (443 if self._secure else 80)
         self._path = parts.path.rstrip("/")
         self._headers = _lines({"host": parts.netloc.rpartition("@")[2], **headers})
+        self._connect = connect
         self._left = most  # connections that may still be opened
         self._free: list[Connection] = []  # a stack: surplus connections stay idle and expire
         self._used: set[Connection] = set()
@@ -169,9 +224,27 @@ class Connections:
         try:
             return await connection.call(head, body, end - loop.time())
         finally:
-            self._used.discard(connection)
-            connection.free_since = loop.time()
-            self._hand_on(connection)
+            self._release(connection)
+
+    @asynccontextmanager
+    async def stream(self, method: str, path: str, body: bytes, seconds: float) -> AsyncIterator[Arriving]:
+        """Send a request and yield its answer once its head is here, within `seconds`. How long its body may take is
+        the reader's to bound."""
+        head = self._head(method, path, len(body), None)
+        loop = asyncio.get_running_loop()
+        end = loop.time() + seconds
+        connection = self._kept(loop.time()) or await self._new(end)
+        self._used.add(connection)
+        try:
+            yield await connection.begin(head, body, end - loop.time())
+        finally:
+            connection.end()
+            self._release(connection)
+
+    def _release(self, connection: Connection) -> None:
+        self._used.discard(connection)
+        connection.free_since = asyncio.get_running_loop().time()
+        self._hand_on(connection)
 
     def close(self) -> None:
         """Close all connections. Calls in progress fail."""
@@ -224,7 +297,7 @@ class Connections:
 
     async def _opened(self, seconds: float) -> Connection:
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(min(seconds, self._connect)):
                 _, connection = await asyncio.get_running_loop().create_connection(
                     Connection, self._host, self._port, ssl=self._secure or None
                 )

@@ -4,32 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
 
 import uvicorn
 
 from rillflow.errors import RunError
-from rillflow.wire.protocol import BoundedHttp
 from rillflow.wire.server import bearer
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 _STARTING = 10.0  # seconds for the port to open
+_CONCURRENT = 1024  # connections and requests
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to the process's owner."""
+        yield
 
 
 @asynccontextmanager
 async def served(app: ASGIApp, token: str, port: int, *, what: str) -> AsyncIterator[tuple[str, asyncio.Task[None]]]:
     """The URL of `app` and the task that serves it, until the block is left. `what` names it in errors."""
     config = uvicorn.Config(
-        Guarded(app, token), host="127.0.0.1", port=port, http=BoundedHttp, ws="none", log_config=None,
-        access_log=False, lifespan="on", timeout_graceful_shutdown=1,
+        Guarded(app, token), host="127.0.0.1", port=port, ws="none", log_config=None, access_log=False, lifespan="on",
+        timeout_graceful_shutdown=1, limit_concurrency=_CONCURRENT,
     )  # fmt: skip
-    server = uvicorn.Server(config)
-    # Signals belong to the process's owner, not to uvicorn.
-    server.capture_signals = nullcontext  # type: ignore[assignment, method-assign]
+    server = _Server(config)
     serving = asyncio.create_task(_listen(server, port, what))
     try:
         deadline = asyncio.get_running_loop().time() + _STARTING

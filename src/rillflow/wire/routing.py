@@ -1,19 +1,17 @@
-"""Routes by path and method: one dictionary look-up for each segment, whatever the number of routes.
+"""Finds what serves a path and a method: one dictionary look-up for each segment, whatever the number of routes.
 
-Every route names the scopes of tokens that open it, so that none is open by default. A segment `{name}` takes anything,
-`{name:int}` digits only; a segment spelled out wins over both. What `{name}` took lies in the request's `path_params`,
-where Starlette's `Request` looks for it.
+A segment `{name}` takes anything, `{name:int}` digits only; a segment spelled out wins over both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-
-from starlette.types import ASGIApp
+from typing import Generic, TypeVar
 
 from rillflow.errors import WireError
-from rillflow.types import TokenScope
+
+Found = TypeVar("Found")
 
 _DIGITS = 18  # of a `{name:int}`
 _SHOWN = 200  # characters of a path that an error repeats
@@ -31,33 +29,17 @@ class WrongMethod(WireError):
         self.allowed = allowed
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
-    """One entry of a service's route table.
-
-    A token of one of the `scopes` opens it. `body` is the type of its body, None for none or for one that it reads by
-    itself. A route that `waits` for news ends when its client disconnects.
-    """
-
-    method: str
-    path: str
-    scopes: tuple[TokenScope, ...]
-    app: ASGIApp = field(repr=False)
-    body: type | None = None
-    waits: bool = False
-
-
 @dataclass(slots=True)
-class _Place:
+class _Place(Generic[Found]):
     """Where the segments so far have led."""
 
-    places: dict[str, _Place] = field(default_factory=dict)
-    anything: _Place | None = None
+    places: dict[str, _Place[Found]] = field(default_factory=dict)
+    anything: _Place[Found] | None = None
     name: str = ""
     digits: bool = False
-    methods: dict[str, Route] = field(default_factory=dict)
+    methods: dict[str, Found] = field(default_factory=dict)
 
-    def below(self, segment: str) -> _Place:
+    def below(self, segment: str) -> _Place[Found]:
         """The place for a segment of a route, made where there is none yet."""
         if not segment.startswith("{"):
             return self.places.setdefault(segment, _Place())
@@ -70,29 +52,28 @@ class _Place:
     def takes(self, segment: str) -> bool:
         return not self.digits or (segment.isdecimal() and len(segment) <= _DIGITS)
 
-    def step(self, segment: str) -> _Place | None:
+    def step(self, segment: str) -> _Place[Found] | None:
         found = self.places.get(segment)
         if found is None and self.anything is not None and self.anything.takes(segment):
             return self.anything
         return found
 
 
-class Routes:
-    """The routes of one service."""
+class Routing(Generic[Found]):
+    """What serves each route of one service."""
 
     def __init__(self) -> None:
-        self._root = _Place()
+        self._root: _Place[Found] = _Place()
 
-    def add(self, route: Route) -> None:
-        assert route.scopes, f"{route.path} names no scope that opens it"
+    def add(self, method: str, path: str, found: Found) -> None:
         place = self._root
-        for segment in route.path.split("/")[1:]:
+        for segment in path.split("/")[1:]:
             place = place.below(segment)
-        assert route.method not in place.methods, f"{route.method} {route.path} is there twice"
-        place.methods[route.method] = route
+        assert method not in place.methods, f"{method} {path} is there twice"
+        place.methods[method] = found
 
-    def find(self, path: str, method: str) -> tuple[Route, dict[str, str]]:
-        """The route, and what the path's open segments took; NotFound or WrongMethod where there is none."""
+    def find(self, path: str, method: str) -> tuple[Found, dict[str, str]]:
+        """Return what serves the path, and what its open segments took; NotFound or WrongMethod where nothing does."""
         place, taken = self._root, dict[str, str]()
         for segment in path.split("/")[1:]:
             after = place.step(segment)
@@ -101,14 +82,14 @@ class Routes:
             if after.name:
                 taken[after.name] = segment
             place = after
-        route = place.methods.get("GET" if method == "HEAD" else method)
-        if route is not None:
-            return route, taken
+        found = place.methods.get("GET" if method == "HEAD" else method)
+        if found is not None:
+            return found, taken
         if not place.methods:
             raise NotFound(f"there is no {path[:_SHOWN]}", "look at the documentation for the routes")
         raise WrongMethod(f"{path} does not answer {method}", sorted(place.methods))
 
-    def __iter__(self) -> Iterator[Route]:
+    def __iter__(self) -> Iterator[Found]:
         places = [self._root]
         while places:
             place = places.pop()

@@ -18,6 +18,7 @@ from rillflow.observe.advisories.watch import EVERY, Watch
 from rillflow.runtime.folder import RunFolder
 from rillflow.storage import write_json
 from rillflow.types import Status
+from rillflow.types.routes import Dataflow
 from rillflow.wire import Service
 from rillflow.wire.blocking import LoopThread
 
@@ -46,7 +47,7 @@ def served(folder: RunFolder) -> Iterator[None]:
     async def status() -> Status:
         return STATUS
 
-    service.get("/status", status, "reader")
+    service.on(Dataflow.status, status)
     try:
         folder.publish_endpoint("dataflow", thread.run(service.start(), 10.0))
         yield

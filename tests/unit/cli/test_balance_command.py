@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from rillflow.dataflow.rules import Rules
 from rillflow.dataflow.tables import FORMAT
 from rillflow.errors import RunError
 from rillflow.runtime.folder import RunFolder
+from rillflow.types.routes import Dataflow
 from rillflow.wire import Service
 from rillflow.wire.blocking import LoopThread
 
@@ -50,10 +52,10 @@ def served(folder: RunFolder, token: str, answer: object) -> Iterator[None]:
     thread = LoopThread("service")
     service = Service("dataflow", token)
 
-    async def balance() -> object:
+    async def balance() -> Any:
         return answer
 
-    service.get("/balance", balance, "reader")
+    service.on(Dataflow.balance, balance)
     try:
         folder.publish_endpoint("dataflow", thread.run(service.start(), 10.0))
         yield

@@ -16,9 +16,10 @@ from rillflow.clients import joining
 from rillflow.clients.dataflow import reached_by
 from rillflow.clients.joining import TOKEN_VARIABLE, join, token_of
 from rillflow.config import load_recipe, write_resolved
-from rillflow.dataflow.joining import Invitation
 from rillflow.errors import ConfigError, RunError
 from rillflow.types import RunRecipe
+from rillflow.types.routes import Updates
+from rillflow.weights.invitation import Invitation
 from rillflow.wire import Service
 from rillflow.wire.tokens import SCOPES, Keyring, scoped_token
 
@@ -32,7 +33,7 @@ class Inviting(Service):
     def __init__(self, *answers: RunRecipe) -> None:
         super().__init__("dataflow", TOKEN)
         self.answers = list(answers)
-        self.get("/recipe", self._told, "node")
+        self.on(Updates.recipe, self._told)
 
     async def _told(self) -> RunRecipe:
         return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]

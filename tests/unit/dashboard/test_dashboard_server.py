@@ -18,6 +18,7 @@ from rillflow.dashboard.watched import watch
 from rillflow.dataflow.database import Database
 from rillflow.runtime.folder import RunFolder
 from rillflow.types import Ack, RetireNode, StopRun
+from rillflow.types.routes import Dataflow
 from rillflow.wire import Service
 from rillflow.wire.tokens import SCOPES
 
@@ -90,8 +91,8 @@ async def test_the_operator_stops_a_run_and_retires_a_node(browser: httpx.AsyncC
         told.append(news)
         return Ack(accepted=True)
 
-    service.post("/stop", hear, StopRun, "operator")
-    service.post("/nodes/retire", hear, RetireNode, "operator")
+    service.on(Dataflow.stop, hear)
+    service.on(Dataflow.retire, hear)
     folder.publish_endpoint("dataflow", await service.start())
     folder.set_state("running")
     headers, run = {**OWN, **bearer(folder, "operator")}, f"/api/runs/{folder.root.name}"

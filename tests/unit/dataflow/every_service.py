@@ -35,11 +35,11 @@ from rillflow.gateway.sampling.manager import RolloutManager
 from rillflow.runtime.folder import RunFolder
 from rillflow.storage import write_json
 from rillflow.types import AskTurn, UnitBeat, UnitBeatReply
+from rillflow.types.route import Route
 from rillflow.weights.transport.relay import RelayService, RelayShelf
 from rillflow.weights.transport.serve import WeightService
 from rillflow.weights.transport.shelf import NOTHING, FolderShelf
 from rillflow.wire import Service
-from rillflow.wire.routing import Route
 from rillflow.wire.tokens import scoped_token
 
 STAGE, OPEN = "score", "s1"  # `OPEN` is what each open segment of a path is asked for with
@@ -104,7 +104,7 @@ async def exhaust(run: Served) -> None:
     await run.client.turn(AskTurn(policy=POLICY, engine="first"))
 
 
-def path_of(route: Route) -> str:
+def path_of(route: Route[Any, Any]) -> str:
     """The route's path with a value for each open segment, and what makes a raw long poll wait."""
     path = re.sub(r"{\w+:int}", "0", route.path)
     path = re.sub(r"{\w+}", OPEN, path)

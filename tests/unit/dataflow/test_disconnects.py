@@ -13,6 +13,7 @@ from dataflow_server import TOKEN, served
 
 from dataflow_world import POLICY
 from rillflow.types import LeaseBatch, LeaseStage, LeaseTasks
+from rillflow.types.route import post
 
 WAIT = 50.0
 
@@ -90,7 +91,7 @@ async def test_a_request_that_does_not_wait_is_carried_out_without_its_client(tm
             await go_on.wait()
             ended.set()
 
-        run.service.post("/slow", slow, dict, "operator")
+        run.service.on(post("/slow", dict, type(None), "operator", summary="Slow"), slow)
         async with asked(run.url, "/slow", {}):
             await asyncio.wait_for(began.wait(), 60)
         await asyncio.sleep(0.05)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from rillflow.dataflow.engines import SILENT_SECONDS, EngineRoster
 from rillflow.errors import BadRequest
 from rillflow.types import EngineInfo
+from rillflow.weights.updates import SILENT_SECONDS, EngineRoster
 
 
 class HandClock:
@@ -52,7 +52,7 @@ def test_what_is_no_engine_is_refused(bad: EngineInfo) -> None:
 
 
 def test_the_roster_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rillflow.dataflow.engines._MOST", 2)
+    monkeypatch.setattr("rillflow.weights.updates._MOST", 2)
     clock = HandClock()
     roster = EngineRoster(clock)
     roster.hear(info("a"))

@@ -18,36 +18,16 @@ from every_service import STAGE, WAIT, Started, every_service, example, path_of
 import rillflow
 from dataflow_world import POLICY, UNIT, FakeClock
 from rillflow.config import load_recipe
+from rillflow.dashboard.routes import DashboardRoutes
+from rillflow.engine.routes import EngineRoutes
 from rillflow.evaluate.endpoint import Forwarder, Upstream
-from rillflow.gateway import Gateway
+from rillflow.gateway.routes import AgentRoutes, ControlRoutes, EngineControlRoutes, in_session
 from rillflow.types import CommitStage, LeaseStage, Row, SampleColumns
-from rillflow.wire.routing import Route
+from rillflow.types.route import MSGPACK, Route, routes_of
+from rillflow.types.routes import Dataflow, StorageUnits, Updates
+from rillflow.weights.transport.routes import WeightRoutes
+from rillflow.wire.common_routes import Common
 from rillflow.wire.tokens import OPENS, SCOPES, scoped_token
-
-# Bodies without an attempt id, and why a second copy does no harm.
-WITHOUT = {
-    "/nodes/heartbeat": "sets what the node says of itself, and names the attempts that it renews",
-    "/nodes/retire": "the earlier end counts",
-    "/nodes/leave": "names the incarnation, which leaves once",
-    "/trainers/join": "names the incarnation, whose first answer is repeated",
-    "/units/beat": "sets what the unit says of itself; a segment is dropped once",
-    "/rows/lost": "a row is lost once",
-    "/stop": "a run that has ended stays as it is",
-    "/engines/beat": "sets what the engine says of itself",
-    "/engines": "only reads",
-    "/weights/turn": "an engine that has a turn keeps it",
-    "/weights/fetch": "sets what the engine downloads",
-    "/put": "rows that nobody reports are reclaimed",
-    "/get": "only reads",
-    "/pause": "a hold is known by its reason",
-    "/resume": "a hold is known by its reason",
-    "/generate": "an answer that nobody reads is aborted",
-    "/engines/interrupt": "a hold is known by its reason",
-    "/engines/resume": "a hold is known by its reason",
-    "/s/{session}/reward": "sets the reward of what it names",
-    "/s/{session}/end": "the first word counts, and its outcome is repeated",
-    "/sessions": "a task whose agent says nothing is played again after its deadline",
-}
 
 
 @pytest.fixture
@@ -56,11 +36,13 @@ async def services(tmp_path) -> AsyncIterator[list[Started]]:
         yield started
 
 
-def every_route(services: list[Started]) -> list[tuple[Started, Route]]:
+def every_route(services: list[Started]) -> list[tuple[Started, Route[Any, Any]]]:
     return [(one, route) for one in services for route in one.service.routes()]
 
 
-async def status(http: aiohttp.ClientSession, one: Started, route: Route, token: str | None) -> tuple[int, str]:
+async def status(
+    http: aiohttp.ClientSession, one: Started, route: Route[Any, Any], token: str | None
+) -> tuple[int, str]:
     """The status of an empty request, and the beginning of what it says; a stream is not read on."""
     headers = {"x-rillflow-dashboard": "1"} | ({} if token is None else {"authorization": f"Bearer {token}"})
     async with http.request(route.method, one.url + path_of(route).partition("?")[0], headers=headers) as answer:
@@ -77,6 +59,34 @@ async def test_no_service_is_missed(services):
     assert defined >= {"DataflowService", "Gateway", "RelayService"}
     # What `rillflow try --endpoint` asks is for one episode and has a key of its own: see below.
     assert {type(one.service).__name__ for one in services} == defined - {"Forwarder"} | {"Service"}
+
+
+TABLES = {
+    "dataflow": (Dataflow, Updates), "unit": (StorageUnits,), "weights": (WeightRoutes,), "relay": (WeightRoutes,),
+    "engine": (EngineRoutes,), "gateway": (AgentRoutes, ControlRoutes, EngineControlRoutes), "trainer": (),
+    "dashboard": (DashboardRoutes,),
+}  # fmt: skip
+
+
+async def test_every_service_serves_the_routes_of_its_tables_and_no_others(services):
+    for one in services:
+        declared = [route for table in (*TABLES[one.service.name], Common) for route in routes_of(table)]
+        if one.service.name == "gateway":
+            declared += [in_session(route) for route in routes_of(AgentRoutes)]
+        served_routes = [(route.method, route.path, route.scopes) for route in one.service.routes()]
+        assert sorted(served_routes) == sorted((route.method, route.path, route.scopes) for route in declared)
+
+
+async def test_every_service_describes_its_routes_to_readers(services):
+    async with aiohttp.ClientSession() as http:
+        for one in services:
+            headers = {"authorization": f"Bearer {scoped_token(TOKEN, 'reader')}"}
+            async with http.get(f"{one.url}/openapi.json", headers=headers) as answer:
+                described = await answer.json()
+            found = {(method.upper(), path) for path, methods in described["paths"].items() for method in methods}
+            assert found == {(route.method, route.path.replace(":int", "")) for route in one.service.routes()}
+            references = set(re.findall(r"#/components/schemas/(\w+)", str(described)))
+            assert references == set(described["components"]["schemas"])
 
 
 async def test_every_route_without_a_token_is_401(services):
@@ -146,13 +156,13 @@ async def test_every_route_that_waits_ends_with_its_client(services):
         await assert_ends_with_its_client(one, route)
 
 
-async def assert_ends_with_its_client(one: Started, route: Route) -> None:
+async def assert_ends_with_its_client(one: Started, route: Route[Any, Any]) -> None:
     def at_work() -> float:
         return one.service.registry.get_sample_value("rillflow_requests_open", {"route": route.path}) or 0.0
 
     others = at_work()  # a relay waits at the weight server
-    encode = msgspec.json.encode if isinstance(one.service, Gateway) else msgspec.msgpack.encode
-    body = b"" if route.body is None else encode(example(route.body, {"": {"wait": WAIT}}))
+    encode = msgspec.msgpack.encode if route.content == MSGPACK else msgspec.json.encode
+    body = encode(example(route.body, {"": {"wait": WAIT}})) if route.has_body else b""
     where, token = urlsplit(one.url), scoped_token(TOKEN, route.scopes[0])
     reader, writer = await asyncio.open_connection(where.hostname, where.port)
     head = f"{route.method} {path_of(route)} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {token}\r\n"
@@ -175,11 +185,13 @@ def has_attempt(body: msgspec.inspect.Type) -> bool:
     return any(field.name == "attempt" for field in body.fields) or any(map(has_attempt, lists))
 
 
-async def test_every_call_that_changes_something_has_an_attempt_id(services):
-    bodies = {route.path: route.body for _, route in every_route(services) if route.body is not None}
-    lacking = {path for path, body in bodies.items() if not has_attempt(msgspec.inspect.type_info(body))}
-    assert lacking - set(WITHOUT) == set(), "give the body an `attempt`, or say in WITHOUT why it needs none"
-    assert set(WITHOUT) - lacking == set(), "these routes have an attempt id, or are gone"
+async def test_every_call_that_changes_something_has_an_attempt_id_or_says_why_not(services):
+    for one, route in every_route(services):
+        if not route.has_body:
+            assert not route.again, (one.service.name, route)
+            continue
+        identified = has_attempt(msgspec.inspect.type_info(route.body))
+        assert identified != bool(route.again), (one.service.name, route, "give an `attempt`, or say why it needs none")
 
 
 async def under_way(run: Served) -> dict[str, dict[str, Any]]:
@@ -224,7 +236,7 @@ async def under_way(run: Served) -> dict[str, dict[str, Any]]:
 async def test_every_call_that_comes_twice_is_answered_the_same_and_counts_once(services, tmp_path):
     """As when an answer was lost: the client sends the same body again."""
     (dataflow,) = [one.service for one in services if one.service.name == "dataflow"]
-    paths = [route.path for route in dataflow.routes() if route.body is not None]
+    paths = [route.path for route in dataflow.routes() if route.has_body]
     assert {"/tasks/lease", "/tasks/complete", "/batches/commit", "/stages/commit", "/rows/lost"} <= set(paths)
     await asyncio.gather(*(assert_counts_once(path, tmp_path / str(number)) for number, path in enumerate(paths)))
 
@@ -236,7 +248,7 @@ async def assert_counts_once(path: str, folder: Path) -> None:
         served(folder, clock=FakeClock(), stages=(STAGE,), staleness=3) as run,
         aiohttp.ClientSession(run.url, headers={"authorization": f"Bearer {TOKEN}"}) as http,
     ):
-        (body,) = [route.body for route in run.service.routes() if route.path == path and route.body is not None]
+        (body,) = [route.body for route in run.service.routes() if route.path == path and route.has_body]
         data = msgspec.msgpack.encode(example(body, await under_way(run)))
 
         async def send() -> tuple[int, bytes]:

@@ -6,10 +6,10 @@ import pytest
 from dataflow_server import served
 
 from dataflow_world import POLICY, FakeClock
-from rillflow.dataflow import fetches as module
-from rillflow.dataflow.fetches import FETCH_SECONDS, Fetches
 from rillflow.errors import BadRequest
 from rillflow.types import TellFetch
+from rillflow.weights import updates as module
+from rillflow.weights.updates import FETCH_SECONDS, Fetches
 
 
 def word(version: int, engine: str = "e", policy: str = POLICY) -> TellFetch:

@@ -13,7 +13,7 @@ from dataflow_server import served
 
 from dataflow_world import POLICY, RULES, FakeClock, prompts
 from rillflow.clients.dataflow import DataflowClient
-from rillflow.dataflow.flow import GroupCommit, News
+from rillflow.dataflow.flow import GroupCommit
 from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.journal import Journal
 from rillflow.dataflow.ledger import Ledger
@@ -21,6 +21,7 @@ from rillflow.dataflow.service import DataflowService
 from rillflow.errors import RillflowError, StorageError
 from rillflow.types import LeaseTasks, UnitBeat, UnitInfo
 from rillflow.wire import Client
+from rillflow.wire.news import News
 
 
 @pytest.fixture

@@ -10,10 +10,9 @@ import pytest
 from dataflow_server import served
 
 from dataflow_world import POLICY
-from rillflow.dataflow.engines import SILENT_SECONDS
-from rillflow.dataflow.turns import TURN_SECONDS, Turns
 from rillflow.errors import BadRequest
 from rillflow.types import AskTurn, EngineInfo, Heartbeat
+from rillflow.weights.updates import SILENT_SECONDS, TURN_SECONDS, Turns
 
 
 class HandClock:

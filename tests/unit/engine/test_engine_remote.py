@@ -86,9 +86,7 @@ async def test_chunks_come_as_they_are_sampled(slow: World) -> None:
 async def test_many_calls_share_connections(world: World) -> None:
     for number in range(20):
         assert tokens(await collect(world.remote, request(str(number)))) == expected(request())
-    assert world.remote._session is not None
-    connector: Any = world.remote._session.connector
-    assert sum(len(free) for free in connector._conns.values()) == 1
+    assert len(world.remote._connections._free) == 1
 
 
 async def test_closing_the_stream_aborts_the_request(slow: World) -> None:

@@ -18,6 +18,7 @@ from rillflow.gateway.trees.placing import Place
 from rillflow.gateway.trees.record import samples
 from rillflow.gateway.trees.tree import Node, TokenTree
 from rillflow.types import Sampling
+from rillflow.wire.messages import Request
 
 RENDERER = make_renderer()
 USER, NEXT = message("user", "hello"), message("user", "go on")
@@ -94,14 +95,6 @@ async def test_what_follows_a_stop_string_is_not_kept_however_the_engine_chunks(
     assert (answer.choices[0].text, node.finish) == ("one ", "stop")
 
 
-class _Connected:
-    """A request whose client stays."""
-
-    async def receive(self) -> dict[str, str]:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-
 async def test_a_session_closed_before_its_stream_has_begun_hangs_nobody() -> None:
     sessions = Sessions("secret")
     sessions.open("s", seed=1, group="g", deadline_seconds=60)
@@ -114,7 +107,7 @@ async def test_a_session_closed_before_its_stream_has_begun_hangs_nobody() -> No
         async for _ in answer.pieces():
             yield b"x"
 
-    request: Any = _Connected()
+    request = Request("POST", "/v1/chat/completions", "", {})
     waiting = asyncio.create_task(
         streamed(begun, events, session, request, SystemClock(), shape=lambda error: b"error")
     )

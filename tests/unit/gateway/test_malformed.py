@@ -212,7 +212,7 @@ async def test_a_body_that_is_exactly_as_large_as_it_may_be(bench: Served) -> No
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_body_that_stops_coming(bench: Served, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rillflow.wire.server.BODY_SECONDS", 0.1)
+    monkeypatch.setattr("rillflow.wire.messages.BODY_SECONDS", 0.1)
     async with connected(bench.url) as line:
         line.send(request(bench, path, "content-length: 1000\r\n", b'{"model": '))
         status, answer = read(await line.answer())
@@ -221,7 +221,7 @@ async def test_a_body_that_stops_coming(bench: Served, path: str, monkeypatch: p
 
 
 async def test_a_body_that_drips(bench: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rillflow.wire.server.BODY_SECONDS", 0.3)
+    monkeypatch.setattr("rillflow.wire.messages.BODY_SECONDS", 0.3)
     async with connected(bench.url) as line:
         line.send(request(bench, "/v1/messages", "content-length: 100000\r\n"))
         answer = asyncio.create_task(line.answer())

@@ -17,6 +17,7 @@ from rillflow.gateway import Gateway
 from rillflow.gateway.feed import OutsideTask
 from rillflow.rollout import node
 from rillflow.types import Prompt, Task
+from rillflow.wire.messages import Request
 
 BIG = 10**30  # JSON has such numbers, msgpack has not
 
@@ -131,19 +132,12 @@ async def test_who_has_gone_takes_no_task(tmp_path: Path) -> None:
     """Its session would be nobody's until its deadline."""
     async with World(tmp_path, 0) as world:
         world.feed.offer("s", lambda: pytest.fail("it was taken"))
-        messages = iter([{"type": "http.request", "body": b"{}", "more_body": False}])
-
-        async def receive() -> dict[str, Any]:
-            return next(messages, {"type": "http.disconnect"})
-
-        sent: list[Any] = []
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        head = [(b"authorization", f"Bearer {TOKEN}".encode())]
-        scope = {"type": "http", "method": "POST", "path": "/sessions", "headers": head, "query_string": b""}
-        await world.gateway(scope, receive, send)  # type: ignore[arg-type]
+        request = Request("POST", "/sessions", "", {"authorization": f"Bearer {TOKEN}"})
+        request.add(b"{}")
+        request.end()
+        request.lose()
+        answer = await world.gateway._answer(world.gateway._admitted(request).endpoint, request)
+        assert answer.status == 499
         assert world.feed.wanted() == 0
         assert world.feed.join(1).given
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from rillflow.config import load_recipe
-from rillflow.dataflow.engines import EngineRoster
 from rillflow.engine.remote import RemoteEngine
 from rillflow.errors import RunError
 from rillflow.runtime.folder import RunFolder
@@ -20,6 +19,8 @@ from rillflow.runtime.local import LocalRun
 from rillflow.runtime.process import STOPPED
 from rillflow.runtime.roles import engine_role
 from rillflow.types import Chunk, EngineInfo, Engines, GenerateRequest, Sampling
+from rillflow.types.routes import Updates
+from rillflow.weights.updates import EngineRoster
 from rillflow.wire import Service
 
 
@@ -29,7 +30,7 @@ class Dataflow(Service):
     def __init__(self, token: str) -> None:
         super().__init__("dataflow", token)
         self.roster = EngineRoster()
-        self.post("/engines/beat", self._beat, EngineInfo, "node")
+        self.on(Updates.engine_beat, self._beat)
 
     async def _beat(self, info: EngineInfo) -> Engines:
         return self.roster.hear(info)

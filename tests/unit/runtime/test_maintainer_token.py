@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from rillflow.config import load_recipe
-from rillflow.dataflow.joining import Invitation
 from rillflow.errors import ConfigError
 from rillflow.runtime.maintaining import place_at
 from rillflow.types import RunRecipe
+from rillflow.types.routes import Updates
+from rillflow.weights.invitation import Invitation
 from rillflow.wire import Service
 from rillflow.wire.tokens import Keyring, scoped_token
 
@@ -27,7 +28,7 @@ async def url(tmp_path: Path) -> AsyncIterator[str]:
         return Invitation(recipe, tmp_path / "elsewhere", Keyring.of_run(TOKEN)).answer()
 
     service = Service("dataflow", TOKEN)
-    service.get("/recipe", told, "node")
+    service.on(Updates.recipe, told)
     yield await service.start()
     await service.stop()
 

@@ -19,7 +19,7 @@ from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.process import STOPPED
 from rillflow.runtime.roles import _playing_ranks, rollout_role, unit_role
 from rillflow.storage.startup import read_stage
-from rillflow.types import UnitBeat, UnitBeatReply, Units
+from rillflow.types import UnitBeat, UnitBeatReply, Units, routes
 from rillflow.wire import Service
 
 
@@ -29,7 +29,7 @@ class Dataflow(Service):
     def __init__(self, token: str) -> None:
         super().__init__("dataflow", token)
         self.beats: list[UnitBeat] = []
-        self.post("/units/beat", self._beat, UnitBeat, "operator")
+        self.on(routes.Dataflow.unit_beat, self._beat)
 
     async def _beat(self, beat: UnitBeat) -> UnitBeatReply:
         self.beats.append(beat)

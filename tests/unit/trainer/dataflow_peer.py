@@ -25,6 +25,7 @@ from rillflow.types import (
     TrainerJoined,
     Units,
 )
+from rillflow.types.routes import Dataflow
 from rillflow.wire import Service
 
 TOKEN = "t" * 32
@@ -46,12 +47,12 @@ class Peer(Service):
         self.on_commit: Callable[[CommitBatch], Awaitable[None]] | None = None
         self.unit = FileUnit(folder / "units" / "unit-0")
         self.samples = [self._stored(number) for number in range(min(total, DIFFERENT))]
-        self.post("/trainers/join", self._join, JoinTrainer, "trainer")
-        self.post("/batches/lease", self._lease, LeaseBatch, "trainer")
-        self.post("/batches/renew", self._renew, RenewBatch, "trainer")
-        self.post("/batches/commit", self._commit, CommitBatch, "trainer")
-        self.post("/rows/lost", self._lose, LoseRows, "trainer")
-        self.get("/units", self._units, "trainer")
+        self.on(Dataflow.join, self._join)
+        self.on(Dataflow.lease_batch, self._lease)
+        self.on(Dataflow.renew_batch, self._renew)
+        self.on(Dataflow.commit, self._commit)
+        self.on(Dataflow.lose_rows, self._lose)
+        self.on(Dataflow.units, self._units)
 
     def _stored(self, number: int) -> list[BatchSample]:
         """Its samples, whose columns lie in two rows each, as those of stages do."""

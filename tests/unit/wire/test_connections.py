@@ -9,12 +9,17 @@ from contextlib import asynccontextmanager
 import pytest
 
 from rillflow.errors import DeadlineExceeded, Unavailable, WireError
+from rillflow.types.route import Route, get
 from rillflow.wire import Client
 from rillflow.wire.connections import Answer, Connections, within
 from rillflow.wire.protocol import HEAD_LIMIT
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+def read(path: str) -> Route[None, dict[str, str]]:
+    return get(path, dict[str, str], "reader", summary="For this test")
 
 
 @asynccontextmanager
@@ -312,28 +317,28 @@ async def test_a_silent_peer_is_late_and_an_absent_one_cannot_be_reached() -> No
     async with peer(silent) as connections:
         client = Client(f"http://127.0.0.1:{connections._port}", "t", peer="it")
         with pytest.raises(DeadlineExceeded, match="it did not answer /x in time"):
-            await client._once("GET", "/x", b"", dict, 0.05)
+            await client._once(read("/x"), b"", 0.05)
         await client.close()
     with pytest.raises(Unavailable, match="cannot reach it: ConnectionRefusedError"):
-        await client._once("GET", "/x", b"", dict, 5)
+        await client._once(read("/x"), b"", 5)
 
 
 @pytest.mark.parametrize("url", ["", "127.0.0.1:80", "ftp://a", "http://", "http://a:b", "http://a:99999", "http://ä"])
 async def test_what_is_no_url_is_named(url: str) -> None:
     with pytest.raises(WireError, match="not the URL of a service"):
-        await Client(url, "t").get("/", dict)
+        await Client(url, "t").call(read("/"), None)
 
 
 @pytest.mark.parametrize("token", ["a\r\nb: c", "a\n", "ä"])
 async def test_no_token_writes_headers_of_its_own(token: str) -> None:
     with pytest.raises(WireError, match="authorization"):
-        await Client("http://127.0.0.1:1", token).get("/", dict)
+        await Client("http://127.0.0.1:1", token).call(read("/"), None)
 
 
 @pytest.mark.parametrize("path", ["/a b", "/a\r\nb", "/ä"])
 async def test_no_path_writes_headers_either(path: str) -> None:
     with pytest.raises(WireError, match="not a path"):
-        await Client("http://127.0.0.1:1", "t").get(path, dict)
+        await Client("http://127.0.0.1:1", "t").call(read(path), None)
 
 
 async def test_a_future_within_its_time_and_after_it() -> None:

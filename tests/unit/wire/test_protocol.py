@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
+from typing import Any
 
 import pytest
-from starlette.requests import Request
-from starlette.responses import Response
 
 from raw_http import connected, exchanged
+from rillflow.types.route import TEXT, Route, raw
 from rillflow.wire import Service
 from rillflow.wire.gate import Gate
-from rillflow.wire.server import read_body
+from rillflow.wire.messages import Request, Response
 
 KEY = b"authorization: Bearer secret\r\n"
 GET = b"GET /health HTTP/1.1\r\nhost: x\r\n" + KEY + b"\r\n"
+
+
+def route(method: str, path: str) -> Route[Any, Any]:
+    return raw(method, path, "node", summary="For this test", answers={TEXT: ()})
 
 
 class Held(Service):
@@ -30,29 +34,24 @@ class Held(Service):
         self.begun = 0
         self.gone = 0
         self.bound = Gate(2, "requests")
-        self.route("/wait", self._wait, ["POST"], "node", gate=self.bound)
-        self.route("/read", self._read, ["POST"], "node")
-        self.route("/things/{name}/{number:int}", self._thing, ["GET"], "node")
+        self.raw(route("POST", "/wait"), self._wait, gate=self.bound)
+        self.raw(route("POST", "/read"), self._read)
+        self.raw(route("GET", "/things/{name}/{number:int}"), self._thing)
 
     async def _wait(self, request: Request) -> Response:
         self.begun += 1
-        held = asyncio.create_task(self.gate.wait())
-        gone = asyncio.create_task(self._leave(request))
-        await asyncio.wait({held, gone}, return_when=asyncio.FIRST_COMPLETED)
-        for task in (held, gone):
-            task.cancel()
+        request.when_lost(self._leave)
+        await request.while_connected(self.gate.wait)
         return Response(b"waited")
 
-    async def _leave(self, request: Request) -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
+    def _leave(self) -> None:
         self.gone += 1
 
     async def _read(self, request: Request) -> Response:
-        return Response(b"%d" % len(await read_body(request, 1000)))
+        return Response(b"%d" % len(await request.read(1000)))
 
     async def _thing(self, request: Request) -> Response:
-        return Response("/".join(request.path_params.values()))
+        return Response("/".join(request.params.values()).encode())
 
 
 @pytest.fixture
@@ -134,9 +133,7 @@ async def test_the_number_of_connections_is_bounded(held: Held, monkeypatch: pyt
             assert b"retry-after: 1" in refused
             first.send(GET)  # those that are there go on
             assert b" 200 " in await first.answer()
-        server = held._server
-        assert server is not None
-        await until(lambda: len(server.server_state.connections) == 1)
+        await until(lambda: len(held._listener.connections) == 1)
         await still_serves(held)
 
 

@@ -7,6 +7,7 @@ import random
 import socket
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from dataclasses import replace
 
 import aiohttp
 import pytest
@@ -22,9 +23,12 @@ from rillflow.errors import (
     WireError,
 )
 from rillflow.types import Ack, FailTask
+from rillflow.types.route import get, post
 from rillflow.wire import Client, LoopThread, Service
+from rillflow.wire.common_routes import Common
 from rillflow.wire.protocol import HEAD_LIMIT
 
+FAIL = post("/fail", FailTask, Ack, "node", summary="Fail")
 NEWS = FailTask(task="t", attempt="a", node="n", cause="c", error="e")
 
 
@@ -34,7 +38,7 @@ class Echo(Service):
     def __init__(self) -> None:
         super().__init__("echo", "secret", body_limit=4096)
         self.seen = 0
-        self.post("/fail", self.fail, FailTask, "node")
+        self.on(FAIL, self.fail)
 
     async def fail(self, news: FailTask) -> Ack:
         self.seen += 1
@@ -65,30 +69,30 @@ async def client(echo: tuple[Echo, str]) -> AsyncIterator[Client]:
 
 
 async def test_round_trip(client: Client) -> None:
-    assert await client.post("/fail", NEWS, Ack) == Ack(accepted=True, reason="e")
+    assert await client.call(FAIL, NEWS) == Ack(accepted=True, reason="e")
 
 
 async def test_errors_keep_their_kind_message_and_hint(client: Client) -> None:
     with pytest.raises(LeaseLost, match="not yours") as caught:
-        await client.post("/fail", FailTask(task="t", attempt="a", node="n", cause="lost", error="e"), Ack)
+        await client.call(FAIL, FailTask(task="t", attempt="a", node="n", cause="lost", error="e"))
     assert caught.value.hint == "lease again"
 
 
 async def test_503_is_retried(client: Client, echo: tuple[Echo, str]) -> None:
-    await client.post("/fail", FailTask(task="t", attempt="a", node="n", cause="busy", error="e"), Ack)
+    await client.call(FAIL, FailTask(task="t", attempt="a", node="n", cause="busy", error="e"))
     assert echo[0].seen == 3
 
 
 async def test_a_bug_is_answered_and_the_service_lives(client: Client) -> None:
     with pytest.raises(RillflowError, match="KeyError"):
-        await client.post("/fail", FailTask(task="t", attempt="a", node="n", cause="bug", error="e"), Ack)
-    assert (await client.post("/fail", NEWS, Ack)).accepted
+        await client.call(FAIL, FailTask(task="t", attempt="a", node="n", cause="bug", error="e"))
+    assert (await client.call(FAIL, NEWS)).accepted
 
 
 async def test_deadline(client: Client) -> None:
     slow = FailTask(task="t", attempt="a", node="n", cause="slow", error="e")
     with pytest.raises(DeadlineExceeded, match="echo"):
-        await client.post("/fail", slow, Ack, deadline=0.2)
+        await client.call(FAIL, slow, deadline=0.2)
 
 
 async def test_unreachable_peer_ends_in_an_error() -> None:
@@ -97,7 +101,7 @@ async def test_unreachable_peer_ends_in_an_error() -> None:
         port = probe.getsockname()[1]
     client = Client(f"http://127.0.0.1:{port}", "secret", peer="nobody")
     with pytest.raises(DeadlineExceeded, match="nobody did not answer"):
-        await client.get("/health", dict[str, str], deadline=0.3)
+        await client.call(Common.health, None, deadline=0.3)
     await client.close()
 
 
@@ -108,25 +112,25 @@ async def test_a_stranger_does_not_learn_which_routes_there_are(echo: tuple[Echo
                 assert response.status == 401
     client = Client(echo[1], "wrong")
     with pytest.raises(Unauthorized, match="token"):
-        await client.get("/health", dict[str, str])
+        await client.call(Common.health, None)
     await client.close()
 
 
 async def test_body_limit(client: Client) -> None:
     fits = FailTask(task="t", attempt="a", node="n", cause="c", error="e" * 4000)
-    assert (await client.post("/fail", fits, Ack)).accepted
+    assert (await client.call(FAIL, fits)).accepted
     with pytest.raises(BadRequest, match="4096"):
-        await client.post("/fail", FailTask(task="t", attempt="a", node="n", cause="c", error="e" * 4096), Ack)
+        await client.call(FAIL, FailTask(task="t", attempt="a", node="n", cause="c", error="e" * 4096))
 
 
 @pytest.mark.parametrize("body", [{"task": 1}, {"unknown": "x"}, [1, 2], "text", None])
 async def test_wrong_bodies_are_named(client: Client, body: object) -> None:
     with pytest.raises(BadRequest, match="/fail"):
-        await client.post("/fail", body, Ack)
+        await client.call(replace(FAIL, body=object), body)
 
 
 async def test_metrics_count_requests(client: Client, echo: tuple[Echo, str]) -> None:
-    await client.post("/fail", NEWS, Ack)
+    await client.call(FAIL, NEWS)
     async with (
         aiohttp.ClientSession(headers={"authorization": "Bearer secret"}) as session,
         session.get(echo[1] + "/metrics") as response,
@@ -182,19 +186,19 @@ async def test_head_limit(echo: tuple[Echo, str]) -> None:
 
 
 async def test_a_body_that_never_ends_is_given_up(echo: tuple[Echo, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rillflow.wire.server.BODY_SECONDS", 0.05)
+    monkeypatch.setattr("rillflow.wire.messages.BODY_SECONDS", 0.05)
     head = b"POST /fail HTTP/1.1\r\nhost: x\r\nauthorization: Bearer secret\r\ncontent-length: 100\r\n\r\nabc"
     assert b" 408 " in await _sent(echo[1], head)
 
 
 async def test_a_reply_of_another_type_is_a_wire_error(client: Client) -> None:
     with pytest.raises(WireError, match="something else"):
-        await client.get("/health", int)
+        await client.call(get("/health", int, "reader", summary="Another"), None)
 
 
 async def test_answers_are_not_held_back_for_an_acknowledgement(echo: tuple[Echo, str]) -> None:
     """Accepted connections are known as TCP, so asyncio switches Nagle's algorithm off: an answer is one round trip."""
-    server = echo[0]._server
+    server = echo[0]._listener._server
     assert server is not None
-    (listener,) = server.servers[0].sockets
+    (listener,) = server.sockets
     assert listener.proto == socket.IPPROTO_TCP

@@ -11,6 +11,7 @@ from rillflow.dataflow.units.files import FileUnit
 from rillflow.dataflow.units.redis import RedisUnit
 from rillflow.dataflow.units.service import BEAT_DEADLINE, ServedUnit, UnitService
 from rillflow.types import UnitBeat, UnitBeatReply
+from rillflow.types.routes import Dataflow
 from rillflow.wire import Client
 
 UNITS = "units"
@@ -40,7 +41,7 @@ async def serve_unit(
     dataflow = Client(dataflow_url, token, peer="dataflow")
 
     async def beat(news: UnitBeat) -> UnitBeatReply:
-        return await dataflow.post("/units/beat", news, UnitBeatReply, BEAT_DEADLINE)
+        return await dataflow.call(Dataflow.unit_beat, news, BEAT_DEADLINE)
 
     try:
         service = UnitService(unit, token, beat)

@@ -18,14 +18,15 @@ from functools import partial
 from typing import Protocol, TypeVar, runtime_checkable
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
 
 from rillflow.clients.grouping import GroupedPuts
 from rillflow.contracts import Clock, StorageUnit, SystemClock
 from rillflow.errors import BadRequest, RillflowError
 from rillflow.types import GetRows, PutRows, RowsGot, RowsPut, UnitBeat, UnitBeatReply, UnitInfo
+from rillflow.types.route import BYTES
+from rillflow.types.routes import StorageUnits
 from rillflow.wire import Service
+from rillflow.wire.messages import Request, Response
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -82,11 +83,11 @@ class UnitService(Service):
         self._lately, self._written, self._looked_at = 0.0, 0, self._clock.monotonic()
         self.gauge("rillflow_unit_written_bytes", "Bytes written since the unit was opened", lambda: self._written)
         self.gauge("rillflow_unit_waiting_bytes", "Bytes of puts not yet acknowledged", lambda: self._puts.bytes)
-        self.post("/put", self._put, PutRows, "node", "trainer")
-        self.post("/get", self._get, GetRows, "trainer")
-        self.get("/info", self.info, "reader")
+        self.on(StorageUnits.put, self._put)
+        self.on(StorageUnits.get_rows, self._get)
+        self.on(StorageUnits.info, self.info)
         if isinstance(unit, RangedUnit):
-            self.route("/segments/{number:int}", self._segment, ["GET"], "trainer")
+            self.raw(StorageUnits.segment, self._segment)
 
     # ------------------------------------------------------------ life
 
@@ -124,14 +125,14 @@ class UnitService(Service):
 
     async def _segment(self, request: Request) -> Response:
         """The bytes of a segment that the `Range` header names, which must be one range within the file."""
-        unit, number = self._unit, int(request.path_params["number"])
+        unit, number = self._unit, int(request.params["number"])
         asked = _RANGE.fullmatch(request.headers.get("range", ""))
         if asked is None or not isinstance(unit, RangedUnit):
             raise BadRequest("a segment is read by one range", "send `Range: bytes=FIRST-LAST`")
         start, end = int(asked[1]), int(asked[2]) + 1
         data = await self._in_thread(lambda: unit.read_range(number, start, end))
         headers = {"content-range": f"bytes {start}-{end - 1}/*", "accept-ranges": "bytes"}
-        return Response(data, 206, headers, "application/octet-stream")
+        return Response(data, 206, headers, BYTES)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._readers, work)

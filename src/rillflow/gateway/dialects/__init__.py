@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
-from starlette.types import Scope
-
 from rillflow.config import GatewayConfig, SamplingConfig
 from rillflow.errors import RillflowError
 from rillflow.gateway.calls import Answer, Call
 from rillflow.gateway.dialects import chat, completions, messages, responses
 from rillflow.gateway.trees.render import Renderer
+from rillflow.wire.messages import Request
 
 
 class Dialect(Protocol):
@@ -38,15 +37,15 @@ class Dialect(Protocol):
 DIALECTS: tuple[Dialect, ...] = (chat, completions, responses, messages)
 
 
-def dialect_of(scope: Scope) -> Dialect:
+def dialect_of(request: Request) -> Dialect:
     """The dialect in which a request is answered that may have failed before anything of it was read."""
-    path = scope["path"]
+    path = request.path
     for dialect in DIALECTS:
         if path.endswith(dialect.PATH):
             return dialect
-    return messages if path.endswith(messages.COUNT_PATH) or speaks_anthropic(scope) else chat
+    return messages if path.endswith(messages.COUNT_PATH) or speaks_anthropic(request) else chat
 
 
-def speaks_anthropic(scope: Scope) -> bool:
+def speaks_anthropic(request: Request) -> bool:
     """Anthropic's clients name the version of its interface with every request."""
-    return any(name == b"anthropic-version" for name, _ in scope["headers"])
+    return "anthropic-version" in request.headers

@@ -14,7 +14,8 @@ from rillflow.dataflow.units import FileUnit
 from rillflow.dataflow.units.main import serve_unit
 from rillflow.dataflow.units.service import HALF_LIFE, UnitService
 from rillflow.errors import BadRequest, CorruptData, Unavailable
-from rillflow.types import UnitBeat, UnitBeatReply, UnitInfo
+from rillflow.types import UnitBeat, UnitBeatReply
+from rillflow.types.routes import Dataflow, StorageUnits
 from rillflow.wire import Client, Service
 
 TOKEN = "secret"
@@ -155,7 +156,7 @@ async def test_info_is_where_it_is_and_what_it_has_to_do(service, client, clock,
     later = await service.info()
     assert later.load == pytest.approx(busy.load / 2)
     raw = Client(client.url, TOKEN)
-    assert (await raw.get("/info", UnitInfo)).unit == unit.info().unit
+    assert (await raw.call(StorageUnits.info, None)).unit == unit.info().unit
     await raw.close()
 
 
@@ -200,7 +201,7 @@ def service_dropped(ledger):
 async def test_the_process_serves_what_the_recipe_asks_for(tmp_path):
     ledger, ready = Ledger(), asyncio.get_running_loop().create_future()
     dataflow = Service("dataflow", TOKEN)
-    dataflow.post("/units/beat", ledger.beat, UnitBeat, "operator")
+    dataflow.on(Dataflow.unit_beat, ledger.beat)
     url = await dataflow.start()
     recipe = load_recipe("quickstart", [])
     task = asyncio.create_task(serve_unit(recipe, tmp_path, "4", TOKEN, url, on_ready=ready.set_result))

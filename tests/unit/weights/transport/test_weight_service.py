@@ -13,6 +13,7 @@ import pytest
 
 from raw_http import connected, exchanged
 from rillflow.weights.transport import serve
+from rillflow.wire.messages import Stream
 from weight_servers import POLICY, READING, publish, served, some_bytes
 
 DATA = some_bytes(3_000_000)
@@ -161,12 +162,12 @@ async def test_a_reader_that_takes_nothing_is_cut_off(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     publish(tmp_path / "weights", 8, {"model.bin": bytes(64 << 20)})
-    monkeypatch.setattr(serve, "SEND_SECONDS", 0.2)
+    monkeypatch.setattr(Stream, "stalled", 0.2)
     async with connected(url) as line:
         auth = f"host: x\r\nauthorization: {BEARER['authorization']}"
         line.send(f"GET /weights/{POLICY}/8/model.bin HTTP/1.1\r\n{auth}\r\n\r\n".encode())
         async with asyncio.timeout(60):
-            while "the reader takes nothing" not in caplog.text:  # noqa: ASYNC110
+            while "has read nothing" not in caplog.text:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         assert len(await line.all()) < 64 << 20
 

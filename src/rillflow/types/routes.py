@@ -1,0 +1,111 @@
+"""The routes between the processes of a run: the dataflow service, the updates of weights, storage units.
+
+Those of engines, weights, gateways and dashboards are declared beside their own types.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rillflow.types.batches import (
+    BatchReply,
+    CommitBatch,
+    CommitStage,
+    JoinTrainer,
+    LeaseBatch,
+    LeaseStage,
+    RenewBatch,
+    TrainerJoined,
+)
+from rillflow.types.engine import AskTurn, EngineInfo, Engines, LookEngines, TurnReply
+from rillflow.types.joining import RunRecipe, TellFetch
+from rillflow.types.nodes import Heartbeat, HeartbeatReply, LeaveRun, NodeList, RetireNode
+from rillflow.types.route import BYTES, get, post, raw
+from rillflow.types.status import Status, StopRun
+from rillflow.types.tasks import Ack, CompleteTasks, FailTask, LeaseTasks, TaskLeases, TasksTaken
+from rillflow.types.units import GetRows, LoseRows, PutRows, RowsGot, RowsPut, UnitBeat, UnitBeatReply, UnitInfo, Units
+
+Versions = dict[str, list[int]]  # by policy
+
+
+class Dataflow:
+    """The ledger: tasks for nodes, batches for trainers, and what people ask."""
+
+    lease_tasks = post("/tasks/lease", LeaseTasks, TaskLeases, "node", summary="Lease tasks, or wait for some")
+    complete = post("/tasks/complete", CompleteTasks, TasksTaken, "node", summary="Tell of played tasks")
+    fail = post("/tasks/fail", FailTask, Ack, "node", summary="Tell that an attempt at a task failed")
+    heartbeat = post(
+        "/nodes/heartbeat", Heartbeat, HeartbeatReply, "node", summary="Renew a node's leases",
+        again="sets what the node says of itself, and names the attempts that it renews",
+    )  # fmt: skip
+    leave = post(
+        "/nodes/leave", LeaveRun, Ack, "node", summary="Leave the run", again="names the incarnation, which leaves once"
+    )
+    join = post(
+        "/trainers/join", JoinTrainer, TrainerJoined, "trainer", summary="Join as the trainer of a policy",
+        again="names the incarnation, whose first answer is repeated",
+    )  # fmt: skip
+    lease_batch = post("/batches/lease", LeaseBatch, BatchReply, "trainer", summary="Lease a batch, or wait for one")
+    commit = post("/batches/commit", CommitBatch, Ack, "trainer", summary="Commit the step of a batch")
+    renew_batch = post("/batches/renew", RenewBatch, Ack, "trainer", summary="Renew the lease of a batch")
+    lease_stage = post("/stages/lease", LeaseStage, BatchReply, "trainer", summary="Lease groups for a stage")
+    commit_stage = post("/stages/commit", CommitStage, Ack, "trainer", summary="Commit the columns of a stage")
+    lose_rows = post(
+        "/rows/lost", LoseRows, Ack, "trainer", summary="Tell of rows that cannot be read as they were written",
+        again="a row is lost once",
+    )  # fmt: skip
+    units = get("/units", Units, "node", "trainer", summary="The storage units, the least loaded first")
+    unit_beat = post(
+        "/units/beat", UnitBeat, UnitBeatReply, "operator", summary="A unit tells of itself and of its segments",
+        again="sets what the unit says of itself; a segment is dropped once",
+    )  # fmt: skip
+    retire = post("/nodes/retire", RetireNode, Ack, "operator", summary="Retire a node", again="the earlier end counts")
+    stop = post("/stop", StopRun, Ack, "operator", summary="Stop the run", again="a run that has ended stays as it is")
+    nodes = get("/nodes", NodeList, "reader", summary="The rollout nodes, and those that left a short while ago")
+    status = get("/status", Status, "reader", summary="The run's progress, and what it waits for")
+    balance = get("/balance", dict[str, Any], "reader", summary="Where time is lost, and what to change")
+
+
+class Updates:
+    """Who updates weights when (`weights.updates`), served beside the ledger."""
+
+    recipe = get("/recipe", RunRecipe, "node", summary="What a process needs that joins from elsewhere")
+    engine_beat = post(
+        "/engines/beat", EngineInfo, Engines, "node", summary="An engine tells of itself",
+        again="sets what the engine says of itself",
+    )  # fmt: skip
+    engines = post(
+        "/engines", LookEngines, Engines, "node", summary="The engine processes, or news of them", again="only reads"
+    )
+    turn = post(
+        "/weights/turn", AskTurn, TurnReply, "node", summary="Ask for a turn to update an engine, or end it",
+        again="an engine that has a turn keeps it",
+    )  # fmt: skip
+    fetching = post(
+        "/weights/fetch", TellFetch, Ack, "node", summary="Announce the version that an engine downloads",
+        again="sets what the engine downloads",
+    )  # fmt: skip
+    versions_in_use = get(
+        "/weights/versions", Versions, "trainer", summary="The versions that engines and nodes serve or download"
+    )
+    versions_wanted = get("/weights/wanted", Versions, "trainer", summary="The versions that evaluations want kept")
+
+
+class StorageUnits:
+    """One storage unit."""
+
+    put = post(
+        "/put",
+        PutRows,
+        RowsPut,
+        "node",
+        "trainer",
+        summary="Write rows",
+        again="rows that nobody reports are reclaimed",
+    )
+    get_rows = post("/get", GetRows, RowsGot, "trainer", summary="Read columns of rows", again="only reads")
+    info = get("/info", UnitInfo, "reader", summary="The unit, its load and its room")
+    segment = raw(
+        "GET", "/segments/{number:int}", "trainer", summary="A range of a segment's bytes",
+        answers={BYTES: ()}, headers=("range",),
+    )  # fmt: skip
