@@ -57,7 +57,7 @@ class World(ABC):
         self.folder = folder
         self.tied = tied
         self.model = build_model(folder / "model", tied=tied, seed=1)
-        server = ServerConfig(python=python)
+        server = ServerConfig(python=python, decodes_deltas=True)  # also on a CPU
         self.settings = EngineConfig(kind=self.kind, slots=32, context=CONTEXT, device="cpu", server=server)
         self.engine: Any = self.make(self.settings)
         self.models = {0: copy.deepcopy(self.model)}

@@ -21,7 +21,9 @@ SHORT = [
 
 
 def test_a_short_run_trains_on_what_vllm_samples(cli: Cli, vllm_python: str) -> None:
-    run = cli.run("run", "vllm_tiny", *SHORT, f"policies.agent.engine.server.python={vllm_python}", seconds=600)
+    server = "policies.agent.engine.server"
+    ours = [f"{server}.python={vllm_python}", f"{server}.decodes_deltas=true"]
+    run = cli.run("run", "vllm_tiny", *SHORT, *ours, seconds=600)
     folder = run.folder
     assert json.loads((folder / "summary.json").read_text())["steps"] == 6
     assert processes_of(folder) == {}, "nor a server"

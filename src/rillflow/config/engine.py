@@ -26,9 +26,10 @@ class ServerConfig(Section):
         False,
         description="vLLM: draw by the requests' seeds, so that the same ones give the same answers; slower",
     )
-    decodes_deltas: bool = Field(
-        True,
-        description="its workers decode deltas on the device that holds the weights; false: the node does, on its host",
+    decodes_deltas: bool | None = Field(
+        None,
+        description="whether its workers decode deltas, on the device that holds the weights, or the node does, on its "
+        "host; default: the workers, if the weights are on a GPU",
     )
     start_timeout: Seconds = Field(600.0, description="it must answer so long after it was started")
 
@@ -48,11 +49,6 @@ class EngineConfig(Section):
     device: str = Field("auto", description="auto, cpu, cuda, cuda:0 …")
     dtype: Literal["fp32", "bf16"] = "fp32"
     server: ServerConfig = ServerConfig()
-
-    @property
-    def decodes_deltas(self) -> bool:
-        """Whether a server's workers are to decode deltas: each of them must hold whole tensors."""
-        return self.kind != "embedded" and self.server.decodes_deltas and self.server.tensor_parallel == 1
 
     @model_validator(mode="after")
     def _fits(self) -> EngineConfig:

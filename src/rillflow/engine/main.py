@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from rillflow.clients.dataflow import DataflowClient
-from rillflow.config import Recipe
+from rillflow.config import EngineConfig, Recipe
 from rillflow.engine.build import build_engine
 from rillflow.engine.follow import follow
 from rillflow.engine.host import EngineHost, tell_busy
@@ -21,7 +21,7 @@ from rillflow.errors import RillflowError, RunError
 from rillflow.storage import startup
 from rillflow.storage.spans import open_spans
 from rillflow.weights.delta.ahead import Ahead
-from rillflow.weights.models import DTYPES
+from rillflow.weights.models import DTYPES, pick_device
 from rillflow.weights.refresh import troubles
 from rillflow.wire import Client
 from rillflow.wire.collecting import keep_what_is_there
@@ -107,9 +107,16 @@ def _prepare_deltas(recipe: Recipe) -> list[Ahead]:
     names = {
         settings.engine.dtype
         for settings in recipe.policies.values()
-        if settings.writes_deltas and not settings.engine.decodes_deltas
+        if settings.writes_deltas and not _decodes(settings.engine)
     }
     return [Ahead(DTYPES[name], torch.device("cpu"), reads=True) for name in sorted(names)]
+
+
+def _decodes(engine: EngineConfig) -> bool:
+    """Whether a server's workers will decode deltas: each of them must hold whole tensors."""
+    asked = engine.server.decodes_deltas
+    by_workers = pick_device(engine.device).type == "cuda" if asked is None else asked
+    return engine.kind != "embedded" and by_workers and engine.server.tensor_parallel == 1
 
 
 async def _beat(host: EngineHost, dataflow: DataflowClient, news: asyncio.Event, patience: float) -> None:

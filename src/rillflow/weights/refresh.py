@@ -202,7 +202,7 @@ class Refresher:
 
     def _refuse(self, why: str) -> None:
         self._refused = why
-        log.warning("policy %s: deltas are decoded on the node's host: %s", self._policy, why)
+        log.info("policy %s: deltas are decoded on the node's host: %s", self._policy, why)
 
     async def _decoded(self, pulled: Pulled) -> bool:
         """Whether the engine could decode the deltas. A reason that is not the server's end holds for good: a try for

@@ -193,10 +193,20 @@ async def test_deltas_that_workers_cannot_decode_are_refused_before_anything_cha
 def test_an_engine_whose_ranks_hold_parts_of_tensors_says_so(tmp_path: Path) -> None:
     ranks = Ranks()
     shapes = {name: list(shape) for name, shape in ranks.facts.shapes.items()}
-    engine = VllmEngine(ranks.facts, EngineConfig(kind="vllm"))
+    engine = VllmEngine(ranks.facts, EngineConfig(kind="vllm", server=ServerConfig(decodes_deltas=True)))
     assert isinstance(engine, DecodesDeltas)
     assert engine.decoding_refused == ""
     engine.learn_layout(ranks.call("rillflow_layout", shapes, "bfloat16"))
     assert "its ranks hold parts of 5 tensors" in engine.decoding_refused
     off = VllmEngine(ranks.facts, EngineConfig(kind="vllm", server=ServerConfig(decodes_deltas=False)))
     assert off.decoding_refused == "engine.server.decodes_deltas is false"
+
+
+@pytest.mark.parametrize(("asked", "why"), [(None, "its weights are on the host too"), (True, "")])
+def test_a_server_on_a_cpu_decodes_deltas_only_if_asked_to(tmp_path: Path, asked: bool | None, why: str) -> None:
+    world = World(tmp_path)
+    shapes = {name: list(shape) for name, shape in SHAPES.items()}
+    engine = VllmEngine(world.facts, EngineConfig(kind="vllm", server=ServerConfig(decodes_deltas=asked)))
+    engine.learn_layout([world.worker.rillflow_layout(shapes, "bfloat16")])
+    assert engine.decoding_refused.startswith(why)
+    assert bool(engine.decoding_refused) == bool(why)

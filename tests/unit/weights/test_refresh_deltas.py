@@ -106,7 +106,7 @@ async def test_an_engine_that_refuses_gets_the_whole_version_and_then_patches(
     world = World(tmp_path)
     assert await world.follow(2) == ["deltas"]
     world.engine.trouble = WeightsError("steps has a dtype that is not coded as a delta")
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         assert await world.follow() == ["deltas", "whole"]
     assert "version 3 goes to the engine whole: steps has a dtype" in caplog.text
     assert "deltas are decoded on the node's host: steps has a dtype" in caplog.text
@@ -126,7 +126,7 @@ async def test_a_server_that_was_lost_decodes_again_later(tmp_path: Path) -> Non
 async def test_an_engine_that_cannot_decode_says_why_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     world = World(tmp_path)
     world.engine.decoding_refused = "its ranks hold parts of 5 tensors"
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         assert await world.follow() == ["whole"]
         assert await world.follow() == ["patch"]
     assert caplog.text.count("decoded on the node's host: its ranks hold parts of 5 tensors") == 1

@@ -46,7 +46,7 @@ class InPlaceEngine(ServerEngine):
         self._logs = logs
         self._start_id = secrets.token_hex(8)
         self._probes = count()
-        self._refused = "" if settings.server.decodes_deltas else "engine.server.decodes_deltas is false"
+        self._refused = "engine.server.decodes_deltas is false" if settings.server.decodes_deltas is False else ""
 
     def salt(self, version: int) -> str:
         """What the server's prefix cache is kept under. A server that runs already may have served other weights under
@@ -92,6 +92,9 @@ class InPlaceEngine(ServerEngine):
         split = split_tensors(self.model, answers)
         if split and not self._refused:
             self._refused = f"its ranks hold parts of {len(split)} tensors, and a delta is decoded from whole ones"
+        on_host = all(answer["devices"] == ["cpu"] for answer in answers)
+        if on_host and self.settings.server.decodes_deltas is None and not self._refused:
+            self._refused = "its weights are on the host too, where the node's decoder is faster"
 
     @property
     def decoding_refused(self) -> str:

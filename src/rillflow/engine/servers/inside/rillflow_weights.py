@@ -82,6 +82,7 @@ class RillflowWorker:
         every = [(name, place) for name, places in recorder.places.items() for place in places]
         return {
             "spread": {name: [_key(place) for place in places] for name, places in recorder.places.items()},
+            "devices": sorted({place.held.device.type for _, place in every}),
             "other_dtype": sorted({name for name, place in every if place.held.dtype is not wanted}),
             "unaligned": sorted({name for name, place in every if _rows(place, wanted.itemsize) is None}),
             "uncovered": sorted(
