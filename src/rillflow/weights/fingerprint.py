@@ -88,8 +88,6 @@ def moved(fingerprint_before: int, base: torch.Tensor, change: Change, first_wor
         _check(base, change, base.numel())
         return (fingerprint_before + fingerprint(change.value_K, first_word) - fingerprint(base, first_word)) % _MODULUS
     _check(base, change, change.index_K.numel())
-    if base.is_cuda:
-        return (fingerprint_before + _difference_on_device(base, change.index_K, change.value_K, first_word)) % _MODULUS
     from rillflow.weights.delta.cpu import words
 
     index_K = change.index_K.numpy()
@@ -124,27 +122,3 @@ def _check(base: torch.Tensor, change: Change, count: int) -> None:
             f"a change has {change.value_K.numel()} weights of {change.value_K.dtype} for {count} of {base.dtype}",
             "it belongs to another tensor",
         )
-
-
-def _difference_on_device(base: torch.Tensor, index_K: torch.Tensor, value_K: torch.Tensor, first_word: int) -> int:
-    """What the sum gains, wherever the tensors are: only the words that change are gathered."""
-    same_size = _SAME_SIZE[base.dtype.itemsize]
-    each = 8 // base.dtype.itemsize
-    number_W, word_K = torch.unique_consecutive(index_K // each, return_inverse=True)
-    place_WE = number_W[:, None] * each + torch.arange(each, device=base.device)
-    flat_N = base.detach().reshape(-1).view(same_size)
-    before_WE = torch.where(place_WE < len(flat_N), flat_N[place_WE.clamp(max=len(flat_N) - 1)], 0)
-    after_WE = before_WE.clone()
-    after_WE[word_K, index_K % each] = value_K.reshape(-1).view(same_size)
-    before_W, after_W = (items.view(torch.int64).reshape(-1) for items in (before_WE, after_WE))
-    number_W = number_W + first_word
-    return int((_mixed(after_W, number_W) - _mixed(before_W, number_W)).sum())
-
-
-def _mixed(word_W: torch.Tensor, number_W: torch.Tensor) -> torch.Tensor:
-    """As `delta.cpu.words.mixed`: signed numbers wrap around in the same way, but their shifts bring the sign along."""
-    step, first, second = (value - _MODULUS for value in (_STEP, _FIRST, _SECOND))
-    z = word_W + (number_W + 1) * step
-    z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * first
-    z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * second
-    return z ^ ((z >> 31) & ((1 << 33) - 1))

@@ -1,7 +1,7 @@
 """Deltas of tensors: encode, decode, apply. `format` documents the bytes, which are the same wherever they are made.
 
-Tensors on the GPU are handled there, by `delta.gpu`; those on the host by compiled loops, several segments at once, in
-as many threads as torch uses.
+Tensors on a GPU are encoded there, by `delta.gpu`; those on the host by compiled loops, several segments at once, in as
+many threads as torch uses. On a GPU deltas are decoded by servers' workers alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from rillflow.contracts import Change
-from rillflow.errors import CorruptData
+from rillflow.errors import CorruptData, WeightsError
 from rillflow.weights.delta import format
 from rillflow.weights.delta.format import CODED, DAMAGED, DENSE, RAW, SAME, Array, Buffer, Encoded, Header, Layout
 from rillflow.weights.fingerprint import bits_of, fingerprint
@@ -54,9 +54,7 @@ def decode(base: torch.Tensor, data: Buffer, known: int | None = None) -> Change
     """
     layout = format.layout_of(base)
     if base.is_cuda:
-        from rillflow.weights.delta import gpu
-
-        return gpu.decode_gpu(base, data, known)
+        raise WeightsError("a delta is decoded here onto weights on the host", "move them there first")
     header, body = format.opened(data)
     old_N = bits_of(base)
     header.check_base(layout, len(old_N), fingerprint(base) if known is None else known)
@@ -78,10 +76,6 @@ def apply(base: torch.Tensor, data: Buffer, known: int | None = None) -> torch.T
 
 def apply_(base: torch.Tensor, data: Buffer, known: int | None = None) -> torch.Tensor:
     """The same in place: `base` is written only after everything has been verified."""
-    if base.is_cuda:
-        from rillflow.weights.delta import gpu
-
-        return gpu.apply_gpu_(base, data, known)
     with torch.no_grad():
         return _changed(base, decode(base, data, known))
 

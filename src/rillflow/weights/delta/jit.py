@@ -71,11 +71,6 @@ def compiled(function: F) -> F:
     return _kept(function, numba.njit(nogil=True, fastmath=False)(function))
 
 
-def holding(function: F) -> F:
-    """The same for what calls the interpreter itself: nobody else runs while it does."""
-    return _kept(function, numba.njit(nogil=False, fastmath=False)(function))
-
-
 def loosely(function: F) -> F:
     """The same for sums of floats, which may be in any order and whose products need not be rounded: so they are
     computed several at once. What is not a number stays so."""

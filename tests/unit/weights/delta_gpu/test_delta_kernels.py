@@ -1,4 +1,4 @@
-"""The kernels write deltas that the host reads and read those that it writes, bit for bit, and refuse damaged ones."""
+"""The kernels write deltas that the host and servers' workers read, bit for bit."""
 
 # ruff: noqa: E402 (the kernels are imported after `require("triton")`)
 from __future__ import annotations
@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -14,18 +13,18 @@ import torch
 
 from needs import require
 from rillflow.contracts import Change
-from rillflow.errors import CorruptData, WeightsError
+from rillflow.engine.servers.inside.rillflow_delta import Piece, apply_all
+from rillflow.errors import CorruptData
 from rillflow.weights import delta, previous
 from rillflow.weights.delta import pieces
 from rillflow.weights.delta.container import Part
-from rillflow.weights.delta.format import CODED, RAW, SAME, Header, opened, sealed, segment_head, segments
+from rillflow.weights.delta.format import CODED, RAW, SAME, opened, segments
 from rillflow.weights.fingerprint import fingerprint
 
 require("triton")
 
 from rillflow.weights.delta import gpu
-from rillflow.weights.delta.gpu import batch, heads, incoming, launch, memory, places, room, threads
-from rillflow.weights.delta.gpu import decode as reader
+from rillflow.weights.delta.gpu import batch, room, threads
 from rillflow.weights.delta.gpu import encode as writer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -65,12 +64,9 @@ def exchange(base: torch.Tensor, new: torch.Tensor) -> None:
     assert ours[1:] == theirs[1:]
     assert bits(delta.apply(base, ours.data)) == bits(new)
     for data in (ours.data, theirs.data):
-        change = gpu.decode_gpu(there, data)
-        assert bits(applied(there, change)) == bits(new)
-        assert bits(there) == bits(base)
-        if change.index_K is not None:
-            assert torch.equal(change.index_K.cpu(), torch.sort(change.index_K.cpu())[0])
-    assert bits(gpu.apply_gpu_(there, theirs.data, theirs.base)) == bits(new)
+        held = there.clone()
+        apply_all([Piece(held, memoryview(data))])
+        assert bits(held) == bits(new)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -85,15 +81,16 @@ def test_many_tensors_at_once() -> None:
     known = [fingerprint(base) for base, _ in pairs]
     made = gpu.encode_many(there, known)
     assert [one[1:] for one in made] == [delta.encode(base, new)[1:] for base, new in pairs]
-    gpu.apply_many_([(base, one.data) for (base, _), one in zip(there, made, strict=True)], known)
-    assert [bits(base) for base, _ in there] == [bits(new) for _, new in pairs]
+    assert [bits(delta.apply(base, one.data)) for (base, _), one in zip(pairs, made, strict=True)] == [
+        bits(new) for _, new in pairs
+    ]
+    assert gpu.encode_many([]) == []
 
 
 def test_segments_that_have_a_batch_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unchanged, coded and raw segments, several of one tensor; the deltas are opened by several threads."""
+    """Unchanged, coded and raw segments, several of one tensor; the deltas are sealed by another thread."""
     monkeypatch.setattr(writer, "MOST_LOG2", 12)
     monkeypatch.setattr(writer, "_BUDGET", 1)
-    monkeypatch.setattr(reader, "_BUDGET", 1)
     monkeypatch.setattr(threads, "_MANY", 0)
     base, new = pair(9000, 0.05)
     new[:4096] = base[:4096]
@@ -108,10 +105,7 @@ def test_segments_that_have_a_batch_each(monkeypatch: pytest.MonkeyPatch) -> Non
     assert kinds == [[SAME, CODED, CODED], [RAW, RAW], [SAME], [CODED, SAME]]
     for (old, to), one in zip(pairs, made, strict=True):
         assert bits(delta.apply(old, one.data)) == bits(to)
-    given = [(old, one.data) for (old, _), one in zip(there, made, strict=True)]
-    for (old, to), change in zip(pairs, gpu.decode_many(given, known), strict=True):
-        assert bits(applied(old.to(DEVICE), change)) == bits(to)
-    gpu.apply_many_(given)
+    apply_all(Piece(old, memoryview(one.data)) for (old, _), one in zip(there, made, strict=True))
     assert [bits(old) for old, _ in there] == [bits(to) for _, to in pairs]
 
 
@@ -179,7 +173,7 @@ def test_tensors_that_are_not_one_run_of_aligned_words() -> None:
     across, odd = base.view(2, 999).to(DEVICE).T, base.to(DEVICE)[3:1000]
     for there, to in ((across, new.view(2, 999).T), (odd, new[3:1000])):
         made = gpu.encode_gpu(there, to.to(DEVICE))
-        assert bits(gpu.apply_gpu_(there, made.data)) == bits(to)
+        assert bits(delta.apply(there.cpu(), made.data)) == bits(to)
 
 
 def test_fingerprints_are_those_of_the_host() -> None:
@@ -188,18 +182,6 @@ def test_fingerprints_are_those_of_the_host() -> None:
     assert gpu.fingerprint_gpu(there) == fingerprint(base)
     parts = gpu.fingerprint_gpu(there[:4000]) + gpu.fingerprint_gpu(there[4000:], 1000)
     assert parts % 2**64 == fingerprint(base)
-
-
-def test_many_classes_and_raw_segments_go_another_way() -> None:
-    base, new = pair(64, 1.0)
-    weights = new.view(torch.int16).numpy().tobytes()
-    header = Header(1, 22, 64, fingerprint(base), fingerprint(new))
-    data = sealed(header, [segment_head(RAW, len(weights)), weights])
-    assert bits(gpu.apply_gpu_(base.to(DEVICE), data)) == bits(new)
-    # Twenty-one classes, nothing changed in any.
-    same = bytes([20, *range(1, 21)]) + bytes(21) + bytes(4)
-    data = sealed(Header(1, 22, 64, fingerprint(base), fingerprint(base)), [segment_head(CODED, len(same)), same])
-    assert bits(gpu.apply_gpu_(base.to(DEVICE), data)) == bits(base)
 
 
 @pytest.mark.parametrize("count", [3, 5])
@@ -215,155 +197,16 @@ def test_classes_of_which_all_or_most_weights_change(count: int) -> None:
     exchange(base, new)
 
 
-def test_more_than_eight_classes() -> None:
-    """Of twelve, all weights of the eleventh become greater by one."""
-    exponents = torch.arange(100, dtype=torch.int16) % 12 + 100
-    base = (exponents << 7).view(torch.bfloat16)
-    new = torch.where(exponents == 110, base.view(torch.int16) + 1, base.view(torch.int16)).view(torch.bfloat16)
-    subsets = [0] * 10 + [int((exponents == 110).sum()), 0, 0] + [0]
-    data = bytes([11, *range(101, 112), *subsets]) + bytes(4)
-    header = Header(1, 22, 100, fingerprint(base), fingerprint(new))
-    sent = sealed(header, [segment_head(CODED, len(data)), data])
-    assert bits(delta.apply(base, sent)) == bits(new)
-    assert bits(applied(base.to(DEVICE), gpu.decode_gpu(base.to(DEVICE), sent))) == bits(new)
-    assert bits(gpu.apply_gpu_(base.clone().to(DEVICE), sent)) == bits(new)
-
-
-def test_another_base_is_refused() -> None:
-    base, new = pair(3000, 0.1)
-    data = delta.encode(base, new).data
-    other = base.to(DEVICE)
-    other[17] = 3.0
-    before = bits(other)
-    for known in (None, gpu.fingerprint_gpu(other)):
-        with pytest.raises(WeightsError):
-            gpu.apply_gpu_(other, data, known)
-    assert bits(other) == before
-
-
-@pytest.mark.parametrize("least", [0, 1 << 30])
-def test_one_damaged_delta_of_many_changes_nothing(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "_MANY", least)
-    pairs = [pair(count, 0.1) for count in (300, 64, 999, 16, 77, 500)]
-    there = [base.clone().to(DEVICE) for base, _ in pairs]
-    made = [bytearray(delta.encode(base, new).data) for base, new in pairs]
-    made[4][-1] ^= 1
-    with pytest.raises(CorruptData):
-        gpu.apply_many_(list(zip(there, made, strict=True)))
-    assert [bits(base) for base in there] == [bits(base) for base, _ in pairs]
-
-
-@pytest.mark.parametrize("at", [4, 6, 14, 22, 38, 39])
-def test_a_damaged_head_is_not_believed(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it says (other weights, another base, another size), its checksum comes first."""
-    monkeypatch.setattr(threads, "_MANY", 0)
-    base, new = pair(300, 0.1)
-    data = bytearray(delta.encode(base, new).data)
-    data[at] ^= 1
-    there = base.clone().to(DEVICE)
-    for known in (None, [fingerprint(base)]):
-        with pytest.raises(CorruptData):
-            gpu.apply_many_([(there, data)], known)
-    assert bits(there) == bits(base)
-
-
-@pytest.mark.parametrize("least", [0, 1 << 30])
-@pytest.mark.parametrize("shown", [True, False])
-def test_what_arrives_is_what_the_deltas_say(least: int, shown: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the library does not show the function of its checksum."""
-    monkeypatch.setattr(threads, "_MANY", least)
-    if not shown:
-        monkeypatch.setattr(incoming, "digest_function", lambda: 0)
-    weights = np.array([9000, 64, 500])
-    sent = [bytearray(delta.encode(*pair(count, 0.1)).data) for count in weights.tolist()]
-    sent[1][20] ^= 1
-    deltas = heads.Deltas.of(sent)
-    checksums, spans = heads.Checksums(deltas), batch.spans(weights, 22)
-    found = deltas.segments(spans.tensor, 256)
-    for part in (slice(0, 2), slice(2, 3)):
-        begin, size = found.begin[part], found.size[part]
-        coming = incoming.Incoming(deltas, checksums, spans.part(part), begin, size, torch.device("cpu"))
-        coming.wait()
-        coming.check()
-        places = coming.heads.array.reshape(-1, 2)
-        assert places[:, 1].tolist() == size.tolist()
-        for number, at, first, length in zip(spans.part(part).tensor, places[:, 0], begin, size, strict=True):
-            assert bytes(coming.bytes_here[at : at + length]) == bytes(sent[number][first : first + length])
-    with pytest.raises(CorruptData):
-        checksums.wait()
-    assert (checksums.found == deltas.head["checksum"]).tolist() == [True, False, True]
-
-
-def test_no_tensors_and_no_delta() -> None:
-    gpu.apply_many_([])
-    assert gpu.decode_many([]) == []
-    with pytest.raises(CorruptData):
-        gpu.apply_gpu_(torch.zeros(16, device=DEVICE), b"RFD2")
-
-
-def test_one_bits_are_those_that_the_table_says() -> None:
-    base = torch.ones(64, dtype=torch.bfloat16)
-    new = base.clone()
-    new.view(torch.int16)[3] += 1
-    there = base.clone().to(DEVICE)
-
-    def made(table: list[int], unary: bytes, to: torch.Tensor) -> bytes:
-        data = bytes(table) + len(unary).to_bytes(4, "little") + unary
-        return sealed(Header(1, 22, 64, fingerprint(base), fingerprint(to)), [segment_head(CODED, len(data)), data])
-
-    # One class, of which one weight changed, by one: after three zeros comes the only one-bit.
-    table = [0, 1, 0, 0, 0]
-    for unary in (b"", b"\x00", b"\x18", b"\x08\x00"):
-        with pytest.raises(CorruptData):
-            gpu.apply_gpu_(there, made(table, unary, new))
-    with pytest.raises(CorruptData):
-        gpu.apply_gpu_(there, made([0, 0], b"\x00", base))
-    assert bits(there) == bits(base)
-    assert bits(gpu.apply_gpu_(there, made([0, 0], b"", base))) == bits(base)
-    assert bits(gpu.apply_gpu_(there, made(table, b"\x08", new))) == bits(new)
-
-
-@pytest.mark.parametrize("seed", range(40 if DEVICE == "cuda" else 4))
-def test_damage_behind_a_good_checksum_changes_nothing(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    base, new = pair(3000, 0.1)
-    header, body = opened(delta.encode(base, new).data)
-    damaged = bytearray(body)
-    for at in rng.integers(5, len(damaged), rng.integers(1, 4)):
-        damaged[at] ^= 1 << rng.integers(8)
-    there = base.to(DEVICE)
-    if bytes(damaged) == bytes(body):
-        return
-    try:
-        gpu.apply_many_([(there, sealed(header, [bytes(damaged)]))])
-    except CorruptData:
-        assert bits(there) == bits(base)
-    else:  # a bit of padding
-        assert bits(there) == bits(new)
-
-
-def test_where_the_bytes_of_buffers_are() -> None:
-    whole = bytearray(b"some bytes")
-    array = np.frombuffer(whole, np.uint8)
-    views = [memoryview(whole), memoryview(bytes(3)), memoryview(whole)[2:7], memoryview(b"")]
-    address, length = memory.addresses(views)
-    assert length.tolist() == [10, 3, 5, 0]
-    assert [address[0], address[2]] == [array.ctypes.data, array.ctypes.data + 2]
-    with pytest.raises(TypeError):
-        memory.addresses([memoryview(whole)[::2]])
-    assert memory.addresses(views[:1])[1].tolist() == [10]
-
-
 def test_arrays_in_one_piece_of_memory() -> None:
     """They do not overlap, begin where kernels want them to, and keep the memory; the memory keeps none of them."""
     made = room.Room(torch.device(DEVICE))
-    pieces = [made.ints(3), made.bytes(300), made.longs(2), made.numbers(5, 16), made.shorts(0)]
+    pieces = [made.ints(3), made.bytes(300), made.longs(2), made.numbers(5, 16), made.ints(0)]
     made.make()
     for number, piece in enumerate(pieces):
         piece.tensor.fill_(number)
     assert [piece.tensor.tolist() for piece in pieces] == [[0] * 3, [1] * 300, [2] * 2, [3] * 5, []]
-    assert all(piece.address % 256 == 0 for piece in pieces)
-    assert pieces[1].after(16).tensor.data_ptr() == pieces[1].after(16).address == pieces[1].address + 16
+    assert all(piece.begin % 256 == 0 for piece in pieces)
+    assert pieces[1].after(16).tensor.data_ptr() == pieces[1].tensor.data_ptr() + 16
     gone, kept = weakref.ref(made), pieces[2]
     del made, pieces, piece
     assert kept.tensor.tolist() == [2, 2]
@@ -374,53 +217,17 @@ def test_arrays_in_one_piece_of_memory() -> None:
     assert gone() is None, "who has the arrays has the memory, and nobody else"
 
 
-def test_a_kernel_is_launched_again_with_other_arguments() -> None:
-    made = room.Room(torch.device(DEVICE))
-    pieces = [made.ints(40) for _ in range(3)]
-    longs = made.longs(40)
-    made.make()
-    for number, piece in enumerate(pieces):
-        piece.tensor.fill_(7)
-        batch.clear(piece, 16 << number % 2)
-        assert piece.tensor.tolist() == [0] * 40
-    pieces[0].tensor.copy_(torch.arange(40))
-    for number in (16, 1, 39):
-        part = room.Piece.part(pieces[1], 0, number, torch.int32)
-        batch.land(pieces[0], part, 32)
-        assert pieces[1].tensor[:number].tolist() == list(range(number))
-    assert launch.kernel(places.clear, MANY=16) is launch.kernel(places.clear, MANY=16)
-    # What was compiled for some types is never given others: a kernel that has not been launched says so.
-    kernel = launch.Kernel(places.clear, {"MANY": 8})
-    kernel._check((pieces[0], 1))
-    with pytest.raises(AssertionError):
-        kernel._check((longs, 1))
-    with pytest.raises(AssertionError):
-        launch.Kernel(places.own, {"MANY": 8})._check((pieces[0], 3))
-
-
 @pytest.mark.parametrize("least", [0, 1 << 30])
 def test_work_that_is_done_by_others(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "_MANY", least)
-    done: list[tuple[int, int]] = []
-
-    def work(first: int, beyond: int) -> None:
-        done.append((first, beyond))
-
-    later = [threads.Later(lambda number=number: waited(work, number), 5) for number in (7, 100)]
-    assert [one.wait() for one in later] == [7, 100]
-    assert sum(beyond - first for first, beyond in done) == 107
+    later = [threads.Later(lambda number=number: 2 * number, 5) for number in (7, 100)]
+    assert [one.wait() for one in later] == [14, 200]
 
     def fails() -> None:
         raise CorruptData("no", "")
 
     with pytest.raises(CorruptData):
         threads.Later(fails, 5).wait()
-
-
-def waited(work: Callable[[int, int], None], total: int) -> int:
-    for share in threads.divided(work, total):
-        share.result()
-    return total
 
 
 def test_who_raises_leaves_nothing_under_way() -> None:

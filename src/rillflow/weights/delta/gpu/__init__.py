@@ -1,16 +1,10 @@
-"""Deltas of tensors on a CUDA device, by kernels: the same format and the same checks as on the host."""
+"""Deltas of tensors on a CUDA device, written by Triton kernels: the same format as on the host, and the same numbers.
 
-from rillflow.weights.delta.gpu.decode import apply_gpu_, apply_many_, decode_gpu, decode_many
+They are for publishers: a trainer's weights stay on its GPU, and only the coded changes leave it. Servers decode them
+by torch alone (`engine.servers.inside.rillflow_delta`).
+"""
+
 from rillflow.weights.delta.gpu.encode import encode_gpu, encode_many
 from rillflow.weights.delta.gpu.fingerprint import fingerprint_gpu, fingerprints_gpu
 
-__all__ = [
-    "apply_gpu_",
-    "apply_many_",
-    "decode_gpu",
-    "decode_many",
-    "encode_gpu",
-    "encode_many",
-    "fingerprint_gpu",
-    "fingerprints_gpu",
-]
+__all__ = ["encode_gpu", "encode_many", "fingerprint_gpu", "fingerprints_gpu"]

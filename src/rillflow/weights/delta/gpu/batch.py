@@ -1,4 +1,4 @@
-"""What both directions share: tensors as runs of words, copies to the host, and batches that take turns.
+"""Tensors as runs of words, copies to the host, and batches that take turns.
 
 A batch needs a number from the device now and then. While its copy is under way the next batch gets its turn, so that
 the device always has work; how many are under way at once bounds the memory.
@@ -19,8 +19,7 @@ import torch
 
 from rillflow.weights.delta.format import Layout, layout_of
 from rillflow.weights.delta.gpu import places
-from rillflow.weights.delta.gpu.launch import kernel
-from rillflow.weights.delta.gpu.room import Piece, Room
+from rillflow.weights.delta.gpu.room import Piece, Room, kernel
 from rillflow.weights.delta.jit import compiled
 
 Array = npt.NDArray[Any]
@@ -28,8 +27,7 @@ WORD, _ALIGNED = 8, 16
 # Words of a block: what one program of a kernel looks at. Ranks within it have 12 bits.
 BLOCK = 1024
 AT_ONCE = 2
-# Numbers of a segment in the table, and of its limits (see `heads.Segments`) where they travel along.
-TABLE, LIMITS = 8, 3
+TABLE = 8  # numbers of a segment in the table
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,28 +146,21 @@ class Rows:
     """The table of segments (see `compare`) of one batch, and the segment of each block; and for who makes records, of
     each block, where they begin and how many there are. All of it is on the device.
 
-    `host` is memory that both reach, in which others may have taken some: it is made here, and must be kept until the
-    device has read the rows: this does.
+    The host's memory that the rows were written to is kept until the device has read them.
     """
 
-    def __init__(
-        self, spans: Spans, old: Array, new: Array, shape: Shape, device: torch.device, limits: Array | None = None,
-        host: Room | None = None,
-    ) -> None:  # fmt: skip
-        self.spans, self._host = spans, host or Room(device, host=True)
-        columns = TABLE if limits is None else TABLE + LIMITS
-        rows = self._host.longs(len(spans) * columns)
+    def __init__(self, spans: Spans, old: Array, new: Array, shape: Shape, device: torch.device) -> None:
+        self.spans, self._host = spans, Room(device, host=True)
+        rows = self._host.longs(len(spans) * TABLE)
         self._host.make()
-        table = rows.array.reshape(-1, columns)
+        table = rows.array.reshape(-1, TABLE)
         lanes = shape.LANES
         self.count = _fill(table, spans.tensor, spans.start, spans.weights, old, new, lanes, WORD // lanes, BLOCK)
-        if limits is not None:
-            table[:, TABLE:] = limits
         room = Room(device)
-        self.table, self.limits = room.longs(len(spans) * TABLE), room.longs(len(spans) * LIMITS)
+        self.table = room.longs(len(spans) * TABLE)
         self.owner, self.records, self.begins = room.ints(self.count), room.ints(self.count), room.longs(self.count)
         room.make()
-        kernel(places.spread, COLUMNS=columns, MANY=256)((len(spans),), rows, self.table, self.limits, self.owner)
+        kernel(places.spread, MANY=256)((len(spans),), rows, self.table, self.owner)
 
 
 @compiled

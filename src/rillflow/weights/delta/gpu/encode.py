@@ -39,10 +39,8 @@ from rillflow.weights.delta.gpu.batch import (
     located,
     spans,
 )
-from rillflow.weights.delta.gpu.heads import HEAD
-from rillflow.weights.delta.gpu.launch import kernel
-from rillflow.weights.delta.gpu.room import Piece, Room
-from rillflow.weights.delta.gpu.sealing import seal
+from rillflow.weights.delta.gpu.room import Piece, Room, kernel
+from rillflow.weights.delta.gpu.sealing import HEAD, seal
 from rillflow.weights.delta.gpu.threads import Later
 from rillflow.weights.delta.gpu.written import CLASSES, Batch
 

@@ -44,14 +44,13 @@ def _own(out, start, end, MANY: tl.constexpr):
 
 
 @triton.jit
-def spread(rows, table, limits, owner, COLUMNS: tl.constexpr, MANY: tl.constexpr):
-    """Copy a row that the host has written: the first eight numbers to the table of segments (see `compare`), others to
-    `limits`. And write the number of the segment to all its blocks."""
+def spread(rows, table, owner, MANY: tl.constexpr):
+    """Copy a row that the host has written to the table of segments (see `compare`), and write the segment's number to
+    all its blocks."""
     p = tl.program_id(0)
-    k = tl.arange(0, 16)
-    row = tl.load(rows + p * COLUMNS + k, mask=k < COLUMNS, other=0)
-    tl.store(table + p * 8 + k, row, mask=k < 8)
-    tl.store(limits + p * (COLUMNS - 8) + (k - 8), row, mask=(k >= 8) & (k < COLUMNS))
+    k = tl.arange(0, 8)
+    row = tl.load(rows + p * 8 + k)
+    tl.store(table + p * 8 + k, row)
     first = tl.sum(tl.where(k == 4, row, 0)).to(tl.int32)
     _own(owner, first, tl.sum(tl.where(k == 6, row, 0)).to(tl.int32), MANY)
 
@@ -68,22 +67,6 @@ def clear(to, number, MANY: tl.constexpr):
     """Write so many zeros."""
     i = tl.program_id(0).to(tl.int64) * MANY + tl.arange(0, MANY)
     tl.store(to + i, tl.zeros([MANY], to.dtype.element_ty), mask=i < number)
-
-
-@triton.jit
-def group_sums(table, sizes, out, CLASSES: tl.constexpr, MANY: tl.constexpr):
-    """What comes before each block of a group in it, in place of what the block has; and what the group has."""
-    s, c = tl.program_id(0), tl.program_id(1)
-    blocks = tl.load(table + s * 8 + 5).to(tl.int32)
-    at = sizes + tl.load(table + s * 8 + 4) * CLASSES + c * blocks
-    before, start = blocks * 0, blocks * 0
-    while start < blocks:
-        i = start + tl.arange(0, MANY)
-        some = tl.load(at + i, mask=i < blocks, other=0)
-        tl.store(at + i, before + tl.cumsum(some, 0) - some, mask=i < blocks)
-        before += tl.sum(some)
-        start += MANY
-    tl.store(out + s * CLASSES + c, before)
 
 
 @triton.jit(do_not_specialize=["groups", "all_sizes"])

@@ -1,11 +1,12 @@
 """Arrays for kernels, many in one piece of memory: to ask for each alone would take the host longer than all else.
 
-Every array begins at a multiple of 256 bytes, so that a kernel is compiled once for all of them (see `launch`). What
-was not written is anything. The memory is there as long as one of its arrays is.
+Every array begins at a multiple of 256 bytes, so that Triton compiles a kernel once for all of them. What was not
+written is anything. The memory is there as long as one of its arrays is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,28 +16,22 @@ import torch
 _ALIGNED = 256
 # Much memory is asked for in multiples of this: calls that are alike ask for the same.
 _LARGE = 1 << 25
-_OF_NUMPY = {torch.uint8: np.uint8, torch.int32: np.int32, torch.int64: np.int64, torch.int16: np.int16}
+_OF_NUMPY = {torch.uint8: np.uint8, torch.int32: np.int32, torch.int64: np.int64}
 
 
 class Piece:
-    """An array of a room. It has an address as soon as the room is made."""
+    """An array of a room, which can be used as soon as the room is made."""
 
-    __slots__ = ("address", "begin", "dtype", "number", "room")
+    __slots__ = ("begin", "dtype", "number", "room")
 
     def __init__(self, room: Room, begin: int, number: int, dtype: torch.dtype) -> None:
         self.room, self.begin, self.number, self.dtype = room, begin, number, dtype
-        self.address = 0
 
     def after(self, number: int) -> Piece:
-        """What follows so many, which must be a multiple of 16 bytes; of a room that is made."""
-        return self.part(number * self.dtype.itemsize, self.number - number, self.dtype)
-
-    def part(self, begin: int, number: int, dtype: torch.dtype) -> Piece:
-        """So many numbers from the byte `begin` on, a multiple of 16; of a room that is made."""
+        """What follows so many, which must be a multiple of 16 bytes."""
+        begin = number * self.dtype.itemsize
         assert begin % 16 == 0, "kernels are compiled for pieces that begin at multiples of 16 bytes"
-        piece = Piece(self.room, self.begin + begin, number, dtype)
-        piece.address = self.address + begin
-        return piece
+        return Piece(self.room, self.begin + begin, self.number - number, self.dtype)
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -56,13 +51,11 @@ class Room:
 
     def __init__(self, device: torch.device, *, host: bool = False) -> None:
         self._device, self._pinned = torch.device("cpu") if host else device, host and device.type == "cuda"
-        self._pieces: list[Piece] = []
         self.size = 0
 
     def _take(self, number: int, dtype: torch.dtype) -> Piece:
         piece = Piece(self, self.size, number, dtype)
         self.size += -(-number * dtype.itemsize // _ALIGNED) * _ALIGNED
-        self._pieces.append(piece)
         return piece
 
     def bytes(self, number: int) -> Piece:
@@ -73,9 +66,6 @@ class Room:
 
     def longs(self, number: int) -> Piece:
         return self._take(number, torch.int64)
-
-    def shorts(self, number: int) -> Piece:
-        return self._take(number, torch.int16)
 
     def numbers(self, number: int, width: int) -> Piece:
         """Of 64 bits where weights have 32, else of 32."""
@@ -89,7 +79,14 @@ class Room:
         self.memory = torch.empty(size, dtype=torch.uint8, device=self._device, pin_memory=self._pinned)
         if self._device.type == "cpu":
             self.data = self.memory.numpy()
-        first = self.memory.data_ptr()
-        for piece in self._pieces:
-            piece.address = first + piece.begin
-        self._pieces = []  # which have this room: nothing may go round in a circle, or the memory would stay
+
+
+def kernel(function: Any, **constants: int) -> Callable[..., None]:
+    """Return what launches a Triton kernel with these constants and options of the compiler: called with the grid, in
+    one or two dimensions, and the arguments, on the current stream."""
+
+    def launch(grid: tuple[int, ...], *arguments: Piece | int) -> None:
+        found = [one.tensor if isinstance(one, Piece) else one for one in arguments]
+        function[grid](*found, **constants)
+
+    return launch

@@ -10,8 +10,6 @@ import os
 import triton
 import triton.language as tl
 
-from rillflow.weights.delta.gpu.words import popcount
-
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
@@ -36,14 +34,4 @@ def sum_of_bytes(words, sums):
         found = tl.inline_asm_elementwise(
             "dp4a.u32.u32 $0, $1, 0x01010101, $2;", "=r,r,r", [words, sums], dtype=tl.uint32, is_pure=True, pack=1
         )
-    return found
-
-
-@triton.jit
-def ones_of(words):
-    """How many bits of each 32-bit number are ones."""
-    if _INTERPRETED:
-        found = popcount(words)
-    else:
-        found = tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1)
     return found

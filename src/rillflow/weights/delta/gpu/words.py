@@ -74,14 +74,6 @@ def change_of(old, new, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def changed_bits(old, change, WIDTH: tl.constexpr):
-    """The inverse of `change_of`."""
-    SIGN: tl.constexpr = 1 << (WIDTH - 1)
-    number = (ordered(old, WIDTH) + change) & (2 * SIGN - 1)
-    return tl.where((number & SIGN) != 0, number ^ SIGN, (2 * SIGN - 1) ^ number)
-
-
-@triton.jit
 def length_of(size, WIDTH: tl.constexpr):
     """floor(log2) of positive numbers; 0 of 0. By the exponent of a float that holds the number exactly."""
     size = tl.maximum(size, 1)

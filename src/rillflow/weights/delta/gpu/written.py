@@ -6,8 +6,7 @@ import torch
 
 from rillflow.weights.delta.gpu import compare, places, records, streams
 from rillflow.weights.delta.gpu.batch import BLOCK, Landing, Rows, Shape, clear, land, own
-from rillflow.weights.delta.gpu.launch import kernel
-from rillflow.weights.delta.gpu.room import Piece, Room
+from rillflow.weights.delta.gpu.room import Piece, Room, kernel
 
 CLASSES = 8
 # `_LISTED` must not be less than the threads of a program: a second thread with the same item would read it too late.
