@@ -40,10 +40,9 @@ from rillflow.contracts import SystemClock
 from rillflow.dashboard.server import Dashboard
 from rillflow.dashboard.watched import watch
 from rillflow.dataflow.balance_ledger import Balances
-from rillflow.dataflow.database import Database
-from rillflow.dataflow.part import Base
+from rillflow.dataflow.ledger.database import Base, Database
+from rillflow.dataflow.ledger.tables import FORMAT
 from rillflow.dataflow.rules import Rules
-from rillflow.dataflow.tables import FORMAT
 from rillflow.runtime.folder import RunFolder
 from rillflow.storage.spans import Span
 from rillflow.storage.trajectories import FILE, KINDS, Bounds, TokenPath, Trajectory, TrajectoryStore, described

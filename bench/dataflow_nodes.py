@@ -12,7 +12,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from rillflow.dataflow.ledger import Ledger
+from rillflow.dataflow.ledger.ledger import Ledger
 from rillflow.dataflow.rules import Rules
 from rillflow.dataflow.sources import InOrder
 from rillflow.types import CompleteTask, Heartbeat, LeaseTasks, Prompt, Row, SampleMeta, TaskLease, UnitBeat, UnitInfo

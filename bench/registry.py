@@ -116,6 +116,7 @@ BENCHES: dict[str, Bench] = {
     "sandbox": Bench(1, needs=(bubblewrap,)),
     "wire": Bench(0.5),
     "dataflow": Bench(4, environment="transferqueue"),
+    "ledger": Bench(0.5),
     "two_policies": Bench(1.5),
     "dashboard": Bench(3),
     "data_algorithms": Bench(4),

@@ -11,11 +11,12 @@ from typing import Any
 
 import msgspec
 
+from ledger_moves import check_moves, watch
 from rillflow.contracts import PromptSource
 from rillflow.dataflow.audit import AuditReport, audit
 from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.hooks.filters.zero_variance import ZeroVariance
-from rillflow.dataflow.ledger import Ledger
+from rillflow.dataflow.ledger.ledger import Ledger
 from rillflow.dataflow.rules import PolicyRules, Rules
 from rillflow.dataflow.sources import InOrder
 from rillflow.types import (
@@ -148,6 +149,7 @@ class World:
         ledger = Ledger(
             self.path, self.rules, self.source, self.heldout, hooks=self.hooks, clock=self.clock, resume=resume
         )
+        watch(ledger)
         ledger.advance()
         ledger.commit()
         return ledger
@@ -167,6 +169,7 @@ class World:
         return audit(self.path)
 
     def check(self) -> dict[str, int]:
+        check_moves(self.ledger)
         report = self.audit()
         assert report.balanced, [identity for identity in report.identities if not identity.ok]
         return report.counts

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rillflow.dataflow.episode_history import life_of, read_history
-from rillflow.dataflow.snapshot import snapshot
+from rillflow.dataflow.ledger.snapshot import snapshot
 from rillflow.observe.trace import trace
 from rillflow.runtime.folder import RunFolder
 from rillflow.storage import write_atomic

@@ -19,7 +19,7 @@ from rillflow.config.load import parse
 from rillflow.dashboard.curves import Curves
 from rillflow.dashboard.lanes import Lanes
 from rillflow.dataflow.balance import Balance
-from rillflow.dataflow.snapshot import Snapshot, snapshot
+from rillflow.dataflow.ledger.snapshot import Snapshot, snapshot
 from rillflow.errors import ConfigError, RillflowError, RunError
 from rillflow.observe.advisories import FactReader
 from rillflow.runtime.folder import RunFolder

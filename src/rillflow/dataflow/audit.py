@@ -13,19 +13,20 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rillflow.dataflow.snapshot import snapshot
-from rillflow.dataflow.tables import (
-    ATTEMPT_STATES,
-    GROUP_ENDED,
-    GROUP_OPEN,
-    RECLAIMED,
-    SHARE_ENDED,
-    SHARE_OPEN,
-)
+from rillflow.dataflow.ledger.snapshot import snapshot
+from rillflow.dataflow.ledger.states import MACHINES, Machine
+from rillflow.dataflow.ledger.workers import RECLAIMED
 
-_OPEN_TASK = "EXISTS (SELECT 1 FROM tasks t WHERE t.grp = g.id AND t.state IN ('pending', 'leased'))"
-_OPEN_SHARE = "EXISTS (SELECT 1 FROM shares s WHERE s.grp = g.id AND s.state IN ('ready', 'leased'))"
-_TRAINED_SHARE = "EXISTS (SELECT 1 FROM shares s WHERE s.grp = g.id AND s.state = 'trained')"
+
+def _any(table: str, states: Sequence[str]) -> str:
+    """An expression: whether a row of the group `g` is in one of these states."""
+    named = ", ".join(f"'{state}'" for state in states)
+    return f"EXISTS (SELECT 1 FROM {table} x WHERE x.grp = g.id AND x.state IN ({named}))"
+
+
+_OPEN_TASK = _any("tasks", MACHINES["tasks"].open)
+_OPEN_SHARE = _any("shares", MACHINES["shares"].open)
+_TRAINED_SHARE = _any("shares", ["trained"])
 _MEMBERS = "FROM members m JOIN batches b ON b.id = m.batch"
 _SAMPLES = f"{_MEMBERS} JOIN samples s ON s.grp = m.grp AND s.policy = m.producer AND s.trained > 0"
 
@@ -78,6 +79,8 @@ class _Auditor:
         self._report = AuditReport()
 
     def report(self) -> AuditReport:
+        for table, machine in MACHINES.items():
+            self._states(table, machine)
         for lane in ("train", "eval"):
             self._lane(lane)
         self._tallies()
@@ -112,6 +115,19 @@ class _Auditor:
     def _none(self, name: str, query: str, values: Sequence[str | int] = ()) -> None:
         self._same(name, query, 0, values)
 
+    # ------------------------------------------------------------ states
+
+    def _states(self, table: str, machine: Machine) -> None:
+        """Every row is in a state of the table of states, and says why where that is asked for."""
+        known = ", ".join(f"'{state}'" for state in machine.states)
+        self._none(f"{table}: in no known state", f"SELECT count(*) FROM {table} WHERE state NOT IN ({known})")
+        if machine.caused:
+            caused = ", ".join(f"'{state}'" for state in machine.caused)
+            self._none(
+                f"{table}: {', '.join(machine.caused)} without a cause",
+                f"SELECT count(*) FROM {table} WHERE state IN ({caused}) AND cause = ''",
+            )
+
     # ------------------------------------------------------------ prompts and groups
 
     def _lane(self, lane: str) -> None:
@@ -119,11 +135,11 @@ class _Auditor:
         states = dict(
             self._connection.execute("SELECT state, count(*) FROM groups WHERE lane = ? GROUP BY state", (lane,))
         )
-        ended = sum(states.get(state, 0) for state in GROUP_ENDED)
-        outstanding = sum(states.get(state, 0) for state in GROUP_OPEN)
+        ended = sum(states.get(state, 0) for state in MACHINES["groups"].ends)
+        outstanding = sum(states.get(state, 0) for state in MACHINES["groups"].open)
         admitted = self._count(f"SELECT value FROM counters WHERE name = 'admitted.{lane}'")
         self._same(f"{lane}: admitted = ended + outstanding", admitted, ended + outstanding)
-        self._same(f"{lane}: every prompt's state is a known one", sum(states.values()), ended + outstanding)
+        self._same(f"{lane}: groups = ended + outstanding", sum(states.values()), ended + outstanding)
         self._report.counts |= {
             f"{lane}.admitted": admitted,
             f"{lane}.ended": ended,
@@ -142,7 +158,7 @@ class _Auditor:
             self._same("eval: no held-out prompt was trained", trainable, 0)
 
     def _tallies(self) -> None:
-        """The running counts by cause equal a recount, and every bad end has a cause."""
+        """The running counts by cause equal a recount."""
         for table, key, tally in (("groups", "lane", "tally"), ("shares", "stream", "share_tally")):
             tallied = _by_cause(self._connection.execute(f"SELECT * FROM {tally} WHERE n != 0"))
             counted = _by_cause(
@@ -152,10 +168,6 @@ class _Auditor:
             )
             wrong = {at for at in tallied.keys() | counted.keys() if tallied.get(at) != counted.get(at)}
             self._same(f"{table}: running counts by cause differ from a recount", len(wrong), 0)
-            self._none(
-                f"{table}: filtered, expired or failed without a cause",
-                f"SELECT count(*) FROM {table} WHERE state IN ('filtered', 'expired', 'failed') AND cause = ''",
-            )
             for (first, state, cause), number in sorted(counted.items()):
                 if cause or table == "shares":
                     name = f"{first}.{state}.{cause}" if cause else f"{first}.{state}"
@@ -182,10 +194,11 @@ class _Auditor:
 
     def _attempts(self) -> None:
         states = dict(self._connection.execute("SELECT state, count(*) FROM attempts GROUP BY state"))
+        known = MACHINES["attempts"].states
         self._same(
-            "attempts: leases = done + failed + returned + cancelled + held",
+            f"attempts: leases = {' + '.join(known)}",
             "SELECT sum(leases) FROM tasks",
-            sum(states.get(state, 0) for state in ATTEMPT_STATES),
+            sum(states.get(state, 0) for state in known),
         )
         self._same(
             "attempts: held = tasks leased", states.get("held", 0), "SELECT count(*) FROM tasks WHERE state = 'leased'"
@@ -200,7 +213,7 @@ class _Auditor:
             "SELECT count(*) FROM tasks t LEFT JOIN attempts a ON a.id = t.attempt WHERE t.state IN ('leased', 'done') "
             "AND a.state IS NOT (CASE t.state WHEN 'leased' THEN 'held' ELSE 'done' END)",
         )
-        self._report.counts |= {f"attempts.{state}": states.get(state, 0) for state in ATTEMPT_STATES}
+        self._report.counts |= {f"attempts.{state}": states.get(state, 0) for state in known}
 
     def _samples(self) -> None:
         self._same(
@@ -224,8 +237,6 @@ class _Auditor:
 
     def _groups_and_shares(self) -> None:
         """A group is as far as its shares are."""
-        known = ",".join(f"'{state}'" for state in (*SHARE_OPEN, *SHARE_ENDED))
-        self._none("shares: in no known state", f"SELECT count(*) FROM shares WHERE state NOT IN ({known})")
         self._none(
             "groups: open, but no share of them is; or the other way round",
             f"SELECT count(*) FROM groups g WHERE lane = 'train' AND (state = 'open') != {_OPEN_SHARE}",

@@ -16,6 +16,7 @@ from typing import Literal
 
 import msgspec
 
+from rillflow.dataflow.ledger.tables import SUM
 from rillflow.types import Wire
 
 Branch = Literal["grow", "shrink", "hold"]
@@ -24,7 +25,6 @@ NodeState = Literal["healthy", "suspect", "gone"]
 STARVING = 0.10  # the trainer waits for more than this share of its time: grow
 SATED = 0.05  # it waits for less than this: shrink, if more is made than is taken
 MARGIN = 1.10  # kept above what is taken when the pool shrinks
-SUM = ""  # the name of the row that sums up the nodes which went long ago; no node has it
 MOST_WAITING = 0.95  # so that one report asks for at most twenty times the pool
 
 

@@ -30,16 +30,15 @@ from rillflow.dataflow.balance import (
     make_report,
     mark_of,
 )
-from rillflow.dataflow.database import Value
-from rillflow.dataflow.part import Base, Part
-from rillflow.dataflow.snapshot import snapshot
+from rillflow.dataflow.ledger.database import Base, Part, Value
+from rillflow.dataflow.ledger.shares import ENTERED
+from rillflow.dataflow.ledger.snapshot import snapshot
 from rillflow.errors import CorruptData, RunError
 from rillflow.types.decoding import json_decoder
 
 Kept = TypeVar("Kept", Mark, Report)
 
 LATEST, MARK = "balance.latest", "balance.mark"
-ENTERED = "samples.entered"  # the counter of samples that passed the filters
 _MOST_GPUS = 4096
 
 
@@ -63,7 +62,7 @@ class Balances(Part):
         """Called before nodes get their grace: when they were last heard of tells how long no service ran."""
         now, mark = self._clock.now(), _read(self._db, MARK, Mark)
         if mark is None:
-            self._keep(MARK, mark_of(take_look(self._db, self._policy, Mark(time=now, version=0), now)))
+            self._keep(MARK, mark_of(self._look(Mark(time=now, version=0), now)))
             return
         down = max(now - _last_news(self._db, mark), 0.0)
         self._keep(MARK, msgspec.structs.replace(mark, opened=now, down=mark.down + down))
@@ -75,7 +74,7 @@ class Balances(Part):
         mark = self._mark()
         if self._steps_since(mark.version) < self._every:
             return
-        look = take_look(self._db, self._policy, mark, self._clock.now())
+        look = self._look(mark, self._clock.now())
         report = make_report(self._policy, mark, look)
         self._keep(LATEST, report)
         self._keep(MARK, mark_of(look))
@@ -86,8 +85,12 @@ class Balances(Part):
 
     def now(self) -> Balance:
         mark = self._mark()
-        look = take_look(self._db, self._policy, mark, self._clock.now())
+        look = self._look(mark, self._clock.now())
         return Balance(latest=self.latest(), current=make_report(self._policy, mark, look))
+
+    def _look(self, mark: Mark, now: float) -> Look:
+        self._db.write_counts()
+        return take_look(self._db, self._policy, mark, now)
 
     def _mark(self) -> Mark:
         mark = _read(self._db, MARK, Mark)

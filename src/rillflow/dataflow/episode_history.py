@@ -6,7 +6,7 @@ import sqlite3
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rillflow.dataflow.snapshot import Snapshot
+from rillflow.dataflow.ledger.snapshot import Snapshot
 from rillflow.errors import RunError
 
 _EPISODES = """

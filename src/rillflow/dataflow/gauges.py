@@ -9,7 +9,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from rillflow.contracts import Clock
-from rillflow.dataflow.ledger import Ledger
+from rillflow.dataflow.ledger.ledger import Ledger
 from rillflow.dataflow.report import recent_steps, status
 from rillflow.types import Evaluation, NodeInfo, PolicyStatus
 
@@ -61,7 +61,7 @@ class LedgerGauges(Collector):
     def _of_steps(self, policies: Iterable[str]) -> Iterator[GaugeMetricFamily]:
         found = {policy: steps[0] for policy in policies if (steps := recent_steps(self._ledger, policy))}
         for name, text in _OF_STEP.items():
-            values = [([policy], step[name]) for policy, step in found.items()]
+            values = [([policy], getattr(step, name)) for policy, step in found.items()]
             yield _family(f"last_{name}", text, ["policy"], values)
 
     def _of_leases(self) -> Iterator[GaugeMetricFamily]:
@@ -75,8 +75,8 @@ class LedgerGauges(Collector):
             "Seconds of the oldest lease of a task",
             value=now - (now if task is None else task),
         )
-        batches = db.all("SELECT policy, min(leased_at) AS since FROM batches WHERE state = 'leased' GROUP BY policy")
-        ages = [([row["policy"]], now - row["since"]) for row in batches]
+        batches = db.all("SELECT policy, min(leased_at) FROM batches WHERE state = 'leased' GROUP BY policy")
+        ages = [([policy], now - since) for policy, since in batches]
         yield _family("batch_lease_age", "Seconds of the oldest lease of a batch", ["policy"], ages)
 
 

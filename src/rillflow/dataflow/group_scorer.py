@@ -18,8 +18,8 @@ from functools import partial
 from rillflow.clients.payloads import Arrays, DamagedRows, PayloadReader
 from rillflow.config.tracebacks import UserErrors, located
 from rillflow.contracts import Clock, GroupReward
-from rillflow.dataflow.ledger import Ledger
-from rillflow.dataflow.scoring import UnscoredGroup
+from rillflow.dataflow.ledger.ledger import Ledger
+from rillflow.dataflow.ledger.scoring import UnscoredGroup
 from rillflow.errors import RewardError, RillflowError
 from rillflow.types import FinishedEpisode, LoseRows, Scored, Units
 

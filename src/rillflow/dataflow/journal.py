@@ -11,8 +11,8 @@ import logging
 import os
 from pathlib import Path
 
-from rillflow.dataflow.ledger import Ledger
-from rillflow.dataflow.tables import NEWEST
+from rillflow.dataflow.ledger.ledger import Ledger
+from rillflow.dataflow.ledger.tables import NEWEST
 
 log = logging.getLogger(__name__)
 

@@ -8,21 +8,19 @@ knows from each part for which episodes it may be asked.
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from statistics import fmean
 
-from rillflow.dataflow.groups import Groups
-from rillflow.dataflow.lineage import Lineage
-from rillflow.dataflow.part import Base, Part
+from rillflow.dataflow.ledger.database import Base, Part
+from rillflow.dataflow.ledger.groups import Groups
+from rillflow.dataflow.ledger.serving import ServedSample, batch_rows
+from rillflow.dataflow.ledger.tables import Group, Sample
+from rillflow.dataflow.ledger.versions import Lineage
 from rillflow.dataflow.rules import Rules, derive_seed
-from rillflow.dataflow.serving import batch_rows
 from rillflow.storage.trajectories.format import Kept
 from rillflow.types import CommitBatch, FailTask, KeptTokens, Lane, Prompt, Row
-
-_TASK = "SELECT t.*, g.prompt FROM tasks t JOIN groups g ON g.id = t.grp WHERE t.grp = ? AND t.place = ?"
 
 
 @dataclass(frozen=True)
@@ -72,17 +70,14 @@ class KeptEpisodes(Part):
         kinds = chosen(_rewards(batch_rows(self._db, news.batch, news.policy, 0)), self._rules)
         if not kinds:
             return []
-        groups = {
-            row["n"]: row["grp"] for row in self._db.all("SELECT n, grp FROM members WHERE batch = ?", (news.batch,))
-        }
+        groups = dict(self._db.all("SELECT n, grp FROM members WHERE batch = ?", (news.batch,)))
         told = {(groups.get(one.member, ""), one.place, one.number): one for one in news.kept}
         step = self._lineage.steps(news.policy)
         return [self._ended(task, kind, step, told) for task, kind in kinds.items()]
 
     def ended_rounds(self, after: int) -> list[int]:
         """Return the evaluation rounds with a result that have a higher number than `after`."""
-        rows = self._db.all("SELECT id FROM rounds WHERE state = 'ended' AND id > ? ORDER BY id", (after,))
-        return [row["id"] for row in rows]
+        return self._db.column("SELECT id FROM rounds WHERE state = 'ended' AND id > ? ORDER BY id", (after,))
 
     def of_round(self, number: int) -> list[KeptEpisode]:
         """Return the episodes of an evaluation round that has ended. The same prompts are drawn in each round."""
@@ -91,66 +86,72 @@ class KeptEpisodes(Part):
             "AND g.round = ? AND t.state = 'done'",
             (number,),
         )
-        drawn = sorted(rows, key=lambda row: derive_seed(self._rules.seed, "kept", row["ord"], 0, row["place"]))
+        drawn = sorted(rows, key=lambda row: derive_seed(self._rules.seed, "kept", row[1], 0, row[2]))
         step = self._db.value("SELECT step FROM rounds WHERE id = ?", (number,))
-        names = [row["id"] for row in drawn[: self._rules.kept_per_evaluation]]
+        names = [name for name, _, _ in drawn[: self._rules.kept_per_evaluation]]
         return [self._ended(name, "evaluation", step, {}) for name in names]
 
     def of_failure(self, news: FailTask) -> KeptEpisode | None:
         """Return an episode whose failure was just taken."""
-        attempt = self._db.one("SELECT * FROM attempts WHERE id = ? AND task = ?", (news.attempt, news.task))
-        if attempt is None or attempt["state"] != "failed":
+        attempt = self._db.one(
+            "SELECT node, cause, leased_at, ended_at FROM attempts WHERE id = ? AND task = ? AND state = 'failed'",
+            (news.attempt, news.task),
+        )
+        if attempt is None:
             return None
-        group, _, place = news.task.rpartition(".")
-        task = self._task(group, int(place))
+        node, cause, leased_at, ended_at = attempt
+        row, place = self._group(news.task)
         return KeptEpisode(
             id=news.attempt,
             kept="failure",
-            lane=task["lane"],
-            group=group,
-            place=task["place"],
-            prompt=self._groups.prompt(task["lane"], task["ord"], task["prompt"]),
+            lane=row.lane,
+            group=row.id,
+            place=place,
+            prompt=self._groups.prompt(row.lane, row.ord, row.prompt),
             time=self._clock.now(),
             calls=news.calls,
-            seconds=max(attempt["ended_at"] - attempt["leased_at"], 0.0),
-            node=attempt["node"],
-            cause=attempt["cause"],
+            seconds=max(ended_at - leased_at, 0.0),
+            node=node,
+            cause=cause,
             body=news.trajectory,
         )
 
-    def _task(self, group: str, place: int) -> sqlite3.Row:
-        row = self._db.one(_TASK, (group, place))
-        assert row is not None, (group, place)
-        return row
+    def _group(self, task: str) -> tuple[Group, int]:
+        """Return the group of a task, and the task's place in it."""
+        group, _, place = task.rpartition(".")
+        return self._groups.row(group), int(place)
 
     def _ended(self, name: str, kept: Kept, step: int, told: Mapping[tuple[str, int, int], KeptTokens]) -> KeptEpisode:
-        group, _, place = name.rpartition(".")
-        task = self._task(group, int(place))
-        samples = self._db.all("SELECT * FROM samples WHERE grp = ? AND place = ? ORDER BY n", (group, task["place"]))
+        row, place = self._group(name)
+        query = "SELECT reward, calls, seconds, node, metrics FROM tasks WHERE id = ?"
+        reward, calls, seconds, node, metrics = self._db.one(query, (name,))
+        samples = self._db.rows(
+            Sample, f"SELECT {Sample.columns()} FROM samples WHERE grp = ? AND place = ? ORDER BY n", (row.id, place)
+        )
         return KeptEpisode(
             id=name,
             kept=kept,
-            lane=task["lane"],
-            group=group,
-            place=task["place"],
-            prompt=self._groups.prompt(task["lane"], task["ord"], task["prompt"]),
+            lane=row.lane,
+            group=row.id,
+            place=place,
+            prompt=self._groups.prompt(row.lane, row.ord, row.prompt),
             time=self._clock.now(),
             step=step,
-            reward=task["reward"],
-            calls=task["calls"] or 0,
-            seconds=task["seconds"] or 0.0,
-            node=task["node"] or "",
-            metrics=json.loads(task["metrics"] or "{}"),
+            reward=reward,
+            calls=calls or 0,
+            seconds=seconds or 0.0,
+            node=node or "",
+            metrics=json.loads(metrics or "{}"),
             samples=[
                 KeptSample(
-                    policy=row["policy"],
-                    row=Row(unit=row["unit"], segment=row["segment"], offset=row["offset"], length=row["length"]),
-                    reward=row["reward"],
-                    truncated=bool(row["truncated"]),
-                    agent=row["agent"],
-                    told=told.get((group, task["place"], row["n"])),
+                    policy=sample.policy,
+                    row=sample.row,
+                    reward=sample.reward,
+                    truncated=bool(sample.truncated),
+                    agent=sample.agent,
+                    told=told.get((row.id, place, sample.n)),
                 )
-                for row in samples
+                for sample in samples
             ],
         )
 
@@ -158,12 +159,12 @@ class KeptEpisodes(Part):
 # ------------------------------------------------------------ choosing
 
 
-def marked(rows: Sequence[sqlite3.Row], rules: Rules) -> set[str]:
+def marked(rows: Sequence[ServedSample], rules: Rules) -> set[str]:
     """Return the tasks of some parts of a batch that may be among those of the whole batch that are kept."""
     if not rules.kept_per_step and not rules.kept_extremes:
         return set()
     found: set[str] = set()
-    for _, part in groupby(rows, key=lambda row: row["part"]):
+    for _, part in groupby(rows, key=lambda row: row.part):
         rewards = _rewards(part)
         drawn = _drawn(rewards, rules)
         # Two more than are drawn of the batch: the best and the worst, which are not drawn, may be among them.
@@ -186,11 +187,11 @@ def chosen(rewards: Mapping[str, float], rules: Rules) -> dict[str, Kept]:
     return kinds | dict.fromkeys(others[: rules.kept_per_step], "sample")
 
 
-def _rewards(rows: Iterable[sqlite3.Row]) -> dict[str, float]:
+def _rewards(rows: Iterable[ServedSample]) -> dict[str, float]:
     """Return the mean reward of the samples that each task has in a batch."""
     found: dict[str, list[float]] = {}
     for row in rows:
-        found.setdefault(f"{row['grp']}.{row['place']}", []).append(row["reward"])
+        found.setdefault(f"{row.grp}.{row.place}", []).append(row.reward)
     return {task: fmean(rewards) for task, rewards in found.items()}
 
 

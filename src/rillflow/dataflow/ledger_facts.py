@@ -15,9 +15,8 @@ from typing import Any
 
 import msgspec
 
-from rillflow.dataflow.balance import SUM
-from rillflow.dataflow.completions import NOTES
-from rillflow.dataflow.tables import FORMAT
+from rillflow.dataflow.ledger.tables import FORMAT, SUM
+from rillflow.dataflow.ledger.tasks import NOTES
 from rillflow.errors import CorruptData
 from rillflow.types import UserError
 

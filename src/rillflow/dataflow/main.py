@@ -9,7 +9,7 @@ from rillflow.config import Recipe
 from rillflow.contracts import Clock, GroupReward
 from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.journal import Journal
-from rillflow.dataflow.ledger import Ledger
+from rillflow.dataflow.ledger.ledger import Ledger
 from rillflow.dataflow.rules import Rules
 from rillflow.dataflow.service import DataflowService
 from rillflow.dataflow.sources import open_heldout, open_sources

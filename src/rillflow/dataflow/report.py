@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Sequence
 
-from rillflow.dataflow.completions import NOTES
-from rillflow.dataflow.ledger import Ledger
+from rillflow.dataflow.ledger.ledger import Ledger
+from rillflow.dataflow.ledger.tables import StepRow
+from rillflow.dataflow.ledger.tasks import NOTES
 from rillflow.types import PolicyStatus, Status
 
 RECENT = 10
 
 
-def recent_steps(ledger: Ledger, policy: str) -> list[sqlite3.Row]:
-    """The policy's last live steps, newest first."""
-    return ledger.db.all(
-        "SELECT * FROM steps WHERE policy = ? AND state = 'live' ORDER BY version DESC LIMIT ?", (policy, RECENT)
-    )
+def recent_steps(ledger: Ledger, policy: str) -> list[StepRow]:
+    """Return the policy's last live steps, newest first."""
+    return ledger.lineage.live_steps(policy, RECENT)
 
 
-def wait_fraction(steps: Sequence[sqlite3.Row]) -> float:
-    """The share of the trainer's time that it waited for data."""
-    waited = sum(step["wait_seconds"] for step in steps)
-    total = waited + sum(step["step_seconds"] for step in steps)
+def wait_fraction(steps: Sequence[StepRow]) -> float:
+    """Return the share of the trainer's time that it waited for data."""
+    waited = sum(step.wait_seconds for step in steps)
+    total = waited + sum(step.step_seconds for step in steps)
     return waited / total if total > 0 else 0.0
 
 
@@ -33,15 +31,15 @@ def counts(ledger: Ledger) -> dict[str, int]:
 
 def policy_status(ledger: Ledger, policy: str) -> PolicyStatus:
     steps = recent_steps(ledger, policy)
-    seconds = sum(step["wait_seconds"] + step["step_seconds"] for step in steps)
+    seconds = sum(step.wait_seconds + step.step_seconds for step in steps)
     return PolicyStatus(
         version=ledger.lineage.head(policy),
         steps=ledger.lineage.steps(policy),
         total_steps=ledger.rules.policies[policy].total_steps,
-        reward=steps[0]["reward"] if steps else None,
-        staleness=steps[0]["staleness"] if steps else 0.0,
+        reward=steps[0].reward if steps else None,
+        staleness=steps[0].staleness if steps else 0.0,
         wait_fraction=wait_fraction(steps),
-        samples_per_second=sum(step["samples"] for step in steps) / seconds if seconds > 0 else 0.0,
+        samples_per_second=sum(step.samples for step in steps) / seconds if seconds > 0 else 0.0,
         ready=ledger.streams.servable(policy),
     )
 
@@ -64,7 +62,7 @@ def status(ledger: Ledger, waits: list[str]) -> Status:
         nodes=ledger.nodes.healthy,
         waits=waits,
         policies=policies,
-        units=ledger.roster.count,
+        units=ledger.storage.count,
         notes=ledger.db.meta(NOTES, {}),
         errors=ledger.user_errors.shown(),
     )

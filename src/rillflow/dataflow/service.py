@@ -24,7 +24,7 @@ from rillflow.dataflow.gauges import LedgerGauges
 from rillflow.dataflow.group_scorer import GroupScorer
 from rillflow.dataflow.hooks.beside import Beside, HookPending
 from rillflow.dataflow.journal import Journal
-from rillflow.dataflow.ledger import Ledger
+from rillflow.dataflow.ledger.ledger import Ledger
 from rillflow.dataflow.trajectory_keeper import TrajectoryKeeper
 from rillflow.errors import RillflowError, StorageError, to_body
 from rillflow.storage.trajectories import Bounds
@@ -383,8 +383,8 @@ class DataflowService(Service):
             waits += self._scorer.waits()
         if self._ledger.phase != "ended" and self._ledger.nodes.healthy == 0:
             waits.append(self._absent("rollout node", self._ledger.nodes.seen))
-        if self._ledger.phase != "ended" and self._ledger.roster.count == 0:
-            waits.append(self._absent("storage unit", self._ledger.roster.seen))
+        if self._ledger.phase != "ended" and self._ledger.storage.count == 0:
+            waits.append(self._absent("storage unit", self._ledger.storage.seen))
         status = report.status(self._ledger, waits)
         if self._keeper is None:
             return status

@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from rillflow.clients.payloads import Arrays, DamagedRows, PayloadReader
 from rillflow.dataflow.kept_episodes import KeptEpisode, KeptSample
-from rillflow.dataflow.ledger import Ledger
+from rillflow.dataflow.ledger.ledger import Ledger
 from rillflow.errors import CorruptData, RillflowError
 from rillflow.storage.trajectories import (
     Bounds,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from rillflow.dataflow.episode_history import ended_episodes, ended_steps
-from rillflow.dataflow.snapshot import snapshot
+from rillflow.dataflow.ledger.snapshot import snapshot
 from rillflow.observe.follower import Follower, Note, Outcome
 from rillflow.storage.spans import Span, SpanFollower
 

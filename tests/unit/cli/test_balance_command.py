@@ -15,10 +15,9 @@ from rillflow.config import load_recipe
 from rillflow.contracts import SystemClock
 from rillflow.dataflow.balance import Balance
 from rillflow.dataflow.balance_ledger import Balances
-from rillflow.dataflow.database import Database
-from rillflow.dataflow.part import Base
+from rillflow.dataflow.ledger.database import Base, Database
+from rillflow.dataflow.ledger.tables import FORMAT
 from rillflow.dataflow.rules import Rules
-from rillflow.dataflow.tables import FORMAT
 from rillflow.errors import RunError
 from rillflow.runtime.folder import RunFolder
 from rillflow.types.routes import Dataflow

@@ -17,10 +17,9 @@ import msgspec
 from rillflow.config import load_recipe
 from rillflow.contracts import SystemClock
 from rillflow.dataflow.balance_ledger import Balances
-from rillflow.dataflow.database import Database
-from rillflow.dataflow.part import Base
+from rillflow.dataflow.ledger.database import Base, Database
+from rillflow.dataflow.ledger.tables import FORMAT
 from rillflow.dataflow.rules import Rules
-from rillflow.dataflow.tables import FORMAT
 from rillflow.runtime.folder import RunFolder
 from rillflow.storage.spans import Span
 

@@ -15,7 +15,7 @@ from dashboard_run import make_run, step_line, write_lines, write_spans
 from rillflow.dashboard.panels import PANELS
 from rillflow.dashboard.server import STATIC, Dashboard
 from rillflow.dashboard.watched import watch
-from rillflow.dataflow.database import Database
+from rillflow.dataflow.ledger.database import Database
 from rillflow.runtime.folder import RunFolder
 from rillflow.types import Ack, RetireNode, StopRun
 from rillflow.types.routes import Dataflow

@@ -13,7 +13,7 @@ from rillflow.contracts import Clock, GroupReward, PromptSource
 from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.hooks.filters.zero_variance import ZeroVariance
 from rillflow.dataflow.journal import Journal
-from rillflow.dataflow.ledger import Ledger
+from rillflow.dataflow.ledger.ledger import Ledger
 from rillflow.dataflow.service import DataflowService
 from rillflow.storage.trajectories import FILE, Bounds
 from rillflow.types import (

@@ -18,10 +18,11 @@ from hypothesis.stateful import precondition, rule
 from ledger_machine import NODES, WHO, LedgerMachine
 
 from dataflow_world import World, sample
+from ledger_moves import watch
 from rillflow.contracts import Group
 from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.hooks.beside import Beside, HookPending, HookTimeout, _Outcome
-from rillflow.dataflow.ledger import Ledger
+from rillflow.dataflow.ledger.ledger import Ledger
 from rillflow.errors import BadRequest, LeaseLost, RillflowError
 from rillflow.types import Ack, CompleteTask, JoinTrainer, LeaveRun, RetireNode, TaskLease
 
@@ -111,6 +112,7 @@ class ServedWorld(World):
         ledger = ServedLedger(
             self.path, self.rules, self.source, self.heldout, hooks=self.hooks, clock=self.clock, resume=resume
         )
+        watch(ledger)
         self.beside = ledger.serve()
         ledger.advance()
         ledger.commit()

@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dataflow_world import RULES, World, policies, prompts, sample
+from ledger_moves import check_moves
 from rillflow.dataflow.audit import examine
-from rillflow.dataflow.database import Database
 from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.hooks.filters.zero_variance import ZeroVariance
 from rillflow.dataflow.hooks.samplers.replay import Replay
+from rillflow.dataflow.ledger.database import Database
 from rillflow.errors import LeaseLost
 from rillflow.types import Ack, Batch, BatchSample, Row, SampleMeta, TaskLease
 
@@ -451,6 +452,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.what_waits_is_bounded()
 
     def the_audit_balances(self) -> None:
+        check_moves(self.world.ledger)
         report = examine(self.world.ledger.db._connection)
         assert report.balanced, [identity for identity in report.identities if not identity.ok]
 

@@ -9,6 +9,8 @@ from rillflow.dataflow.audit import audit
 from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.hooks.filters.zero_variance import ZeroVariance
 from rillflow.dataflow.hooks.samplers.replay import Replay
+from rillflow.dataflow.ledger.states import MACHINES
+from rillflow.dataflow.ledger.tables import FORMAT
 from rillflow.errors import CorruptData, RunError, StorageError
 
 
@@ -103,6 +105,8 @@ HARMS = [
     "UPDATE segments SET live = live + 1",
     "UPDATE segments SET state = 'dropping'",
     "DELETE FROM quarantine",
+    "UPDATE attempts SET state = 'failed', cause = ''",
+    "; ".join(f"UPDATE {name} SET state = 'nowhere'" for name in MACHINES),
 ]
 
 
@@ -110,7 +114,7 @@ def harmed(world, harm):
     """The audit of the world after the harm."""
     assert world.audit().balanced
     world.ledger.db.run("BEGIN")
-    assert world.ledger.db.run(harm) >= 1
+    assert all([world.ledger.db.run(statement) >= 1 for statement in harm.split(";")])
     world.ledger.db.commit()
     return world.audit()
 
@@ -157,6 +161,6 @@ def test_a_ledger_of_another_format_is_named(make_world):
     world = make_world()
     world.ledger.db.set_meta("format", 1)
     world.ledger.commit()
-    with pytest.raises(CorruptData, match="has ledger format 1, this version reads 6"):
+    with pytest.raises(CorruptData, match=f"has ledger format 1, this version reads {FORMAT}"):
         audit(world.path)
-    world.ledger.db.set_meta("format", 6)
+    world.ledger.db.set_meta("format", FORMAT)

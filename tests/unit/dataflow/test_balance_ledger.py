@@ -12,11 +12,11 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from rillflow.dataflow.balance import Balance
-from rillflow.dataflow.balance_ledger import ENTERED, BalanceGauges, Balances, read_balance
-from rillflow.dataflow.database import Database
-from rillflow.dataflow.part import Base
+from rillflow.dataflow.balance_ledger import BalanceGauges, Balances, read_balance
+from rillflow.dataflow.ledger.database import Base, Database
+from rillflow.dataflow.ledger.shares import ENTERED
+from rillflow.dataflow.ledger.tables import FORMAT
 from rillflow.dataflow.rules import PolicyRules, Rules
-from rillflow.dataflow.tables import FORMAT
 from rillflow.errors import CorruptData, RunError
 
 POLICY, EVERY = "agent", 3

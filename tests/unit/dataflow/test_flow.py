@@ -16,7 +16,7 @@ from rillflow.clients.dataflow import DataflowClient
 from rillflow.dataflow.flow import GroupCommit
 from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.journal import Journal
-from rillflow.dataflow.ledger import Ledger
+from rillflow.dataflow.ledger.ledger import Ledger
 from rillflow.dataflow.service import DataflowService
 from rillflow.errors import RillflowError, StorageError
 from rillflow.types import LeaseTasks, UnitBeat, UnitInfo

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 import pytest
 
 from dataflow_world import POLICY
-from rillflow.dataflow.balance import SUM, Counts
+from rillflow.dataflow.balance import Counts
 from rillflow.dataflow.balance_ledger import take_look
+from rillflow.dataflow.ledger.tables import SUM
 from rillflow.types import LeaveRun
 
 MANY = 10_000

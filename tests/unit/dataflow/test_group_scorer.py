@@ -71,7 +71,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 def state(run: Served, group: str) -> str:
-    return str(run.ledger.groups.row(group)["state"])
+    return str(run.ledger.groups.row(group).state)
 
 
 async def test_it_is_given_every_episode_with_what_it_left(tmp_path: Path, unit: FileUnit) -> None:

@@ -48,7 +48,7 @@ def rewards(world: World, group: str) -> list[tuple[float, float]]:
 
 
 def state(world: World, group: str) -> str:
-    return str(world.ledger.groups.row(group)["state"])
+    return str(world.ledger.groups.row(group).state)
 
 
 def test_a_complete_group_waits_for_its_reward(world: World) -> None:
@@ -129,7 +129,7 @@ def test_without_a_reward_its_episodes_have_failed(world: World) -> None:
     (group,) = play(world)
     assert world.ledger.fail_group(waiting(world, group), "ValueError: no (mine.py:3 in rank)")
     row = world.ledger.groups.row(group)
-    assert (row["state"], row["cause"]) == ("failed", "reward_error")
+    assert (row.state, row.cause) == ("failed", "reward_error")
     assert world.ledger.db.counter("failures.reward_error") == 2
     assert "mine.py:3 in rank" in world.ask("a").waiting_for
     world.check()

@@ -174,7 +174,7 @@ def test_a_ledger_of_another_format_is_refused_before_it_is_touched(make_world, 
     old.commit()
     world = make_world()
     real, world.path = world.path, tmp_path / "old.sqlite"
-    with pytest.raises(CorruptData, match="has ledger format 1, this version reads 6"):
+    with pytest.raises(CorruptData, match="has ledger format 1, this version reads"):
         world.open()
     world.path = real
     assert old.execute("SELECT count(*) FROM sqlite_master WHERE type = 'table'").fetchone() == (2,)

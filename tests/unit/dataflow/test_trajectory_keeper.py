@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -179,10 +180,10 @@ async def test_what_a_trainer_tells_that_does_not_fit_costs_one_trajectory(tmp_p
 def test_what_is_kept_of_a_batch_was_marked_in_its_parts(found: list[tuple[int, int, int]], per_step: int) -> None:
     rules = changed(RULES, kept_per_step=per_step, kept_extremes=True)
     rows: list[Any] = [
-        {"grp": f"g{group}", "place": place, "reward": float(reward), "part": group}
+        SimpleNamespace(grp=f"g{group}", place=place, reward=float(reward), part=group)
         for group, place, reward in sorted({(group, place): one for one in found for group, place, _ in [one]}.values())
     ]
-    whole = {f"{row['grp']}.{row['place']}": row["reward"] for row in rows}
+    whole = {f"{row.grp}.{row.place}": row.reward for row in rows}
     kinds = chosen(whole, rules)
     assert set(kinds) <= marked(rows, rules)
     extremes = 2 if len(set(whole.values())) > 1 else 0

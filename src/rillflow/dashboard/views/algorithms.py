@@ -7,7 +7,7 @@ from typing import Any
 
 from rillflow.dashboard.views.charts import Chart, Window, pictures
 from rillflow.dashboard.watched import WatchedRun
-from rillflow.dataflow.snapshot import Snapshot
+from rillflow.dataflow.ledger.snapshot import Snapshot
 
 _CHARTS = (
     Chart("flat", "Groups without variance", "share of complete groups whose rewards are all equal",

@@ -10,7 +10,7 @@ from collections import defaultdict
 from typing import Any
 
 from rillflow.dashboard.watched import WatchedRun
-from rillflow.dataflow.snapshot import Snapshot
+from rillflow.dataflow.ledger.snapshot import Snapshot
 
 _FAILURES, _ENDS, _RETURNED = "failures.", "ended.", "returned."
 _NODE_COUNTS = ("leased", "completed", "failed", "returned", "refused", "produced", "accepted", "consumed", "stale")

@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 from rillflow.dashboard.watched import WatchedRun, tail
-from rillflow.dataflow.snapshot import Snapshot
+from rillflow.dataflow.ledger.snapshot import Snapshot
 from rillflow.errors import BadRequest
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")

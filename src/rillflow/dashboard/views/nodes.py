@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rillflow.dashboard.watched import Live, WatchedRun
-from rillflow.dataflow.balance import SUM
-from rillflow.dataflow.snapshot import Snapshot
+from rillflow.dataflow.ledger.snapshot import Snapshot
+from rillflow.dataflow.ledger.tables import SUM
 from rillflow.types import NodeInfo
 
 _MOST = 500  # rows that the table shows: the worst first

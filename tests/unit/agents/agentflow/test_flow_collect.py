@@ -14,7 +14,7 @@ from rillflow.agents.agentflow.actions import ANSWER, Decision
 from rillflow.agents.agentflow.collect import collect
 from rillflow.agents.agentflow.planner import ROLE
 from rillflow.config.schema import SourceConfig
-from rillflow.dataflow.tables import TABLES
+from rillflow.dataflow.ledger.tables import TABLES
 from rillflow.storage.trajectories import FILE, KINDS, Bounds, Trajectory, TrajectoryStore
 
 DECISION = Decision(thought="I know.", action=ANSWER, action_input="42").written()

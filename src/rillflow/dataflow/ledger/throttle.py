@@ -25,7 +25,7 @@ from statistics import median
 PROBE_AFTER = 8  # failures in a row, while others succeed, after which a node gets one task at a time
 DECAY = 0.95  # of what is remembered at every ending: about the last 20 count
 _FEWEST_ENDS = 3.0  # endings before a node's failures say anything
-_SLOW = 1.5  # times slower than the others' median at which a node counts as slow
+SLOW = 1.5  # times slower than the others' median at which a node counts as slow
 _FADING = 8.0  # of its episodes' seconds in which the record of a node that idles fades to a third
 
 
@@ -107,7 +107,7 @@ def _seen_slow(node: NodeLook, others: Sequence[NodeLook]) -> tuple[NodeLook, fl
         return None
     usual = median([other.speed or 0.0 for other in quick])
     node = _faded(node, median([other.pace or 0.0 for other in quick]), usual)
-    return (node, usual) if (node.speed or 0.0) * _SLOW < usual else None
+    return (node, usual) if (node.speed or 0.0) * SLOW < usual else None
 
 
 def _worthwhile(node: NodeLook, others: Sequence[NodeLook], work: Work) -> int | None:

@@ -8,6 +8,8 @@ is rolled back, and `on_abandon` tells those who wait for it: nothing of it may 
 
 The log is copied into the database's file by SQLite inside a commit, or, after `checkpoint_beside()`, by `checkpoint()`
 in another thread.
+
+Counters and tallies are added up in memory and written once at the end of a change, or before they are read.
 """
 
 from __future__ import annotations
@@ -18,18 +20,23 @@ import os
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-from rillflow.dataflow.tables import FORMAT, TABLES
+from rillflow.contracts import Clock
+from rillflow.dataflow.ledger.tables import FORMAT, TABLES, Record
+from rillflow.dataflow.rules import Rules
 from rillflow.errors import BadRequest, CorruptData, DiskFault, DiskFull, RillflowError, StorageError
 from rillflow.storage import fsync_folder
 
 log = logging.getLogger(__name__)
 
 Value = str | int | float | None
+R = TypeVar("R", bound=Record)
+_COUNT = "INSERT INTO counters VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = value + excluded.value"
 _STATEMENTS = 512  # prepared and kept: more than the ledger has
 # Faults of the values that a statement was given: a broken constraint, a number or a type that SQLite does not take.
 _OWN_FAULTS = (sqlite3.IntegrityError, sqlite3.DataError, sqlite3.InterfaceError, sqlite3.ProgrammingError)
@@ -57,8 +64,10 @@ class Database:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.on_abandon: Callable[[RillflowError], None] = lambda error: None
+        self.rollbacks = 0  # changes that were taken back: what was remembered of rows since may be wrong
         self._inside = False
         self._clean = 0
+        self._added: dict[str, dict[tuple[str, ...], int]] = {}  # by statement and key: what was counted meanwhile
         self._log: int | None = None  # of the write-ahead log, to sync it by
         self._copier: sqlite3.Connection | None = None  # of checkpoints beside this connection
         try:
@@ -111,17 +120,18 @@ class Database:
             self.run("SAVEPOINT change")
             try:
                 yield
+                self.write_counts()
             except _OWN_FAULTS as error:
-                self.run("ROLLBACK TO change")
+                self._roll_back()
                 log.exception("a change was refused and rolled back")
                 raise BadRequest(f"the ledger cannot hold this: {error}", "check the numbers and names sent") from error
             except sqlite3.Error:
                 raise
             except OverflowError as error:
-                self.run("ROLLBACK TO change")
+                self._roll_back()
                 raise BadRequest(f"a number is out of range: {error}", "64 bits, signed, are the limit") from error
             except BaseException:
-                self.run("ROLLBACK TO change")
+                self._roll_back()
                 raise
             finally:
                 if self._connection.in_transaction:
@@ -132,6 +142,11 @@ class Database:
             self._inside = False
         if not self.dirty:
             self.write()  # nothing was changed: do not keep the snapshot open
+
+    def _roll_back(self) -> None:
+        self._added.clear()
+        self.rollbacks += 1
+        self.run("ROLLBACK TO change")
 
     @property
     def dirty(self) -> bool:
@@ -184,6 +199,8 @@ class Database:
 
     def _abandon(self, error: sqlite3.Error) -> StorageError:
         """Take the whole open transaction back."""
+        self._added.clear()
+        self.rollbacks += 1
         if self._connection.in_transaction:
             self._connection.execute("ROLLBACK")
         self._clean = self._connection.total_changes
@@ -207,14 +224,28 @@ class Database:
         return self._connection.execute(statement, values).rowcount
 
     def many(self, statement: str, values: Sequence[Sequence[Value]]) -> None:
-        self._connection.executemany(statement, values)
+        if values:
+            self._connection.executemany(statement, values)
 
-    def one(self, query: str, values: Sequence[Value] = ()) -> sqlite3.Row | None:
-        row: sqlite3.Row | None = self._connection.execute(query, values).fetchone()
-        return row
+    def rows(self, kind: type[R], query: str, values: Sequence[Value] = ()) -> list[R]:
+        """The rows that a query finds. It selects the columns of the struct, in their order."""
+        return [kind(*row) for row in self._connection.execute(query, values)]
 
-    def all(self, query: str, values: Sequence[Value] = ()) -> list[sqlite3.Row]:
+    def row(self, kind: type[R], query: str, values: Sequence[Value] = ()) -> R | None:
+        row = self._connection.execute(query, values).fetchone()
+        return None if row is None else kind(*row)
+
+    def one(self, query: str, values: Sequence[Value] = ()) -> Any:
+        """The first row, to be taken apart, or None."""
+        return self._connection.execute(query, values).fetchone()
+
+    def all(self, query: str, values: Sequence[Value] = ()) -> list[Any]:
+        """The rows that a query finds, to be taken apart."""
         return self._connection.execute(query, values).fetchall()
+
+    def column(self, query: str, values: Sequence[Value] = ()) -> list[Any]:
+        """The first column of each row."""
+        return [row[0] for row in self._connection.execute(query, values)]
 
     def value(self, query: str, values: Sequence[Value] = ()) -> Any:
         """The first column of the first row, or None."""
@@ -231,18 +262,56 @@ class Database:
         self.run("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps(value)))
 
     def counter(self, name: str) -> int:
-        return int(self.value("SELECT value FROM counters WHERE name = ?", (name,)) or 0)
+        known = self.value("SELECT value FROM counters WHERE name = ?", (name,)) or 0
+        return int(known) + self._added.get(_COUNT, {}).get((name,), 0)
 
     def count(self, name: str, by: int = 1) -> None:
-        self.run(
-            "INSERT INTO counters VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = value + excluded.value",
-            (name, by),
-        )
+        self.add(_COUNT, (name,), by)
+
+    def add(self, statement: str, key: tuple[str, ...], by: int) -> None:
+        """Add to the count under `key` that `statement` writes: it is given the key and the sum of what was added."""
+        if not self._inside:
+            self.run(statement, (*key, by))
+            return
+        sums = self._added.setdefault(statement, {})
+        sums[key] = sums.get(key, 0) + by
+
+    def write_counts(self) -> None:
+        """Write what was counted so far, for queries that read counters or tallies."""
+        for statement, sums in self._added.items():
+            self.many(statement, [(*key, by) for key, by in sums.items()])
+        self._added.clear()
+
+    def counts(self, query: str, values: Sequence[Value] = ()) -> list[Any]:
+        """The rows of a query about counters or tallies, with all that was counted so far."""
+        self.write_counts()
+        return self.all(query, values)
 
     def clear_counter(self, name: str) -> None:
+        sums = self._added.get(_COUNT, {})
+        if (name,) in sums:
+            sums[name,] = 0
         self.run("UPDATE counters SET value = 0 WHERE name = ? AND value != 0", (name,))
 
     def event(self, line: dict[str, Any]) -> None:
         """A line for `metrics.jsonl`, written with the change that it tells of."""
         # msgspec writes numbers that JSON does not know (a diverged loss) as null.
         self.run("INSERT INTO events (line) VALUES (?)", (msgspec.json.encode(line).decode(),))
+
+
+@dataclass(frozen=True)
+class Base:
+    """What every part of the ledger is made of."""
+
+    db: Database
+    rules: Rules
+    clock: Clock
+
+
+class Part:
+    """A part of the ledger: the only writer of its tables."""
+
+    def __init__(self, base: Base) -> None:
+        self._db = base.db
+        self._rules = base.rules
+        self._clock = base.clock

@@ -1,33 +1,37 @@
 """Groups: from admission to their one end. Every move keeps the tally by lane, state and cause exact.
 
-A group is playing until all its tasks have ended. Then each policy that has trained tokens in it gives a share to
-each stream that trains on that policy; the group is open as long as one of its shares is, and then has the end of
-the luckiest.
+A group is playing until all its tasks have ended. Where the run has a group's reward, it then waits for that reward
+(`scoring`). After that each policy that has trained tokens in it gives a share to each stream that trains on that
+policy; the group is open as long as one of its shares is, and then has the end of the luckiest.
+
+The only writer of groups, tally and recent.
 """
 
 from __future__ import annotations
 
+import json
 import math
-import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 from rillflow.contracts import PromptSource
 from rillflow.dataflow.hooks import Hooks
-from rillflow.dataflow.lineage import Lineage
-from rillflow.dataflow.nodes import Nodes
-from rillflow.dataflow.part import Base, Part
-from rillflow.dataflow.rows import Rows
-from rillflow.dataflow.rules import derive_seed
-from rillflow.dataflow.serving import alike, spread
-from rillflow.dataflow.shares import Shares, Statistics
-from rillflow.dataflow.tables import GROUP_ENDED, SHARE_OPEN
+from rillflow.dataflow.ledger.database import Base, Part
+from rillflow.dataflow.ledger.serving import alike, spread
+from rillflow.dataflow.ledger.shares import Shares, Statistics
+from rillflow.dataflow.ledger.states import MACHINES
+from rillflow.dataflow.ledger.tables import Group, Record, Share
+from rillflow.dataflow.ledger.tasks import Tasks
+from rillflow.dataflow.ledger.versions import Lineage
 from rillflow.errors import DataError
 from rillflow.types import Lane, Prompt
 
 NO_STREAM, TOO_FEW, POLICY_DONE, GROUP_DEADLINE = "no_stream", "too_few", "policy_done", "group_deadline"
 _LUCK = ("trained", "expired", "failed", "filtered")
+_ENDED = MACHINES["groups"].ends
+_OPEN_SHARE = MACHINES["shares"].open
+_TALLY = "INSERT INTO tally VALUES (?, ?, ?, ?) ON CONFLICT (lane, state, cause) DO UPDATE SET n = n + excluded.n"
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,26 @@ class CompleteGroup:
         return [rewards for rewards in (self.alike or [self.rewards]) if len(rewards) > 1]
 
 
+class _Episode(Record, frozen=True):
+    """The samples with trained tokens of one policy in one task."""
+
+    policy: str
+    trained: int
+    truncated: int
+    reward: float
+    oldest: int
+    newest: int
+    samples: int
+    tokens: int
+    live: int
+
+
+_EPISODES = (
+    "SELECT policy, sum(trained), max(truncated), avg(reward), min(oldest), max(newest), count(*), sum(tokens), "
+    "min(live) FROM samples WHERE grp = ? AND trained > 0 GROUP BY policy, place ORDER BY place"
+)
+
+
 class Groups(Part):
     def __init__(
         self,
@@ -64,28 +88,22 @@ class Groups(Part):
         hooks: Hooks,
         sources: dict[Lane, PromptSource],
         lineage: Lineage,
-        nodes: Nodes,
-        rows: Rows,
+        tasks: Tasks,
         shares: Shares,
     ) -> None:
         super().__init__(base)
         self._hooks = hooks
         self._sources = sources
         self._lineage = lineage
-        self._nodes = nodes
-        self._rows = rows
+        self._tasks = tasks
         self._shares = shares
         self.moves = 0  # since the ledger was opened: a hint that something may follow, not a state
 
     # ------------------------------------------------------------ counting
 
     def count(self, lane: Lane, *states: str) -> int:
-        marks = ",".join("?" * len(states))
-        return int(
-            self._db.value(
-                f"SELECT ifnull(sum(n), 0) FROM tally WHERE lane = ? AND state IN ({marks})", (lane, *states)
-            )
-        )
+        rows = self._db.counts("SELECT state, n FROM tally WHERE lane = ?", (lane,))
+        return sum(n for state, n in rows if state in states)
 
     @property
     def outstanding(self) -> int:
@@ -93,21 +111,18 @@ class Groups(Part):
         return self.count("train", "playing", "open")
 
     def measured(self, which: str, value: str | int) -> dict[str, float]:
-        """The mean of each number that workflows and rewards have kept with the episodes of the groups that the query
-        `which` names for `value`, under the name that it has in a line of metrics."""
+        """Return the means of the numbers that were kept with the episodes of some groups, by their names in a line of
+        metrics. `which` is the query that names the groups for `value`."""
         rows = self._db.all(
-            "SELECT j.key AS name, avg(j.value) AS mean FROM tasks t, json_each(t.metrics) j WHERE t.state = 'done' "
+            "SELECT j.key, avg(j.value) FROM tasks t, json_each(t.metrics) j WHERE t.state = 'done' "
             f"AND t.metrics != '{{}}' AND t.grp IN ({which}) GROUP BY j.key",
             (value,),
         )
-        return {f"episode/{row['name']}": row["mean"] for row in rows}
+        return {f"episode/{name}": mean for name, mean in rows}
 
     def _tally(self, lane: str, state: str, cause: str, by: int) -> None:
         self.moves += 1
-        self._db.run(
-            "INSERT INTO tally VALUES (?, ?, ?, ?) ON CONFLICT (lane, state, cause) DO UPDATE SET n = n + excluded.n",
-            (lane, state, cause, by),
-        )
+        self._db.add(_TALLY, (lane, state, cause), by)
 
     # ------------------------------------------------------------ admission
 
@@ -122,17 +137,7 @@ class Groups(Part):
         )
         self._tally(lane, "playing", "", 1)
         self._db.count(f"admitted.{lane}")
-        # The seed knows the step of an evaluation, not its number: an evaluation repeated after a rollback is equal.
-        self._db.many(
-            "INSERT INTO tasks (id, grp, lane, round, ord, place, seed) VALUES (?, ?, ?, ?, ?, ?, ?)",
-            [
-                (f"{group}.{place}", group, lane, number, index, place, self._seed(lane, index, step, place))
-                for place in range(size)
-            ],
-        )
-
-    def _seed(self, lane: Lane, index: int, step: int, place: int) -> int:
-        return derive_seed(self._rules.seed, lane, index, step, place)
+        self._tasks.create(group, lane, index, size=size, number=number, step=step)
 
     def prompt(self, lane: Lane, index: int, expected: str) -> Prompt:
         prompt = self._sources[lane].at(index)
@@ -143,115 +148,130 @@ class Groups(Part):
             )
         return prompt
 
-    # ------------------------------------------------------------ moves
+    def prompts(self, groups: Collection[str]) -> dict[str, Prompt]:
+        """Return the prompts of these groups by the groups' ids."""
+        query = "SELECT g.id, g.lane, g.ord, g.prompt FROM json_each(?) j JOIN groups g ON g.id = j.value"
+        rows = self._db.all(query, (json.dumps(list(groups)),))
+        return {group: self.prompt(lane, index, prompt) for group, lane, index, prompt in rows}
 
-    def row(self, group: str) -> sqlite3.Row:
-        row = self._db.one("SELECT * FROM groups WHERE id = ?", (group,))
+    def started(self, groups: Iterable[str]) -> None:
+        """Note when a task of each group was leased first."""
+        now = self._clock.now()
+        self._db.many(
+            "UPDATE groups SET started = ? WHERE id = ? AND started IS NULL", [(now, group) for group in groups]
+        )
+
+    # ------------------------------------------------------------ settling
+
+    def row(self, group: str) -> Group:
+        row = self._db.row(Group, f"SELECT {Group.columns()} FROM groups WHERE id = ?", (group,))
         assert row is not None, group
         return row
 
-    def _move(self, row: sqlite3.Row, state: str, cause: str = "") -> None:
-        if (row["state"], row["cause"]) == (state, cause):
+    def _move(self, group: Group, state: str, cause: str = "") -> None:
+        if (group.state, group.cause) == (state, cause):
             return
-        ended = self._clock.now() if state in GROUP_ENDED else None
+        ended = self._clock.now() if state in _ENDED else None
         self._db.run(
             "UPDATE groups SET state = ?, cause = ?, ended_at = ?, scoring = 0 WHERE id = ?",
-            (state, cause, ended, row["id"]),
+            (state, cause, ended, group.id),
         )
-        self._tally(row["lane"], row["state"], row["cause"], -1)
-        self._tally(row["lane"], state, cause, 1)
+        self._tally(group.lane, group.state, group.cause, -1)
+        self._tally(group.lane, state, cause, 1)
+
+    def settle_all(self, groups: Sequence[str]) -> None:
+        """Settle the groups of tasks that ended, in the order in which their last ones did."""
+        for group in reversed(dict.fromkeys(reversed(groups))):
+            self.settle(group)
 
     def settle(self, group: str, *, scored: bool = False) -> bool:
         """End the group's playing, once all its tasks have ended and, where the run has a group's reward, it is
         `scored`."""
-        if self._db.value("SELECT 1 FROM tasks WHERE grp = ? AND state IN ('pending', 'leased') LIMIT 1", (group,)):
+        states = self._db.column("SELECT state FROM tasks WHERE grp = ?", (group,))
+        if "pending" in states or "leased" in states:
             return False
         row = self.row(group)
-        done = self._db.value("SELECT count(*) FROM tasks WHERE grp = ? AND state = 'done'", (group,))
-        needed = 2 if row["lane"] == "train" and row["planned"] > 1 else 1
-        if done < needed:
+        needed = 2 if row.lane == "train" and row.planned > 1 else 1
+        if states.count("done") < needed:
             self._fail(row)
         elif self._rules.group_reward and not scored:
             self._db.run("UPDATE groups SET scoring = 1 WHERE id = ?", (group,))
             return False
-        elif row["lane"] == "eval":
+        elif row.lane == "eval":
             self._move(row, "evaluated")
         else:
             self._share_out(row, needed)
-            self._db.run("DELETE FROM group_versions WHERE grp = ?", (group,))
+            self._tasks.forget_versions(group)
             self._close(row)
         return True
 
-    def _fail(self, row: sqlite3.Row) -> None:
+    def _fail(self, row: Group) -> None:
         cause = self._db.value(
             "SELECT cause FROM tasks WHERE grp = ? AND state IN ('failed', 'cancelled') "
             "ORDER BY state DESC, place DESC LIMIT 1",
-            (row["id"],),
+            (row.id,),
         )
-        self._drop(row["id"])
+        self._drop(row.id)
         self._move(row, "failed", str(cause))
 
     def _drop(self, group: str) -> None:
-        """The group ends as it is: nobody will ask for what its episodes have left."""
-        self._db.run("DELETE FROM group_versions WHERE grp = ?", (group,))
-        self._rows.release(group)
+        """Let go of what the episodes of a group have left that ends as it is."""
+        self._tasks.forget_versions(group)
+        self._tasks.release(group)
 
-    def close(self, group: str) -> None:
-        """The group's state, as its shares have it."""
-        self._close(self.row(group))
+    def close(self, *groups: str) -> None:
+        """Move the groups to the states that their shares ask for."""
+        for group in groups:
+            self._close(self.row(group))
 
-    def _close(self, row: sqlite3.Row) -> None:
-        shares = self._shares.of(row["id"])
-        if any(share["state"] in SHARE_OPEN for share in shares):
+    def _close(self, row: Group) -> None:
+        shares = self._shares.of(row.id)
+        if any(share.state in _OPEN_SHARE for share in shares):
             self._move(row, "open")
         elif not shares:
             self._move(row, "filtered", NO_STREAM)
         else:
-            luckiest = min(shares, key=lambda share: _LUCK.index(share["state"]))
-            self._move(row, luckiest["state"], luckiest["cause"])
+            luckiest = min(shares, key=lambda share: _LUCK.index(share.state))
+            self._move(row, luckiest.state, luckiest.cause)
 
     # ------------------------------------------------------------ shares
 
-    def _share_out(self, row: sqlite3.Row, needed: int) -> None:
+    def _share_out(self, row: Group, needed: int) -> None:
         """Take each producer's statistics, let the filters judge it, and give the streams their shares."""
-        episodes: dict[str, list[sqlite3.Row]] = {}
-        for episode in self._db.all(
-            "SELECT policy, sum(trained) AS trained, max(truncated) AS truncated, avg(reward) AS reward, "
-            "min(oldest) AS oldest, max(newest) AS newest, count(*) AS samples, sum(tokens) AS tokens, "
-            "min(live) AS live FROM samples WHERE grp = ? AND trained > 0 GROUP BY policy, place ORDER BY place",
-            (row["id"],),
-        ):
-            episodes.setdefault(episode["policy"], []).append(episode)
-        for producer in [name for name, found in episodes.items() if not all(episode["live"] for episode in found)]:
+        episodes: dict[str, list[_Episode]] = {}
+        for episode in self._db.rows(_Episode, _EPISODES, (row.id,)):
+            episodes.setdefault(episode.policy, []).append(episode)
+        for producer in [name for name, found in episodes.items() if not all(episode.live for episode in found)]:
             del episodes[producer]  # some of its rows were released, when no stream wanted them
-            self._rows.release(row["id"], producer)
-        prompt = self.prompt(row["lane"], row["ord"], row["prompt"])
-        known = {(share["producer"], share["stream"]) for share in self._shares.of(row["id"])}
+            self._tasks.release(row.id, producer)
+        prompt = self.prompt(row.lane, row.ord, row.prompt)
+        known = {(share.producer, share.stream) for share in self._shares.of(row.id)}
         for producer in self._rules.policies:
             if producer in episodes:
                 self._share(row, producer, episodes=episodes[producer], prompt=prompt, needed=needed, known=known)
-        self._remember(row["id"], episodes)
+        self._remember(row.id, episodes)
 
     def _share(
         self,
-        row: sqlite3.Row,
+        row: Group,
         producer: str,
         *,
-        episodes: Sequence[sqlite3.Row],
+        episodes: Sequence[_Episode],
         prompt: Prompt,
         needed: int,
         known: set[tuple[str, str]],
     ) -> None:
         statistics = _statistics(episodes)
+        grouping = self._rules.grouping
         view = CompleteGroup(
-            id=row["id"],
+            id=row.id,
             prompt=prompt,
             policy=producer,
-            rewards=[episode["reward"] for episode in episodes],
-            lengths=[episode["trained"] for episode in episodes],
-            truncated=[bool(episode["truncated"]) for episode in episodes],
+            rewards=[episode.reward for episode in episodes],
+            lengths=[episode.trained for episode in episodes],
+            truncated=[bool(episode.truncated) for episode in episodes],
             staleness=max(0, self._lineage.head(producer) - statistics.oldest),
-            alike=self._alike(row["id"], producer),
+            alike=() if grouping == "policy" else list(alike(self._db, row.id, producer, grouping).values()),
         )
         if producer == self._rules.policy:
             self._hooks.observe(view)
@@ -262,63 +282,58 @@ class Groups(Part):
                 continue  # it ended before some tasks of the group had to be played again
             over = state == "ready" and self._lineage.done(stream)
             end = ("expired", POLICY_DONE) if over else (state, cause)
-            self._shares.create((row["id"], producer, stream), row["ord"], *end, statistics)
+            self._shares.create((row.id, producer, stream), row.ord, *end, statistics)
             held = held or end[0] == "ready"
         if not held:
-            self._rows.release(row["id"], producer)
+            self._tasks.release(row.id, producer)
 
-    def _alike(self, group: str, producer: str) -> list[list[float]]:
-        grouping = self._rules.grouping
-        return [] if grouping == "policy" else list(alike(self._db, group, producer, grouping).values())
-
-    def _remember(self, group: str, episodes: dict[str, list[sqlite3.Row]]) -> None:
-        """What a stream's next step says of what was played: of its own policy's part in it, if it has one."""
+    def _remember(self, group: str, episodes: dict[str, list[_Episode]]) -> None:
+        """Keep what each stream's next step says of the group: of its own policy's part in it, if it has one."""
         for stream in self._lineage.unfinished():
             for producer in (stream, *self._rules.policies[stream].producers):
                 if producer in episodes:
-                    rewards = [episode["reward"] for episode in episodes[producer]]
+                    rewards = [episode.reward for episode in episodes[producer]]
                     flat = len(rewards) > 1 and min(rewards) == max(rewards)
                     values = (stream, group, fmean(rewards), flat, len(rewards), self._clock.now())
                     self._db.run("INSERT OR REPLACE INTO recent VALUES (?, ?, ?, ?, ?, ?)", values)
                     break
 
+    def take_recent(self, stream: str, batch: str) -> tuple[float, float]:
+        """Return the mean reward, and the share without variance, of the groups that became complete since the last
+        step. Where none did (a batch served again after a rollback), the batch's own groups speak."""
+        row = self._db.one("SELECT avg(reward), avg(flat) FROM recent WHERE stream = ?", (stream,))
+        if row[0] is None:
+            row = self._db.one(
+                "SELECT avg(h.mean), 0.0 FROM members m JOIN shares h ON h.grp = m.grp AND h.producer = m.producer "
+                "AND h.stream = ? WHERE m.batch = ?",
+                (stream, batch),
+            )
+        self._db.run("DELETE FROM recent WHERE stream = ?", (stream,))
+        return row[0], row[1]
+
     # ------------------------------------------------------------ ending early
 
     def end(self, group: str, state: str, cause: str) -> None:
         """End a group that is playing before its turn; tasks that are not done are cancelled."""
-        self.cancel(group, cause)
+        self._tasks.cancel(group, cause)
         self._drop(group)
         self._move(self.row(group), state, cause)
 
-    def cancel(self, group: str, cause: str) -> None:
-        """Cancel the tasks that are not done."""
-        for task in self._db.all(
-            "SELECT id, lane, attempt, node, state FROM tasks WHERE grp = ? AND state IN ('pending', 'leased')",
-            (group,),
-        ):
-            if task["state"] == "leased":
-                self._nodes.gave_up(task["node"], task["lane"])
-                self._db.run(
-                    "UPDATE attempts SET state = 'cancelled', cause = ?, ended_at = ? WHERE id = ?",
-                    (cause, self._clock.now(), task["attempt"]),
-                )
-            self._db.run("UPDATE tasks SET state = 'cancelled', cause = ? WHERE id = ?", (cause, task["id"]))
-
     def close_late(self) -> None:
-        """Groups that took too long since their first lease go on with the episodes that are done."""
+        """Let groups that took too long since their first lease go on with the episodes that are done."""
         if self._rules.group_deadline is None:
             return
-        for row in self._db.all(
+        for group in self._db.column(
             "SELECT id FROM groups WHERE lane = 'train' AND state = 'playing' AND scoring = 0 AND started < ? "
             "ORDER BY ord",
             (self._clock.now() - self._rules.group_deadline,),
         ):
-            self.cancel(row["id"], GROUP_DEADLINE)
+            self._tasks.cancel(group, GROUP_DEADLINE)
             self._db.count(f"cancelled.{GROUP_DEADLINE}")
-            self.settle(row["id"])
+            self.settle(group)
 
     def grace(self) -> None:
-        """Nobody was heard, or the clock was set: groups that are playing have their full time again."""
+        """Give groups that are playing their full time again."""
         self._db.run(
             "UPDATE groups SET started = ? WHERE lane = 'train' AND state = 'playing' AND started IS NOT NULL",
             (self._clock.now(),),
@@ -327,42 +342,28 @@ class Groups(Part):
     # ------------------------------------------------------------ playing again
 
     def rerun(self, group: str, places: Iterable[int], cause: str) -> int:
-        """Play the done tasks at these places again: same order, same seeds, no attempt used up.
+        """Play the done tasks at these places again; returns how many there were.
 
-        What they left is forgotten. Shares that are ready have never been; those that ended stay as they are.
-        Only for groups of which no share is leased or trained. Returns how many tasks went back.
+        Their samples are deleted, and so are shares that are ready; those that ended stay as they are. Only for groups
+        of which no share is leased or trained.
         """
-        number = sum(self._again(group, place, cause) for place in places)
+        number = sum([self._tasks.play_again(group, place, cause) for place in places])
         if number:
             self._db.count(f"rerun.{cause}", number)
             self._reopen(group)
         return number
 
-    def _again(self, group: str, place: int, cause: str) -> bool:
-        task = self._db.one(
-            "SELECT id, attempt FROM tasks WHERE grp = ? AND place = ? AND state = 'done'", (group, place)
-        )
-        if task is None:
-            return False
-        self._rows.forget(group, place)
-        self._db.run("UPDATE attempts SET state = 'returned', cause = ? WHERE id = ?", (cause, task["attempt"]))
-        self._db.run(
-            "UPDATE tasks SET state = 'pending', attempt = NULL, node = NULL, reward = NULL, samples = 0 WHERE id = ?",
-            (task["id"],),
-        )
-        return True
-
     def rerun_sampled(self, group: str, producer: str, low: int, high: int, cause: str) -> int:
-        """Those tasks in which `producer` may have trained tokens of versions v with low < v <= high."""
-        rows = self._db.all(
+        """Play those tasks again in which `producer` may have trained tokens of versions v with low < v <= high."""
+        places = self._db.column(
             "SELECT DISTINCT place FROM samples WHERE grp = ? AND policy = ? AND trained > 0 AND newest > ? "
             "AND oldest <= ? ORDER BY place",
             (group, producer, low, high),
         )
-        return self.rerun(group, [row["place"] for row in rows], cause)
+        return self.rerun(group, places, cause)
 
     def rerun_dead(self, producer: str, low: int, high: int) -> int:
-        """The same everywhere, after these versions have died. What can no longer be played again expires."""
+        """Do so in all groups, after these versions have died. What can no longer be played again expires."""
         rerun = 0
         for group in self._with_versions(producer, low, high):
             if self._shares.untouched(group):
@@ -372,59 +373,60 @@ class Groups(Part):
         return rerun
 
     def _with_versions(self, producer: str, low: int, high: int) -> list[str]:
-        """Groups that are playing, or have a share that is ready, with tokens of these versions."""
+        """Return the groups that are playing, or have a share that is ready, with tokens of these versions."""
         rows = self._db.all(
-            "SELECT g.id AS id, g.ord AS ord FROM group_versions v JOIN groups g ON g.id = v.grp "
+            "SELECT g.ord, g.id FROM group_versions v JOIN groups g ON g.id = v.grp "
             "WHERE v.producer = ? AND v.newest > ? AND v.oldest <= ?",
             (producer, low, high),
         )
         for stream in self._rules.streams_of(producer):
             rows += self._db.all(
-                "SELECT grp AS id, ord FROM shares WHERE stream = ? AND state = 'ready' AND producer = ? "
+                "SELECT ord, grp FROM shares WHERE stream = ? AND state = 'ready' AND producer = ? "
                 "AND newest > ? AND oldest <= ?",
                 (stream, producer, low, high),
             )
-        train = [group for _, group in sorted({(row["ord"], row["id"]) for row in rows})]
         evaluated = self._db.all(
             "SELECT DISTINCT g.id, g.round, g.ord FROM groups g JOIN samples s ON s.grp = g.id WHERE g.lane = 'eval' "
             "AND g.state = 'playing' AND s.policy = ? AND s.trained > 0 AND s.newest > ? AND s.oldest <= ? "
             "ORDER BY g.round, g.ord",
             (producer, low, high),
         )
-        return train + [row["id"] for row in evaluated]
+        return [group for _, group in sorted({tuple(row) for row in rows})] + [row[0] for row in evaluated]
 
     def expire_ready(self, group: str, producer: str, cause: str) -> None:
-        """The producer's shares that no stream has taken yet expire."""
+        """Expire the producer's shares that no stream has taken yet."""
         for share in self._shares.of(group):
-            if share["producer"] == producer and share["state"] == "ready":
+            if share.producer == producer and share.state == "ready":
                 self._shares.end(share, "expired", cause)
         self.close(group)
 
+    def expire(self, share: Share, cause: str) -> None:
+        """Expire a share that is ready."""
+        self._shares.end(share, "expired", cause)
+        self.close(share.grp)
+
     def _reopen(self, group: str) -> None:
         for share in self._shares.of(group):
-            if share["state"] == "ready":
+            if share.state == "ready":
                 self._shares.remove(share)
         row = self.row(group)
         self._move(row, "playing")
         self._db.run("UPDATE groups SET started = NULL, scoring = 0 WHERE id = ?", (group,))
-        self._db.run("DELETE FROM group_versions WHERE grp = ?", (group,))
-        if row["lane"] == "train":
-            self._db.run(
-                "INSERT INTO group_versions SELECT grp, policy, min(oldest), max(newest) FROM samples "
-                "WHERE grp = ? AND trained > 0 AND live = 1 GROUP BY policy",
-                (group,),
-            )
+        if row.lane == "train":
+            self._tasks.count_versions(group)
+        else:
+            self._tasks.forget_versions(group)
 
 
-def _statistics(episodes: Sequence[sqlite3.Row]) -> Statistics:
-    rewards = [episode["reward"] for episode in episodes]
+def _statistics(episodes: Sequence[_Episode]) -> Statistics:
+    rewards = [episode.reward for episode in episodes]
     mean, std = spread(rewards)
     return Statistics(
-        oldest=min(episode["oldest"] for episode in episodes),
-        newest=max(episode["newest"] for episode in episodes),
+        oldest=min(episode.oldest for episode in episodes),
+        newest=max(episode.newest for episode in episodes),
         mean=mean,
         std=std,
         size=len(rewards),
-        samples=sum(episode["samples"] for episode in episodes),
-        tokens=sum(episode["tokens"] for episode in episodes),
+        samples=sum(episode.samples for episode in episodes),
+        tokens=sum(episode.tokens for episode in episodes),
     )

@@ -1,35 +1,242 @@
-"""The ledger's tables. They hold states and metadata, never tokens; the database is the only state there is.
+"""The ledger's tables, each with the struct of a row. They hold states and metadata, never tokens.
 
-A *share* is what one complete group gives to one stream: the samples of policy `producer`, for the trainer of policy
-`stream`.
-
-States:
-    groups    playing -> open (complete, a share of it is still ready or leased) -> trained, expired, filtered, failed;
-              evaluation groups -> evaluated
-    shares    ready -> leased -> trained; or filtered, expired, failed (a filter raised)
-    tasks     pending -> leased -> done, failed, cancelled; back to pending when a lease, a version or a payload is lost
-    attempts  held -> done, failed, returned, cancelled: one row for every lease of a task that was ever given
-    batches   leased -> committed -> rolled_back, or leased -> released
-    stage_batches  leased -> done, or released
-    steps     live or orphaned: one row for every committed version of a policy
-    rounds    running -> ended, or orphaned by a rollback, or cancelled when the run has reached its target: one row for
-              every evaluation
-    nodes     healthy -> gone (not heard of for too long), or left (it said so); healthy again when it is heard of
-    units     healthy or gone
-    segments  live -> dropping (its unit is told) -> dropped
+Each table has one writer: the module named in front of it. The states are in `states`. A *share* is what one complete
+group gives to one stream: the samples of policy `producer`, for the trainer of policy `stream`.
 """
 
 from __future__ import annotations
 
-FORMAT = 6
-NEWEST = (1 << 62) - 1  # above every version and position
+from functools import cache
 
-GROUP_OPEN = ("playing", "open")
-GROUP_ENDED = ("trained", "filtered", "expired", "failed", "evaluated")
-SHARE_OPEN = ("ready", "leased")
-SHARE_ENDED = ("trained", "filtered", "expired", "failed")
-RECLAIMED = "segments_reclaimed"  # the counter of segments that were dropped unreported
-ATTEMPT_STATES = ("done", "failed", "returned", "cancelled", "held")
+import msgspec
+
+from rillflow.types import Lane, Row
+
+FORMAT = 7
+NEWEST = (1 << 62) - 1  # above every version and position
+SUM = ""  # the name of the row that sums up the nodes which went long ago; no node has it
+
+
+class Record(msgspec.Struct, frozen=True, gc=False):
+    """A row of a table. Its fields are columns of the table, in the order in which `columns` names them."""
+
+    @classmethod
+    @cache
+    def columns(cls, table: str = "") -> str:
+        """The columns that a query must select, of the table with this alias."""
+        prefix = f"{table}." if table else ""
+        return ", ".join(f"{prefix}{name}" for name in cls.__struct_fields__)
+
+
+class Group(Record, frozen=True):
+    id: str
+    lane: Lane
+    round: int
+    ord: int
+    prompt: str
+    planned: int
+    state: str
+    cause: str
+    scoring: int
+
+
+class Share(Record, frozen=True):
+    grp: str
+    producer: str
+    stream: str
+    ord: int
+    state: str
+    cause: str
+    oldest: int
+    newest: int
+    mean: float
+    std: float
+    size: int
+    samples: int
+    tokens: int
+    batch: str | None
+    served: int
+    held: int
+    damaged: int
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.grp, self.producer, self.stream
+
+
+class Task(Record, frozen=True):
+    id: str
+    grp: str
+    lane: Lane
+    ord: int
+    place: int
+    seed: int
+    attempt: str | None
+    node: str | None
+    home: str | None
+    leases: int
+    failures: int
+    returns: int
+
+
+class HeldTask(Record, frozen=True):
+    """An attempt with its task: `asked` is the attempt, in `state` for `cause`; `attempt` and `node` hold the task."""
+
+    id: str
+    grp: str
+    lane: Lane
+    place: int
+    attempt: str | None
+    node: str | None
+    failures: int
+    returns: int
+    asked: str
+    state: str
+    cause: str
+    holder: str
+    digest: str | None
+
+
+HELD = (
+    "t.id, t.grp, t.lane, t.place, t.attempt, t.node, t.failures, t.returns, a.id, a.state, a.cause, a.node, a.digest"
+)
+
+
+class Sample(Record, frozen=True):
+    """A sample's place, its payload's row and what of it the ledger knows."""
+
+    grp: str
+    place: int
+    n: int
+    policy: str
+    unit: str
+    segment: int
+    offset: int
+    length: int
+    trained: int
+    reward: float
+    truncated: int
+    agent: str
+
+    @property
+    def id(self) -> str:
+        return f"{self.grp}.{self.place}.{self.n}"
+
+    @property
+    def row(self) -> Row:
+        return Row(unit=self.unit, segment=self.segment, offset=self.offset, length=self.length)
+
+
+class Extra(Record, frozen=True):
+    """A row that a stage has added to a sample."""
+
+    grp: str
+    producer: str
+    stream: str
+    stage: str
+    place: int
+    n: int
+    unit: str
+    segment: int
+    offset: int
+    length: int
+
+    @property
+    def id(self) -> str:
+        return f"{self.grp}.{self.place}.{self.n}"
+
+    @property
+    def row(self) -> Row:
+        return Row(unit=self.unit, segment=self.segment, offset=self.offset, length=self.length)
+
+
+class BatchRow(Record, frozen=True):
+    """A batch of a trainer."""
+
+    id: str
+    policy: str
+    attempt: str
+    incarnation: str
+    version: int
+    state: str
+    wanted: int
+    least: int
+    members: int
+    parts: int
+    complete: int
+    produced: int | None
+    deadline: float
+
+
+class StageBatch(Record, frozen=True):
+    id: str
+    stream: str
+    stage: str
+    attempt: str
+    state: str
+    version: int
+    deadline: float
+
+
+class Policy(Record, frozen=True):
+    name: str
+    version: int
+    highest: int
+    steps: int
+    incarnation: str | None
+
+
+class StepRow(Record, frozen=True):
+    """A committed step."""
+
+    samples: int
+    tokens: int
+    reward: float
+    staleness: float
+    step_seconds: float
+    wait_seconds: float
+
+
+class Round(Record, frozen=True):
+    id: int
+    step: int
+    version: int
+    versions: str
+    reward: float | None
+    episodes: int
+    failed: int
+    planned: int
+
+
+class Node(Record, frozen=True):
+    name: str
+    incarnation: str
+    state: str
+    seen: float
+    version: int | None
+    versions: str
+    capacity: int
+    stats: str
+    held: int
+    held_eval: int
+    ends: float
+    bad_ends: float
+    bad_row: int
+    pace: float | None
+    made: float
+    busy: float
+    ended_at: float | None
+    rate: float
+    rate_at: float | None
+    rate_accepted: int
+    active: str
+    leaving: int
+    leave_at: float | None
+    drain: float | None
+    completed: int
+    failed: int
+    accepted: int
+
 
 TABLES = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -115,12 +322,10 @@ CREATE TABLE IF NOT EXISTS tasks (
     calls INTEGER, seconds REAL, metrics TEXT
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS tasks_group ON tasks (grp, place);
--- A query uses these five only when it names the state in so many words.
+-- A query uses these three only when it names the state literally.
 CREATE INDEX IF NOT EXISTS tasks_pending ON tasks (lane, round, ord, place) WHERE state = 'pending';
-CREATE INDEX IF NOT EXISTS tasks_home ON tasks (lane, home, ord, place) WHERE state = 'pending' AND home IS NOT NULL;
-CREATE INDEX IF NOT EXISTS tasks_free ON tasks (lane, ord, place) WHERE state = 'pending' AND home IS NULL;
-CREATE INDEX IF NOT EXISTS tasks_leased ON tasks (deadline) WHERE state = 'leased';
-CREATE INDEX IF NOT EXISTS tasks_asked ON tasks (ask) WHERE state = 'leased';
+CREATE INDEX IF NOT EXISTS tasks_home ON tasks (lane, home, ord, place) WHERE state = 'pending';
+CREATE INDEX IF NOT EXISTS tasks_leased ON tasks (node, ask) WHERE state = 'leased';
 
 CREATE TABLE IF NOT EXISTS attempts (
     id TEXT PRIMARY KEY, task TEXT NOT NULL, node TEXT NOT NULL,
@@ -138,7 +343,6 @@ CREATE TABLE IF NOT EXISTS samples (      -- sample n of the task at `place`; it
     agent TEXT NOT NULL, turn INTEGER NOT NULL,
     PRIMARY KEY (grp, place, n)
 ) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS samples_row ON samples (unit, segment, offset) WHERE live = 1;
 
 CREATE TABLE IF NOT EXISTS batches (
     id TEXT PRIMARY KEY, policy TEXT NOT NULL, attempt TEXT NOT NULL UNIQUE, incarnation TEXT NOT NULL,

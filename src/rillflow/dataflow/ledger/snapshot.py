@@ -11,8 +11,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from rillflow.dataflow.database import Value, storage_error
-from rillflow.dataflow.tables import FORMAT
+from rillflow.dataflow.ledger.database import Value, storage_error
+from rillflow.dataflow.ledger.tables import FORMAT
 from rillflow.errors import CorruptData, RunError
 
 

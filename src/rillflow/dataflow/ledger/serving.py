@@ -7,23 +7,52 @@ on top of the parts before it. Asking again gives the same.
 from __future__ import annotations
 
 import math
-import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from statistics import fmean
 
 from msgspec.structs import replace
 
-from rillflow.dataflow.database import Database
 from rillflow.dataflow.hooks.samplers.token_balanced import partition
+from rillflow.dataflow.ledger.database import Database
+from rillflow.dataflow.ledger.tables import Record
+from rillflow.dataflow.rules import Rules
 from rillflow.types import BatchSample, Row
 
 Key = tuple[str, int]  # agent, turn
 SampleKey = tuple[str, str, int, int]  # group, producer, place, n
 
-_COLUMNS = (  # in the order in which `_batch_sample` takes them apart
-    "m.n AS member, m.part, m.head, m.replayed, h.mean, h.std, h.size, s.grp, s.place, s.n, s.policy, s.unit, "
-    "s.segment, s.offset, s.length, s.tokens, s.trained, s.oldest, s.reward, s.truncated, s.agent, s.turn"
+
+class ServedSample(Record, frozen=True):
+    """A sample of a batch's member, with the statistics of its share."""
+
+    member: int
+    part: int
+    head: int
+    replayed: int
+    mean: float
+    std: float
+    size: int
+    grp: str
+    place: int
+    n: int
+    policy: str
+    unit: str
+    segment: int
+    offset: int
+    length: int
+    tokens: int
+    trained: int
+    oldest: int
+    reward: float
+    truncated: int
+    agent: str
+    turn: int
+
+
+_COLUMNS = (
+    "m.n, m.part, m.head, m.replayed, h.mean, h.std, h.size, s.grp, s.place, s.n, s.policy, s.unit, s.segment, "
+    "s.offset, s.length, s.tokens, s.trained, s.oldest, s.reward, s.truncated, s.agent, s.turn"
 )
 _SAMPLES = (
     "JOIN shares h ON h.grp = m.grp AND h.producer = m.producer AND h.stream = ? "
@@ -32,46 +61,48 @@ _SAMPLES = (
 _ORDER = "ORDER BY m.n, s.place, s.n"
 
 
-def batch_rows(db: Database, batch: str, stream: str, have: int) -> list[sqlite3.Row]:
+def batch_rows(db: Database, batch: str, stream: str, have: int) -> list[ServedSample]:
     """The samples of the batch's members from number `have` on."""
     query = f"SELECT {_COLUMNS} FROM members m {_SAMPLES} WHERE m.batch = ? AND m.n >= ? {_ORDER}"
-    return db.all(query, (stream, batch, have))
+    return db.rows(ServedSample, query, (stream, batch, have))
 
 
-def stage_rows(db: Database, batch: str, stream: str) -> list[sqlite3.Row]:
+def stage_rows(db: Database, batch: str, stream: str) -> list[ServedSample]:
     """The samples of the shares that a stage has leased under this batch."""
     members = (
         "(SELECT x.ord AS n, 0 AS part, p.version AS head, 0 AS replayed, b.grp, b.producer FROM stage_shares b "
         "JOIN shares x ON x.grp = b.grp AND x.producer = b.producer AND x.stream = b.stream "
         "JOIN policies p ON p.name = b.producer WHERE b.batch = ? AND b.stream = ?) m"
     )
-    return db.all(f"SELECT {_COLUMNS} FROM {members} {_SAMPLES} {_ORDER}", (batch, stream, stream))
+    query = f"SELECT {_COLUMNS} FROM {members} {_SAMPLES} {_ORDER}"
+    return db.rows(ServedSample, query, (batch, stream, stream))
 
 
-def of_ranks(rows: Sequence[sqlite3.Row], ranks: int) -> list[list[sqlite3.Row]]:
+def of_ranks(rows: Sequence[ServedSample], ranks: int) -> list[list[ServedSample]]:
     """Each rank's part of these samples, which begin with the batch's first."""
     loads = [0] * ranks
-    found: list[list[sqlite3.Row]] = [[] for _ in range(ranks)]
-    for _, part in groupby(rows, key=lambda row: row["part"]):
+    found: list[list[ServedSample]] = [[] for _ in range(ranks)]
+    for _, part in groupby(rows, key=lambda row: row.part):
         samples = list(part)
-        for sample, owner in zip(samples, partition([s["tokens"] for s in samples], ranks, loads), strict=True):
-            loads[owner] += sample["tokens"]
+        for sample, owner in zip(samples, partition([s.tokens for s in samples], ranks, loads), strict=True):
+            loads[owner] += sample.tokens
             found[owner].append(sample)
     return found
 
 
-def batch_samples(db: Database, rows: Sequence[sqlite3.Row], stream: str, stages: Sequence[str]) -> list[BatchSample]:
-    extras = _extras(db, {(row["grp"], row["policy"]) for row in rows}, stream) if stages else {}
-    return [_batch_sample(row, extras) for row in rows]
+def served(db: Database, rows: Sequence[ServedSample], stream: str, rules: Rules) -> list[BatchSample]:
+    """Return the samples as a trainer or a stage gets them, with what stages have added to them."""
+    extras = _extras(db, {(row.grp, row.policy) for row in rows}, stream) if rules.policies[stream].stages else {}
+    return _compared(db, [_batch_sample(row, extras) for row in rows], rules.grouping)
 
 
-def compared(db: Database, samples: Sequence[BatchSample], grouping: str) -> list[BatchSample]:
+def _compared(db: Database, samples: list[BatchSample], grouping: str) -> list[BatchSample]:
     """With the statistics of what each sample is compared with, where that is not all of its policy in its group."""
     if grouping == "policy":
-        return list(samples)
+        return samples
     shares = sorted({(sample.group, sample.policy) for sample in samples})
     found = {share: alike(db, *share, grouping) for share in shares}
-    return [_comparing(sample, found[sample.group, sample.policy], key_of(sample, grouping)) for sample in samples]
+    return [_comparing(sample, found[sample.group, sample.policy], _key_of(sample, grouping)) for sample in samples]
 
 
 def alike(db: Database, group: str, producer: str, grouping: str) -> dict[Key, list[float]]:
@@ -83,7 +114,7 @@ def alike(db: Database, group: str, producer: str, grouping: str) -> dict[Key, l
     return found
 
 
-def key_of(sample: BatchSample, grouping: str) -> Key:
+def _key_of(sample: BatchSample, grouping: str) -> Key:
     return sample.agent, sample.turn if grouping == "turn" else 0
 
 
@@ -113,28 +144,25 @@ def _extras(db: Database, shares: Iterable[tuple[str, str]], stream: str) -> dic
     return found
 
 
-def _batch_sample(row: sqlite3.Row, extras: dict[SampleKey, list[Row]]) -> BatchSample:
-    # Taken apart at once: a batch has thousands of samples, and asking for each column by its name takes longer.
-    member, _, head, replayed, mean, std, size, group, place, n, policy, *rest = row
-    unit, segment, offset, length, tokens, trained, oldest, reward, truncated, agent, turn = rest
-    task = f"{group}.{place}"
+def _batch_sample(row: ServedSample, extras: dict[SampleKey, list[Row]]) -> BatchSample:
+    task = f"{row.grp}.{row.place}"
     return BatchSample(
-        id=f"{task}.{n}",
-        row=Row(unit=unit, segment=segment, offset=offset, length=length),
-        tokens=tokens,
-        trained=trained,
-        reward=reward,
-        group=group,
-        group_mean=mean,
-        group_std=std,
-        group_size=size,
-        staleness=head - oldest if head > oldest else 0,
-        truncated=truncated != 0,
-        policy=policy,
+        id=f"{task}.{row.n}",
+        row=Row(unit=row.unit, segment=row.segment, offset=row.offset, length=row.length),
+        tokens=row.tokens,
+        trained=row.trained,
+        reward=row.reward,
+        group=row.grp,
+        group_mean=row.mean,
+        group_std=row.std,
+        group_size=row.size,
+        staleness=row.head - row.oldest if row.head > row.oldest else 0,
+        truncated=row.truncated != 0,
+        policy=row.policy,
         task=task,
-        extra=extras.get((group, policy, place, n), []) if extras else [],
-        replayed=replayed != 0,
-        member=member,
-        agent=agent,
-        turn=turn,
+        extra=extras.get((row.grp, row.policy, row.place, row.n), []) if extras else [],
+        replayed=row.replayed != 0,
+        member=row.member,
+        agent=row.agent,
+        turn=row.turn,
     )

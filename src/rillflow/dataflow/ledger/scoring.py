@@ -4,7 +4,7 @@ Invariants: where a run has a group's reward, a complete group of which enough e
 `score` or `fail` alone. In that same transition the reward of each of its episodes becomes what its node gave plus what
 the group's reward says. Episodes that are played again take their group back; what the others were given by their nodes
 is kept, and the group is scored again when it is complete. An answer about episodes of which one was played again since
-is dropped.
+is dropped. Writes no table: `tasks` and `groups` do.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from rillflow.dataflow.completions import LARGEST_REWARD
-from rillflow.dataflow.groups import Groups
-from rillflow.dataflow.part import Base, Part
-from rillflow.dataflow.rows import Rows
+from rillflow.dataflow.ledger.completions import LARGEST_REWARD
+from rillflow.dataflow.ledger.database import Base, Part
+from rillflow.dataflow.ledger.groups import Groups
+from rillflow.dataflow.ledger.tasks import FAILURES_IN_A_ROW, Tasks
 from rillflow.types import EpisodeFacts, Prompt, Row, Scored
 
 REWARD_ERROR = "reward_error"
@@ -45,10 +45,10 @@ class UnscoredGroup:
 
 
 class Scoring(Part):
-    def __init__(self, base: Base, groups: Groups, rows: Rows) -> None:
+    def __init__(self, base: Base, groups: Groups, tasks: Tasks) -> None:
         super().__init__(base)
         self._groups = groups
-        self._rows = rows
+        self._tasks = tasks
 
     def open(self) -> None:
         """A run that was resumed without a group's reward goes on with what its nodes gave."""
@@ -64,36 +64,40 @@ class Scoring(Part):
     def waiting(self, most: int, without: Collection[str] = ()) -> list[str]:
         """Return the ids of groups that wait for their reward, the oldest first; -1 for all of them."""
         limit = most if most < 0 else most + len(without)
-        rows = self._db.all("SELECT id FROM groups WHERE scoring = 1 ORDER BY lane, ord LIMIT ?", (limit,))
-        found = [row["id"] for row in rows if row["id"] not in without]
+        ids = self._db.column("SELECT id FROM groups WHERE scoring = 1 ORDER BY lane, ord LIMIT ?", (limit,))
+        found = [group for group in ids if group not in without]
         return found if most < 0 else found[:most]
 
     def group(self, group: str) -> UnscoredGroup | None:
         """Return the group, or None where it waits no more."""
         row = self._groups.row(group)
-        if not row["scoring"]:
+        if not row.scoring:
             return None
-        prompt = self._groups.prompt(row["lane"], row["ord"], row["prompt"])
+        prompt = self._groups.prompt(row.lane, row.ord, row.prompt)
         rows = self._transcripts(group)
+        query = (
+            "SELECT id, place, attempt, seed, seconds, metrics, given FROM tasks WHERE grp = ? AND state = 'done' "
+            "ORDER BY place"
+        )
         episodes = [
             ScoredEpisode(
-                place=task["place"],
-                attempt=task["attempt"],
+                place=place,
+                attempt=attempt,
                 facts=EpisodeFacts(
-                    task=task["id"],
+                    task=task,
                     prompt=prompt.id,
                     policies=list(self._rules.policies),
-                    seed=task["seed"],
-                    evaluating=row["lane"] == "eval",
-                    seconds=task["seconds"],
+                    seed=seed,
+                    evaluating=row.lane == "eval",
+                    seconds=seconds,
                 ),
-                metrics=json.loads(task["metrics"]),
-                given=task["given"],
-                row=rows.get(task["place"]),
+                metrics=json.loads(metrics),
+                given=given,
+                row=rows.get(place),
             )
-            for task in self._db.all("SELECT * FROM tasks WHERE grp = ? AND state = 'done' ORDER BY place", (group,))
+            for task, place, attempt, seed, seconds, metrics, given in self._db.all(query, (group,))
         ]
-        return UnscoredGroup(group, prompt, row["planned"], episodes)
+        return UnscoredGroup(group, prompt, row.planned, episodes)
 
     def _transcripts(self, group: str) -> dict[int, Row]:
         """Return the row of each episode that has its transcript: see `rollout.push`."""
@@ -117,35 +121,17 @@ class Scoring(Part):
             return self.fail(group, f"rewards {totals!r:.200}: not finite, or too large")
         for episode, reward, total in zip(group.episodes, rewards, totals, strict=True):
             metrics = episode.metrics | {f"reward/{label}": part for label, part in reward.parts.items()}
-            at = (group.id, episode.place)
-            self._db.run(
-                "UPDATE tasks SET reward = ?, metrics = ? WHERE grp = ? AND place = ?",
-                (total, json.dumps(metrics), *at),
-            )
-            self._db.run("UPDATE samples SET reward = ? WHERE grp = ? AND place = ?", (total, *at))
-        self._db.clear_counter("failures_in_a_row")
+            self._tasks.reward(group.id, episode.place, total, metrics)
+        self._db.clear_counter(FAILURES_IN_A_ROW)
         self._groups.settle(group.id, scored=True)
         return True
 
     def fail(self, group: UnscoredGroup, error: str) -> bool:
-        """There is no reward: the group's episodes have failed for good; False where it is not as it was."""
+        """Fail the group's episodes for good: there is no reward; False where the group is not as it was."""
         if not self._is_still(group):
             return False
-        now = self._clock.now()
-        for episode in group.episodes:
-            self._rows.forget(group.id, episode.place)
-            self._db.run(
-                "UPDATE attempts SET state = 'failed', cause = ?, ended_at = ? WHERE id = ?",
-                (REWARD_ERROR, now, episode.attempt),
-            )
-            self._db.run(
-                "UPDATE tasks SET state = 'failed', cause = ?, error = ?, failures = failures + 1, attempt = NULL, "
-                "node = NULL, reward = NULL, samples = 0 WHERE grp = ? AND place = ?",
-                (REWARD_ERROR, error, group.id, episode.place),
-            )
-        self._db.count("failures_in_a_row", len(group.episodes))
-        self._db.count(f"failures.{REWARD_ERROR}", len(group.episodes))
-        self._db.set_meta("last_failure", f"{REWARD_ERROR}: {error}")
+        episodes = [(episode.place, episode.attempt) for episode in group.episodes]
+        self._tasks.fail_done(group.id, episodes, REWARD_ERROR, error)
         self._groups.settle(group.id)
         return True
 

@@ -4,29 +4,32 @@ A batch is leased, renewed and committed by the attempt that holds it. A trainer
 under a new attempt gives the earlier one up. A batch is served whole, or grows in parts as shares become ready; it
 is committed only when it is complete. Nothing older than the staleness bound is ever served; what a replayer serves
 again has its own bound, and stays trained.
+
+The only writer of batches and members.
 """
 
 from __future__ import annotations
 
 import math
-import sqlite3
 from collections.abc import Sequence
 
-from rillflow.dataflow.groups import Groups
 from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.kept_episodes import marked
-from rillflow.dataflow.lineage import Lineage
-from rillflow.dataflow.part import Base, Part
-from rillflow.dataflow.serving import batch_rows, batch_samples, compared, of_ranks
-from rillflow.dataflow.shares import Shares
-from rillflow.dataflow.steps import Steps
-from rillflow.dataflow.streams import Ready, Streams
+from rillflow.dataflow.ledger.database import Base, Part
+from rillflow.dataflow.ledger.groups import Groups
+from rillflow.dataflow.ledger.serving import ServedSample, batch_rows, of_ranks, served
+from rillflow.dataflow.ledger.shares import Key, Shares
+from rillflow.dataflow.ledger.steps import Steps
+from rillflow.dataflow.ledger.streams import Ready, Streams
+from rillflow.dataflow.ledger.tables import BatchRow, Share
+from rillflow.dataflow.ledger.versions import Lineage
 from rillflow.errors import BadRequest, LeaseLost
 from rillflow.types import Batch, CommitBatch, LeaseBatch, RenewBatch
 
 _OLD = "no longer this trainer's: "
 _HINT = "join again: the trainer goes on from its last checkpoint"
 _MOST_RANKS = 4096
+_BATCH = f"SELECT {BatchRow.columns()} FROM batches"
 
 
 class Batches(Part):
@@ -49,13 +52,13 @@ class Batches(Part):
         self._steps = steps
         self._hooks = hooks
         # Of the batch asked for last: the parts of the ranks, and the tasks that may be kept.
-        self._divided: tuple[tuple[str, int, int], list[list[sqlite3.Row]], set[str]] | None = None
+        self._divided: tuple[tuple[str, int, int], list[list[ServedSample]], set[str]] | None = None
 
     def open(self) -> None:
         """What a stage that the recipe got meanwhile has not handled is taken back from the trainer."""
-        for row in self._db.all("SELECT id, policy FROM batches WHERE state = 'leased'"):
-            if self._shares.unhandled(row["policy"], row["id"]):
-                self.release(row["id"], "stages_changed")
+        for batch, policy in self._db.all("SELECT id, policy FROM batches WHERE state = 'leased'"):
+            if self._shares.unhandled(policy, batch):
+                self.release(batch, "stages_changed")
 
     def grace(self) -> None:
         """A live lease has its full time again."""
@@ -78,24 +81,24 @@ class Batches(Part):
         if row is None:
             self._check(ask)
             row = self._open(ask, last) if may_grow else None
-        elif may_grow and not row["complete"] and ask.have >= row["members"]:
+        elif may_grow and not row.complete and ask.have >= row.members:
             row = self._grow(row, last)
-        if row is None or (ask.have == row["members"] and not row["complete"]):
+        if row is None or (ask.have == row.members and not row.complete):
             return None
-        if ask.have > row["members"]:
-            raise BadRequest(f"batch {row['id']} has {row['members']} groups, not {ask.have}", "ask for what follows")
+        if ask.have > row.members:
+            raise BadRequest(f"batch {row.id} has {row.members} groups, not {ask.have}", "ask for what follows")
         return self._batch(row, ask)
 
-    def _held(self, ask: LeaseBatch) -> sqlite3.Row | None:
+    def _held(self, ask: LeaseBatch) -> BatchRow | None:
         """The batch that this attempt leased before, its lease renewed."""
         self._db.run(
             "UPDATE batches SET deadline = ? WHERE attempt = ? AND state = 'leased'", (self._deadline(), ask.attempt)
         )
-        row = self._db.one("SELECT * FROM batches WHERE attempt = ?", (ask.attempt,))
-        if row is not None and row["state"] != "leased":
-            raise LeaseLost(f"batch {row['id']} is {_OLD}{row['state']}", "ask under a new attempt id")
-        if row is not None and row["policy"] != ask.policy:
-            raise BadRequest(f"attempt {ask.attempt!r:.80} is of policy {row['policy']}", "draw attempt ids at random")
+        row = self._db.row(BatchRow, f"{_BATCH} WHERE attempt = ?", (ask.attempt,))
+        if row is not None and row.state != "leased":
+            raise LeaseLost(f"batch {row.id} is {_OLD}{row.state}", "ask under a new attempt id")
+        if row is not None and row.policy != ask.policy:
+            raise BadRequest(f"attempt {ask.attempt!r:.80} is of policy {row.policy}", "draw attempt ids at random")
         if row is None and ask.have:
             raise LeaseLost("there is no batch of this attempt", "ask under a new attempt id, having nothing")
         return row
@@ -110,7 +113,7 @@ class Batches(Part):
                 "ask for trainer.batch_groups groups",
             )
 
-    def _open(self, ask: LeaseBatch, last: bool) -> sqlite3.Row | None:
+    def _open(self, ask: LeaseBatch, last: bool) -> BatchRow | None:
         """A new batch, with what can be served now; None when that is not enough."""
         self.release_all("replaced", ask.policy)
         self._streams.refuse_stale(ask.policy, between_steps=True)
@@ -132,20 +135,20 @@ class Batches(Part):
         row = self._row(f"b{number:06d}")
         return self._add(row, replayed, self._pick(row, ready, take), last)
 
-    def _grow(self, row: sqlite3.Row, last: bool) -> sqlite3.Row:
+    def _grow(self, row: BatchRow, last: bool) -> BatchRow:
         """Add what is ready, as one part, when that is enough."""
-        self._streams.refuse_stale(row["policy"], between_steps=True)
-        ready = self._ready(row["policy"], row["least"])
-        take = _how_many(len(ready), row["wanted"] - row["members"], row["least"], last) or 0
+        self._streams.refuse_stale(row.policy, between_steps=True)
+        ready = self._ready(row.policy, row.least)
+        take = _how_many(len(ready), row.wanted - row.members, row.least, last) or 0
         return self._add(row, [], self._pick(row, ready, take), last)
 
     def _ready(self, policy: str, least: int) -> list[Ready]:
         """On-policy, a batch is the first groups of the order, not the first to be ready."""
         return self._streams.ready(policy, in_order=least > 0 and self._rules.policies[policy].on_policy)
 
-    def _pick(self, row: sqlite3.Row, ready: list[Ready], take: int) -> list[Ready]:
+    def _pick(self, row: BatchRow, ready: list[Ready], take: int) -> list[Ready]:
         """In order of admission, whoever finished first."""
-        if take == 0 or (row["least"] and self._rules.policies[row["policy"]].on_policy):
+        if take == 0 or (row.least and self._rules.policies[row.policy].on_policy):
             return ready[:take]
         picked = set(self._hooks.pick(ready, take))
         return [share for share in ready if share.id in picked]
@@ -158,61 +161,57 @@ class Batches(Part):
         pool = {share.id: share for share in self._streams.pool(ask.policy, replayer.pool, replayer.staleness)}
         return [pool[name] for name in self._hooks.replay(list(pool.values()), ask.groups)]
 
-    def _add(self, row: sqlite3.Row, replayed: Sequence[Ready], fresh: Sequence[Ready], last: bool) -> sqlite3.Row:
+    def _add(self, row: BatchRow, replayed: Sequence[Ready], fresh: Sequence[Ready], last: bool) -> BatchRow:
         self._divided = None
         members = [(share, 1) for share in replayed] + [(share, 0) for share in fresh]
         self._db.many(
             "INSERT INTO members VALUES (?, ?, ?, ?, ?, ?, ?)",
             [
-                (row["id"], row["members"] + n, share.group, share.producer, row["parts"], share.head, again)
+                (row.id, row.members + n, share.group, share.producer, row.parts, share.head, again)
                 for n, (share, again) in enumerate(members)
             ],
         )
         if fresh:
-            self._shares.lease(row["policy"], row["id"], [(share.group, share.producer) for share in fresh])
-        complete = last or row["members"] + len(members) == row["wanted"]
+            self._shares.lease(row.policy, row.id, [(share.group, share.producer) for share in fresh])
+        complete = last or row.members + len(members) == row.wanted
         self._db.run(
             "UPDATE batches SET members = members + ?, parts = parts + ?, samples = samples + ?, complete = ? "
             "WHERE id = ?",
-            (len(members), bool(members), sum(share.samples for share, _ in members), complete, row["id"]),
+            (len(members), bool(members), sum(share.samples for share, _ in members), complete, row.id),
         )
-        return self._row(row["id"])
+        return self._row(row.id)
 
-    def _row(self, batch: str) -> sqlite3.Row:
-        row = self._db.one("SELECT * FROM batches WHERE id = ?", (batch,))
+    def _row(self, batch: str) -> BatchRow:
+        row = self._db.row(BatchRow, f"{_BATCH} WHERE id = ?", (batch,))
         assert row is not None, batch
         return row
 
-    def _batch(self, row: sqlite3.Row, ask: LeaseBatch) -> Batch:
-        stream = row["policy"]
+    def _batch(self, row: BatchRow, ask: LeaseBatch) -> Batch:
+        stream = row.policy
         if ask.ranks > 1:
             of_rank, keep = self._of_rank(row, ask)
-            rows = [found for found in of_rank if found["member"] >= ask.have]
+            rows = [found for found in of_rank if found.member >= ask.have]
         else:
-            rows = batch_rows(self._db, row["id"], stream, ask.have)
+            rows = batch_rows(self._db, row.id, stream, ask.have)
             keep = marked(rows, self._rules)
-        own = {f"{found['grp']}.{found['place']}" for found in rows} if keep else set()
+        own = {f"{found.grp}.{found.place}" for found in rows} if keep else set()
         return Batch(
-            id=row["id"],
-            attempt=row["attempt"],
+            id=row.id,
+            attempt=row.attempt,
             policy=stream,
-            version=row["version"],
-            samples=compared(
-                self._db,
-                batch_samples(self._db, rows, stream, self._rules.policies[stream].stages),
-                self._rules.grouping,
-            ),
-            seconds=row["deadline"] - self._clock.now(),
-            groups=row["members"],
-            complete=bool(row["complete"]),
+            version=row.version,
+            samples=served(self._db, rows, stream, self._rules),
+            seconds=row.deadline - self._clock.now(),
+            groups=row.members,
+            complete=bool(row.complete),
             keep=sorted(keep & own),
         )
 
-    def _of_rank(self, row: sqlite3.Row, ask: LeaseBatch) -> tuple[list[sqlite3.Row], set[str]]:
+    def _of_rank(self, row: BatchRow, ask: LeaseBatch) -> tuple[list[ServedSample], set[str]]:
         """A rank's part. All ranks ask one after the other: the batch is read and divided once for all of them."""
-        key = (row["id"], row["members"], ask.ranks)
+        key = (row.id, row.members, ask.ranks)
         if self._divided is None or self._divided[0] != key:
-            rows = batch_rows(self._db, row["id"], row["policy"], 0)
+            rows = batch_rows(self._db, row.id, row.policy, 0)
             self._divided = key, of_ranks(rows, ask.ranks), marked(rows, self._rules)
         return self._divided[1][ask.rank], self._divided[2]
 
@@ -238,38 +237,27 @@ class Batches(Part):
             self._groups.rerun_dead(news.policy, parent, news.version - 1)
         self._db.run(
             "UPDATE batches SET state = 'committed', produced = ?, ended_at = ? WHERE id = ?",
-            (news.version, self._clock.now(), row["id"]),
+            (news.version, self._clock.now(), row.id),
         )
-        for group in self._shares.train(news.policy, row["id"], news.version):
-            self._groups.close(group)
-        self._count_served(row["id"], news.policy, 1)
-        self._steps.write(news, row, parent)
+        self._groups.close(*self._shares.train(news.policy, row.id, news.version))
+        self._steps.write(news, parent)
         replayer = self._hooks.replayer
         self._shares.let_go_of_trained(news.policy, news.restorable, replayer.pool if replayer else 0)
         return True
 
-    def _committable(self, news: CommitBatch) -> sqlite3.Row | None:
-        row = self._db.one("SELECT * FROM batches WHERE id = ?", (news.batch,))
-        if row is None or row["attempt"] != news.attempt or row["policy"] != news.policy:
+    def _committable(self, news: CommitBatch) -> BatchRow | None:
+        row = self._db.row(BatchRow, f"{_BATCH} WHERE id = ?", (news.batch,))
+        if row is None or row.attempt != news.attempt or row.policy != news.policy:
             raise LeaseLost(f"there is no batch {news.batch!r:.80} of this attempt", _HINT)
-        if row["state"] == "committed" and row["produced"] == news.version:
+        if row.state == "committed" and row.produced == news.version:
             return None
-        if row["state"] != "leased" or row["incarnation"] != news.incarnation:
-            raise LeaseLost(f"batch {row['id']} is {_OLD}{row['state']}", _HINT)
-        if not row["complete"]:
-            raise BadRequest(
-                f"batch {row['id']} has {row['members']} of {row['wanted']} groups", "ask on until it is complete"
-            )
+        if row.state != "leased" or row.incarnation != news.incarnation:
+            raise LeaseLost(f"batch {row.id} is {_OLD}{row.state}", _HINT)
+        if not row.complete:
+            raise BadRequest(f"batch {row.id} has {row.members} of {row.wanted} groups", "ask on until it is complete")
         if not (math.isfinite(news.step_seconds) and math.isfinite(news.wait_seconds)):
             raise BadRequest("step_seconds and wait_seconds must be numbers", "check the trainer's clock")
         return row
-
-    def _count_served(self, batch: str, stream: str, by: int) -> None:
-        self._db.run(
-            "UPDATE shares SET served = served + ? FROM members m WHERE m.batch = ? AND shares.grp = m.grp "
-            "AND shares.producer = m.producer AND shares.stream = ?",
-            (by, batch, stream),
-        )
 
     # ------------------------------------------------------------ giving back
 
@@ -280,18 +268,19 @@ class Batches(Part):
 
     def release_all(self, why: str, policy: str | None = None) -> None:
         """Give up every leased batch, of one policy or of all; its fresh shares are ready again."""
-        for row in self._db.all("SELECT id, policy FROM batches WHERE state = 'leased'"):
-            if policy in (None, row["policy"]):
-                self.release(row["id"], why)
+        for batch, of in self._db.all("SELECT id, policy FROM batches WHERE state = 'leased'"):
+            if policy in (None, of):
+                self.release(batch, why)
 
     def release_incomplete(self, why: str) -> None:
         """Give up the leased batches that lack groups. The others have all that their commit needs."""
-        for row in self._db.all("SELECT id FROM batches WHERE state = 'leased' AND complete = 0"):
-            self.release(row["id"], why)
+        for batch in self._db.column("SELECT id FROM batches WHERE state = 'leased' AND complete = 0"):
+            self.release(batch, why)
 
     def expire(self) -> None:
-        for row in self._db.all("SELECT id FROM batches WHERE state = 'leased' AND deadline < ?", (self._clock.now(),)):
-            self.release(row["id"], "lease_expired")
+        query = "SELECT id FROM batches WHERE state = 'leased' AND deadline < ?"
+        for batch in self._db.column(query, (self._clock.now(),)):
+            self.release(batch, "lease_expired")
 
     def release(self, batch: str, why: str) -> None:
         """Give the batch up, if it is leased; its trainer learns of it when it calls next."""
@@ -304,34 +293,36 @@ class Batches(Part):
         for share in self._fresh(batch):
             self._shares.back(share)
 
-    def release_replaying(self, group: str, producer: str, stream: str, why: str) -> None:
+    def release_replaying(self, key: Key, why: str) -> None:
         """Give up the leased batch of the stream that serves this trained share again, if one does."""
         batch = self._db.value(
             "SELECT b.id FROM batches b JOIN members m ON m.batch = b.id WHERE b.policy = ? AND b.state = 'leased' "
             "AND m.grp = ? AND m.producer = ? AND m.replayed = 1",
-            (stream, group, producer),
+            (key[2], key[0], key[1]),
         )
         if batch is not None:
             self.release(batch, why)
 
-    def _fresh(self, batch: str) -> list[sqlite3.Row]:
-        return self._db.all(
-            "SELECT s.* FROM members m JOIN batches b ON b.id = m.batch JOIN shares s ON s.grp = m.grp "
-            "AND s.producer = m.producer AND s.stream = b.policy WHERE m.batch = ? AND m.replayed = 0 ORDER BY m.n",
+    def _fresh(self, batch: str) -> list[Share]:
+        return self._db.rows(
+            Share,
+            f"SELECT {Share.columns('s')} FROM members m JOIN batches b ON b.id = m.batch JOIN shares s "
+            "ON s.grp = m.grp AND s.producer = m.producer AND s.stream = b.policy WHERE m.batch = ? AND m.replayed = 0 "
+            "ORDER BY m.n",
             (batch,),
         )
 
     def roll_back(self, policy: str, checkpoint: int) -> int:
         """Un-end the shares that were trained into versions after `checkpoint`; returns how many."""
-        batches = self._db.all(
+        batches = self._db.column(
             "SELECT id FROM batches WHERE state = 'committed' AND policy = ? AND produced > ? ORDER BY produced",
             (policy, checkpoint),
         )
-        shares: list[sqlite3.Row] = []
-        for row in batches:
-            self._count_served(row["id"], policy, -1)
-            self._db.run("UPDATE batches SET state = 'rolled_back' WHERE id = ?", (row["id"],))
-            shares += self._fresh(row["id"])
+        shares: list[Share] = []
+        for batch in batches:
+            self._shares.untrain(policy, batch)
+            self._db.run("UPDATE batches SET state = 'rolled_back' WHERE id = ?", (batch,))
+            shares += self._fresh(batch)
         for share in shares:
             self._shares.back(share)
         for share in shares:
@@ -340,18 +331,18 @@ class Batches(Part):
             self._db.count("rolled_back", len(shares))
         return len(shares)
 
-    def _serve_again(self, share: sqlite3.Row) -> None:
-        """A share that was trained is ready again; where its rows are gone, its tasks are played again instead."""
-        group, producer = share["grp"], share["producer"]
-        if self._groups.row(group)["state"] == "playing":
+    def _serve_again(self, share: Share) -> None:
+        """Serve a share again that was trained; where its rows are gone, its tasks are played again instead."""
+        if self._groups.row(share.grp).state == "playing":
             return  # played again for another share's sake
-        if share["held"] and not share["damaged"]:
-            self._groups.close(group)
-        elif self._shares.untouched(group):
-            self._groups.rerun(group, self._shares.gone(group), "payload_gone")
+        if share.held and not share.damaged:
+            self._groups.close(share.grp)
+        elif self._shares.untouched(share.grp):
+            self._groups.rerun(share.grp, self._shares.gone(share.grp), "payload_gone")
         else:
-            self._shares.end(self._shares.one(group, producer, share["stream"]), "expired", "payload_gone")
-            self._groups.close(group)
+            now = self._shares.find(share.key)
+            assert now is not None, share.key
+            self._groups.expire(now, "payload_gone")
 
 
 def _how_many(ready: int, missing: int, least: int, last: bool) -> int | None:

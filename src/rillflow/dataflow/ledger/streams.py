@@ -2,20 +2,21 @@
 
 Admission is open while any policy that has steps to do has room, so a slow trainer does not stop a fast one; what is
 too much for the slow one expires, the earliest deadline first. Nothing beyond a stream's staleness bound stays open.
+
+Writes no table: what it decides is carried out by `groups` and `shares`.
 """
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rillflow.dataflow.groups import POLICY_DONE, Groups
-from rillflow.dataflow.lineage import Lineage
-from rillflow.dataflow.part import Base, Part
+from rillflow.dataflow.ledger.database import Base, Part
+from rillflow.dataflow.ledger.groups import POLICY_DONE, Groups
+from rillflow.dataflow.ledger.shares import Shares
+from rillflow.dataflow.ledger.tables import NEWEST, Share
+from rillflow.dataflow.ledger.versions import Lineage
 from rillflow.dataflow.rules import PolicyRules
-from rillflow.dataflow.shares import Shares
-from rillflow.dataflow.tables import NEWEST
 
 SKIPPED_IN_A_ROW = "skipped_in_a_row"  # the counter of prompts that curators passed over since the last admitted one
 _MANY_SKIPPED = 1000
@@ -109,12 +110,14 @@ class Streams(Part):
         if in_order:
             end = min(end, self._first_unready(stream))
         heads = self._lineage.heads
-        rows = self._db.all(
-            "SELECT * FROM shares WHERE stream = ? AND state = 'ready' AND ord <= ? AND todo = 0 ORDER BY ord",
+        shares = self._db.rows(
+            Share,
+            f"SELECT {Share.columns()} FROM shares WHERE stream = ? AND state = 'ready' AND ord <= ? AND todo = 0 "
+            "ORDER BY ord",
             (stream, end),
         )
         # A version above its policy's is published, but not committed yet: it may still die.
-        return [as_ready(row, heads[row["producer"]]) for row in rows if row["newest"] <= heads[row["producer"]]]
+        return [as_ready(share, heads[share.producer]) for share in shares if share.newest <= heads[share.producer]]
 
     def _first_unready(self, stream: str) -> int:
         """The position before the first group that is playing or in a stage."""
@@ -137,12 +140,13 @@ class Streams(Part):
     def pool(self, stream: str, most: int, staleness: int) -> list[Ready]:
         """The latest trained shares whose rows are there and whose tokens are live and young enough."""
         heads = self._lineage.heads
-        rows = self._db.all(
-            "SELECT * FROM shares s WHERE stream = ? AND state = 'trained' AND held = 1 AND damaged = 0 "
-            f"AND NOT {_DEAD} ORDER BY trained_into DESC, ord DESC LIMIT ?",
+        shares = self._db.rows(
+            Share,
+            f"SELECT {Share.columns('s')} FROM shares s WHERE stream = ? AND state = 'trained' AND held = 1 "
+            f"AND damaged = 0 AND NOT {_DEAD} ORDER BY trained_into DESC, ord DESC LIMIT ?",
             (stream, most),
         )
-        found = [as_ready(row, heads[row["producer"]]) for row in rows]
+        found = [as_ready(share, heads[share.producer]) for share in shares]
         return [share for share in found if share.staleness <= staleness]
 
     # ------------------------------------------------------------ refusing
@@ -154,50 +158,47 @@ class Streams(Part):
         later version of its policy sampled, died. At any other time such a version may be committed in a moment.
         """
         rules, heads = self._rules.policies[stream], self._lineage.heads
-        for row in self._refusable(stream, rules):
-            head = heads[row["producer"]]
-            if head - row["oldest"] > rules.staleness and self._still_ready(row):
-                self._refuse_old(rules, row, head)
-            if self._still_ready(row):
-                own = between_steps and row["producer"] == stream
-                self._refuse_dead(row, head if own else NEWEST)
+        for share in self._refusable(stream, rules):
+            head = heads[share.producer]
+            if head - share.oldest > rules.staleness and self._still_ready(share):
+                self._refuse_old(rules, share, head)
+            if self._still_ready(share):
+                own = between_steps and share.producer == stream
+                self._refuse_dead(share, head if own else NEWEST)
         self._refuse_playing()
 
-    def _refusable(self, stream: str, rules: PolicyRules) -> list[sqlite3.Row]:
-        """Ready shares that are too old, or that may have tokens of versions that died."""
-        return self._db.all(
-            "SELECT s.* FROM shares s JOIN policies p ON p.name = s.producer WHERE s.stream = ? AND s.state = 'ready' "
-            f"AND (p.version - s.oldest > ? OR s.newest > p.version OR {_DEAD}) ORDER BY s.ord",
+    def _refusable(self, stream: str, rules: PolicyRules) -> list[Share]:
+        """Return ready shares that are too old, or that may have tokens of versions that died."""
+        return self._db.rows(
+            Share,
+            f"SELECT {Share.columns('s')} FROM shares s JOIN policies p ON p.name = s.producer WHERE s.stream = ? "
+            f"AND s.state = 'ready' AND (p.version - s.oldest > ? OR s.newest > p.version OR {_DEAD}) ORDER BY s.ord",
             (stream, rules.staleness),
         )
 
-    def _still_ready(self, row: sqlite3.Row) -> bool:
-        """Not when its group is played again for another share's sake."""
-        query = "SELECT 1 FROM shares WHERE grp = ? AND producer = ? AND stream = ? AND state = 'ready'"
-        return bool(self._db.value(query, (row["grp"], row["producer"], row["stream"])))
+    def _still_ready(self, share: Share) -> bool:
+        """Return False when its group is played again for another share's sake."""
+        now = self._shares.find(share.key)
+        return now is not None and now.state == "ready"
 
-    def _refuse_old(self, rules: PolicyRules, row: sqlite3.Row, head: int) -> None:
-        if rules.on_policy and self._shares.untouched(row["grp"]):
-            self._groups.rerun_sampled(row["grp"], row["producer"], -1, head - 1, "stale")
+    def _refuse_old(self, rules: PolicyRules, share: Share, head: int) -> None:
+        if rules.on_policy and self._shares.untouched(share.grp):
+            self._groups.rerun_sampled(share.grp, share.producer, -1, head - 1, "stale")
         else:
-            self._shares.end(row, "expired", "stale")
-            self._groups.close(row["grp"])
+            self._groups.expire(share, "stale")
 
-    def _refuse_dead(self, row: sqlite3.Row, newest: int) -> None:
-        """Only for tokens of versions that died, or above `newest`: a share whose episodes span them may have none."""
-        places = [
-            sample["place"]
-            for sample in self._db.all(
-                "SELECT DISTINCT place FROM samples s WHERE grp = ? AND policy = ? AND trained > 0 AND (newest > ? OR "
-                + _DEAD.replace("s.producer", "s.policy")
-                + ") ORDER BY place",
-                (row["grp"], row["producer"], newest),
-            )
-        ]
-        if self._shares.untouched(row["grp"]):
-            self._groups.rerun(row["grp"], places, "rolled_back")
+    def _refuse_dead(self, share: Share, newest: int) -> None:
+        """Refuse tokens of versions that died, or above `newest`: a share whose episodes span them may have none."""
+        dead = _DEAD.replace("s.producer", "s.policy")
+        places = self._db.column(
+            "SELECT DISTINCT place FROM samples s WHERE grp = ? AND policy = ? AND trained > 0 "
+            f"AND (newest > ? OR {dead}) ORDER BY place",
+            (share.grp, share.producer, newest),
+        )
+        if self._shares.untouched(share.grp):
+            self._groups.rerun(share.grp, places, "rolled_back")
         elif places:
-            self._groups.expire_ready(row["grp"], row["producer"], "rolled_back")
+            self._groups.expire_ready(share.grp, share.producer, "rolled_back")
 
     def _refuse_playing(self) -> None:
         """Tasks of playing groups are played again for an on-policy stream; groups that nobody can take expire."""
@@ -209,22 +210,19 @@ class Streams(Part):
                 continue
             again = any(rules.on_policy for rules in takers)
             limit = head if again else head - max(rules.staleness for rules in takers)
-            for row in self._db.all(
+            for group in self._db.column(
                 "SELECT v.grp FROM group_versions v JOIN groups g ON g.id = v.grp WHERE v.producer = ? "
                 "AND v.oldest < ? ORDER BY g.ord",
                 (producer, limit),
             ):
                 if again:
-                    self._groups.rerun_sampled(row["grp"], producer, -1, head - 1, "stale")
-                elif self._doomed(row["grp"], heads, list(wanted.values())):
-                    self._groups.end(row["grp"], "expired", "stale")
+                    self._groups.rerun_sampled(group, producer, -1, head - 1, "stale")
+                elif self._doomed(group, heads, list(wanted.values())):
+                    self._groups.end(group, "expired", "stale")
 
     def _doomed(self, group: str, heads: dict[str, int], wanted: Sequence[PolicyRules]) -> bool:
         """Whether every share that the group could give is too old already."""
-        oldest = {
-            row["producer"]: row["oldest"]
-            for row in self._db.all("SELECT producer, oldest FROM group_versions WHERE grp = ?", (group,))
-        }
+        oldest = dict(self._db.all("SELECT producer, oldest FROM group_versions WHERE grp = ?", (group,)))
         return all(
             producer in oldest and heads[producer] - oldest[producer] > rules.staleness
             for rules in wanted
@@ -245,26 +243,26 @@ class Streams(Part):
                 self._expire_first(stream, surplus, "surplus")
 
     def _expire_first(self, stream: str, most: int, cause: str) -> None:
-        for row in self._db.all(
-            "SELECT s.* FROM shares s JOIN policies p ON p.name = s.producer WHERE s.stream = ? AND s.state = 'ready' "
-            "ORDER BY s.oldest - p.version, s.ord LIMIT ?",
+        for share in self._db.rows(
+            Share,
+            f"SELECT {Share.columns('s')} FROM shares s JOIN policies p ON p.name = s.producer WHERE s.stream = ? "
+            "AND s.state = 'ready' ORDER BY s.oldest - p.version, s.ord LIMIT ?",
             (stream, most),
         ):
-            self._shares.end(row, "expired", cause)
-            self._groups.close(row["grp"])
+            self._groups.expire(share, cause)
 
 
-def as_ready(row: sqlite3.Row, head: int) -> Ready:
+def as_ready(share: Share, head: int) -> Ready:
     return Ready(
-        id=f"{row['grp']}/{row['producer']}",
-        order=row["ord"],
-        oldest=row["oldest"],
-        staleness=max(0, head - row["oldest"]),
-        tokens=row["tokens"],
-        spread=row["std"],
-        served=row["served"],
-        group=row["grp"],
-        producer=row["producer"],
+        id=f"{share.grp}/{share.producer}",
+        order=share.ord,
+        oldest=share.oldest,
+        staleness=max(0, head - share.oldest),
+        tokens=share.tokens,
+        spread=share.std,
+        served=share.served,
+        group=share.grp,
+        producer=share.producer,
         head=head,
-        samples=row["samples"],
+        samples=share.samples,
     )

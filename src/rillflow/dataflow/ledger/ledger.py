@@ -14,31 +14,26 @@ from typing import Any
 
 from rillflow.contracts import Clock, PromptSource, SystemClock
 from rillflow.dataflow.balance_ledger import Balances
-from rillflow.dataflow.batches import Batches
-from rillflow.dataflow.completions import Completions
-from rillflow.dataflow.course import Course
-from rillflow.dataflow.database import Database
-from rillflow.dataflow.evaluations import Evaluations
-from rillflow.dataflow.groups import Groups
 from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.hooks.beside import Beside
 from rillflow.dataflow.kept_episodes import KeptEpisodes
-from rillflow.dataflow.leasing import Leasing
-from rillflow.dataflow.lineage import Lineage
-from rillflow.dataflow.losses import Losses
-from rillflow.dataflow.nodes import Nodes
-from rillflow.dataflow.part import Base
-from rillflow.dataflow.roster import Roster
-from rillflow.dataflow.rows import Rows
+from rillflow.dataflow.ledger.batches import Batches
+from rillflow.dataflow.ledger.course import Course
+from rillflow.dataflow.ledger.database import Base, Database
+from rillflow.dataflow.ledger.evaluations import Evaluations
+from rillflow.dataflow.ledger.groups import Groups
+from rillflow.dataflow.ledger.leasing import Leasing
+from rillflow.dataflow.ledger.lost_rows import LostRows
+from rillflow.dataflow.ledger.scoring import Scoring, UnscoredGroup
+from rillflow.dataflow.ledger.shares import Shares
+from rillflow.dataflow.ledger.stages import Stages
+from rillflow.dataflow.ledger.steps import Steps
+from rillflow.dataflow.ledger.streams import Streams
+from rillflow.dataflow.ledger.tables import FORMAT, NEWEST
+from rillflow.dataflow.ledger.tasks import Tasks
+from rillflow.dataflow.ledger.versions import Lineage
+from rillflow.dataflow.ledger.workers import Nodes, Storage, UserErrors
 from rillflow.dataflow.rules import Rules
-from rillflow.dataflow.scoring import Scoring, UnscoredGroup
-from rillflow.dataflow.shares import Shares
-from rillflow.dataflow.stages import Stages
-from rillflow.dataflow.steps import Steps
-from rillflow.dataflow.streams import Streams
-from rillflow.dataflow.tables import FORMAT, NEWEST
-from rillflow.dataflow.tasks import Tasks
-from rillflow.dataflow.user_errors import UserErrors
 from rillflow.errors import BadRequest, DataError, LeaseLost, RillflowError
 from rillflow.types import (
     Ack,
@@ -105,31 +100,24 @@ class Ledger:
             sources["eval"] = self._heldout
         self.lineage = Lineage(base)
         self.nodes = Nodes(base)
-        self.roster = Roster(base)
-        self.rows = Rows(base)
+        self.storage = Storage(base)
         self.user_errors = UserErrors(base)
-        self.shares = Shares(base, self.rows)
+        self.tasks = Tasks(base, self.lineage, self.nodes, self.storage, self.user_errors)
+        self.shares = Shares(base, self.tasks, self.nodes, self.storage)
         self.groups = Groups(
-            base,
-            hooks=self._hooks,
-            sources=sources,
-            lineage=self.lineage,
-            nodes=self.nodes,
-            rows=self.rows,
-            shares=self.shares,
+            base, hooks=self._hooks, sources=sources, lineage=self.lineage, tasks=self.tasks, shares=self.shares
         )
-        self.scoring = Scoring(base, self.groups, self.rows)
+        self.scoring = Scoring(base, self.groups, self.tasks)
         self.streams = Streams(base, self.groups, self.shares, self.lineage)
-        self.leasing = Leasing(base, self.groups, self.lineage, self.nodes, self.streams)
-        self.tasks = Tasks(base, self.groups, self.nodes, self.rows, self.user_errors)
-        self.completions = Completions(
+        self.evaluations = Evaluations(base, self.groups, self.lineage, self.tasks, self._heldout)
+        self.leasing = Leasing(
             base,
-            tasks=self.tasks,
             groups=self.groups,
+            tasks=self.tasks,
+            evaluations=self.evaluations,
             lineage=self.lineage,
             nodes=self.nodes,
-            rows=self.rows,
-            errors=self.user_errors,
+            streams=self.streams,
         )
         self.steps = Steps(base, self.groups, self.lineage, self.nodes)
         self.batches = Batches(
@@ -141,9 +129,8 @@ class Ledger:
             steps=self.steps,
             hooks=self._hooks,
         )
-        self.stages = Stages(base, self.lineage, self.shares, self.rows)
-        self.losses = Losses(base, self.groups, self.shares, self.batches, self.stages)
-        self.evaluations = Evaluations(base, self.groups, self.lineage, self.rows, self._heldout)
+        self.stages = Stages(base, self.lineage, self.shares, self.storage)
+        self.lost_rows = LostRows(base, self.groups, self.shares, self.batches, self.storage)
         self.kept = KeptEpisodes(base, self.groups, self.lineage)
         self.course = Course(base, self._hooks, self._source, self)
         self.balances = Balances(base, self.rules.policy, self.rules.balance_every)
@@ -175,7 +162,7 @@ class Ledger:
     def grace(self) -> None:
         """Nobody was heard, or the clock was set: live leases, nodes and units get their full time again."""
         with self.db.change():
-            for part in (self.nodes, self.roster, self.rows, self.groups, self.tasks, self.batches, self.stages):
+            for part in (self.nodes, self.storage, self.groups, self.tasks, self.batches, self.stages):
                 part.grace()
 
     def _check_sources(self) -> None:
@@ -190,7 +177,7 @@ class Ledger:
         self.db.set_meta("prompts", now)
 
     def _restore_hooks(self) -> None:
-        self._hooks.restore((row["hook"], row["key"], row["value"]) for row in self.db.all("SELECT * FROM hook_state"))
+        self._hooks.restore(tuple(row) for row in self.db.all("SELECT hook, key, value FROM hook_state"))
 
     def run_hooks_beside(self, seconds: float) -> Beside | None:
         """Run users' hooks beside the event loop, each call for so long: transitions may raise HookPending then."""
@@ -289,19 +276,18 @@ class Ledger:
     def renew(self, beat: Heartbeat) -> HeartbeatReply:
         with self.db.change():
             if self.nodes.retired(beat.node, beat.incarnation):
-                lost = beat.attempts
+                lost, leave = beat.attempts, self.nodes.leave_in(beat.node)
             else:
                 self._hear(beat.node, beat.incarnation, beat.versions)
-                self.nodes.describe(beat)
+                leave = self.nodes.describe(beat)
                 lost = self.tasks.renew(beat.node, beat.attempts)
-            leave = self.nodes.leave_in(beat.node)
             return HeartbeatReply(lost=lost, heads=self.heads, phase=self.phase, leave=leave)
 
     def retire(self, ask: RetireNode) -> Ack:
         """The node gets no more tasks; it hears with its next heartbeat when it has to be gone."""
         with self.db.change():
             self.nodes.retire(ask.node, ask.drain)
-            self.tasks.forsake(ask.node)
+            self.tasks.clear_home(ask.node)
             return Ack(accepted=True)
 
     def leave(self, news: LeaveRun) -> Ack:
@@ -313,18 +299,18 @@ class Ledger:
             return Ack(accepted=True)
 
     def _leave(self, node: str, incarnation: str) -> None:
-        self.tasks.give_node_back(node, "node_left")
+        self.tasks.return_node(node, "node_left")
         self.nodes.leave(node, incarnation)
         self.advance()
 
     def _hear(self, node: str, incarnation: str, versions: dict[str, int]) -> None:
         if self.nodes.hear(node, incarnation, versions):
-            self.tasks.lose_node(node, "node_restarted")
+            self.groups.settle_all(self.tasks.lose_node(node, "node_restarted"))
             self.advance()
 
     def why_no_tasks(self, node: str, versions: dict[str, int]) -> str:
         """What a node on these versions that gets no task waits for."""
-        return self.leasing.why_none(node, versions, self.tasks.pending, training=self.phase == "training")
+        return self.leasing.why_none(node, versions, training=self.phase == "training")
 
     def complete(self, news: CompleteTask) -> Ack:
         (taken,) = self.complete_many([news])
@@ -337,10 +323,11 @@ class Ledger:
         try:
             with self.db.change():
                 moves = self.moves
-                taken = self.completions.take(news)
+                taken = self.tasks.complete(news)
+                self.groups.settle_all(taken.groups)
                 if self.moves != moves:  # most completions end no group: nothing follows from them
                     self.advance()
-                return taken
+                return taken.answers
         except BadRequest as error:  # the database refused one of them, and with it all
             if len(news) == 1:
                 return [error]
@@ -348,7 +335,8 @@ class Ledger:
 
     def fail(self, news: FailTask) -> Ack:
         with self.db.change():
-            ack = self.tasks.fail(news)
+            ack, ended = self.tasks.fail(news)
+            self.groups.settle_all(ended)
             self.advance()
             return ack
 
@@ -375,13 +363,13 @@ class Ledger:
         """Return what was leased for too long or to nodes that are gone, and see what follows."""
         with self.db.change():
             for node in self.nodes.silent():
-                self.tasks.lose_node(node, "node_gone")
+                self.groups.settle_all(self.tasks.lose_node(node, "node_gone"))
             for node, incarnation in self.nodes.overdue():
                 self._leave(node, incarnation)
             self.nodes.sum_up()
-            for unit in self.roster.silent():
-                self.losses.lose_unit(unit)
-            self.tasks.expire()
+            for unit in self.storage.silent():
+                self.lost_rows.lose_unit(unit)
+            self.groups.settle_all(self.tasks.expire())
             self.batches.expire()
             self.stages.expire()
             if self.phase != "ended":  # a run that was stopped keeps what is outstanding
@@ -392,20 +380,20 @@ class Ledger:
 
     def unit_beat(self, beat: UnitBeat) -> UnitBeatReply:
         with self.db.change():
-            self.roster.hear(beat.info)
+            self.storage.hear(beat.info)
             unit = beat.info.unit
-            self.rows.dropped(unit, beat.dropped)
-            self.rows.closed(unit, beat.closed)
-            self.rows.found(unit, beat.found)
-            return UnitBeatReply(drop=self.rows.dropping(unit), idle=self.rows.idle(unit))
+            self.storage.dropped(unit, beat.dropped)
+            self.storage.closed(unit, beat.closed)
+            self.storage.found(unit, beat.found)
+            return UnitBeatReply(drop=self.storage.dropping(unit), idle=self.storage.idle(unit))
 
     def units(self) -> Units:
-        return Units(units=self.roster.healthy())
+        return Units(units=self.storage.healthy())
 
     def lose_rows(self, news: LoseRows) -> Ack:
         """Rows that could not be read as they were written: their episodes are played again."""
         with self.db.change():
-            self.losses.lose_rows(news.rows, news.reason[:1000])
+            self.lost_rows.lose_rows(news.rows, news.reason[:1000])
             self.advance()
             return Ack(accepted=True)
 
@@ -436,7 +424,6 @@ class Ledger:
     def commit_stage(self, news: CommitStage) -> Ack:
         with self.db.change():
             self.stages.check(news.policy, news.stage)
-            self.shares.moves += 1  # what waits for the trainer may be more now
             return self.stages.commit(news)
 
     def waiting_for(self, policy: str, groups: int) -> str:
@@ -506,5 +493,5 @@ class Ledger:
     def events_after(self, seq: int, until: int = NEWEST) -> list[tuple[int, dict[str, Any]]]:
         """The lines of `metrics.jsonl` after number `seq`."""
         rows = self.db.all("SELECT seq, line FROM events WHERE seq > ? AND seq <= ? ORDER BY seq", (seq, until))
-        numbers = [{"seq": row["seq"]} for row in rows]  # first in the line, and no metric of that name instead
-        return [(row["seq"], n | json.loads(row["line"]) | n) for row, n in zip(rows, numbers, strict=True)]
+        # The number is first in the line, and no metric of that name is instead.
+        return [(number, {"seq": number} | json.loads(line) | {"seq": number}) for number, line in rows]

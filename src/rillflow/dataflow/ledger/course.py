@@ -12,18 +12,17 @@ from __future__ import annotations
 from typing import Protocol
 
 from rillflow.contracts import PromptSource
-from rillflow.dataflow.batches import Batches
-from rillflow.dataflow.evaluations import Evaluations
-from rillflow.dataflow.groups import Groups
 from rillflow.dataflow.hooks import Hooks
-from rillflow.dataflow.lineage import Lineage
-from rillflow.dataflow.nodes import Nodes
-from rillflow.dataflow.part import Base, Part
-from rillflow.dataflow.scoring import Scoring
-from rillflow.dataflow.shares import Shares
-from rillflow.dataflow.streams import SKIPPED_IN_A_ROW, Streams
-from rillflow.dataflow.tables import NEWEST
-from rillflow.dataflow.tasks import Tasks
+from rillflow.dataflow.ledger.batches import Batches
+from rillflow.dataflow.ledger.database import Base, Part
+from rillflow.dataflow.ledger.evaluations import Evaluations
+from rillflow.dataflow.ledger.groups import Groups
+from rillflow.dataflow.ledger.scoring import Scoring
+from rillflow.dataflow.ledger.streams import SKIPPED_IN_A_ROW, Streams
+from rillflow.dataflow.ledger.tables import NEWEST, Share
+from rillflow.dataflow.ledger.tasks import FAILURES_IN_A_ROW, Tasks
+from rillflow.dataflow.ledger.versions import Lineage
+from rillflow.dataflow.ledger.workers import Nodes
 from rillflow.types import DONE, GOOD_ENDS, OUT_OF_PROMPTS, TARGET_REACHED, Phase
 
 TOO_MANY_FAILURES = "too many failures"
@@ -38,7 +37,6 @@ class Parts(Protocol):
     lineage: Lineage
     nodes: Nodes
     groups: Groups
-    shares: Shares
     streams: Streams
     tasks: Tasks
     batches: Batches
@@ -77,7 +75,7 @@ class Course(Part):
             TARGET_REACHED: not self._parts.evaluations.reached,
         }
         if more.get(self.reason) or (resume and self.reason not in GOOD_ENDS):
-            self._db.clear_counter("failures_in_a_row")
+            self._db.clear_counter(FAILURES_IN_A_ROW)
             self._enter("training", "")
 
     def go_on(self) -> None:
@@ -92,7 +90,7 @@ class Course(Part):
 
     def stop(self, reason: str) -> None:
         if self.phase != "ended":
-            self._parts.tasks.give_all_back("stopped")
+            self._parts.tasks.return_all("stopped")
             self._enter("ended", reason)
 
     # ------------------------------------------------------------ what follows
@@ -114,7 +112,7 @@ class Course(Part):
             self._enter("ended", self.reason)
 
     def _train_on(self) -> Phase:
-        if self._db.counter("failures_in_a_row") >= self._rules.max_failures:
+        if self._db.counter(FAILURES_IN_A_ROW) >= self._rules.max_failures:
             self.stop(f"{TOO_MANY_FAILURES}: {self._db.meta('last_failure', '')}")
         elif self._parts.evaluations.reached:
             self._finish(TARGET_REACHED)
@@ -143,11 +141,11 @@ class Course(Part):
     def _expire_the_rest(self) -> None:
         """Expire what no trainer will take any more; a batch that was given back makes some of it."""
         groups = self._parts.groups
-        for row in self._db.all("SELECT id FROM groups WHERE lane = 'train' AND state = 'playing' ORDER BY ord"):
-            groups.end(row["id"], "expired", "run_ended")
-        for share in self._db.all("SELECT * FROM shares WHERE state = 'ready' ORDER BY ord"):
-            self._parts.shares.end(share, "expired", "run_ended")
-            groups.close(share["grp"])
+        for group in self._db.column("SELECT id FROM groups WHERE lane = 'train' AND state = 'playing' ORDER BY ord"):
+            groups.end(group, "expired", "run_ended")
+        query = f"SELECT {Share.columns()} FROM shares WHERE state = 'ready' ORDER BY ord"
+        for share in self._db.rows(Share, query):
+            groups.expire(share, "run_ended")
 
     @property
     def exhausted(self) -> bool:
@@ -214,7 +212,7 @@ class Course(Part):
 
     def _failing(self) -> str:
         """What the last episodes failed with, while none succeeds."""
-        failed = self._db.counter("failures_in_a_row")
+        failed = self._db.counter(FAILURES_IN_A_ROW)
         if not failed:
             return ""
         error = " ".join(str(self._db.meta("last_failure", "")).split())
@@ -223,19 +221,18 @@ class Course(Part):
     def _flat(self, policy: str, groups: int) -> str:
         """Where group after group has nothing to tell apart, a batch may never fill: say which rewards they had since
         the last step."""
-        row = self._db.one(
-            "SELECT count(*) AS complete, total(flat) AS flat, min(at) AS since FROM recent WHERE stream = ?", (policy,)
-        )
-        if row is None or row["complete"] < _FLAT_AFTER * groups or row["flat"] < 0.8 * row["complete"]:
+        query = "SELECT count(*), total(flat), min(at) FROM recent WHERE stream = ?"
+        complete, flat, since = self._db.one(query, (policy,))
+        if complete < _FLAT_AFTER * groups or flat < 0.8 * complete:
             return ""
         same = self._db.all(
-            "SELECT reward, count(*) AS n, sum(rewards) AS rewards FROM recent WHERE stream = ? AND flat "
+            "SELECT reward, count(*) AS n, sum(rewards) FROM recent WHERE stream = ? AND flat "
             "GROUP BY reward ORDER BY n DESC, reward LIMIT ?",
             (policy, _SHOWN_REWARDS),
         )
-        window = f"of the last {max(self._clock.now() - row['since'], 0.0):.0f} s"
-        if same[0]["n"] == row["complete"]:
-            only = same[0]
-            return f"; all {only['rewards']} rewards {window} were {round(only['reward'], 4)} ({only['n']} groups)"
-        seen = ", ".join(f"{one['n']} with {round(one['reward'], 4)}" for one in same)
-        return f"; {row['flat']:.0f} of {row['complete']} groups {window} had equal rewards: {seen}"
+        window = f"of the last {max(self._clock.now() - since, 0.0):.0f} s"
+        reward, number, rewards = same[0]
+        if number == complete:
+            return f"; all {rewards} rewards {window} were {round(reward, 4)} ({number} groups)"
+        seen = ", ".join(f"{n} with {round(value, 4)}" for value, n, _ in same)
+        return f"; {flat:.0f} of {complete} groups {window} had equal rewards: {seen}"

@@ -12,6 +12,8 @@ stores.
 
 A run with a target ends as soon as a round has `reached` it. Such a round has ended without a failed episode, and no
 version that it names has died. Rounds that still run at that moment are cancelled.
+
+The only writer of rounds and round_sources.
 """
 
 from __future__ import annotations
@@ -19,24 +21,29 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 from statistics import fmean
 
 from rillflow.contracts import PromptSource
-from rillflow.dataflow.groups import Groups
-from rillflow.dataflow.lineage import Lineage
-from rillflow.dataflow.part import Base, Part
-from rillflow.dataflow.rows import Rows
+from rillflow.dataflow.ledger.database import Base, Part
+from rillflow.dataflow.ledger.groups import Groups
+from rillflow.dataflow.ledger.tables import Round
+from rillflow.dataflow.ledger.tasks import Tasks
+from rillflow.dataflow.ledger.versions import Lineage
 from rillflow.types import Evaluation
 
 _MOST_RESULTS = 100
+_ROUND = f"SELECT {Round.columns()} FROM rounds"
 
 
 class Evaluations(Part):
-    def __init__(self, base: Base, groups: Groups, lineage: Lineage, rows: Rows, heldout: PromptSource | None) -> None:
+    def __init__(
+        self, base: Base, groups: Groups, lineage: Lineage, tasks: Tasks, heldout: PromptSource | None
+    ) -> None:
         super().__init__(base)
         self._groups = groups
         self._lineage = lineage
-        self._rows = rows
+        self._tasks = tasks
         self._heldout = heldout
         self._prompts = heldout.length if heldout else 0
 
@@ -57,11 +64,20 @@ class Evaluations(Part):
             self._groups.create("eval", index, size=self._rules.repeats, number=number, step=step)
 
     def _asked(self, step: int, heads: dict[str, int] | None) -> bool:
-        """Whether there is a round of this step; with `heads`, of these very versions: others may have gone on."""
-        rows = self._db.all(
-            "SELECT versions FROM rounds WHERE step = ? AND state NOT IN ('orphaned', 'cancelled')", (step,)
-        )
-        return any(heads is None or json.loads(row["versions"]) == heads for row in rows)
+        """Return whether there is a round of this step; with `heads`, of these versions: others may have gone on."""
+        query = "SELECT versions FROM rounds WHERE step = ? AND state NOT IN ('orphaned', 'cancelled')"
+        return any(heads is None or json.loads(versions) == heads for versions in self._db.column(query, (step,)))
+
+    def _running(self) -> list[Round]:
+        return self._db.rows(Round, f"{_ROUND} WHERE state = 'running' ORDER BY id")
+
+    def playable(self, versions: Mapping[str, int]) -> list[int]:
+        """Return the running rounds that a node on these versions may play."""
+        return [
+            running.id
+            for running in self._running()
+            if all(versions.get(policy, -1) >= version for policy, version in json.loads(running.versions).items())
+        ]
 
     @property
     def running(self) -> bool:
@@ -72,70 +88,64 @@ class Evaluations(Part):
         """Return whether a round has reached the run's target, if it has one."""
         if self._rules.target is None:
             return False
-        rows = self._db.all(
-            "SELECT versions FROM rounds WHERE state = 'ended' AND failed = 0 AND reward >= ?", (self._rules.target,)
-        )
-        return any(self._lives(json.loads(row["versions"])) for row in rows)
+        query = "SELECT versions FROM rounds WHERE state = 'ended' AND failed = 0 AND reward >= ?"
+        return any(self._lives(json.loads(versions)) for versions in self._db.column(query, (self._rules.target,)))
 
     def _lives(self, versions: dict[str, int]) -> bool:
         return not any(self._lineage.died(policy, version, version) for policy, version in versions.items())
 
     def waiting_for(self) -> str:
         """What a running round still needs, or nothing when none is running."""
-        row = self._db.one("SELECT id, version, planned FROM rounds WHERE state = 'running' ORDER BY id LIMIT 1")
-        if row is None:
+        running = self._running()
+        if not running:
             return ""
+        first = running[0]
         left = self._db.value(
             "SELECT count(*) FROM groups g JOIN tasks t ON t.grp = g.id WHERE g.lane = 'eval' AND g.round = ? "
             "AND g.state = 'playing' AND t.state IN ('pending', 'leased')",
-            (row["id"],),
+            (first.id,),
         )
         scoring = self._db.value(
-            "SELECT count(*) FROM groups WHERE lane = 'eval' AND round = ? AND scoring = 1", (row["id"],)
+            "SELECT count(*) FROM groups WHERE lane = 'eval' AND round = ? AND scoring = 1", (first.id,)
         )
         rewards = f", {scoring} groups wait for their reward" if scoring else ""
-        return f"the evaluation of version {row['version']}: {left} of {row['planned']} episodes left{rewards}"
+        return f"the evaluation of version {first.version}: {left} of {first.planned} episodes left{rewards}"
 
     def close(self) -> None:
         """End the rounds whose groups have all ended."""
-        for row in self._db.all("SELECT id FROM rounds WHERE state = 'running'"):
-            if not self._db.value(
-                "SELECT 1 FROM groups WHERE lane = 'eval' AND round = ? AND state = 'playing' LIMIT 1", (row["id"],)
-            ):
-                self._end(row["id"])
+        for running in self._running():
+            query = "SELECT 1 FROM groups WHERE lane = 'eval' AND round = ? AND state = 'playing' LIMIT 1"
+            if not self._db.value(query, (running.id,)):
+                self._end(running)
 
-    def _end(self, number: int) -> None:
-        found = self._db.one(
-            "SELECT sum(t.state = 'done') AS done, sum(t.state != 'done') AS failed, "
-            "avg(CASE WHEN t.state = 'done' THEN t.reward END) AS reward "
+    def _end(self, ended: Round) -> None:
+        done, failed, mean = self._db.one(
+            "SELECT sum(t.state = 'done'), sum(t.state != 'done'), avg(CASE WHEN t.state = 'done' THEN t.reward END) "
             "FROM groups g JOIN tasks t ON t.grp = g.id WHERE g.lane = 'eval' AND g.round = ?",
-            (number,),
+            (ended.id,),
         )
-        row = self._db.one("SELECT step, version, versions FROM rounds WHERE id = ?", (number,))
-        assert found is not None
-        assert row is not None
-        now, sources = self._clock.now(), self._by_source(number)
-        reward = _average(list(sources.values())) if sources else found["reward"]
+        now, sources = self._clock.now(), self._by_source(ended.id)
+        reward = _average(list(sources.values())) if sources else mean
         self._db.run(
             "UPDATE rounds SET state = 'ended', reward = ?, episodes = ?, failed = ?, ended_at = ? WHERE id = ?",
-            (reward, found["done"], found["failed"], now, number),
+            (reward, done, failed, now, ended.id),
         )
         self._db.many(
             "INSERT INTO round_sources (round, source, reward) VALUES (?, ?, ?)",
-            [(number, source, mean) for source, mean in sources.items()],
+            [(ended.id, source, mean) for source, mean in sources.items()],
         )
-        self._release(number)
+        self._release(ended.id)
         self._db.event(
             {
-                **self._groups.measured("SELECT id FROM groups WHERE lane = 'eval' AND round = ?", number),
+                **self._groups.measured("SELECT id FROM groups WHERE lane = 'eval' AND round = ?", ended.id),
                 "event": "evaluation",
-                "step": row["step"],
-                "version": row["version"],
-                "versions": json.loads(row["versions"]),
+                "step": ended.step,
+                "version": ended.version,
+                "versions": json.loads(ended.versions),
                 "reward": reward,
                 "by_source": sources,
-                "episodes": found["done"],
-                "failed": found["failed"],
+                "episodes": done,
+                "failed": failed,
                 "time": now,
             }
         )
@@ -144,34 +154,33 @@ class Evaluations(Part):
         """The mean reward of each source's episodes; none where the prompts are of one source."""
         assert self._heldout is not None
         rewards: dict[str, list[float]] = defaultdict(list)
-        for row in self._db.all(
+        for index, reward, state in self._db.all(
             "SELECT g.ord, t.reward, t.state FROM groups g JOIN tasks t ON t.grp = g.id "
             "WHERE g.lane = 'eval' AND g.round = ? ORDER BY g.ord",
             (number,),
         ):
-            of_source = rewards[self._heldout.at(row["ord"]).source]
-            if row["state"] == "done":
-                of_source.append(row["reward"])
+            of_source = rewards[self._heldout.at(index).source]
+            if state == "done":
+                of_source.append(reward)
         rewards.pop("", None)
         return {source: fmean(found) if found else None for source, found in rewards.items()}
 
     def wanted(self, policy: str) -> list[int]:
         """Versions of a policy that are to stay in its weight store: those of the best round and of running ones."""
-        rows = self._db.all("SELECT versions FROM rounds WHERE state = 'running'")
-        rows += self._db.all(
-            "SELECT versions FROM rounds WHERE state = 'ended' AND reward IS NOT NULL "
-            "ORDER BY reward DESC, step DESC, id DESC LIMIT 1"
+        best = self._db.rows(
+            Round,
+            f"{_ROUND} WHERE state = 'ended' AND reward IS NOT NULL ORDER BY reward DESC, step DESC, id DESC LIMIT 1",
         )
-        return sorted({json.loads(row["versions"]).get(policy, 0) for row in rows})
+        return sorted({json.loads(found.versions).get(policy, 0) for found in (*self._running(), *best)})
 
     def _release(self, number: int) -> None:
-        for row in self._db.all("SELECT id FROM groups WHERE lane = 'eval' AND round = ?", (number,)):
-            self._rows.release(row["id"])
+        for group in self._db.column("SELECT id FROM groups WHERE lane = 'eval' AND round = ?", (number,)):
+            self._tasks.release(group)
 
     def cancel(self) -> None:
         """End the running rounds without a result: the run has reached its target."""
-        for row in self._db.all("SELECT id FROM rounds WHERE state = 'running'"):
-            self._void(row["id"], "cancelled", "run_ended")
+        for running in self._running():
+            self._void(running.id, "cancelled", "run_ended")
 
     def orphan(self, policy: str, checkpoint: int) -> None:
         """Versions of the policy after `checkpoint` died.
@@ -179,46 +188,41 @@ class Evaluations(Part):
         Rounds asked for at such a version of the first policy are void; what of them is still open expires. Those
         that run go on with the version that lives of any other policy.
         """
-        for row in self._db.all("SELECT * FROM rounds WHERE state = 'running'"):
-            versions = json.loads(row["versions"])
+        for running in self._running():
+            versions = json.loads(running.versions)
             if versions.get(policy, 0) > checkpoint:
-                self._db.run(
-                    "UPDATE rounds SET versions = ? WHERE id = ?",
-                    (json.dumps(versions | {policy: checkpoint}), row["id"]),
-                )
+                lower = json.dumps(versions | {policy: checkpoint})
+                self._db.run("UPDATE rounds SET versions = ? WHERE id = ?", (lower, running.id))
         if policy != self._rules.policy:
             return
-        for row in self._db.all("SELECT id FROM rounds WHERE version > ? AND state != 'orphaned'", (checkpoint,)):
-            self._void(row["id"], "orphaned", "rolled_back")
+        for number in self._db.column("SELECT id FROM rounds WHERE version > ? AND state != 'orphaned'", (checkpoint,)):
+            self._void(number, "orphaned", "rolled_back")
 
     def _void(self, number: int, state: str, cause: str) -> None:
         """End a round that has no result; those of its groups that still play expire."""
-        for group in self._db.all(
-            "SELECT id FROM groups WHERE lane = 'eval' AND round = ? AND state = 'playing'", (number,)
-        ):
-            self._groups.end(group["id"], "expired", cause)
+        query = "SELECT id FROM groups WHERE lane = 'eval' AND round = ? AND state = 'playing'"
+        for group in self._db.column(query, (number,)):
+            self._groups.end(group, "expired", cause)
         self._db.run("UPDATE rounds SET state = ? WHERE id = ?", (state, number))
         self._release(number)
 
     def results(self) -> list[Evaluation]:
         """The latest results, in the order of their steps."""
-        rows = self._db.all(
-            "SELECT * FROM rounds WHERE state = 'ended' ORDER BY step DESC, id DESC LIMIT ?", (_MOST_RESULTS,)
-        )
+        query = f"{_ROUND} WHERE state = 'ended' ORDER BY step DESC, id DESC LIMIT ?"
         return [
             Evaluation(
-                version=row["version"],
-                reward=math.nan if row["reward"] is None else row["reward"],
-                episodes=row["episodes"],
-                failed=row["failed"],
-                by_source=self._means(row["id"]),
+                version=ended.version,
+                reward=math.nan if ended.reward is None else ended.reward,
+                episodes=ended.episodes,
+                failed=ended.failed,
+                by_source=self._means(ended.id),
             )
-            for row in reversed(rows)
+            for ended in reversed(self._db.rows(Round, query, (_MOST_RESULTS,)))
         ]
 
     def _means(self, number: int) -> dict[str, float]:
         rows = self._db.all("SELECT source, reward FROM round_sources WHERE round = ? ORDER BY source", (number,))
-        return {row["source"]: math.nan if row["reward"] is None else row["reward"] for row in rows}
+        return {source: math.nan if reward is None else reward for source, reward in rows}
 
 
 def _average(means: list[float | None]) -> float | None:

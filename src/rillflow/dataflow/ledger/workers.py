@@ -1,0 +1,474 @@
+"""The processes around the ledger, as it knows them: rollout nodes, storage units, and what they report.
+
+Nodes: when each was heard of, what it serves, what it made, whether it leaves. A node that leaves gets no more tasks,
+and what it hands back counts against nobody. A process that comes under the name of one that has left is a new node.
+The last nodes that have gone are kept; all others that have gone and hold nothing are summed up in one row, so that
+neither a lease nor a report costs more the more nodes have come and gone.
+
+Segments: how many rows of each may still be asked for. Every sample that is `live`, and every row that a stage has
+added to one, counts in its segment's `live`. A segment whose count has been 0 for `drop_after` seconds is dropped, and
+nothing that refers to it is accepted from then on. A node that dies between its put and its report leaves rows that
+nobody knows of: a segment that its unit found, and nobody reported, is dropped like the others, but not while a task or
+a stage batch is held that was leased before it was found.
+
+The only writer of nodes, retired, units, segments, quarantine and user_errors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from rillflow.dataflow.ledger.database import Part
+from rillflow.dataflow.ledger.tables import NEWEST, SUM, Node
+from rillflow.dataflow.ledger.throttle import DECAY
+from rillflow.errors import BadRequest
+from rillflow.types import Heartbeat, NodeInfo, Row, UnitInfo, UserError
+from rillflow.types.decoding import json_decoder
+
+_PACE = 0.8  # of the mean seconds that is kept at every success
+_LONGEST = 1e9  # seconds; whatever a node says, the mean stays a number
+_SHORTEST = 1e-3  # seconds; nobody is infinitely quick
+_RATE_SECONDS = 30.0  # over which samples a second are counted, roughly
+_GONE_SHOWN = 3600.0  # seconds that a node which is gone is listed
+_MOST_GONE = 64  # nodes which are gone that are kept apart from the sum
+_COUNTS = ("leased", "completed", "refused", "failed", "returned", "produced", "accepted", "consumed", "stale")
+TAKING = "state = 'healthy' AND leaving = 0 AND active = 'rollout'"
+
+
+class Nodes(Part):
+    def grace(self) -> None:
+        """Give every healthy node its full time to be heard of again."""
+        self._db.run("UPDATE nodes SET seen = ? WHERE state = 'healthy'", (self._clock.now(),))
+
+    def retired(self, node: str, incarnation: str) -> bool:
+        """Return whether this process is one that another has replaced under the same name."""
+        return bool(self._db.value("SELECT 1 FROM retired WHERE node = ? AND incarnation = ?", (node, incarnation)))
+
+    def find(self, node: str) -> Node | None:
+        return self._db.row(Node, f"SELECT {Node.columns()} FROM nodes WHERE name = ?", (node,))
+
+    def hear(self, node: str, incarnation: str, versions: Mapping[str, int]) -> bool:
+        """Note that the node lives; returns True when a new process took the node's name."""
+        if not node or len(node) > 200:
+            raise BadRequest("a node's name has 1 to 200 characters", "give every node a short name of its own")
+        before = self._db.value("SELECT incarnation FROM nodes WHERE name = ?", (node,))
+        known = {policy: versions[policy] for policy in self._rules.policies if policy in versions}
+        values = (self._clock.now(), versions.get(self._rules.policy), json.dumps(known))
+        if before is None:
+            self._db.run(
+                "INSERT INTO nodes (name, incarnation, state, seen, version, versions) "
+                "VALUES (?, ?, 'healthy', ?, ?, ?)",
+                (node, incarnation, *values),
+            )
+            return False
+        self._db.run(
+            "UPDATE nodes SET incarnation = ?, state = 'healthy', seen = ?, version = ?, versions = ? WHERE name = ?",
+            (incarnation, *values, node),
+        )
+        if before == incarnation:
+            return False
+        self._db.run("INSERT OR IGNORE INTO retired VALUES (?, ?)", (node, before))
+        # Another process: the record of the one before it says nothing of this one.
+        self._db.run(
+            "UPDATE nodes SET ends = 0, bad_ends = 0, bad_row = 0, pace = NULL, made = 0, busy = 0, ended_at = NULL, "
+            "rate = 0, rate_at = NULL, leaving = 0, leave_at = NULL, drain = NULL WHERE name = ?",
+            (node,),
+        )
+        return True
+
+    def describe(self, beat: Heartbeat) -> float | None:
+        """Write down a heartbeat's facts; returns the seconds that a retired node has left, None for one that stays."""
+        node = self.find(beat.node)
+        assert node is not None, "heard of before"
+        now = self._clock.now()
+        self._db.run(
+            "UPDATE nodes SET capacity = ?, stats = ?, active = ?, leaving = max(leaving, ?), rate = ?, rate_at = ?, "
+            "rate_accepted = ? WHERE name = ?",
+            (
+                *(beat.capacity, json.dumps(beat.stats), beat.active[:100], beat.leaving),
+                *(_rate(node, now), now, node.accepted, beat.node),
+            ),
+        )
+        return self._seconds_left(node)
+
+    # ------------------------------------------------------------ leaving
+
+    def retire(self, node: str, drain: float) -> None:
+        """Tell the node to be gone in so many seconds. Of several such calls the earliest end counts."""
+        row = self.find(node)
+        if row is None or row.state != "healthy":
+            known = "is not there any more" if row is not None else "was never heard of"
+            raise BadRequest(f"node {node!r:.80} {known}", "`rillflow nodes RUN` lists those that are there")
+        if not 0 <= drain <= _LONGEST:
+            raise BadRequest(f"a node cannot leave within {drain} seconds", "give 0 or more")
+        until = self._clock.now() + drain
+        if row.leave_at is None or until < row.leave_at:
+            self._db.run("UPDATE nodes SET leaving = 1, leave_at = ?, drain = ? WHERE name = ?", (until, drain, node))
+
+    def leave_in(self, node: str) -> float | None:
+        """Return the seconds that a retired node has left; None for one that stays."""
+        row = self.find(node)
+        return None if row is None else self._seconds_left(row)
+
+    def _seconds_left(self, node: Node) -> float | None:
+        if node.leave_at is None or node.drain is None:
+            return None
+        # Not more than it was given: the clock may have been set back.
+        return max(0.0, min(node.leave_at - self._clock.now(), node.drain))
+
+    def leave(self, node: str, incarnation: str) -> None:
+        """Mark this process of the node as gone for good."""
+        self._db.run("INSERT OR IGNORE INTO retired VALUES (?, ?)", (node, incarnation))
+        self._db.run("UPDATE nodes SET state = 'left', leaving = 1 WHERE name = ?", (node,))
+
+    def overdue(self) -> list[tuple[str, str]]:
+        """Return names and incarnations of retired nodes that are still heard of after their time."""
+        return self._db.all(
+            "SELECT name, incarnation FROM nodes WHERE state = 'healthy' AND leave_at < ?",
+            (self._clock.now() - self._rules.node_timeout,),
+        )
+
+    def silent(self) -> list[str]:
+        """Mark the nodes that were not heard of for too long as gone; returns their names."""
+        names: list[str] = self._db.column(
+            "SELECT name FROM nodes WHERE state = 'healthy' AND seen < ?",
+            (self._clock.now() - self._rules.node_timeout,),
+        )
+        self._db.many("UPDATE nodes SET state = 'gone' WHERE name = ?", [(name,) for name in names])
+        return names
+
+    def sum_up(self) -> None:
+        """Add the nodes that went long ago, and all but the latest of the others that are gone, to one row."""
+        gone = "FROM nodes WHERE state != 'healthy' AND held = 0 AND name != ?"
+        last = self._db.value(f"SELECT seen {gone} ORDER BY seen DESC LIMIT 1 OFFSET ?", (SUM, _MOST_GONE))
+        until = max(last or 0.0, self._clock.now() - _GONE_SHOWN)
+        found = self._db.column(f"SELECT name {gone} AND seen <= ?", (SUM, until))
+        if not found:
+            return
+        names, these = json.dumps(found), "IN (SELECT value FROM json_each(?))"
+        self._db.run(
+            f"INSERT OR REPLACE INTO nodes (name, incarnation, state, seen, {', '.join(_COUNTS)}) "
+            f"SELECT ?, '', 'gone', max(seen), {', '.join(f'sum({name})' for name in _COUNTS)} FROM nodes "
+            f"WHERE name = ? OR name {these}",
+            (SUM, SUM, names),
+        )
+        self._db.run(f"DELETE FROM nodes WHERE name {these}", (names,))
+        self._db.run(f"DELETE FROM retired WHERE node {these}", (names,))
+
+    # ------------------------------------------------------------ counting
+
+    def leased(self, node: str, train: int, evaluation: int) -> None:
+        self._db.run(
+            "UPDATE nodes SET held = held + ?, held_eval = held_eval + ?, leased = leased + ? WHERE name = ?",
+            (train + evaluation, evaluation, train + evaluation, node),
+        )
+
+    def succeeded(self, node: str, lane: str, ends: Sequence[tuple[float, int]]) -> None:
+        """Count episodes that ended well, given the seconds and samples of each. Samples count in the train lane."""
+        number, train = len(ends), lane == "train"
+        counted = sum(samples for _, samples in ends) if train else 0
+        took = [min(max(seconds, 0.0), _LONGEST) for seconds, _ in ends]
+        pace, first, made, busy, weight = 0.0, took[0], 0.0, 0.0, 0.0
+        for seconds, (_, samples) in zip(took, ends, strict=True):
+            pace, first = pace * _PACE + (1 - _PACE) * seconds, first * _PACE + (1 - _PACE) * seconds
+            made, busy = made * DECAY + samples, busy * DECAY + max(seconds, _SHORTEST)
+            weight = weight * DECAY + 1
+        decay = DECAY**number
+        self._db.run(
+            "UPDATE nodes SET held = held - ?, held_eval = held_eval - ?, ends = ends * ? + ?, "
+            "bad_ends = bad_ends * ?, bad_row = 0, pace = CASE WHEN pace IS NULL THEN ? ELSE pace * ? + ? END, "
+            "made = made * ? + ?, busy = busy * ? + ?, ended_at = ?, completed = completed + ?, "
+            "produced = produced + ?, accepted = accepted + ? WHERE name = ?",
+            (
+                *(number, 0 if train else number, decay, weight, decay),
+                *(first, _PACE**number, pace, decay, made, decay, busy, self._clock.now()),
+                *(number, counted, counted, node),
+            ),
+        )
+
+    def failed(self, node: str, lane: str, samples: int) -> None:
+        """Count an episode that ended badly."""
+        train = lane == "train"
+        self._db.run(
+            "UPDATE nodes SET held = held - 1, held_eval = held_eval - ?, ends = ends * ? + 1, "
+            "bad_ends = bad_ends * ? + 1, bad_row = bad_row + 1, ended_at = ?, failed = failed + 1, "
+            "produced = produced + ? WHERE name = ?",
+            (not train, DECAY, DECAY, self._clock.now(), samples if train else 0, node),
+        )
+
+    def returned(self, node: str, lane: str, samples: int = 0, *, stale: bool = False) -> None:
+        """Count a lease that ended without a verdict on the episode."""
+        produced = samples if lane == "train" else 0
+        self._db.run(
+            "UPDATE nodes SET held = held - 1, held_eval = held_eval - ?, returned = returned + 1, "
+            "produced = produced + ?, stale = stale + ? WHERE name = ?",
+            (lane == "eval", produced, produced if stale else 0, node),
+        )
+
+    def cancelled(self, node: str, lane: str) -> None:
+        self._db.run(
+            "UPDATE nodes SET held = held - 1, held_eval = held_eval - ? WHERE name = ?", (lane == "eval", node)
+        )
+
+    def refused(self, node: str, lane: str, samples: int) -> None:
+        produced = samples if lane == "train" else 0
+        self._count("refused = refused + 1, produced = produced + ?", produced, node)
+
+    def consumed(self, node: str, samples: int) -> None:
+        self._count("consumed = consumed + ?", samples, node)
+
+    def expired(self, node: str, samples: int) -> None:
+        """Count samples that came to nothing for their age."""
+        self._count("stale = stale + ?", samples, node)
+
+    def _count(self, change: str, number: int, node: str) -> None:
+        """Count for a node that may have been summed up since."""
+        if not self._db.run(f"UPDATE nodes SET {change} WHERE name = ?", (number, node)):
+            self._db.run(f"UPDATE nodes SET {change} WHERE name = ?", (number, SUM))
+
+    # ------------------------------------------------------------ looking
+
+    @property
+    def healthy(self) -> int:
+        return int(self._db.value("SELECT count(*) FROM nodes WHERE state = 'healthy'"))
+
+    @property
+    def seen(self) -> float | None:
+        """When a node was heard of last, or None if none ever was."""
+        found: float | None = self._db.value("SELECT max(seen) FROM nodes")
+        return found
+
+    @property
+    def taking(self) -> int:
+        """Nodes that take tasks."""
+        return int(self._db.value(f"SELECT count(*) FROM nodes WHERE {TAKING}"))
+
+    def serving(self, policy: str) -> list[int]:
+        """Return the version that each live node serves of the policy, where it serves one."""
+        known = map(json.loads, self._db.column("SELECT versions FROM nodes WHERE state = 'healthy'"))
+        return [versions[policy] for versions in known if policy in versions]
+
+    def held(self, node: str) -> tuple[int, int]:
+        """Return how many tasks the node holds, and how many of them are evaluations."""
+        row = self._db.one("SELECT held, held_eval FROM nodes WHERE name = ?", (node,))
+        return (row[0], row[1]) if row else (0, 0)
+
+    def infos(self) -> list[NodeInfo]:
+        """Return every node that is there, and those that went a short while ago."""
+        now = self._clock.now()
+        query = f"SELECT {Node.columns()} FROM nodes WHERE (state = 'healthy' OR seen > ?) AND name != ? ORDER BY name"
+        return [
+            NodeInfo(
+                name=node.name,
+                state=node.state,
+                active=node.active,
+                leaving=bool(node.leaving),
+                capacity=node.capacity,
+                held=node.held,
+                completed=node.completed,
+                failed=node.failed,
+                pace=node.pace,
+                throughput=_rate(node, now) if node.state == "healthy" else 0.0,
+                seen=max(0.0, now - node.seen),
+                versions=json.loads(node.versions),
+                stats=json.loads(node.stats),
+            )
+            for node in self._db.rows(Node, query, (now - _GONE_SHOWN, SUM))
+        ]
+
+
+def _rate(node: Node, now: float) -> float:
+    """Return a node's samples a second: what was known fades, what came since counts. The first time tells nothing."""
+    if node.rate_at is None or now <= node.rate_at:
+        return float(node.rate)
+    seconds = max(now - node.rate_at, 1.0)
+    kept = math.exp(-seconds / _RATE_SECONDS) if node.rate > 0 else 0.0
+    return float(node.rate * kept + (node.accepted - node.rate_accepted) / seconds * (1 - kept))
+
+
+# ---------------------------------------------------------------- storage units
+
+RECLAIMED = "segments_reclaimed"  # the counter of segments that were dropped unreported
+_MOST_IDLE = 1000  # that a unit is asked about at once
+_TAKE = (
+    "UPDATE segments SET live = live + ?, touched = ?, unreported = NULL "
+    "WHERE unit = ? AND segment = ? AND state = 'live' "
+    "AND EXISTS (SELECT 1 FROM units WHERE units.unit = segments.unit AND units.state = 'healthy')"
+)
+_KNOW = (
+    "INSERT OR IGNORE INTO segments (unit, segment, live, touched) "
+    "SELECT ?1, ?2, ?3, ?4 FROM units WHERE unit = ?1 AND state = 'healthy'"
+)
+_OLDEST_TASK = "SELECT min(a.leased_at) FROM tasks t JOIN attempts a ON a.id = t.attempt WHERE t.state = 'leased'"
+_OLDEST_STAGE_BATCH = "SELECT min(CAST(substr(id, 2) AS INTEGER)) FROM stage_batches WHERE state = 'leased'"
+
+
+class Storage(Part):
+    """Storage units and their segments."""
+
+    def hear(self, info: UnitInfo) -> None:
+        if not info.unit or len(info.unit) > 200:
+            raise BadRequest("a unit's name has 1 to 200 characters", "a unit draws its name once and keeps it")
+        if not math.isfinite(info.load):
+            raise BadRequest(f"the load of unit {info.unit!r:.80} is {info.load}", "a unit's load is its waiting bytes")
+        self._db.run(
+            "INSERT INTO units VALUES (?, ?, ?, ?, 'healthy') ON CONFLICT (unit) DO UPDATE SET info = excluded.info, "
+            "load = excluded.load, seen = excluded.seen, state = 'healthy'",
+            (info.unit, msgspec.json.encode(info).decode(), info.load, self._clock.now()),
+        )
+
+    def grace(self) -> None:
+        """Give healthy units, and segments that nobody needs, their full time again."""
+        now = self._clock.now()
+        self._db.run("UPDATE units SET seen = ? WHERE state = 'healthy'", (now,))
+        self._db.run("UPDATE segments SET touched = ? WHERE state = 'live' AND live = 0", (now,))
+
+    def healthy(self) -> list[UnitInfo]:
+        """Return the units that were heard of lately, the least loaded first."""
+        found = self._db.column("SELECT info FROM units WHERE state = 'healthy' ORDER BY load, unit")
+        return [json_decoder(UnitInfo).decode(info) for info in found]
+
+    @property
+    def count(self) -> int:
+        return int(self._db.value("SELECT count(*) FROM units WHERE state = 'healthy'"))
+
+    @property
+    def seen(self) -> float | None:
+        """When a unit was heard of last, or None if none ever was."""
+        found: float | None = self._db.value("SELECT max(seen) FROM units")
+        return found
+
+    def silent(self) -> list[str]:
+        """Mark the units that were not heard of for too long as gone; returns their names."""
+        names: list[str] = self._db.column(
+            "SELECT unit FROM units WHERE state = 'healthy' AND seen < ?",
+            (self._clock.now() - self._rules.unit_timeout,),
+        )
+        self._db.many("UPDATE units SET state = 'gone' WHERE unit = ?", [(name,) for name in names])
+        return names
+
+    # ------------------------------------------------------------ rows that are needed
+
+    def take(self, rows: Iterable[Row]) -> bool:
+        """Count the rows as needed; False, changing nothing, when one lies where nothing can be read any more."""
+        wanted: dict[tuple[str, int], int] = {}
+        for row in rows:
+            place = (row.unit, row.segment)
+            wanted[place] = wanted.get(place, 0) + 1
+        now = self._clock.now()
+        taken: list[tuple[str, int, int]] = []
+        for place, number in wanted.items():
+            if not (self._db.run(_TAKE, (number, now, *place)) or self._db.run(_KNOW, (*place, number, now))):
+                self.let_go(taken)
+                return False
+            taken.append((*place, number))
+        return True
+
+    def let_go(self, rows: Iterable[tuple[str, int, int]]) -> None:
+        """Count rows as needed no more, given units, segments and how many."""
+        now = self._clock.now()
+        self._db.many(
+            "UPDATE segments SET live = live - ?, touched = ? WHERE unit = ? AND segment = ?",
+            [(number, now, unit, segment) for unit, segment, number in rows],
+        )
+
+    def note(self, rows: Iterable[Row]) -> None:
+        """Note the segments of rows that nobody will ask for, so that they are dropped some day."""
+        now = self._clock.now()
+        self._db.many(_KNOW, [(*place, 0, now) for place in {(row.unit, row.segment) for row in rows}])
+
+    def quarantine(self, row: Row, sample: str, reason: str) -> int:
+        """Set a row aside that could not be read as it was written; returns 0 for one that is known."""
+        return self._db.run(
+            "INSERT OR IGNORE INTO quarantine VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (row.unit, row.segment, row.offset, row.length, sample, reason, self._clock.now()),
+        )
+
+    # ------------------------------------------------------------ dropping
+
+    def found(self, unit: str, segments: Sequence[int]) -> None:
+        """Watch those of the unit's closed segments that nobody has reported."""
+        numbers = json.dumps([segment for segment in segments if 0 <= segment <= NEWEST])
+        self._db.run(
+            "INSERT OR IGNORE INTO segments (unit, segment, live, touched, unreported) "
+            "SELECT ?, j.value, 0, ?, ? FROM json_each(?) j",
+            (unit, self._clock.now(), self._db.counter("stage_batches"), numbers),
+        )
+
+    def idle(self, unit: str) -> list[int]:
+        """Return the segments that nobody has needed for a while. Somebody may still write into them."""
+        rows = self._db.all(
+            "SELECT segment, touched, unreported FROM segments WHERE unit = ? AND state = 'live' AND live = 0 "
+            "AND touched < ? ORDER BY segment LIMIT ?",
+            (unit, self._clock.now() - self._rules.drop_after, _MOST_IDLE),
+        )
+        if all(unreported is None for _, _, unreported in rows):
+            return [segment for segment, _, _ in rows]
+        task, stage = self._db.value(_OLDEST_TASK), self._db.value(_OLDEST_STAGE_BATCH)
+        return [
+            segment
+            for segment, touched, unreported in rows
+            if unreported is None or ((task is None or touched < task) and (stage is None or unreported <= stage))
+        ]
+
+    def closed(self, unit: str, segments: Sequence[int]) -> None:
+        """Drop those of the segments, into which nobody writes any more, that are still idle."""
+        idle = set(self.idle(unit))
+        self._db.many(
+            "UPDATE segments SET state = 'dropping' WHERE unit = ? AND segment = ?",
+            [(unit, segment) for segment in segments if segment in idle],
+        )
+
+    def dropping(self, unit: str) -> list[int]:
+        query = "SELECT segment FROM segments WHERE unit = ? AND state = 'dropping' ORDER BY segment"
+        return self._db.column(query, (unit,))
+
+    def dropped(self, unit: str, segments: Sequence[int]) -> None:
+        for segment in segments:
+            where = "unit = ? AND segment = ? AND state = 'dropping'"
+            if self._db.value(f"SELECT unreported FROM segments WHERE {where}", (unit, segment)) is not None:
+                self._db.count(RECLAIMED)
+            self._db.run(f"UPDATE segments SET state = 'dropped' WHERE {where}", (unit, segment))
+
+
+# ---------------------------------------------------------------- errors of user code
+
+_MOST_ERRORS = 256  # distinct errors of a run; those beyond are counted as one
+_SHOWN = 8  # in a status
+_LONGEST_ERROR, _LONGEST_TRACE = 500, 4000
+_OTHERS = UserError(kind="others", where="", error=f"beyond the first {_MOST_ERRORS} distinct errors")
+
+
+class UserErrors(Part):
+    """Each distinct error of user code once, with its traceback and how often it was seen."""
+
+    def add(self, errors: Sequence[UserError]) -> None:
+        """Count these errors. Nodes send them, so they are cut to what may be kept."""
+        for error in errors:
+            one = error if self._has_room(error) else _OTHERS
+            count = min(max(error.count, 1), 1 << 31)
+            self._db.run(
+                "INSERT INTO user_errors VALUES (?, ?, ?, ?, ?) ON CONFLICT (kind, place) DO UPDATE SET "
+                "n = n + excluded.n, trace = CASE trace WHEN '' THEN excluded.trace ELSE trace END",
+                (*_key(one), one.error[:_LONGEST_ERROR], one.trace[-_LONGEST_TRACE:], count),
+            )
+
+    def _has_room(self, error: UserError) -> bool:
+        known = self._db.value("SELECT 1 FROM user_errors WHERE kind = ? AND place = ?", _key(error))
+        return known is not None or self._db.value("SELECT count(*) FROM user_errors") < _MOST_ERRORS
+
+    def shown(self) -> list[UserError]:
+        """Return the most frequent ones."""
+        query = "SELECT kind, place, error, trace, n FROM user_errors ORDER BY n DESC, kind, place LIMIT ?"
+        return [
+            UserError(kind=kind, where=place, error=error, trace=trace, count=n)
+            for kind, place, error, trace, n in self._db.all(query, (_SHOWN,))
+        ]
+
+
+def _key(error: UserError) -> tuple[str, str]:
+    return error.kind[:100], error.where[:_LONGEST_ERROR]
