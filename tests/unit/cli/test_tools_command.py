@@ -36,7 +36,7 @@ def test_tools_are_listed_with_their_arguments(tmp_path: Path) -> None:
 def test_what_is_wrong_is_said_without_a_traceback(tmp_path: Path) -> None:
     for arguments, why in (
         (["tools", "quickstart"], "names no tools"),
-        (["tools", mine(tmp_path, "[calculater]")], "did you mean calculator"),
+        (["tools", mine(tmp_path, "[calculater]")], "did you mean 'calculator'"),
         (["tools", "mcp_stdio", "--port", "8000"], "--serve http"),
         (["run", mine(tmp_path, "[{name: calculator, options: {depth: 1}}]", "other")], "its options are: none"),
     ):

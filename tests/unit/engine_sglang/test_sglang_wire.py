@@ -110,7 +110,7 @@ class Recorded:
 
     def _layout(self) -> dict[str, Any]:
         spread = {name: [[0, [tensor.numel()], [1]]] for name, tensor in self.held.items()}
-        return {"spread": spread, "other_dtype": [], "unaligned": [], "uncovered": []}
+        return {"spread": spread, "devices": ["cpu"], "other_dtype": [], "unaligned": [], "uncovered": []}
 
     def _written(self, paths: list[str]) -> dict[str, Any]:
         from safetensors.torch import load_file
@@ -125,7 +125,8 @@ class Recorded:
         names = {entry.rpartition(":")[0] or entry for entry in given}
         if self.spoils:
             self.held[min(names)].view(-1)[0] += 1
-        return {name: [[0, [1], [1], f"{fingerprint(self.held[name]):016x}"]] for name in names}
+        held = {name: [[0, [1], [1], f"{fingerprint(self.held[name]):016x}"]] for name in names}
+        return {"held": held, "seconds": {"write": 0.01, "verify": 0.01}}
 
 
 @pytest.fixture

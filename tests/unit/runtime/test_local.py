@@ -230,10 +230,10 @@ async def test_units_come_before_those_who_use_them_and_stay_until_they_have_end
     assert [(spec.name, *spec.arguments) for spec in recorded.started] == [
         ("unit-0", "unit", root, "--name", "unit-0"),
         ("unit-1", "unit", root, "--name", "unit-1"),
-        ("rollout-0", "rollout", root, "--name", "rollout-0"),
-        ("rollout-1", "rollout", root, "--name", "rollout-1"),
         ("trainer-solver", "trainer", root, "--policy", "solver"),
         ("trainer-checker", "trainer", root, "--policy", "checker"),
+        ("rollout-0", "rollout", root, "--name", "rollout-0"),
+        ("rollout-1", "rollout", root, "--name", "rollout-1"),
     ]
     assert recorded.kept == {"dashboard", "dataflow", "unit-0", "unit-1"}
 

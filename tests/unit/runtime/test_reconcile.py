@@ -83,7 +83,7 @@ def world(tmp_path: Path) -> World:
 
 async def test_the_first_plan_is_started_and_written_down(world: World) -> None:
     assert world.carrier.told == [
-        "start rollout-trainer-agent-rank0", "start rollout-0", "start rollout-1", "start trainer-agent",
+        "start trainer-agent", "start rollout-trainer-agent-rank0", "start rollout-0", "start rollout-1",
     ]  # fmt: skip
     assert world.worker("trainer-agent-rank1") == ("trainer-agent", 0)
     assert world.worker("rollout-1") == ("rollout-1", None)

@@ -141,7 +141,7 @@ async def test_the_tools_of_a_recipe() -> None:
 @pytest.mark.parametrize(
     ("config", "why", "hint"),
     [
-        ({"name": "calculater"}, "no tool 'calculater'", "did you mean calculator"),
+        ({"name": "calculater"}, "no tool 'calculater'", "did you mean 'calculator'"),
         ({"name": "search"}, "corpus: Field required", "its options are: corpus"),
         ({"name": "calculator", "options": {"depth": 3}}, "depth", "its options are: none"),
         ({"function": "rillflow.agents.tools.calculator:nothing"}, "has no 'nothing'", "check the recipe"),
