@@ -3,8 +3,9 @@
     python -m bench.dashboard [--quick] [--json FILE]
 
 Views: a run folder with 10,000 trajectories, 100,000 metric points (2,500 steps of 40 numbers), 100,000 spans of work
-and a full ledger is served over HTTP by the dashboard itself. Each view is asked for at once when the dashboard has
-started, while it still reads the folder, and then again and again; the limit of 200 ms is for the latter.
+and a full ledger is served over HTTP by the dashboard itself. Each view is asked for as the first of all, when the
+dashboard has read nothing of the folder, and then again and again. The limit is 200 ms: of processor time at first, of
+waiting then.
 
 Cost: one run of the quickstart, whose policy stays as it is (its learning rate is next to nothing), with the dashboard
 open and closed in turns. Open means that it is asked for what the page asks for, as often (static/app.js): the overview
@@ -163,15 +164,16 @@ async def time_views(report: Report, folder: RunFolder, repeats: int) -> None:
         dashboard = Dashboard(watch([folder.root]))
         base = await dashboard.start()
         path = f"/api/runs/{folder.root.name}/{name}"
-        taken = []
+        taken, first, used = [], 0.0, time.process_time()
         async with httpx.AsyncClient(base_url=base, headers=headers, timeout=60.0) as client:
             for _ in range(repeats + 1):
                 begun = time.perf_counter()
                 reply = await client.get(path, params=query)
                 taken.append((time.perf_counter() - begun) * 1000)
                 assert reply.status_code == 200, f"{name}: {reply.text}"
+                first = (time.process_time() - used) * 1000 if len(taken) == 1 else first
         await dashboard.stop()
-        report.add(f"{name}, as the first of all", taken[0], None, unit="ms")
+        report.add(f"{name}, as the first of all, processor time", first, None, unit="ms", limit=LIMIT)
         report.add(f"{name}, then", statistics.median(taken[1:]), None, unit="ms", limit=LIMIT)
 
 

@@ -176,11 +176,12 @@ class SpanFollower:
     """Follows the files of a run: each call of `new` returns the spans that have ended since the last one.
 
     A worker's last span may go on; it comes with what follows it, or when the `rest` is asked for. What was written in
-    the moment in which a file became full may be missed.
+    the moment in which a file became full may be missed. The first call reads the last `most` bytes of each file.
     """
 
-    def __init__(self, run: Path) -> None:
+    def __init__(self, run: Path, most: int = BOUND) -> None:
         self._folder = run / FOLDER
+        self._most = most
         self._at: dict[str, int] = {}
         self._open: dict[str, list[Span]] = {}
 
@@ -199,17 +200,15 @@ class SpanFollower:
         return found
 
     def _tail(self, path: Path) -> list[bytes]:
-        """The whole lines that are new in a file; of one that was begun anew, all. At first also those of the full one
-        before it."""
-        full = path.with_name(f"{path.name}.1")
-        before = full.read_bytes().splitlines() if path.name not in self._at and full.is_file() else []
-        at = self._at.get(path.name, 0)
+        """Return the whole lines that are new in a file; of a new file, all."""
         with open(path, "rb") as file:
-            file.seek(at if at <= file.seek(0, os.SEEK_END) else 0)
+            size = file.seek(0, os.SEEK_END)
+            at = self._at.get(path.name, max(size - self._most, 0))
+            file.seek(at if at <= size else 0)
             data = file.read()
             end = data.rfind(b"\n") + 1
             self._at[path.name] = file.tell() - len(data) + end
-        return before + data[:end].splitlines()
+        return data[:end].splitlines()
 
 
 def _lines(path: Path) -> list[Span]:

@@ -24,7 +24,7 @@ function hooks(data) {
   const rows = [...data.curators.map(one("curator")), ...data.filters.map(one("filter")), one("sampler")(data.sampler), ...data.trainers.map((trainer) => ({
     kind: `trainer of ${trainer.policy}`, name: trainer.algorithm || "", options: Object.entries(trainer).filter(([key]) => !["policy", "algorithm"].includes(key)).map(([key, value]) => `${key} ${value}`).join(", "),
   }))];
-  return h("section", { class: "card" }, h("h2", { text: `In this run${data.staleness === null || data.staleness === undefined ? "" : `, staleness at most ${data.staleness}`}` }),
+  return h("section", { class: "card" }, h("h2", { text: `Configuration${data.staleness === null || data.staleness === undefined ? "" : ` (staleness at most ${data.staleness})`}` }),
     table([{ key: "kind", title: "kind" }, { key: "name", title: "name" }, { title: "options", show: (row) => h("code", { text: row.options }) }], rows));
 }
 

@@ -229,9 +229,9 @@ async function start() {
   addEventListener("hashchange", follow);
   addEventListener("keydown", pressed);
   addEventListener("visibilitychange", () => { if (!document.hidden && current().state === "running") update(); });
-  let width = innerWidth;
-  addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; update(); } });
   await follow();
+  let width = root.clientWidth;
+  new ResizeObserver(() => { if (root.clientWidth !== width) { width = root.clientWidth; update(); } }).observe(root);
   setTimeout(tick, EVERY);
 }
 

@@ -22,11 +22,12 @@ export function mount(root, context) {
 
 function report(name, one) {
   const { window, production, decision } = one;
-  const change = decision.delta ? ` ${production.gpus} to ${decision.target} GPUs` : ` ${production.gpus} GPUs`;
+  const gpus = (count) => `${count} GPU${count === 1 ? "" : "s"}`;
+  const change = decision.delta ? ` ${production.gpus} to ${gpus(decision.target)}` : ` ${gpus(production.gpus)}`;
   const rows = [
     ["versions", `${window.since} to ${one.version}, ${window.steps} steps, ${window.counted} without an evaluation`], ["duration", `${duration(window.wall_seconds)}, ${duration(window.eval_seconds)} of it evaluation`],
-    ["step", `${duration(window.step_seconds)}, ${duration(window.batch_wait_seconds)} of it waiting`], ["trainer waits", number(window.wait_fraction, "share")],
-    ["produced", `${number(production.produced)} samples, ${number(production.throughput_per_gpu)} /s and GPU`], ["entered", `${number(production.entered)} (${number(production.accept_rate, "share")})`],
+    ["step", window.step_seconds === null ? "–" : `${duration(window.step_seconds)}, ${duration(window.batch_wait_seconds)} of it waiting`], ["trainer waits", number(window.wait_fraction, "share")],
+    ["produced", `${number(production.produced)} samples, ${number(production.throughput_per_gpu)} /s per GPU`], ["entered", `${number(production.entered)} (${number(production.accept_rate, "share")})`],
     ["trained", number(production.consumed)], ["dropped as stale", `${number(production.stale_skipped)} (${number(production.stale_rate, "share")})`], ["entered / trained", number(production.produce_consume_ratio)],
   ];
   return h("section", { class: "card" }, h("h2", {}, `${name} `, h("span", { class: `badge ${LOOKS[decision.branch]}`, text: decision.branch + change })),

@@ -1,6 +1,7 @@
 // A line chart in SVG: axes, a legend, the values under the pointer or the arrow keys, and zooming by dragging.
 import { h, s, number, duration } from "./dom.js";
 
+const SMALLEST = 1e-2; // of a value: the smallest range of a chart, so that rounding errors look like none
 const HEIGHT = 190, LEFT = 52, RIGHT = 10, TOP = 8, BOTTOM = 22;
 
 export function chart(picture, { width, axis = "step", low = null, high = null, onzoom = null, height = HEIGHT }) {
@@ -40,6 +41,8 @@ function scales(lines, log, width, height, low, high) {
   log = log && y0 > 0;
   const to = log ? Math.log10 : (value) => value;
   let [bottom, top] = [to(y0), to(y1)];
+  const least = log ? 0 : SMALLEST * Math.max(Math.abs(bottom), Math.abs(top));
+  if (top > bottom && top - bottom < least) [bottom, top] = [(bottom + top - least) / 2, (bottom + top + least) / 2];
   if (top === bottom) [bottom, top] = log ? [bottom - 1, top + 1] : [Math.min(bottom, 0), Math.max(top, 0) || 1];
   const room = (top - bottom) * 0.06;
   bottom -= room; top += room;
@@ -65,9 +68,18 @@ function axes(frame, picture, axis) {
   for (const value of up) {
     const y = frame.y(value);
     made.push(s("line", { class: "grid", x1: LEFT, x2: frame.width - RIGHT, y1: y, y2: y }));
-    made.push(s("text", { x: LEFT - 6, y: y + 4, "text-anchor": "end", text: number(value, picture.unit === "share" ? "share" : "") }));
+    made.push(s("text", { x: LEFT - 6, y: y + 4, "text-anchor": "end", text: label(value, up, picture.unit === "share") }));
   }
   return made;
+}
+
+// A tick's text: with as many digits as it takes to tell it from the next.
+function label(value, every, share) {
+  const gap = (every.length > 1 ? every[1] - every[0] : Math.abs(value) || 1) * (share ? 100 : 1);
+  const digits = Math.max(0, -Math.floor(Math.log10(gap) + 1e-9)), most = Math.max(...every.map(Math.abs)) * (share ? 100 : 1);
+  if (digits > 4 || most >= 1e4) return number(value, share ? "share" : "");
+  const text = (share ? 100 * value : value).toFixed(digits);
+  return share ? `${text} %` : Number(text) === 0 ? "0" : text;
 }
 
 function powers(bottom, top) {

@@ -32,7 +32,7 @@ function figures(data) {
   const change = (row) => (row.left && row.right !== null ? `${row.right >= row.left ? "+" : ""}${(100 * (row.right / row.left - 1)).toFixed(1)} %` : "");
   const rows = [...data.figures];
   return h("section", { class: "card" }, h("h2", { text: "Figures" }), table([
-    { key: "name", title: "" }, { title: `A: ${data.runs[0].name}`, number: true, show: (row) => number(row.left, row.unit) }, { title: `B: ${data.runs[1].name}`, number: true, show: (row) => number(row.right, row.unit) }, { title: "B to A", number: true, show: change },
+    { key: "name", title: "" }, { title: "A", number: true, show: (row) => number(row.left, row.unit) }, { title: "B", number: true, show: (row) => number(row.right, row.unit) }, { title: "B to A", number: true, show: change },
   ], rows));
 }
 

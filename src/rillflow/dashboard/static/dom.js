@@ -60,8 +60,13 @@ export function hour(seconds) {
   return seconds ? new Date(seconds * 1000).toLocaleTimeString() : "–";
 }
 
+// A text in which `commands` stand between backticks.
+export function marked(text) {
+  return text.split("`").map((part, index) => (index % 2 ? h("code", { text: part }) : part));
+}
+
 export function empty(text) {
-  return h("p", { class: "empty", text });
+  return h("p", { class: "empty" }, marked(text));
 }
 
 // A table: columns are {key, title, number, look, show(row), sort}. `opened` makes its rows links.

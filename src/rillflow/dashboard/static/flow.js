@@ -28,9 +28,9 @@ function prompts(data, width) {
     width > 640 ? h("div", { class: "wide" }, sankey(data, rows, width)) : null, bars(all, Math.max(data.taken, 1)));
 }
 
-function bars(rows, total) {
+function bars(rows, total, what = "prompts") {
   return table([
-    { key: "name", title: "prompts" }, { key: "count", title: "count", number: true },
+    { key: "name", title: what }, { key: "count", title: "count", number: true },
     { title: "share", number: true, show: (row) => number(row.count / total, "share") },
     { title: "", look: "bars", show: (row) => h("span", { class: `bar f${COLOURS[row.state] ?? 7}`, "width%": (100 * row.count) / total }) },
   ], rows);
@@ -91,7 +91,7 @@ function streams(found) {
   return h("div", { class: "two" }, found.map((stream) => {
     const rows = stream.ends.map((end) => ({ ...end, name: end.cause ? `${end.state}: ${end.cause}` : end.state }));
     const total = Math.max(rows.reduce((sum, row) => sum + row.count, 0), 1);
-    return h("section", { class: "card" }, h("h2", { text: `Stream of ${stream.policy}: groups` }), bars(rows, total));
+    return h("section", { class: "card" }, h("h2", { text: `Stream of ${stream.policy}: groups` }), bars(rows, total, "groups"));
   }));
 }
 

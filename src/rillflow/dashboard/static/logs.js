@@ -37,6 +37,6 @@ function userError(error) {
 
 function failures(found) {
   if (!found.length) return [];
-  return [h("details", { class: "advice warning", "data-key": "failures" }, h("summary", { text: `The last ${found.length} episodes that failed for good` }),
+  return [h("details", { class: "advice warning", "data-key": "failures" }, h("summary", { text: `The last ${found.length} episodes that failed after all attempts` }),
     h("pre", { text: found.map((one) => `${one.task} on ${one.node || "?"}: ${one.cause}${one.error ? `\n${one.error}` : ""}`).join("\n\n") }))];
 }

@@ -14,7 +14,7 @@ export function mount(root, context) {
       const notes = Object.entries(data.notes).map(([subject, text]) => h("p", { class: "soft", text: `${subject}: ${text}` }));
       body.replaceChildren(
         data.live ? "" : h("p", { class: "soft", text: "The run is not running: these are the last values in its ledger." }),
-        data.fleet.length ? fleet(data.fleet) : "", h("section", { class: "card" }, h("h2", { text: `${data.nodes.length + data.left_out} nodes` }), rows(data.nodes, operated, post), notes),
+        data.fleet.length ? fleet(data.fleet) : "", h("section", { class: "card" }, h("h2", { text: data.nodes.length + data.left_out === 1 ? "1 node" : `${data.nodes.length + data.left_out} nodes` }), rows(data.nodes, operated, post), notes),
       );
     },
   };

@@ -1,5 +1,5 @@
 // How the run stands: what to look at first, then figures and curves.
-import { h, number, duration, clock, table, empty } from "./dom.js";
+import { h, number, duration, clock, table, empty, marked } from "./dom.js";
 import { chart } from "./chart.js";
 
 export const title = "Overview";
@@ -26,7 +26,7 @@ export function mount(root, context) {
 function advisories(told) {
   const looks = { problem: "Problem", warning: "Warning", hint: "Hint" };
   const found = told.advisories.map((one) => h("details", { class: `advice ${one.severity}`, "data-key": one.key, open: one.severity === "problem" },
-    h("summary", {}, h("b", { text: `${looks[one.severity]}: ` }), one.title), h("p", { class: "soft", text: one.why }), h("p", {}, h("b", { text: "What to do: " }), one.what_to_do)));
+    h("summary", {}, h("b", { text: `${looks[one.severity]}: ` }), marked(one.title)), h("p", { class: "soft said", text: one.why }), h("p", {}, h("b", { text: "What to do: " }), marked(one.what_to_do))));
   if (!found.length) found.push(h("div", { class: "advice healthy" }, h("b", { text: "Nothing to report: " }), "no rule finds anything wrong with this run."));
   if (told.unread.length) found.push(h("p", { class: "warn", text: `could not be read: ${told.unread.join("; ")}` }));
   return found;

@@ -59,10 +59,10 @@ function found(rows, order, context) {
     { key: "id", title: "episode", sort: "id", show: (row) => h("a", { class: "mono", href: "#", text: row.id, tabindex: -1, onclick: (event) => event.preventDefault() }) },
     { title: "kept as", sort: "kept", show: (row) => h("span", { class: `badge ${{ best: "good", worst: "warn", failure: "bad" }[row.kept] || ""}`, text: row.kept }) },
     plain("step"), plain("reward"), { key: "prompt", title: "prompt", sort: "prompt", look: "nowrap" },
-    { title: "roles", show: (row) => (row.roles.length ? row.roles : row.policies).join(", ") },
+    ...(rows.some((row) => row.roles.length || row.policies.length > 1) ? [{ title: "roles", show: (row) => (row.roles.length ? row.roles : row.policies).join(", ") }] : []),
     plain("tokens"), plain("trained", "trained", "tokens that train"), plain("calls"), plain("forks"),
     { title: "versions", number: true, sort: "oldest", show: (row) => (row.oldest === null ? "–" : row.oldest === row.newest ? `${row.oldest}` : `${row.oldest}–${row.newest}`) },
-    plain("advantage", "advantage", "mean over the trained tokens"), plain("gap", "log-prob gap", "mean difference of the log-probs of trainer and engine"),
+    plain("advantage", "advantage", "mean over the trained tokens"), plain("gap", "gap", "mean difference of the log-probs of trainer and engine"),
     { title: "seconds", number: true, sort: "seconds", show: (row) => duration(row.seconds) },
     { title: "end", sort: "status", show: (row) => h("span", { class: row.status === "failed" ? "bad" : row.truncated ? "warn" : "", text: row.cause || (row.truncated ? "truncated" : row.status) }) },
   ], rows, { sorted: order, onsort: sort, opened: (row) => set({ id: row.id }), label: "Trajectories" });
@@ -110,7 +110,7 @@ function facts(data) {
   const { info } = data;
   const told = [
     ["reward", number(info.reward)], ["kept as", info.kept], ["step", number(info.step)], ["prompt", info.prompt], ["group", `${info.group} (place ${info.place})`], ["tokens", `${number(info.tokens)}, ${number(info.trained)} trained`],
-    ["calls", number(info.calls)], ["paths", `${data.samples.length}, ${info.forks} forked`], ["versions", info.oldest === null ? "–" : `${info.oldest} to ${info.newest}`], ["advantage", number(info.advantage)], ["log-prob gap", number(info.gap)], ["took", duration(info.seconds)], ["node", info.node || "–"], ["ended", clock(info.time)],
+    ["calls", number(info.calls)], ["paths", `${data.samples.length}, ${info.forks} forked`], ["versions", info.oldest === null ? "–" : info.oldest === info.newest ? `${info.oldest}` : `${info.oldest} to ${info.newest}`], ["advantage", number(info.advantage)], ["log-prob gap", number(info.gap)], ["took", duration(info.seconds)], ["node", info.node || "–"], ["ended", clock(info.time)],
     ...Object.entries(data.rewards).map(([name, value]) => [name, number(value)]),
   ];
   return h("section", { class: "card facts" }, told.map(([name, value]) => h("div", {}, h("small", { class: "soft", text: name }), h("div", { text: value }))));

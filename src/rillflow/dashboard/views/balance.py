@@ -66,9 +66,9 @@ def _pictures(reports: list[dict[str, Any]]) -> list[Picture]:
             "share",
             wait,
         ),
-        ("size", "Size of the pool", "GPUs that there are, and that the rule asks for", "", sizes),
-        ("ratio", "Made for what is taken", "samples that entered the streams for each that was trained", "", ratio),
-        ("made", "Throughput", "samples a second and GPU", "/s", made),
+        ("size", "Size of the pool", "current GPUs, and the target of the rule", "", sizes),
+        ("ratio", "Entered per trained sample", "samples that entered a stream for each trained one", "", ratio),
+        ("made", "Throughput", "samples per second and GPU", "/s", made),
     ]
     return [Picture(key, title, text, unit, False, lines) for key, title, text, unit, lines in told]
 

@@ -32,6 +32,7 @@ Found = TypeVar("Found")
 
 _LOG_BYTES = 256 << 10  # of the end of each log
 _LOGS = 64
+_SPAN_BYTES = 256 << 10  # of the end of each worker's timeline
 _KEPT = 256  # steps of a policy: as many of the first and of the latest
 _CAUSES = "numerics|stale weights|wrong weights|cut distribution"
 _NOT_SERVED = re.compile(
@@ -213,10 +214,10 @@ class _LogReader:
 
 
 class _IdleShares:
-    """The share of its time that each worker did nothing."""
+    """The share of its time that each worker did nothing, since shortly before the first look."""
 
     def __init__(self, run: Path) -> None:
-        self._spans = SpanFollower(run)
+        self._spans = SpanFollower(run, _SPAN_BYTES)
         self._seconds: dict[str, tuple[float, float]] = {}  # idle, and in all
 
     def follow(self) -> dict[str, float]:

@@ -106,9 +106,10 @@ def _whose(error: UserError) -> str:
 def failed_episodes(facts: Facts) -> Iterator[Advisory]:
     """Many episodes fail, for one cause or for several."""
     failed = facts.ledger.failed
-    if failed < threshold("failed_count") or failed < threshold("failed") * facts.episodes:
-        return
     found = {name: count for name, count in facts.ledger.counters.items() if name.startswith(_FAILURES) and count}
+    raised = sum(found.get(f"{_FAILURES}{kind}", 0) for kind in {error.kind for error in facts.ledger.errors})
+    if failed < threshold("failed_count") or failed - raised < threshold("failed") * facts.episodes:
+        return  # `user_errors` reports those that user code raised
     causes = sorted(((name.removeprefix(_FAILURES), count) for name, count in found.items()), key=lambda one: -one[1])
     listed = ", ".join(f"{cause} {count}" for cause, count in causes)
     yield Advisory(
