@@ -17,14 +17,14 @@ export function mount(root, context) {
       const data = await get("logs");
       keepOpen(errors, [...data.user_errors.map(userError), ...failures(data.failures)]);
       if (!data.files.length) { lines.replaceChildren(empty("No process has written a log yet.")); return; }
-      const name = args.get("name") || data.files[0].name, level = args.get("level") || "DEBUG";
+      const name = args.get("name") || (data.files.find((file) => file.bytes) || data.files[0]).name, level = args.get("level") || "DEBUG";
       const choices = data.files.map((file) => [file.name, `${file.name} (${bytes(file.bytes)}${file.errors ? `, ${file.errors} errors` : ""}${file.warnings ? `, ${file.warnings} warnings` : ""})`]);
       if (!choosing.contains(document.activeElement)) {
         choosing.replaceChildren(select("process", name, choices, (chosen) => set({ name: chosen })), select("show", level, LEVELS, (chosen) => set({ level: chosen })));
       }
       const log = await get("log", { name, level, find: args.get("find") });
       const end = lines.scrollHeight - lines.scrollTop - lines.clientHeight < 40 || !lines.childElementCount;
-      lines.replaceChildren(...(log.lines.length ? log.lines.map(([of, text]) => h("div", { class: of, text })) : [empty("No line matches.")]));
+      lines.replaceChildren(...(log.lines.length ? log.lines.map(([of, text]) => h("div", { class: of, text })) : [empty(args.get("find") || level !== "DEBUG" ? "No line matches." : "This log is empty.")]));
       if (end) lines.scrollTop = lines.scrollHeight;
     },
   };
