@@ -63,7 +63,10 @@ async def running(
 ) -> AsyncIterator[Any]:
     """The processes of a run with `prompts` groups of `group` tasks, and peers of this process."""
     with tempfile.TemporaryDirectory() as parent:
-        policy = {"stages": [STAGE] if stage else [], "trainer": {"batch_groups": batch, "steps": 1_000_000}}
+        policy = {
+            "stages": {STAGE: {"kind": STAGE}} if stage else {},
+            "trainer": {"batch_groups": batch, "steps": 1_000_000},
+        }
         flow = {
             "group_size": group,
             "staleness": 0,

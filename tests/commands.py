@@ -21,7 +21,7 @@ from rillflow.runtime.early import available
 from rillflow.runtime.warm import PATH_ENV
 from scrubbing import scrub
 
-FORKED = {"engine", "fit", "rollout", "trainer"}  # the commands that import torch
+FORKED = {"engine", "fit", "rollout", "stage", "trainer"}  # the commands that import torch
 
 
 @dataclass

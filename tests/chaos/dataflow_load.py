@@ -84,7 +84,7 @@ class Trainer(Seat):
 
 def make_loaded_run(parent: Path, prompts: int) -> RunFolder:
     policies = {
-        "solver": {"stages": ["reference"], "trainer": {"batch_groups": BATCH, "steps": 10_000}},
+        "solver": {"stages": {"reference": {"kind": "reference"}}, "trainer": {"batch_groups": BATCH, "steps": 10_000}},
         "checker": {"trainer": {"batch_groups": BATCH, "steps": 10_000}},
     }
     flow = {"group_size": GROUP, "staleness": 1000, "units": {"count": 2}, "task_lease": 10.0, "batch_lease": 20.0}

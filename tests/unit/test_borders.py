@@ -12,7 +12,8 @@ import rillflow
 ROOT = Path(rillflow.__file__).parent
 ORDER = [
     "errors", "batching", "types", "contracts", "storage", "config", "wire", "clients", "weights", "engine", "gateway",
-    "dataflow", "agents", "rollout", "trainer", "evaluate", "resources", "runtime", "observe", "dashboard", "cli",
+    "dataflow", "agents", "rollout", "trainer", "stages", "evaluate", "resources", "runtime", "observe", "dashboard",
+    "cli",
 ]  # fmt: skip
 APART = {"dataflow", "rollout", "trainer"}
 

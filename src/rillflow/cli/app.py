@@ -35,6 +35,10 @@ CacheOption = Annotated[
     Path | None,
     typer.Option(help="With --join: keeps sessions and weights", show_default="nothing is kept", file_okay=False),
 ]
+KeptOption = Annotated[
+    Path | None,
+    typer.Option(help="With --join, required: keeps what it must not lose", show_default=False, file_okay=False),
+]
 HostOption = Annotated[str, typer.Option(help="With --join: the address to listen on")]
 RuntimeOption = Annotated[
     Literal["local", "ray"], typer.Option("--runtime", help="Where: on this machine, or on a Ray cluster")

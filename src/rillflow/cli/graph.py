@@ -18,6 +18,7 @@ from rillflow.trainer.graph.builtin import chain_of
 from rillflow.trainer.graph.drawing import svg
 from rillflow.trainer.graph.planner import Chain, plan
 from rillflow.trainer.graph.render import HEADER, table
+from rillflow.trainer.staged import staged_columns
 
 _COLOURS = {"actor": "blue", "critic": "yellow", "reference": "magenta", "reward": "green"}
 
@@ -47,9 +48,9 @@ def find_chain(name: str, overrides: Sequence[str], policy: str | None) -> tuple
     whose = policy or recipe.policy
     if whose not in recipe.policies:
         raise ConfigError(f"the recipe has no policy {whose!r}", f"it has: {', '.join(recipe.policies)}")
-    trainer = recipe.policies[whose].trainer
+    trainer, staged = recipe.policies[whose].trainer, staged_columns(recipe.policies[whose].stages)
     what = "a graph of its own" if trainer.graph is not None else trainer.algorithm
-    return f"A step of {whose}: {what}, {recipe.mode}", chain_of(trainer, recipe.mode)
+    return f"A step of {whose}: {what}, {recipe.mode}", chain_of(trainer, recipe.mode, staged=staged)
 
 
 def _rich(chain: Chain) -> Table:

@@ -11,6 +11,7 @@ from rillflow.cli.app import (
     CacheOption,
     HostOption,
     JoinOption,
+    KeptOption,
     MaybeRun,
     RunArgument,
     TokenOption,
@@ -18,6 +19,7 @@ from rillflow.cli.app import (
     clear_errors,
     one_run,
 )
+from rillflow.errors import ConfigError
 
 
 @app.command(rich_help_panel="One part of a run, started by hand")
@@ -36,13 +38,27 @@ def dataflow(
 
 
 @app.command(rich_help_panel="One part of a run, started by hand")
-def unit(folder: RunArgument, name: Annotated[str, typer.Option(help="The unit's name")] = "unit-0") -> None:
-    """Keep payloads for a run: one storage unit."""
+def unit(
+    folder: MaybeRun = None,
+    *,
+    join: JoinOption = None,
+    name: Annotated[str | None, typer.Option(help="The unit's name", show_default="unit-0, or unit-HOST")] = None,
+    token_file: TokenOption = None,
+    cache: KeptOption = None,
+    host: HostOption = "127.0.0.1",
+) -> None:
+    """Keep payloads for a run: one storage unit. With --join it needs nothing of the run's folder."""
     from rillflow.cli.join import to_join
-    from rillflow.runtime.roles import unit_role
 
     with clear_errors(role=True):
-        raise typer.Exit(unit_role(to_join(folder), name))
+        if (opened := one_run(folder, join)) is None:
+            from rillflow.runtime.joined import JoinOptions, unit_joined
+
+            options = JoinOptions(str(join), name=name, token_file=token_file, cache=cache, host=host)
+            raise typer.Exit(unit_joined(options))
+        from rillflow.runtime.roles import unit_role
+
+        raise typer.Exit(unit_role(to_join(opened), name or "unit-0"))
 
 
 @app.command(rich_help_panel="One part of a run, started by hand")
@@ -101,6 +117,34 @@ def rollout(
 
 
 @app.command(rich_help_panel="One part of a run, started by hand")
+def stage(
+    names: Annotated[list[str], typer.Argument(help="The run folder and the stage's name, or with --join its name")],
+    join: JoinOption = None,
+    policy: Annotated[
+        str | None, typer.Option(help="The policy that has the stage", show_default="the one that has it")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="The worker's name", show_default="of stage, or host and pid")
+    ] = None,
+    token_file: TokenOption = None,
+) -> None:
+    """Add columns to the samples of a run before its trainer gets them: one worker of a stage. With --join it needs
+    nothing of the run's folder."""
+    from rillflow.cli.join import to_join
+
+    with clear_errors(role=True):
+        if len(names) != (1 if join else 2):
+            raise ConfigError("name the run and the stage", "rillflow stage RUN NAME; rillflow stage NAME --join URL")
+        if join is not None:
+            from rillflow.runtime.joined import JoinOptions, stage_joined
+
+            stage_joined(JoinOptions(join, name=name, token_file=token_file), names[0], policy)
+        from rillflow.runtime.roles import stage_role
+
+        raise typer.Exit(stage_role(to_join(Path(names[0])), names[1], policy=policy, name=name))
+
+
+@app.command(rich_help_panel="One part of a run, started by hand")
 def weights(
     folder: RunArgument,
     host: Annotated[str | None, typer.Option(help="Where to listen", show_default="runtime.host")] = None,
@@ -142,8 +186,10 @@ def relay(
 
 
 @app.command(rich_help_panel="One part of a run, started by hand")
-def trainer(  # noqa: PLR0917 typer calls it by name
-    folder: RunArgument,
+def trainer(
+    folder: MaybeRun = None,
+    *,
+    join: JoinOption = None,
     policy: Annotated[str | None, typer.Option(help="The policy to train", show_default="the run's first")] = None,
     rank: Annotated[
         int | None,
@@ -155,13 +201,24 @@ def trainer(  # noqa: PLR0917 typer calls it by name
         str | None,
         typer.Option(help="Ranks that also play, such as 0,2, or none: ''", show_default="by the recipe's mode"),
     ] = None,
+    token_file: TokenOption = None,
+    cache: KeptOption = None,
+    host: HostOption = "127.0.0.1",
 ) -> None:
-    """Train one policy of a run."""
+    """Train one policy of a run. With --join it needs nothing of the run's folder, and serves its weights itself."""
     from rillflow.cli.join import to_join
-    from rillflow.runtime.roles import trainer_role
 
     with clear_errors(role=True):
-        opened = to_join(folder)
+        if (named := one_run(folder, join)) is None:
+            from rillflow.runtime.joined import JoinOptions, trainer_joined
+
+            if rank is not None or ranks is not None or rendezvous or playing is not None:
+                raise ConfigError("a trainer that joins by URL has one rank", "leave --rank and what goes with it out")
+            options = JoinOptions(str(join), token_file=token_file, cache=cache, host=host)
+            raise typer.Exit(trainer_joined(options, policy))
+        from rillflow.runtime.roles import trainer_role
+
+        opened = to_join(named)
         policy = policy or opened.recipe.policy
         code = trainer_role(opened, policy, rank=rank, ranks=ranks, rendezvous=rendezvous, playing=playing)
         raise typer.Exit(code)

@@ -56,8 +56,8 @@ def token(
     """Print a token of a run, to hand to processes elsewhere.
 
     [b]node[/b]: rollout nodes, engines and agents that join; [b]reader[/b]: dashboards and relays, which only read;
-    [b]trainer[/b]: leases batches and commits steps; [b]operator[/b]: everything, such as retiring a node or stopping
-    the run.
+    [b]trainer[/b]: leases batches and commits steps; [b]stage[/b]: adds columns to samples; [b]unit[/b]: keeps
+    payloads; [b]operator[/b]: everything, such as retiring a node or stopping the run.
     """
     from rillflow.runtime.folder import RunFolder
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rillflow.cli.timeline import draw_timeline
-from rillflow.config import Recipe, TrainerConfig
+from rillflow.config import PolicyConfig, Recipe
 from rillflow.errors import ConfigError, RunError
 from rillflow.observe.advisories import FactReader, advise
 from rillflow.observe.advisories.watch import Watch
@@ -99,10 +99,13 @@ def check(recipe: Recipe) -> None:
         for model in (policy.model, kl.reference if kl else None, critic.model if critic else None):
             if model is not None:
                 model_folder(model)
-        if may_not_plan(policy.trainer):
-            from rillflow.trainer.graph.builtin import chain_of  # loads torch
+        for stage in policy.stages.values():
+            if stage.model is not None:
+                model_folder(stage.model)
+    if any(may_not_plan(policy) for policy in recipe.policies.values()):
+        from rillflow.stages import check_stages  # loads torch
 
-            chain_of(policy.trainer, recipe.mode)
+        check_stages(recipe)
     Hooks.of(recipe.dataflow)
     prompts = open_sources(recipe.data.prompts, seed=recipe.seed, shuffle=False)
     warning = warning_of(prompts, open_heldout(recipe.data.heldout, seed=recipe.seed))
@@ -110,14 +113,15 @@ def check(recipe: Recipe) -> None:
         console.print(f"[yellow]warning:[/] {warning}", highlight=False, soft_wrap=True)
 
 
-def may_not_plan(trainer: TrainerConfig) -> bool:
+def may_not_plan(policy: PolicyConfig) -> bool:
     """Return whether the step graph of a trainer has to be planned to know that it can be.
 
-    The graphs of the built-in algorithms can be, unless the recipe adds nodes or a loss. Options that exclude each
-    other concern a critic (`ppo`) and rewards of single answers.
+    The graphs of the built-in algorithms can be, unless the recipe adds nodes, a loss or stages. Options that exclude
+    each other concern a critic (`ppo`) and rewards of single answers.
     """
+    trainer = policy.trainer
     own = trainer.graph is not None or bool(trainer.nodes) or trainer.loss is not None
-    return own or trainer.algorithm == "ppo" or trainer.by_steps
+    return own or trainer.algorithm == "ppo" or trainer.by_steps or bool(policy.stages)
 
 
 def has_finished(folder: RunFolder) -> bool:

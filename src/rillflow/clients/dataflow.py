@@ -70,6 +70,10 @@ class DataflowClient:
         told = await self.wire.call(Updates.recipe, None, deadline)
         return msgspec.structs.replace(told, weights=reached_by(told.weights, self.wire.url) if told.weights else "")
 
+    async def weights_key(self, deadline: float = DEFAULT_DEADLINE) -> bytes:
+        """The key with which a trainer of the run signs its weights."""
+        return (await self.wire.call(Updates.weights_key, None, deadline)).key
+
     async def stop(self, reason: str = "stopped", deadline: float = DEFAULT_DEADLINE) -> Ack:
         return await self.wire.call(Dataflow.stop, StopRun(reason=reason), deadline)
 

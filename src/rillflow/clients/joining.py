@@ -10,6 +10,7 @@ import asyncio
 import hmac
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -22,7 +23,7 @@ from rillflow.config.secrets import missing, unmasked
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import ConfigError, Forbidden, RillflowError, RunError, Unauthorized, WireError
 from rillflow.storage import read_json
-from rillflow.types import RunRecipe
+from rillflow.types import RunRecipe, TokenScope
 from rillflow.wire import Client
 from rillflow.wire.tokens import Keyring, scoped_token
 
@@ -36,7 +37,7 @@ _LOOK = 0.5
 
 @dataclass(frozen=True)
 class Joined:
-    """A run as a process from elsewhere works on it. `token` is the node's; the `keyring` recognises all others.
+    """A run as a process from elsewhere works on it. `token` is of its own scope; the `keyring` recognises all others.
     `weights` is the run's own folder of weights where it lies on this host; else the recipe names where they come from,
     and the folder is this process's own."""
 
@@ -67,22 +68,21 @@ def token_of(file: Path | None) -> str:
     return token
 
 
-async def join(url: str, token: str, cache: Path, *, clock: Clock | None = None) -> Joined:
-    """All that a node or an engine needs of the run at `url`; `cache` is its own folder. `token` is the node's, or the
-    operator's, of which the node's is made."""
+async def join(url: str, token: str, cache: Path, *, scope: TokenScope = "node", clock: Clock | None = None) -> Joined:
+    """All that a process of this `scope` needs of the run at `url`; `cache` is its own folder. `token` is of that
+    scope, or the operator's, of which it is made. Nodes and engines (scope `node`) are told where weights come from."""
     clock = clock or SystemClock()
     client = DataflowClient(Client(_checked(url), token, peer="dataflow", clock=clock))
     try:
-        told = await _told(client, REACHED)
+        told = await _told(client, REACHED, scope)
         recipe = _recipe(told)
         folder, weights, keyring = Path(told.folder), cache / "weights", Keyring(told.digests)
-        if keyring.scope_of(token) == "operator":
-            token = scoped_token(token, "node")
-        if is_here(folder, token):
+        token = _own_token(token, keyring, scope)
+        if is_here(folder, token, scope):
             own, weights = folder / "recipe.yaml", folder / "weights"
             recipe = read_resolved(own) if own.is_file() else recipe  # with its secrets
-        elif any(policy.weights.source is None for policy in recipe.policies.values()):
-            recipe = _pulling(recipe, await _weights(client, told, recipe, clock))
+        elif scope == "node" and any(policy.weights.source is None for policy in recipe.policies.values()):
+            recipe = _pulling(recipe, await _sources(client, told, recipe, clock))
         return Joined(client.wire.url, token, keyring, recipe, weights)
     finally:
         await client.close()
@@ -101,14 +101,28 @@ def _checked(url: str) -> str:
     return url.rstrip("/")
 
 
-async def _told(client: DataflowClient, deadline: float) -> RunRecipe:
+def _own_token(token: str, keyring: Keyring, scope: TokenScope) -> str:
+    """Return the token of `scope`; RunError where `token` is neither that nor the operator's."""
+    held = keyring.scope_of(token)
+    if held == "operator":
+        return scoped_token(token, scope)
+    if held != scope:
+        raise RunError(f"this token has scope {held}, and {scope} is needed here", _take(scope))
+    return token
+
+
+def _take(scope: TokenScope) -> str:
+    return f"take the one that `rillflow token RUN {scope}` prints, where that run's folder is"
+
+
+async def _told(client: DataflowClient, deadline: float, scope: TokenScope = "node") -> RunRecipe:
     where = client.wire.url
     try:
         return await client.recipe(deadline)
     except (Unauthorized, Forbidden) as error:
         raise RunError(
             f"the run at {where} does not take this token: {error.message}",
-            "take the one that `rillflow token RUN node` prints, where that run's folder is",
+            _take(scope),
         ) from error
     except WireError as error:
         raise RunError(
@@ -132,11 +146,12 @@ def _recipe(told: RunRecipe) -> Recipe:
         ) from error
 
 
-def is_here(folder: Path, node_token: str) -> bool:
-    """Whether the run's own folder can be read on this host: the same run, not another one at the same path."""
+def is_here(folder: Path, token: str, scope: TokenScope = "node") -> bool:
+    """Whether the run's own folder can be read on this host: the same run, not another one at the same path. Nodes read
+    weights there, where there are any."""
     try:
-        own = scoped_token(read_json(folder / "run.json")["token"], "node")
-        return hmac.compare_digest(own, node_token) and (folder / "weights").is_dir()
+        own = scoped_token(read_json(folder / "run.json")["token"], scope)
+        return hmac.compare_digest(own, token) and (scope != "node" or (folder / "weights").is_dir())
     except (OSError, RillflowError, AttributeError, KeyError, TypeError):
         return False
 
@@ -144,28 +159,29 @@ def is_here(folder: Path, node_token: str) -> bool:
 # ---------------------------------------------------------------- weights
 
 
-async def _weights(client: DataflowClient, told: RunRecipe, recipe: Recipe, clock: Clock) -> str:
-    """Where the run's weight server listens; a run that is to have one may still be starting it."""
+async def _sources(client: DataflowClient, told: RunRecipe, recipe: Recipe, clock: Clock) -> dict[str, str]:
+    """Where weights come from, by policy: a trainer that serves its own, or the run's weight server. A run that is to
+    have one may still be starting it."""
     end = clock.monotonic() + (WEIGHTS if recipe.runtime.weights_server else 0.0)
-    while not told.weights:
+    while not (told.weights or all(policy in told.trainers for policy in recipe.policies)):
         if clock.monotonic() >= end:
             wanted = "has not started its weight server yet" if recipe.runtime.weights_server else "serves no weights"
             raise RunError(
                 f"the run {wanted}, and its folder {told.folder} is not on this host",
                 "start the run with runtime.weights_server=true, or run `rillflow weights RUN` beside it, or say where "
-                "weights are with policies.*.weights.source",
+                "weights are with policies.*.weights.source; a trainer that joins by URL serves them: start it first",
             )
         await asyncio.sleep(_LOOK)
         told = await _told(client, REACHED)
-    return told.weights
+    return {policy: told.trainers.get(policy, told.weights) for policy in recipe.policies}
 
 
-def _pulling(recipe: Recipe, source: str) -> Recipe:
-    """The recipe with `source` for the policies that name none of their own."""
+def _pulling(recipe: Recipe, sources: Mapping[str, str]) -> Recipe:
+    """The recipe with these sources for the policies that name none of their own."""
     policies = {
         name: policy
         if policy.weights.source is not None
-        else policy.model_copy(update={"weights": policy.weights.model_copy(update={"source": source})})
+        else policy.model_copy(update={"weights": policy.weights.model_copy(update={"source": sources[name]})})
         for name, policy in recipe.policies.items()
     }
     return recipe.model_copy(update={"policies": policies})

@@ -22,6 +22,7 @@ from rillflow.config.schema import (
     SourceConfig,
     UnitsConfig,
 )
+from rillflow.config.stages import StageConfig
 from rillflow.config.trainer import LoraConfig, NodeConfig, TrainerConfig
 from rillflow.config.weights import WeightsConfig
 
@@ -51,6 +52,7 @@ __all__ = [
     "ScalingConfig",
     "ServerConfig",
     "SourceConfig",
+    "StageConfig",
     "ToolConfig",
     "TrainerConfig",
     "UnitsConfig",

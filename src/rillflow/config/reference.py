@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from rillflow.config import agents, algorithm, engine, resources, schema, supervised, trackers, trainer, weights
+from rillflow.config import agents, algorithm, engine, resources, schema, stages, supervised, trackers, trainer, weights
 
 SECTIONS: dict[str, type[BaseModel]] = {
     "top level": schema.Recipe,
@@ -23,6 +23,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "policies.NAME.engine": engine.EngineConfig,
     "policies.NAME.engine.server": engine.ServerConfig,
     "policies.NAME.weights": weights.WeightsConfig,
+    "policies.NAME.stages.NAME": stages.StageConfig,
     "trainer, policies.NAME.trainer": trainer.TrainerConfig,
     "trainer.critic": algorithm.CriticConfig,
     "trainer.kl": algorithm.KlConfig,

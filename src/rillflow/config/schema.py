@@ -15,6 +15,7 @@ from rillflow.config.agents import RewardConfig, ToolConfig
 from rillflow.config.base import Name, Named, NonNegative, Positive, Seconds, Section
 from rillflow.config.engine import EngineConfig
 from rillflow.config.resources import ResourcesConfig
+from rillflow.config.stages import StageConfig
 from rillflow.config.trackers import OpenTelemetryConfig, TrackersConfig
 from rillflow.config.trainer import TrainerConfig
 from rillflow.config.weights import WeightsConfig
@@ -99,8 +100,9 @@ class PolicyConfig(Section):
     trains_on: list[Name] | None = Field(
         None, min_length=1, description="policies whose samples its trainer gets; default: its own"
     )
-    stages: list[Name] = Field(
-        default_factory=list, description="consumers that handle every sample before the trainer gets it"
+    stages: dict[Name, StageConfig] = Field(
+        default_factory=dict,
+        description="workers that add columns to every sample before the trainer gets it, by name; docs/stages.md",
     )
     tools: Literal["auto", "hermes", "llama3", "json"] = Field(
         "auto", description="how the model writes tool calls; auto looks at its chat template"
@@ -113,7 +115,7 @@ class PolicyConfig(Section):
     trainer: TrainerConfig = TrainerConfig()
     weights: WeightsConfig = WeightsConfig()
 
-    @field_validator("trains_on", "stages")
+    @field_validator("trains_on")
     @classmethod
     def _once(cls, names: list[str] | None) -> list[str] | None:
         """A sample is handled once by each: named twice, it would wait for ever for the second time."""

@@ -58,9 +58,11 @@ from rillflow.types import (
 )
 from rillflow.types.routes import Dataflow
 from rillflow.weights.invitation import Invitation
+from rillflow.weights.signing import key_of
 from rillflow.weights.updates import RunFacts, WeightUpdates
 from rillflow.wire import Service
 from rillflow.wire.news import News
+from rillflow.wire.tokens import scoped_token
 
 Reply = TypeVar("Reply")
 log = logging.getLogger(__name__)
@@ -116,7 +118,7 @@ class DataflowService(Service):
             wanted=ledger.evaluations.wanted,
             ended=lambda: ledger.phase == "ended",
         )
-        self._updates = WeightUpdates(facts, invitation, clock)
+        self._updates = WeightUpdates(facts, invitation, clock, key=key_of(scoped_token(token, "node")))
         self._updates.mount(self)
         self._bind_routes()
 
@@ -346,7 +348,10 @@ class DataflowService(Service):
         return await self._changed(await self._do(lambda: self._ledger.renew_batch(ask)))
 
     async def _join(self, news: JoinTrainer) -> TrainerJoined:
-        return await self._changed(await self._do(lambda: self._ledger.join_trainer(news)))
+        joined = await self._changed(await self._do(lambda: self._ledger.join_trainer(news)))
+        if invitation := self._updates.invitation:
+            invitation.serves(news.policy, news.weights)
+        return joined
 
     async def _lease_stage(self, ask: LeaseStage) -> BatchReply:
         return await self._poll(
@@ -363,7 +368,8 @@ class DataflowService(Service):
     # ------------------------------------------------------------ storage units
 
     async def _unit_beat(self, beat: UnitBeat) -> UnitBeatReply:
-        return await self._changed(await self._do(lambda: self._ledger.unit_beat(beat)))
+        reply = await self._changed(await self._do(lambda: self._ledger.unit_beat(beat)))
+        return msgspec.structs.replace(reply, ended=self._ledger.phase == "ended")
 
     async def _units(self) -> Units:
         return self._ledger.units()
@@ -378,7 +384,9 @@ class DataflowService(Service):
         return await self._changed(Ack(accepted=True))
 
     async def _status(self) -> Status:
-        waits = [*self._in_trouble(), *self._updates.waits(), *(why() for why in list(self._waits.values()))]
+        # A stage waits whenever it is faster than the nodes: trainers, which wait for all others, come first.
+        asked = sorted((why() for why in list(self._waits.values())), key=lambda wait: wait.startswith("stage "))
+        waits = [*self._in_trouble(), *self._updates.waits(), *asked]
         if self._scorer is not None:
             waits += self._scorer.waits()
         if self._ledger.phase != "ended" and self._ledger.nodes.healthy == 0:

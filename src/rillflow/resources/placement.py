@@ -20,7 +20,7 @@ from rillflow.errors import RunError
 from rillflow.resources.pool import Pool
 from rillflow.resources.workers import Worker
 
-Role = Literal["dataflow", "unit", "weights", "engine", "rollout", "trainer", "maintain"]
+Role = Literal["dataflow", "unit", "weights", "engine", "stage", "rollout", "trainer", "maintain"]
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,17 @@ def services(recipe: Recipe) -> list[Placed]:
         *(Placed(name, "unit", ("--name", name)) for name in units),
         *([Placed("weights", "weights")] if recipe.runtime.weights_server else []),
         *(Placed(name, "engine", ("--name", name)) for name in engines),
+        *stages(recipe),
+    ]
+
+
+def stages(recipe: Recipe) -> list[Placed]:
+    """The workers of the policies' stages."""
+    return [
+        Placed(process, "stage", (name, "--policy", policy, "--name", process), policy=policy)
+        for policy, settings in recipe.policies.items()
+        for name, stage in settings.stages.items()
+        for process in (f"stage-{policy}-{name}-{index}" for index in range(stage.workers))
     ]
 
 

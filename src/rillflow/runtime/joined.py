@@ -1,4 +1,4 @@
-"""Nodes and engines that join a run by its URL: they see nothing of its folder, and nobody supervises them.
+"""Processes that join a run by its URL: they see nothing of its folder, and nobody supervises them.
 
 They end with code 0 when the run has ended or they have left. SIGTERM or SIGINT makes a node leave: it ends what it
 plays within its grace and hands the rest back; a second one ends it at once.
@@ -20,12 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rillflow.clients.dataflow import DataflowClient
 from rillflow.clients.joining import Joined, join, token_of
 from rillflow.config import Recipe
-from rillflow.errors import ConfigError
+from rillflow.errors import ConfigError, RunError
 from rillflow.rollout.leaving import Departure
 from rillflow.runtime.folder import RunFolder
-from rillflow.runtime.process import STOPPED, LoopWatchdog, leave, prepare, run_until_signal
+from rillflow.runtime.process import STOPPED, GiveUp, LoopWatchdog, leave, prepare, run_until_signal
+from rillflow.types import TokenScope
+from rillflow.wire import Client
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +85,97 @@ def engine_joined(options: JoinOptions) -> int:
     return 0 if code == STOPPED else code  # its answers were sent elsewhere first
 
 
+def unit_joined(options: JoinOptions) -> int:
+    """A storage unit, which keeps what it has acknowledged in `options.cache`."""
+    from rillflow.dataflow.units.main import serve_unit
+
+    name = _start(options.name or f"unit-{_host_name()}")
+    _check_reachable(options, "a storage unit keeps what it has acknowledged")
+    with _own_folder(options, name) as folder:
+        joined = asyncio.run(join(options.url, token_of(options.token_file), folder, scope="unit"))
+        serving = serve_unit(
+            joined.recipe,
+            folder,
+            name,
+            joined.token,
+            joined.url,
+            keyring=joined.keyring,
+            host=options.host,
+            on_ready=lambda own: log.info("unit %s of %s listens at %s", name, joined.url, own),
+            patience=PATIENCE,
+        )
+        code = run_until_signal(serving)
+    return 0 if code == STOPPED else code  # what it has is there when it comes back
+
+
+def trainer_joined(options: JoinOptions, policy: str | None) -> int:
+    """A trainer of one rank. Its checkpoints and weights are in `options.cache`; it serves the weights itself."""
+    from rillflow.trainer.main import Access, run_trainer
+    from rillflow.trainer.parts import NoBatch
+
+    _check_reachable(options, "a trainer keeps checkpoints and weights")
+    name = _start(options.name or f"trainer-{policy or 'first'}")
+    with _own_folder(options, name) as folder:
+        joined = _join(options, folder, "trainer")
+        recipe, policy = joined.recipe, policy or joined.recipe.policy
+        _check_trainer(recipe, policy)
+        access = Access(joined.token, joined.keyring, asyncio.run(_weights_key(joined)))
+        try:
+            run_trainer(
+                recipe,
+                policy,
+                folder,
+                joined.url,
+                access,
+                serve=options.host if recipe.policies[policy].weights.source is None else None,
+                patience=PATIENCE,
+            )
+        except NoBatch as error:
+            raise GiveUp(error.message, error.hint) from error
+    return 0  # told to stop, it has written a checkpoint
+
+
+async def _weights_key(joined: Joined) -> bytes:
+    client = DataflowClient(Client(joined.url, joined.token, peer="dataflow"))
+    try:
+        return await client.weights_key()
+    finally:
+        await client.close()
+
+
+def _check_trainer(recipe: Recipe, policy: str) -> None:
+    if policy not in recipe.policies:
+        raise RunError(f"there is no policy {policy!r} in this run", f"one of: {', '.join(recipe.policies)}")
+    if recipe.policies[policy].trainer.ranks > 1 or recipe.mode != "asynchronous":
+        raise ConfigError(
+            "a trainer that joins by URL has one rank and plays no episodes",
+            "start it where it sees the run's folder: `rillflow trainer RUN`",
+        )
+
+
+def _check_reachable(options: JoinOptions, why: str) -> None:
+    if options.cache is None:
+        raise ConfigError(f"{why}: it needs a folder of its own", "give --cache FOLDER, the same at every start")
+    if options.host in ("0.0.0.0", "::"):
+        raise ConfigError(f"others cannot look for this process at {options.host}", "give --host ADDRESS of this host")
+
+
+def stage_joined(options: JoinOptions, stage: str, policy: str | None) -> NoReturn:
+    """A worker of a stage. Ends the process: a stage that computes still has its thread."""
+    from rillflow.runtime.roles import stage_policy
+    from rillflow.stages.main import run_stage
+
+    name = _start(options.name)
+    with _own_folder(options, name) as folder:
+        joined = _join(options, folder, "stage")
+        policy = stage_policy(joined.recipe, stage, policy)
+        working = run_stage(
+            joined.recipe, policy, stage, dataflow_url=joined.url, token=joined.token, patience=PATIENCE
+        )
+        code = run_until_signal(working)
+    leave(0 if code == STOPPED else code)  # its lease returns
+
+
 # ---------------------------------------------------------------- before
 
 
@@ -89,10 +183,14 @@ def _start(name: str | None) -> str:
     prepare()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    name = name or f"{re.sub('[^A-Za-z0-9._-]', '-', platform.node()) or 'node'}-{os.getpid()}"
+    name = name or f"{_host_name()}-{os.getpid()}"
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{name!r:.80} cannot be the name of a node", "letters, digits, dots, dashes and underscores")
     return name
+
+
+def _host_name() -> str:
+    return re.sub("[^A-Za-z0-9._-]", "-", platform.node()) or "node"
 
 
 @contextmanager
@@ -112,8 +210,8 @@ def _own_folder(options: JoinOptions, name: str) -> Iterator[Path]:
         yield folder
 
 
-def _join(options: JoinOptions, folder: Path) -> Joined:
-    joined = asyncio.run(join(options.url, token_of(options.token_file), folder))
+def _join(options: JoinOptions, folder: Path, scope: TokenScope = "node") -> Joined:
+    joined = asyncio.run(join(options.url, token_of(options.token_file), folder, scope=scope))
     _use_threads(joined.recipe)
     return joined
 

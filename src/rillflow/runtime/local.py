@@ -43,7 +43,7 @@ _PORT_PATIENCE = 5.0
 # For the dataflow service to hear that a node is to go, and, beyond its time to drain, for its process to end.
 _RETIRE_PATIENCE = 30.0
 _NODE_GRACE = 3.0
-_HEAVY = ("engine", "rollout", "trainer")  # the roles that import torch
+_HEAVY = ("engine", "rollout", "stage", "trainer")  # the roles that import torch
 _DASHBOARD = "dashboard"
 
 

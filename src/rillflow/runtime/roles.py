@@ -88,8 +88,9 @@ def unit_role(folder: RunFolder, name: str) -> int:
             recipe,
             folder.root,
             name,
-            folder.token,
+            folder.token_of("unit"),
             await wait_for_endpoint(folder, "dataflow"),
+            keyring=folder.keyring,
             host=bind_host(recipe),
             port=0,  # its peers hear from the dataflow service where it listens now
             on_ready=startup.and_ready(lambda own: folder.publish_endpoint(name, own)),
@@ -180,6 +181,41 @@ def rollout_role(folder: RunFolder, name: str) -> int:
     leave(code)  # a reward function that never returned still has its thread
 
 
+def stage_role(folder: RunFolder, stage: str, *, policy: str | None = None, name: str | None = None) -> int:
+    """A worker of a stage; `name` is the process's own."""
+    recipe = folder.recipe
+    policy = stage_policy(recipe, stage, policy)
+    name = name or f"stage-{policy}-{stage}-0"
+    _check_name(name)
+    startup.report_to(folder.root, name, "importing torch")
+    from rillflow.stages.main import run_stage
+
+    _use_threads(recipe.runtime.threads)
+
+    async def main() -> None:
+        url = await wait_for_endpoint(folder, "dataflow")
+        await run_stage(recipe, policy, stage, dataflow_url=url, token=folder.token_of("stage"))
+
+    prepare()
+    with folder.locked(name, PREDECESSOR_WAIT):
+        code = run_until_signal(main())
+    leave(code)  # a stage that computes still has its thread
+
+
+def stage_policy(recipe: Recipe, stage: str, policy: str | None) -> str:
+    """Return the policy whose stage is meant; RunError where the run has no such stage, or several."""
+    found = [name for name, settings in recipe.policies.items() if stage in settings.stages]
+    if policy is not None and policy in found:
+        return policy
+    if policy is None and len(found) == 1:
+        return found[0]
+    known = [f"{stage} of {name}" for name, settings in recipe.policies.items() for stage in settings.stages]
+    if policy is None and found:
+        raise RunError(f"{' and '.join(found)} both have a stage {stage!r}", "say whose with --policy")
+    whose = "the run" if policy is None else f"policy {policy}"
+    raise RunError(f"{whose} has no stage {stage!r}", f"there are: {', '.join(known) or 'none'}")
+
+
 def trainer_role(
     folder: RunFolder,
     policy: str,
@@ -234,7 +270,7 @@ def _one_rank(folder: RunFolder, policy: str, place: Place, playing: frozenset[i
     name = f"trainer-{policy}"
     if place.rank == 0:  # it speaks for all ranks
         startup.report_to(folder.root, name, "importing torch")
-    from rillflow.trainer.main import run_trainer
+    from rillflow.trainer.main import Access, run_trainer
     from rillflow.trainer.parallel.launch import LEFT_ALONE
     from rillflow.trainer.parallel.peers import GivenUp, PeerLost
     from rillflow.trainer.parts import NoBatch
@@ -250,7 +286,7 @@ def _one_rank(folder: RunFolder, policy: str, place: Place, playing: frozenset[i
             policy,
             folder.root,
             dataflow_url=url,
-            token=folder.token,
+            access=Access.of_run(folder.token),
             on_ready=lambda own: folder.publish_endpoint(name, own),
             generator=generator,
             place=place,

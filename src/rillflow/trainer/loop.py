@@ -43,8 +43,8 @@ from rillflow.contracts import Clock, Generator, SystemClock
 from rillflow.errors import LeaseLost, RillflowError, RunError
 from rillflow.storage import startup
 from rillflow.storage.spans import NoSpans, Spans
-from rillflow.trainer.batches import Rows
 from rillflow.trainer.checkpoint import Checkpoints, State, random_state, restore_random
+from rillflow.trainer.graph.databuffer import Part
 from rillflow.trainer.parallel.peers import Alone, Peers
 from rillflow.trainer.parallel.publication import ShardPublisher
 from rillflow.trainer.parts import Parts, RunOver, Stopped
@@ -76,7 +76,7 @@ class Trained(Protocol):
     kept: list[KeptTokens]  # what the last step tells of episodes that the run may keep, of this rank's rows
 
     def step(
-        self, parts: Iterable[Rows], check: Callable[[], None], publish: Callable[[], None]
+        self, parts: Iterable[Part], check: Callable[[], None], publish: Callable[[], None]
     ) -> dict[str, float]: ...
 
     def weights(self, dtype: torch.dtype) -> Tensors:

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import threading
+import time
 import uuid
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
+from urllib.parse import urlsplit
 
 from prometheus_client import CollectorRegistry, Gauge
 
@@ -20,7 +24,8 @@ from rillflow.clients.dataflow import DataflowClient
 from rillflow.clients.payloads import PayloadReader
 from rillflow.config import Recipe
 from rillflow.contracts import Generator
-from rillflow.storage import startup
+from rillflow.errors import WireError
+from rillflow.storage import read_json, startup, write_json
 from rillflow.storage.spans import Spans
 from rillflow.trainer.aside import MakesRoom
 from rillflow.trainer.batches import columns_of
@@ -34,20 +39,40 @@ from rillflow.trainer.parallel.ranks import RankStream
 from rillflow.trainer.parallel.rendezvous import connect, device_of
 from rillflow.trainer.process import prepare_torch, stops_on_signal
 from rillflow.trainer.profiling import StepProfiler
+from rillflow.trainer.staged import staged_columns
 from rillflow.trainer.stream import RemoteStream, Stream
 from rillflow.weights import FolderStore
 from rillflow.weights.delta.ahead import Ahead
 from rillflow.weights.models import DTYPES
 from rillflow.weights.signing import key_of
+from rillflow.weights.transport.serve import WeightService
+from rillflow.weights.transport.shelf import FolderShelf
 from rillflow.weights.transport.upload import uploader
 from rillflow.wire import Client, LoopThread, Service
 from rillflow.wire.collecting import keep_what_is_there
-from rillflow.wire.tokens import scoped_token
+from rillflow.wire.tokens import Keyring, scoped_token
 
 log = logging.getLogger(__name__)
 
 _CALL = 10.0
 _LAST_UPLOAD = 60.0
+_LOOK = 1.0
+_SERVED = "weights_server.json"
+
+
+@dataclass(frozen=True)
+class Access:
+    """What a trainer holds of a run's secrets: the trainer's `token`, the `keyring` that tells who may call it, and the
+    `key` that signs weights."""
+
+    token: str
+    keyring: Keyring
+    key: bytes
+
+    @classmethod
+    def of_run(cls, token: str) -> Access:
+        """From the run's own token, the operator's."""
+        return cls(scoped_token(token, "trainer"), Keyring.of_run(token), key_of(scoped_token(token, "node")))
 
 
 def run_trainer(
@@ -55,19 +80,23 @@ def run_trainer(
     policy: str,
     folder: Path,
     dataflow_url: str,
-    token: str,
+    access: Access,
     *,
     on_ready: Callable[[str], None] | None = None,
     generator: Generator | None = None,
     place: Place | None = None,
     spans: Spans | None = None,
+    serve: str | None = None,
+    patience: float = math.inf,
 ) -> bool:
     """Train `policy` until the run has no more batches, or False when SIGTERM came first, to this rank or to another.
 
-    `token` is the run's own. `on_ready` gets the URL of the metrics. A `generator` samples in this process while no
+    `on_ready` gets the URL of the metrics. A `generator` samples in this process while no
     step computes. Any error ends the trainer; started again, it goes on from its last checkpoint. Of several ranks each
     runs this at its own `place`; rank 0 speaks for all of them. If one has a `generator`, all have: their decisions
-    must be the same. `spans` hear what this worker does.
+    must be the same. `spans` hear what this worker does. A trainer whose `folder` nobody else sees has an address to
+    `serve` its weights at; it stays for those who fetch them until the run has ended, or has not answered for
+    `patience` seconds.
     """
     stop = threading.Event()
     place = place or Place()
@@ -75,11 +104,13 @@ def run_trainer(
     with (
         stops_on_signal(stop),
         connect(place, device) as peers,
-        _Wire(dataflow_url, token, policy) as wire,
-        _opened(recipe, policy, folder, token, peers) as (store, published),
+        _Wire(dataflow_url, access, policy) as wire,
+        _opened(recipe, policy, folder, access.key, peers) as (store, published),
     ):
         if peers.rank == 0:
             wire.listen(on_ready)
+        if serve is not None:
+            wire.serve_weights(folder / "weights", serve)
         startup.doing("loading the model")
         loop = build_loop(
             recipe,
@@ -99,19 +130,23 @@ def run_trainer(
         )
         keep_what_is_there()
         finished = loop.run()
+        if serve is not None and finished:
+            wire.wait_for_end(stop, patience)
     return finished and not stop.is_set()
 
 
 class _Wire:
     """What speaks HTTP, in a thread of its own."""
 
-    def __init__(self, dataflow_url: str, token: str, policy: str) -> None:
+    def __init__(self, dataflow_url: str, access: Access, policy: str) -> None:
         self._policy = policy
+        self._keyring = access.keyring
+        self._weights: WeightService | None = None
+        self.weights_url = ""  # where this process serves its weights, if it does
         self.thread = LoopThread("trainer-wire")
-        self.service = Service(f"trainer-{policy}", token)
-        own = scoped_token(token, "trainer")
-        self.dataflow = DataflowClient(Client(dataflow_url, own, peer="dataflow"))
-        self.reader = PayloadReader(self.dataflow.units, own)
+        self.service = Service(f"trainer-{policy}", access.keyring)
+        self.dataflow = DataflowClient(Client(dataflow_url, access.token, peer="dataflow"))
+        self.reader = PayloadReader(self.dataflow.units, access.token)
 
     def __enter__(self) -> Self:
         return self
@@ -122,6 +157,30 @@ class _Wire:
         if on_ready is not None:
             on_ready(url)
 
+    def serve_weights(self, root: Path, host: str) -> None:
+        """For nodes: they hear where from the dataflow service, which is told when the trainer joins. A trainer that
+        comes back listens where it did before: nodes look for it there."""
+        known = root.parent / _SERVED
+        port = urlsplit(str(read_json(known)["url"])).port if known.is_file() else 0
+        self._weights = WeightService(FolderShelf(root), self._keyring)
+        self.weights_url = self.thread.run(self._weights.start(host, port or 0), _CALL)
+        write_json(known, {"url": self.weights_url})
+        log.info("weights are served at %s", self.weights_url)
+
+    def wait_for_end(self, stop: threading.Event, patience: float) -> None:
+        """Wait until the run has ended: those who evaluate the last version still fetch it."""
+        heard = time.monotonic()
+        log.info("trained; serving weights until the run has ended")
+        while not stop.wait(_LOOK):
+            try:
+                if self.thread.run(self.dataflow.status(_CALL), _CALL + 1.0).phase == "ended":
+                    return
+                heard = time.monotonic()
+            except (WireError, TimeoutError) as error:
+                if time.monotonic() - heard > patience:
+                    log.warning("the run's service has not answered for %.0f s: %s", patience, error)
+                    return
+
     def versions_in_use(self) -> list[int]:
         """Those that live nodes serve."""
         return self.thread.run(self.dataflow.versions_in_use(self._policy), _CALL)
@@ -131,6 +190,8 @@ class _Wire:
         return self.thread.run(self.dataflow.versions_wanted(self._policy), _CALL)
 
     def __exit__(self, *_: object) -> None:
+        if self._weights is not None:
+            self.thread.run(self._weights.stop(), _CALL)
         self.thread.run(self.service.stop(), _CALL)
         self.thread.run(self.reader.close(), _CALL)
         self.thread.run(self.dataflow.close(), _CALL)
@@ -141,6 +202,7 @@ def _stream(
     recipe: Recipe, policy: str, wire: _Wire, peers: Peers, *, stop: Callable[[], bool], own_samples: bool
 ) -> Stream:
     settings = recipe.policies[policy].trainer
+    staged = tuple(staged_columns(recipe.policies[policy].stages))
     remote = RemoteStream(
         wire.thread,
         wire.dataflow,
@@ -152,12 +214,14 @@ def _stream(
         # itself would stop for every part.
         least=0 if recipe.runtime.deterministic or own_samples else settings.stream_groups,
         columns=columns_of(settings),
+        staged=staged,
+        weights_url=wire.weights_url,
         rank=peers.rank,
         ranks=peers.size,
     )
     if peers.size == 1:
         return remote
-    return RankStream(remote, peers, stop=stop, sharded=settings.sharding != "none")
+    return RankStream(remote, peers, stop=stop, sharded=settings.sharding != "none", staged=staged)
 
 
 def _never() -> bool:
@@ -225,14 +289,14 @@ def _sharded(recipe: Recipe, policy: str, peers: Peers) -> bool:
 
 @contextmanager
 def _opened(
-    recipe: Recipe, policy: str, folder: Path, token: str, peers: Peers
+    recipe: Recipe, policy: str, folder: Path, key: bytes, peers: Peers
 ) -> Iterator[tuple[FolderStore, Callable[[], None]]]:
     """The policy's store, and what to call when it has changed: rank 0 copies it to the object store that the recipe
     names, if any. The last versions get some time at the end."""
     settings, deltas = recipe.policies[policy].weights, recipe.policies[policy].writes_deltas
     store = FolderStore(
         folder / "weights" / policy,
-        key_of(scoped_token(token, "node")),
+        key,
         # The ranks of a sharded model find out themselves what has changed.
         deltas=deltas and not _sharded(recipe, policy, peers),
         fingerprints=deltas,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from rillflow.contracts import Clock, Generator
 from rillflow.errors import CorruptData, DeadlineExceeded, LeaseLost
 from rillflow.storage.spans import NoSpans, Spans
-from rillflow.trainer.batches import Rows
+from rillflow.trainer.graph.databuffer import Part
 from rillflow.trainer.parallel.peers import Alone, Peers, RunOver, Stopped
 from rillflow.trainer.stream import Stream
 from rillflow.types import Batch, BatchReply, Probe
@@ -93,7 +93,7 @@ class Parts:
         self.opening = self._clock.monotonic() - asked
         return self._batch is not None
 
-    def __iter__(self) -> Iterator[Rows]:
+    def __iter__(self) -> Iterator[Part]:
         """Raises LeaseLost when the batch was taken away, DamagedRows when it cannot be read, Stopped."""
         samples = 0
         while True:

@@ -14,8 +14,10 @@ from typing import Protocol
 
 from rillflow.clients.payloads import READ_DEADLINE, Arrays, DamagedRows
 from rillflow.errors import DeadlineExceeded, LeaseLost, Unavailable
-from rillflow.trainer.batches import TRAINED_COLUMNS, Rows, make_rows
+from rillflow.trainer.batches import TRAINED_COLUMNS, make_rows
+from rillflow.trainer.graph.databuffer import Part
 from rillflow.trainer.renewal import Renewal
+from rillflow.trainer.staged import payload_name, with_staged
 from rillflow.types import (
     Ack,
     Batch,
@@ -49,7 +51,7 @@ class Stream(Protocol):
         right to ask for one, is no longer this trainer's.
         """
 
-    def read(self, part: Batch) -> Rows:
+    def read(self, part: Batch) -> Part:
         """The rows of a part, verified. Rows that are damaged have been reported when this raises DamagedRows."""
 
     def check(self) -> None:
@@ -93,7 +95,8 @@ class Reader(Protocol):
 
 
 class RemoteStream:
-    """`Stream` over the wire. A fresh `incarnation` for every start of the trainer; `least` as in `LeaseBatch`.
+    """`Stream` over the wire. A fresh `incarnation` for every start of the trainer; `least` as in `LeaseBatch`,
+    `weights_url` as in `JoinTrainer`. `staged` are the columns that stages have added.
 
     One `rank` of several leases and reads its own part of each batch; only rank 0 renews, joins and commits.
     """
@@ -109,6 +112,8 @@ class RemoteStream:
         groups: int,
         least: int = 0,
         columns: Sequence[str] = TRAINED_COLUMNS,
+        staged: Sequence[str] = (),
+        weights_url: str = "",
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
@@ -119,7 +124,9 @@ class RemoteStream:
         self._incarnation = incarnation
         self._groups = groups
         self._least = least
-        self._columns = columns
+        self._columns = (*columns, *map(payload_name, staged))
+        self._staged = staged
+        self._weights_url = weights_url
         self._rank = rank
         self._ranks = ranks
         self._grace = _GRACE
@@ -128,7 +135,11 @@ class RemoteStream:
 
     def join(self, checkpoint: int, published: int) -> TrainerJoined:
         news = JoinTrainer(
-            policy=self._policy, incarnation=self._incarnation, checkpoint=checkpoint, published=published
+            policy=self._policy,
+            incarnation=self._incarnation,
+            checkpoint=checkpoint,
+            published=published,
+            weights=self._weights_url,
         )
         return self._thread.run(self._dataflow.join(news), CALL_DEADLINE)
 
@@ -186,11 +197,12 @@ class RemoteStream:
 
     # ------------------------------------------------------------ reading and committing
 
-    def read(self, part: Batch) -> Rows:
+    def read(self, part: Batch) -> Part:
         wanted = [[sample.row, *sample.extra] for sample in part.samples]
         try:
             columns = self._thread.run(self._reader.read_samples(wanted, self._columns), READ_DEADLINE + _GRACE)
-            return make_rows(part.samples, columns, part.policy, part.version, frozenset(part.keep))
+            rows = make_rows(part.samples, columns, part.policy, part.version, frozenset(part.keep))
+            return with_staged(rows, part.samples, columns, self._staged) if self._staged else rows
         except DamagedRows as error:
             news = LoseRows(rows=list(error.rows), reason=error.message)
             self._thread.run(self._dataflow.lose_rows(news), CALL_DEADLINE)

@@ -46,7 +46,7 @@ from rillflow.types.engine import (
     Sampling,
     TurnReply,
 )
-from rillflow.types.joining import RunRecipe, TellFetch
+from rillflow.types.joining import RunRecipe, TellFetch, WeightsKey
 from rillflow.types.nodes import Heartbeat, HeartbeatReply, LeaveRun, NodeInfo, NodeList, RetireNode
 from rillflow.types.status import Evaluation, PolicyStatus, Status, StopRun
 from rillflow.types.tasks import (
@@ -160,6 +160,7 @@ __all__ = [
     "UnitInfo",
     "Units",
     "UserError",
+    "WeightsKey",
     "Wire",
     "column_dtype",
     "new_attempt",

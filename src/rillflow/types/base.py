@@ -13,7 +13,7 @@ Finite = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info
 
 Lane = Literal["train", "eval"]
 Phase = Literal["training", "finishing", "ended"]
-TokenScope = Literal["operator", "trainer", "node", "reader"]  # of a token (`wire.tokens`)
+TokenScope = Literal["operator", "trainer", "stage", "unit", "node", "reader"]  # of a token (`wire.tokens`)
 
 # Why a run has ended, where it did what it was asked for.
 DONE, OUT_OF_PROMPTS, TARGET_REACHED = "done", "out of prompts", "target reached"

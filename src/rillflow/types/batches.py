@@ -127,13 +127,15 @@ class JoinTrainer(Wire, frozen=True):
     """A trainer starts from `checkpoint` (the version it restored; 0 for the initial weights).
 
     `published` is the highest version in its weight store: a version that was published but never committed died
-    with the trainer that made it, and only the store knows of it.
+    with the trainer that made it, and only the store knows of it. `weights` is where the trainer serves its weights
+    itself; empty where they are in the run's folder.
     """
 
     policy: str
     incarnation: str
     checkpoint: int
     published: int = 0
+    weights: str = ""
 
 
 class TrainerJoined(Wire, frozen=True):

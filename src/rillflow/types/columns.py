@@ -15,11 +15,11 @@ COLUMNS: dict[str, str] = {
     "transcript": "|u1",  # UTF-8 JSON of the episode's messages, on the first sample of a trajectory only
     "answer": "|u1",  # UTF-8 JSON of what the workflow returned, beside the transcript, for rewards of whole groups
 }
-_OWN_COLUMN = re.compile(r"[a-z][a-z0-9_]{0,63}\.(i4|i8|u1|f2|f4|f8)")
+_OWN_COLUMN = re.compile(r"[a-z][a-z0-9_]{0,63}(_[NR])?\.(i4|i8|u1|f2|f4|f8)")
 
 
 def column_dtype(name: str) -> str | None:
-    """The dtype of a column: one of `COLUMNS`, or a stage's own, whose name ends in it (`values.f4`); else None."""
+    """Return the dtype of a column: of `COLUMNS`, or a stage's own, whose name ends in it (`score_R.f4`); else None."""
     if name in COLUMNS:
         return COLUMNS[name]
     return f"<{name[-2:]}".replace("<u1", "|u1") if _OWN_COLUMN.fullmatch(name) else None

@@ -18,7 +18,7 @@ from rillflow.types.batches import (
     TrainerJoined,
 )
 from rillflow.types.engine import AskTurn, EngineInfo, Engines, LookEngines, TurnReply
-from rillflow.types.joining import RunRecipe, TellFetch
+from rillflow.types.joining import RunRecipe, TellFetch, WeightsKey
 from rillflow.types.nodes import Heartbeat, HeartbeatReply, LeaveRun, NodeList, RetireNode
 from rillflow.types.route import BYTES, get, post, raw
 from rillflow.types.status import Status, StopRun
@@ -47,16 +47,16 @@ class Dataflow:
     )  # fmt: skip
     lease_batch = post("/batches/lease", LeaseBatch, BatchReply, "trainer", summary="Lease a batch, or wait for one")
     commit = post("/batches/commit", CommitBatch, Ack, "trainer", summary="Commit the step of a batch")
-    renew_batch = post("/batches/renew", RenewBatch, Ack, "trainer", summary="Renew the lease of a batch")
-    lease_stage = post("/stages/lease", LeaseStage, BatchReply, "trainer", summary="Lease groups for a stage")
-    commit_stage = post("/stages/commit", CommitStage, Ack, "trainer", summary="Commit the columns of a stage")
+    renew_batch = post("/batches/renew", RenewBatch, Ack, "trainer", "stage", summary="Renew the lease of a batch")
+    lease_stage = post("/stages/lease", LeaseStage, BatchReply, "stage", summary="Lease groups for a stage")
+    commit_stage = post("/stages/commit", CommitStage, Ack, "stage", summary="Commit the columns of a stage")
     lose_rows = post(
-        "/rows/lost", LoseRows, Ack, "trainer", summary="Tell of rows that cannot be read as they were written",
-        again="a row is lost once",
+        "/rows/lost", LoseRows, Ack, "trainer", "stage", again="a row is lost once",
+        summary="Tell of rows that cannot be read as they were written",
     )  # fmt: skip
-    units = get("/units", Units, "node", "trainer", summary="The storage units, the least loaded first")
+    units = get("/units", Units, "node", "trainer", "stage", summary="The storage units, the least loaded first")
     unit_beat = post(
-        "/units/beat", UnitBeat, UnitBeatReply, "operator", summary="A unit tells of itself and of its segments",
+        "/units/beat", UnitBeat, UnitBeatReply, "unit", summary="A unit tells of itself and of its segments",
         again="sets what the unit says of itself; a segment is dropped once",
     )  # fmt: skip
     retire = post("/nodes/retire", RetireNode, Ack, "operator", summary="Retire a node", again="the earlier end counts")
@@ -69,7 +69,15 @@ class Dataflow:
 class Updates:
     """Who updates weights when (`weights.updates`), served beside the ledger."""
 
-    recipe = get("/recipe", RunRecipe, "node", summary="What a process needs that joins from elsewhere")
+    recipe = get(
+        "/recipe",
+        RunRecipe,
+        "node",
+        "trainer",
+        "stage",
+        "unit",
+        summary="What a process needs that joins from elsewhere",
+    )
     engine_beat = post(
         "/engines/beat", EngineInfo, Engines, "node", summary="An engine tells of itself",
         again="sets what the engine says of itself",
@@ -85,6 +93,7 @@ class Updates:
         "/weights/fetch", TellFetch, Ack, "node", summary="Announce the version that an engine downloads",
         again="sets what the engine downloads",
     )  # fmt: skip
+    weights_key = get("/weights/key", WeightsKey, "trainer", summary="The key that signs the run's weights")
     versions_in_use = get(
         "/weights/versions", Versions, "trainer", summary="The versions that engines and nodes serve or download"
     )
@@ -99,13 +108,13 @@ class StorageUnits:
         PutRows,
         RowsPut,
         "node",
-        "trainer",
+        "stage",
         summary="Write rows",
         again="rows that nobody reports are reclaimed",
     )
-    get_rows = post("/get", GetRows, RowsGot, "trainer", summary="Read columns of rows", again="only reads")
+    get_rows = post("/get", GetRows, RowsGot, "trainer", "stage", summary="Read columns of rows", again="only reads")
     info = get("/info", UnitInfo, "reader", summary="The unit, its load and its room")
     segment = raw(
-        "GET", "/segments/{number:int}", "trainer", summary="A range of a segment's bytes",
+        "GET", "/segments/{number:int}", "trainer", "stage", summary="A range of a segment's bytes",
         answers={BYTES: ()}, headers=("range",),
     )  # fmt: skip

@@ -65,10 +65,12 @@ class UnitBeat(Wire, frozen=True):
 
 
 class UnitBeatReply(Wire, frozen=True):
-    """`drop`: segments that nobody will ever ask for again; `idle`: those that could go if nobody writes into them."""
+    """`drop`: segments that nobody will ever ask for again; `idle`: those that could go if nobody writes into them;
+    `ended`: the run has ended."""
 
     drop: list[int]
     idle: list[int] = []
+    ended: bool = False
 
 
 class Units(Wire, frozen=True):

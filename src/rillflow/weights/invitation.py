@@ -13,7 +13,7 @@ from rillflow import __version__
 from rillflow.config import Recipe
 from rillflow.config.secrets import masked
 from rillflow.errors import StorageError
-from rillflow.storage import read_json
+from rillflow.storage import read_json, write_json
 from rillflow.types import RunRecipe
 from rillflow.wire.tokens import Keyring
 
@@ -30,14 +30,26 @@ class Invitation:
         return RunRecipe(
             recipe=self._recipe,
             version=__version__,
-            weights=self._weights(),
+            weights=self._url("weights"),
             folder=str(self._folder.resolve()),
             digests=self._keyring.digests,
+            trainers={policy: url for policy in self._recipe["policies"] if (url := self._url(f"weights-{policy}"))},
         )
 
-    def _weights(self) -> str:
+    def serves(self, policy: str, url: str) -> None:
+        """The trainer of `policy` serves its weights itself; empty: it does not, they are in the run's folder."""
+        path = self._path(f"weights-{policy}")
+        if url:
+            write_json(path, {"url": url})
+        else:
+            path.unlink(missing_ok=True)
+
+    def _path(self, process: str) -> Path:
+        return self._folder / "endpoints" / f"{process}.json"
+
+    def _url(self, process: str) -> str:
         """Looked up every time: a weight server may be started at any time, and elsewhere."""
-        path = self._folder / "endpoints" / "weights.json"
+        path = self._path(process)
         try:
             return str(read_json(path)["url"]) if path.is_file() else ""
         except (StorageError, KeyError, TypeError):

@@ -14,7 +14,7 @@ import msgspec
 
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import BadRequest
-from rillflow.types import Ack, AskTurn, EngineInfo, Engines, LookEngines, RunRecipe, TellFetch, TurnReply
+from rillflow.types import Ack, AskTurn, EngineInfo, Engines, LookEngines, RunRecipe, TellFetch, TurnReply, WeightsKey
 from rillflow.types.routes import Updates
 from rillflow.weights.invitation import Invitation
 from rillflow.wire import Service
@@ -136,11 +136,14 @@ class RunFacts:
 
 
 class WeightUpdates:
-    """Answers the routes of `Updates` on the service of another part."""
+    """Answers the routes of `Updates` on the service of another part. `key` is what trainers sign weights with."""
 
-    def __init__(self, facts: RunFacts, invitation: Invitation | None = None, clock: Clock | None = None) -> None:
+    def __init__(
+        self, facts: RunFacts, invitation: Invitation | None = None, clock: Clock | None = None, *, key: bytes = b""
+    ) -> None:
         self._facts = facts
-        self._invitation = invitation
+        self._key = key
+        self.invitation = invitation
         self._clock = clock or SystemClock()
         self._roster = EngineRoster(clock)
         self._turns = Turns(clock)
@@ -154,6 +157,7 @@ class WeightUpdates:
         service.on(Updates.engines, self._engines)
         service.on(Updates.turn, self._turn)
         service.on(Updates.fetching, self._fetching)
+        service.on(Updates.weights_key, self._weights_key)
         service.on(Updates.versions_in_use, self._versions_in_use)
         service.on(Updates.versions_wanted, self._versions_wanted)
 
@@ -166,9 +170,12 @@ class WeightUpdates:
             yield f"{ask.engine} waits to change the weights of {ask.policy}: others do so now"
 
     async def _recipe(self) -> RunRecipe:
-        if self._invitation is None:
+        if self.invitation is None:
             raise BadRequest("this service has no recipe to tell", "start it with `rillflow dataflow RUN`")
-        return self._invitation.answer()
+        return self.invitation.answer()
+
+    async def _weights_key(self) -> WeightsKey:
+        return WeightsKey(key=self._key)
 
     async def _engine_beat(self, info: EngineInfo) -> Engines:
         before = self._roster.engines().news

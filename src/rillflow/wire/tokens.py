@@ -4,6 +4,8 @@ The token in a run's `run.json` is the operator's. The others are derived from i
 stored. The holder of a token can derive those to the right of it, and no other:
 
     operator ──▶ trainer
+             ├─▶ stage
+             ├─▶ unit
              └─▶ node ──▶ reader
 
 A service knows the digests of the tokens (`Keyring`), not the tokens: a node on another host recognises the operator's
@@ -30,6 +32,8 @@ SCOPES: tuple[TokenScope, ...] = get_args(TokenScope)
 OPENS: Mapping[TokenScope, frozenset[TokenScope]] = {
     "operator": frozenset(SCOPES),
     "trainer": frozenset({"trainer", "reader"}),
+    "stage": frozenset({"stage"}),
+    "unit": frozenset({"unit"}),
     "node": frozenset({"node", "reader"}),
     "reader": frozenset({"reader"}),
 }

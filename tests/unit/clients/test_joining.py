@@ -118,6 +118,27 @@ async def test_a_wrong_token(tmp_path):
             await join(url, "wrong", tmp_path)
 
 
+@pytest.mark.parametrize("scope", ["trainer", "stage", "unit"])
+async def test_a_process_of_another_scope_has_its_own_token_and_needs_no_weights(tmp_path, scope):
+    async with inviting(told(weights="")) as url:
+        joined = await join(url, TOKEN, tmp_path, scope=scope)
+    assert joined.token == scoped_token(TOKEN, scope)
+    assert joined.recipe.policies["agent"].weights.source is None
+
+
+async def test_a_token_of_another_scope_is_refused_by_name(tmp_path):
+    async with inviting(told()) as url:
+        with pytest.raises(RunError, match="this token has scope node, and stage is needed here") as caught:
+            await join(url, scoped_token(TOKEN, "node"), tmp_path, scope="stage")
+    assert "`rillflow token RUN stage`" in caught.value.hint
+
+
+async def test_a_trainer_that_serves_its_own_weights_is_their_source(tmp_path):
+    async with inviting(told(weights="", trainers={"agent": "http://t:3"})) as url:
+        joined = await join(url, TOKEN, tmp_path)
+    assert joined.recipe.policies["agent"].weights.source == "http://t:3"
+
+
 async def test_no_service(tmp_path, monkeypatch):
     monkeypatch.setattr(joining, "REACHED", 0.2)
     with pytest.raises(RunError, match="no run answers at http"):
@@ -184,7 +205,7 @@ async def test_a_process_that_joins_works_with_the_nodes_token(tmp_path, scope):
 @pytest.mark.parametrize("scope", ["trainer", "reader"])
 async def test_a_token_of_another_scope_does_not_join(tmp_path, scope):
     async with inviting(told()) as url:
-        with pytest.raises(RunError, match="needs a token of scope node") as caught:
+        with pytest.raises(RunError, match="needs a token of scope node|has scope trainer, and node is needed") as caught:
             await join(url, scoped_token(TOKEN, scope), tmp_path)
     assert "rillflow token RUN node" in caught.value.hint
 

@@ -70,7 +70,8 @@ def test_files_are_relative_to_the_recipe(recipe_file: Path) -> None:
         ("gateway: {aliases: {agent: agent}}", "gateway.aliases.agent is the name of a policy"),
         ("policies: {a: {model: tiny, trains_on: [b]}}", "policies.a.trains_on names 'b'"),
         ("policies: {a: {model: tiny, trains_on: []}}", "policies.a.trains_on: List should have at least 1 item"),
-        ("policies: {a: {model: tiny, stages: [x, x]}}", "policies.a.stages: it names one twice"),
+        ("policies: {a: {model: tiny, trains_on: [a, a]}}", "policies.a.trains_on: it names one twice"),
+        ("policies: {a: {model: tiny, stages: {s: {kin: x}}}}", "policies.a.stages.s.kin; did you mean 'kind'"),
     ],
 )
 def test_mistakes_are_named(recipe_file: Path, line: str, message: str) -> None:

@@ -133,7 +133,9 @@ async def test_a_reader_changes_nothing(services):
 async def test_a_node_neither_trains_nor_operates(services):
     (dataflow,) = [one.service for one in services if one.service.name == "dataflow"]
     scopes = {route.path: route.scopes for route in dataflow.routes()}
-    assert scopes["/stop"] == scopes["/nodes/retire"] == scopes["/units/beat"] == ("operator",)
+    assert scopes["/stop"] == scopes["/nodes/retire"] == ("operator",)
+    assert scopes["/units/beat"] == ("unit",)
+    assert scopes["/stages/lease"] == scopes["/stages/commit"] == ("stage",)
     assert scopes["/batches/commit"] == scopes["/batches/lease"] == scopes["/trainers/join"] == ("trainer",)
 
 

@@ -17,7 +17,9 @@ def world(make_world):
 
 
 def test_the_trainer_gets_what_all_stages_have_handled(world):
-    assert world.ask().waiting_for.startswith("0 of 2 groups ready, 4 in stages")
+    assert world.ask().waiting_for.startswith(
+        "0 of 2 groups ready, stage logprobs: 4 groups behind, stage score: 4 groups behind"
+    )
     first = world.ask_stage("score", "w1", groups=2)
     assert [entry.group for entry in first.samples] == ["t000000"] * 2 + ["t000001"] * 2
     second = world.ask_stage("score", "w2")  # another worker gets others
@@ -25,6 +27,7 @@ def test_the_trainer_gets_what_all_stages_have_handled(world):
     assert world.ask_stage("score", "w3") is None
     assert world.commit_stage(second, "score").accepted
     assert world.ask().batch is None
+    assert "stage logprobs: 4 groups behind, stage score: 2 groups behind" in world.ask().waiting_for
     other = world.ask_stage("logprobs", "w4")
     assert [entry.extra for entry in other.samples[:2]] == [[], []]
     assert len(other.samples[-1].extra) == 1  # what the other stage has added so far
@@ -38,11 +41,11 @@ def test_the_trainer_gets_what_all_stages_have_handled(world):
 def test_a_stage_commits_once_and_a_lost_lease_returns(world):
     batch = world.ask_stage("score", "w1")
     assert world.ask_stage("score", "w1").samples == batch.samples
-    world.clock.time += 200
+    world.clock.time += 20
     world.ledger.renew_batch(RenewBatch(batch=batch.id, attempt="w1"))
-    world.clock.time += 200
+    world.clock.time += 20
     world.ledger.expire()
-    world.clock.time += 301
+    world.clock.time += 31
     world.ledger.expire()
     with pytest.raises(LeaseLost):
         world.commit_stage(batch, "score")
@@ -177,6 +180,6 @@ def test_rows_of_a_stage_that_went_with_a_restart_are_released_and_nobody_waits_
 def test_a_lease_that_a_stage_lost_is_news_to_its_other_workers(world):
     world.ask_stage("score", "w1")
     before = world.ledger.moves
-    world.clock.time += 301
+    world.clock.time += 31
     world.ledger.expire()
     assert world.ledger.moves > before

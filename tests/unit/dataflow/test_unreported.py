@@ -87,7 +87,7 @@ def test_a_task_that_was_leased_before_holds_it_until_it_ends(world):
 
 
 def test_a_row_that_a_stage_worker_may_still_report_stays(make_world):
-    world = make_world(drop_after=600.0, batch_lease=1e9, staleness=1, stages=("score",))
+    world = make_world(drop_after=600.0, task_lease=1e9, staleness=1, stages=("score",))
     world.play_all()
     batch = world.ask_stage("score", "w", groups=1)
     beat(world, ORPHAN)

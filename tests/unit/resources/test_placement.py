@@ -193,3 +193,11 @@ def test_services_are_what_the_recipe_asks_for() -> None:
     assert maintainers(recipe) == []
     scaled = load_recipe("quickstart", ["resources.scaling.enabled=true"])
     assert maintainers(scaled) == [Placed("maintainer", "maintain")]
+
+
+def test_every_worker_of_a_stage_is_a_process() -> None:
+    recipe = load_recipe("quickstart", ["policies.agent.stages={ref: {kind: reference, workers: 2}}"])
+    stages = [process for process in services(recipe) if process.role == "stage"]
+    assert [process.name for process in stages] == ["stage-agent-ref-0", "stage-agent-ref-1"]
+    words = ("stage", "RUN", "ref", "--policy", "agent", "--name", "stage-agent-ref-1")
+    assert stages[1].arguments(Path("RUN")) == words

@@ -69,6 +69,16 @@ def test_the_dataflow_service_and_a_unit(loaded: LoadedModules, folder: RunFolde
         assert not (HEAVY | {"aiohttp"}) & loaded.of(role), role
 
 
+def test_a_unit_that_joins(loaded: LoadedModules, folder: RunFolder, tmp_path: Path) -> None:
+    with running(loaded, "dataflow", str(folder.root)) as dataflow:
+        wait_for(lambda: folder.endpoint("dataflow"), dataflow)
+        options = ("--join", str(folder.endpoint("dataflow")), "--cache", str(tmp_path / "cache"))
+        with running(loaded, "unit", *options, RILLFLOW_TOKEN=folder.token_of("unit")) as unit:
+            assert unit.stderr is not None
+            assert any("listens at" in line for line in unit.stderr)
+    assert not (HEAVY | {"aiohttp"}) & loaded.of("unit")
+
+
 def test_the_weight_server_and_a_relay(loaded: LoadedModules, folder: RunFolder, tmp_path: Path) -> None:
     with running(loaded, "weights", str(folder.root)) as server:
         wait_for(lambda: folder.endpoint("weights"), server)

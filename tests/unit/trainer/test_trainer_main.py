@@ -22,7 +22,7 @@ from rillflow.clients.payloads import PayloadReader
 from rillflow.config import Recipe, load_recipe
 from rillflow.errors import LeaseLost
 from rillflow.trainer.checkpoint import Checkpoints
-from rillflow.trainer.main import _publishes_first, run_trainer
+from rillflow.trainer.main import Access, _publishes_first, run_trainer
 from rillflow.trainer.stream import RemoteStream
 from rillflow.types import CommitBatch
 from rillflow.weights import FolderStore
@@ -45,7 +45,7 @@ def _settings_back() -> Iterator[None]:
 def run(recipe: Recipe, folder: Path, peer: Peer, thread: LoopThread, **options: Any) -> bool:
     url = thread.run(peer.start(), 10)
     try:
-        return run_trainer(recipe, "p", folder, url, TOKEN, **options)
+        return run_trainer(recipe, "p", folder, url, Access.of_run(TOKEN), **options)
     finally:
         thread.run(peer.stop(), 10)
         peer.unit.close()
@@ -124,7 +124,7 @@ def test_the_dataflow_service_may_be_away_for_a_while(tmp_path: Path, thread: Lo
 
     timer = threading.Timer(1.0, swap)
     timer.start()
-    run_trainer(recipe_for(tmp_path), "p", tmp_path, url, TOKEN)
+    run_trainer(recipe_for(tmp_path), "p", tmp_path, url, Access.of_run(TOKEN))
     timer.join()
     thread.run(again.stop(), 10)
     for one in (peer, again):

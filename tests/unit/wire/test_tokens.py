@@ -40,7 +40,8 @@ def test_a_relay_knows_the_readers_token_only() -> None:
 
 @pytest.mark.parametrize("held", SCOPES)
 def test_only_the_operator_has_more_than_its_own_and_what_readers_have(held: TokenScope) -> None:
-    assert OPENS[held] == (set(SCOPES) if held == "operator" else {held, "reader"})
+    own = {held} if held in ("stage", "unit") else {held, "reader"}
+    assert OPENS[held] == (set(SCOPES) if held == "operator" else own)
 
 
 def test_a_refusal_says_which_scope_is_needed() -> None:

@@ -201,8 +201,8 @@ class Course(Part):
             return f"nothing: {policy} has done its steps"
         if self._rules.policies[policy].on_policy and (evaluation := self._parts.evaluations.waiting_for()):
             return evaluation
-        ready, staged = self._parts.streams.servable(policy), self._parts.streams.in_stages(policy)
-        stages = f", {staged} in stages" if staged else ""
+        ready, behind = self._parts.streams.servable(policy), self._parts.streams.behind(policy)
+        stages = "".join(f", stage {stage}: {groups} groups behind" for stage, groups in behind.items())
         stages += f", {scoring} waiting for their group's reward" if (scoring := self._parts.scoring.count) else ""
         running, nodes = self._parts.tasks.running, self._parts.nodes.healthy
         return (

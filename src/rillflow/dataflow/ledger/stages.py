@@ -41,7 +41,7 @@ class Stages(Part):
         self._db.run("UPDATE stage_batches SET deadline = ? WHERE state = 'leased'", (self._deadline(),))
 
     def _deadline(self) -> float:
-        return self._clock.now() + self._rules.batch_lease
+        return self._clock.now() + self._rules.task_lease
 
     def check(self, policy: str, stage: str) -> None:
         self._lineage.check_policy(policy)

@@ -137,6 +137,16 @@ class Streams(Part):
         query = "SELECT count(*) FROM shares WHERE stream = ? AND state = 'ready' AND todo > 0"
         return int(self._db.value(query, (stream,)))
 
+    def behind(self, stream: str) -> dict[str, int]:
+        """How many ready groups each stage has not handled yet; stages that have handled all are left out."""
+        query = (
+            "SELECT count(*) FROM shares s WHERE stream = ? AND state = 'ready' AND todo > 0 AND NOT EXISTS "
+            "(SELECT 1 FROM stage_shares d WHERE d.grp = s.grp AND d.producer = s.producer AND d.stream = s.stream "
+            "AND d.stage = ? AND d.state = 'done')"
+        )
+        found = {stage: int(self._db.value(query, (stream, stage))) for stage in self._rules.policies[stream].stages}
+        return {stage: groups for stage, groups in found.items() if groups}
+
     def pool(self, stream: str, most: int, staleness: int) -> list[Ready]:
         """The latest trained shares whose rows are there and whose tokens are live and young enough."""
         heads = self._lineage.heads

@@ -27,6 +27,7 @@ from rillflow.types.route import BYTES
 from rillflow.types.routes import StorageUnits
 from rillflow.wire import Service
 from rillflow.wire.messages import Request, Response
+from rillflow.wire.tokens import Keyring
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class UnitService(Service):
     def __init__(
         self,
         unit: ServedUnit,
-        token: str,
+        token: str | Keyring,
         beat: Callable[[UnitBeat], Awaitable[UnitBeatReply]],
         *,
         clock: Clock | None = None,

@@ -1,8 +1,8 @@
 """A whole run on a Ray cluster: the same plan as on one machine, with its workers placed on the cluster's nodes.
 
 On the driver's node, as processes of this machine: what writes the run folder for all (the dataflow service, storage
-units), what reads it for all (the weight server), and the maintainer. Placed by Ray: rollout nodes and engines, which
-need nothing but the service's address and the node's token, and the ranks of trainers, which need the run folder.
+units), what reads it for all (the weight server), and the maintainer. Placed by Ray: rollout nodes, engines and stages,
+which need nothing but the service's address and a token, and the ranks of trainers, which need the run folder.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rillflow.runtime.ray.gang import Gang, Member, Place, Room
 from rillflow.runtime.supervisor import Supervised
 from rillflow.storage import write_json
 from rillflow.storage.startup import Starting
-from rillflow.types import Status
+from rillflow.types import Status, TokenScope
 
 log = logging.getLogger(__name__)
 
@@ -86,9 +86,11 @@ class RayRun(LocalRun):
     def _launch(self, process: Placed) -> Supervised:
         match process.role:
             case "rollout":
-                return self._place(process.name, [self._joining(process)], self._node_room, TOKEN_ENV)
+                return self._place(process.name, [self._joining(process)], self._node_room, "node")
             case "engine":
-                return self._place(process.name, [self._joining(process)], self._own_room(), TOKEN_ENV)
+                return self._place(process.name, [self._joining(process)], self._own_room(), "node")
+            case "stage":
+                return self._place(process.name, [self._joining(process)], self._own_room(), "stage")
             case "trainer":
                 members = [self._rank(process, rank) for rank in range(process.ranks)]
                 return self._place(process.name, members, self._own_room())
@@ -98,26 +100,31 @@ class RayRun(LocalRun):
     def _own_room(self) -> Room:
         return Room(self._recipe.runtime.start_timeout)
 
-    def _place(self, name: str, members: list[Member], room: Room, token: str = "") -> Supervised:
-        """With `token`, the node's is in the environment under that name: argument lists are seen by everybody."""
+    def _place(self, name: str, members: list[Member], room: Room, scope: TokenScope | None = None) -> Supervised:
+        """With `scope`, the token of that scope is in the environment: argument lists are seen by everybody."""
         runtime = self._recipe.runtime
         path = {"PYTHONPATH": value} if (value := os.environ.get("PYTHONPATH")) else {}
         environment = (
-            role_environment(runtime.threads) | path | ({token: self._folder.token_of("node")} if token else {})
+            role_environment(runtime.threads) | path | ({TOKEN_ENV: self._folder.token_of(scope)} if scope else {})
         )
         gang = Gang(name, members, self._cluster, environment=environment, restarts=runtime.restarts, room=room)
         return self.supervisor.add(gang)
 
     def _joining(self, process: Placed) -> Member:
-        """A node or an engine process, which needs nothing of the run folder."""
+        """A node, an engine process or a stage, which needs nothing of the run folder."""
 
         def arguments(place: Place) -> list[str]:
             url = self._folder.endpoint("dataflow")
             assert url is not None, "the service comes first"
             # Told to stop, a node ends at once, as on one machine: who wants it to drain retires it.
             grace = ("--grace", "0") if process.role == "rollout" else ()
-            return [process.role, "--join", url, *process.options, "--host", place.address, "--cache", FOLDER, *grace]
+            listens = () if process.role == "stage" else ("--host", place.address, "--cache", FOLDER)
+            return [process.role, "--join", url, *process.options, *listens, *grace]
 
+        if process.role == "stage":
+            gpus = training_gpus(self._recipe, process.policy) if self._offers.gpus else 0
+            wants = {"CPU": 1.0} | ({"GPU": float(gpus)} if gpus else {})
+            return Member(process.name, wants, self._folder.log(process.name), arguments)
         # Where engine processes sample, theirs are the devices.
         samples = process.role == "engine" or not self._recipe.rollout.engines
         wants = wants_of(("rollout",), self._offers, sampling_gpus(self._recipe)) if samples else {"CPU": 1.0}

@@ -8,25 +8,37 @@ train node. What a user adds by `trainer.nodes` finds its place by the columns i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Literal
 
 from rillflow.config import NodeConfig, TrainerConfig
 from rillflow.errors import GraphError
-from rillflow.trainer.graph.checks import STATISTICS
+from rillflow.trainer.graph.checks import STATISTICS, check_staged
 from rillflow.trainer.graph.functions import needs_proximal
 from rillflow.trainer.graph.functions.advantages import chosen
 from rillflow.trainer.graph.nodes import Node, make_node
 from rillflow.trainer.graph.planner import Chain, plan
 from rillflow.trainer.graph.registry import REGISTRY, Registry
+from rillflow.trainer.staged import REFERENCE, SCORE
 
 Mode = Literal["asynchronous", "colocated", "multiplexed"]
 
 
-def chain_of(config: TrainerConfig, mode: Mode = "asynchronous", *, registry: Registry = REGISTRY) -> Chain:
-    """The chain that a trainer runs: the recipe's own graph, or the algorithm's with the recipe's nodes."""
+def chain_of(
+    config: TrainerConfig,
+    mode: Mode = "asynchronous",
+    *,
+    staged: Mapping[str, str] = MappingProxyType({}),
+    registry: Registry = REGISTRY,
+) -> Chain:
+    """The chain that a trainer runs: the recipe's own graph, or the algorithm's with the recipe's nodes. `staged` are
+    the columns that come with the samples, each with the name of the stage that has made it."""
     if config.graph is not None:
-        chain = plan(config.graph, registry, ranks=config.ranks)
+        nodes = [make_node(each, registry) for each in config.graph]
+        chain = plan(_with_staged(nodes, staged), registry, ranks=config.ranks)
+        check_staged(chain.nodes, staged, config)
         source = chain.nodes[0]
         if source.kind == "generate" and mode == "asynchronous":
             raise GraphError(
@@ -39,24 +51,28 @@ def chain_of(config: TrainerConfig, mode: Mode = "asynchronous", *, registry: Re
                 "take the function generate instead, or set mode: asynchronous or multiplexed",
             )
         return chain
-    nodes = [make_node(each, registry) for each in (*builtin(config, mode), *config.nodes)]
-    return plan(_regrouped(nodes, registry), registry, ranks=config.ranks)
+    nodes = [make_node(each, registry) for each in (*builtin(config, mode, staged), *config.nodes)]
+    chain = plan(_with_staged(_regrouped(nodes, registry), staged), registry, ranks=config.ranks)
+    check_staged(chain.nodes, staged, config)
+    return chain
 
 
-def builtin(config: TrainerConfig, mode: Mode = "asynchronous") -> list[NodeConfig]:
-    """The algorithm's own nodes, as a recipe would write them."""
-    return [NodeConfig(function=name) for name in _names(config, mode)]
+def builtin(config: TrainerConfig, mode: Mode = "asynchronous", staged: Collection[str] = ()) -> list[NodeConfig]:
+    """The algorithm's own nodes, as a recipe would write them, but for those whose columns are `staged`."""
+    return [NodeConfig(function=name) for name in _names(config, mode, staged)]
 
 
-def _names(config: TrainerConfig, mode: Mode) -> Iterator[str]:
+def _names(config: TrainerConfig, mode: Mode, staged: Collection[str]) -> Iterator[str]:
     critic = config.algorithm == "ppo"
     yield "fetch" if mode == "asynchronous" else "generate"
     if needs_proximal(config):
         yield "actor_logprobs"
-    if config.kl is not None:
+    if config.kl is not None and REFERENCE not in staged:
         yield "reference_logprobs"
     if critic:
         yield "critic_values"
+    if SCORE in staged:
+        yield "score_reward"
     if config.overlong is not None:
         yield "punish_overlong"
     if config.kl is not None and config.kl.where == "reward":
@@ -66,6 +82,16 @@ def _names(config: TrainerConfig, mode: Mode) -> Iterator[str]:
         yield "train_critic"
     yield "train_actor"
     yield "publish"
+
+
+def _with_staged(nodes: list[Node], staged: Collection[str]) -> list[Node]:
+    """The source gives, beside what it declares, what came with the samples."""
+    return [
+        replace(node, function=replace(node.function, gives=(*node.function.gives, *staged)))
+        if node.is_source
+        else node
+        for node in nodes
+    ]
 
 
 def _regrouped(nodes: list[Node], registry: Registry) -> list[Node]:

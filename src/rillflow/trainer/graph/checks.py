@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from rillflow.config import TrainerConfig
 from rillflow.errors import GraphError, did_you_mean
 from rillflow.trainer.graph.nodes import SOURCES, Node
 from rillflow.trainer.graph.registry import Registry
+from rillflow.trainer.staged import REFERENCE, SCORE
 
 
 def check_shape(nodes: Sequence[Node], ranks: int) -> None:
@@ -100,6 +102,33 @@ def check_statistics(chain: Sequence[Node]) -> None:
             )
         if "reward_R" in node.gives and not node.is_source:
             changed = node
+
+
+def check_staged(chain: Sequence[Node], staged: Mapping[str, str], config: TrainerConfig) -> None:
+    """Every column that a stage writes is read by a node, and made by none."""
+    for column, stage in staged.items():
+        working = [node for node in chain if not node.is_source]
+        readers = [node for node in working if column in (*node.reads, *node.optional)]
+        makers = [node.id for node in working if column in node.gives]
+        if makers:
+            raise GraphError(
+                f"stage {stage} writes {column}, and node {makers[0]} makes it too", "take one of the two out"
+            )
+        if not readers:
+            raise GraphError(
+                f"stage {stage} writes {column}, which no node of the step graph reads{shown(chain)}",
+                f'take the stage out, or add a node of yours that declares needs=["{column}"] (trainer.nodes)',
+            )
+        if column == REFERENCE and config.kl is None and all(node.kind == "train" for node in readers):
+            raise GraphError(
+                f"stage {stage} writes {column}, which nothing reads: the recipe has no KL term",
+                "give trainer.kl, or take the stage out",
+            )
+        if column == SCORE and config.by_steps:
+            raise GraphError(
+                f"stage {stage} scores samples, and step_rewards={config.step_rewards} reads rewards of answers",
+                "leave step_rewards out, or take the stage out",
+            )
 
 
 def _missing(

@@ -74,6 +74,9 @@ class Databuffer:
         return from_columns(picked)
 
 
+Part = Rows | Databuffer  # of a batch, as the stream serves it: with columns of stages, or without
+
+
 def from_columns(columns: Mapping[str, Column]) -> Databuffer:
     """`columns` must have all of FETCHED."""
     length_R = columns["length_R"]

@@ -15,10 +15,9 @@ from rillflow.config import PolicyConfig, Recipe, TrainerConfig
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import ConfigError, GraphError
 from rillflow.trainer.algorithms import ALGORITHMS, Algorithm
-from rillflow.trainer.batches import Rows
 from rillflow.trainer.consistency import Watch
 from rillflow.trainer.graph.builtin import Mode, chain_of
-from rillflow.trainer.graph.databuffer import Databuffer
+from rillflow.trainer.graph.databuffer import Databuffer, Part
 from rillflow.trainer.graph.pipeline import Pipeline
 from rillflow.trainer.graph.planner import Chain, agree
 from rillflow.trainer.graph.roles import Roles
@@ -28,6 +27,7 @@ from rillflow.trainer.metrics import finite
 from rillflow.trainer.optimizer import Optimizer
 from rillflow.trainer.parallel.peers import Peers
 from rillflow.trainer.probing import Prober
+from rillflow.trainer.staged import staged_columns
 from rillflow.types import KeptTokens
 from rillflow.weights.models import pick_device
 
@@ -62,7 +62,7 @@ def build_worker(
     Collective."""
     settings = recipe.policies[policy]
     config = settings.trainer
-    chain = chain_of(config, mode or recipe.mode)
+    chain = chain_of(config, mode or recipe.mode, staged=staged_columns(settings.stages))
     roles = Roles(settings, peers, device or pick_device(config.device), recipe.seed, recipe.runtime.deterministic)
     algorithm = ALGORITHMS[config.algorithm](config)
     try:
@@ -109,7 +109,7 @@ class Worker:
 
     def step(
         self,
-        parts: Iterable[Rows | Databuffer],
+        parts: Iterable[Part],
         check: Callable[[], None] = _nothing,
         publish: Callable[[], None] = _nothing,
     ) -> dict[str, float]:

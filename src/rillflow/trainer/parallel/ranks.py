@@ -14,8 +14,10 @@ import msgspec
 
 from rillflow.clients.payloads import DamagedRows
 from rillflow.errors import LeaseLost
-from rillflow.trainer.batches import Rows, no_rows
+from rillflow.trainer.batches import no_rows
+from rillflow.trainer.graph.databuffer import Part
 from rillflow.trainer.parallel.peers import Peers, Stopped
+from rillflow.trainer.staged import nothing_staged
 from rillflow.trainer.stream import Stream
 from rillflow.types import Batch, BatchReply, KeptTokens, TrainerJoined
 
@@ -23,14 +25,17 @@ from rillflow.types import Batch, BatchReply, KeptTokens, TrainerJoined
 class RankStream:
     """`own` is this rank's stream. `sharded`: a step calls `check` equally often on all ranks, which then agree there:
     a rank that left it alone would leave the others inside the model. Otherwise the others hear of it when they next
-    speak to each other.
+    speak to each other. `staged` are the columns that stages have added.
     """
 
-    def __init__(self, own: Stream, peers: Peers, *, stop: Callable[[], bool], sharded: bool) -> None:
+    def __init__(
+        self, own: Stream, peers: Peers, *, stop: Callable[[], bool], sharded: bool, staged: Sequence[str] = ()
+    ) -> None:
         self._own = own
         self._peers = peers
         self._stop = stop
         self._sharded = sharded
+        self._staged = staged
 
     def join(self, checkpoint: int, published: int) -> TrainerJoined:
         """Rank 0 only, as `commit`."""
@@ -59,15 +64,18 @@ class RankStream:
             self._peers.agree(error)
             raise
 
-    def read(self, part: Batch) -> Rows:
+    def read(self, part: Batch) -> Part:
         """Of all ranks together, also of those that have no samples in this part."""
         try:
-            rows = self._own.read(part) if part.samples else no_rows()
+            rows = self._own.read(part) if part.samples else self._nothing()
         except DamagedRows as error:
             self._peers.agree(error)
             raise
         self._peers.agree(None)
         return rows
+
+    def _nothing(self) -> Part:
+        return nothing_staged(self._staged) if self._staged else no_rows()
 
     def check(self) -> None:
         error = self._trouble()

@@ -12,7 +12,6 @@ its row only, up to float rounding; nothing here waits for anything but the comp
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -56,7 +55,7 @@ class RewardModel:
         config = TrainerConfig(device=device, dtype=dtype, micro_tokens=micro_tokens)
         model = reward_model(folder, pick_device(device), config)
         learner = Learner("reward", model, ScalarForward(model, config), None, config, Alone())
-        return cls(learner, Writer.load(folder), _facts(model_folder(folder)))
+        return cls(learner, Writer.load(folder), facts_of(folder))
 
     def score(self, rows: Sequence[Mapping[str, Any]]) -> list[float]:
         """A score for each row: an `answer` (text or messages), behind a `prompt` (text or messages) or `messages`."""
@@ -86,8 +85,9 @@ class RewardModel:
         return [part.tolist() for part in np.split(score_N[data["mask_N"]], ends[:-1])]
 
 
-def _facts(folder: Path) -> Facts:
-    path = folder / FACTS
+def facts_of(model: str) -> Facts:
+    """Return what `rillflow fit` wrote beside a reward model; the defaults for others' models."""
+    path = model_folder(model) / FACTS
     if not path.is_file():
         return Facts()
     try:

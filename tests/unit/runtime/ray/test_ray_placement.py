@@ -9,7 +9,7 @@ import pytest
 from rillflow.cli.run import Where
 from rillflow.config import load_recipe
 from rillflow.errors import ConfigError, RunError
-from rillflow.resources.placement import Placed, plan
+from rillflow.resources.placement import Placed, plan, services
 from rillflow.resources.ray.cluster import Offers, connect, sampling_gpus, training_gpus, wants_of
 from rillflow.resources.workers import initial_workers
 from rillflow.runtime.folder import RunFolder
@@ -70,6 +70,16 @@ def test_with_engine_processes_the_nodes_only_play(tmp_path: Path) -> None:
     run = run_of(tmp_path, "rollout.engines=1", offers=Offers(({"rollout": 1},)))
     assert run._joining(planned(run)["rollout-0"]).wants == {"CPU": 1}
     assert run._joining(Placed("engine-0", "engine", ("--name", "engine-0"))).wants == {"rollout": 1}
+
+
+def test_a_stage_joins_by_url_and_takes_the_trainers_device(tmp_path: Path) -> None:
+    stages = "policies.agent.stages={ref: {kind: reference}}"
+    run = run_of(tmp_path, stages, offers=Offers(({"CPU": 8, "GPU": 1},)))
+    (stage,) = [process for process in services(run._recipe) if process.role == "stage"]
+    member = run._joining(stage)
+    words = ["stage", "--join", "http://10.0.0.5:8000", "ref", "--policy", "agent", "--name", "stage-agent-ref-0"]
+    assert member.arguments(HERE) == words
+    assert member.wants == {"CPU": 1, "GPU": 1}
 
 
 def test_ranks_meet_where_rank_zero_is(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 source       fetch, generate: the rows of the batch, part by part
 scores       actor_logprobs, reference_logprobs, critic_values: what models say of the trained tokens
-rewards      punish_overlong, kl_reward, group_statistics: what a reward is before it becomes an advantage
+rewards      score_reward, punish_overlong, kl_reward, group_statistics: what a reward is before it becomes an advantage
 advantages   advantages, batch_advantages: from rewards and the statistics of groups
 gae          from rewards and a critic's values, with the returns that the critic learns
 train_actor, train_critic, publish

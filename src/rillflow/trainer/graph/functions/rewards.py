@@ -1,5 +1,5 @@
-"""What a reward is before it becomes an advantage: a punishment for length, a distance from the reference, and the
-statistics of groups whose rewards a node has changed."""
+"""What a reward is before it becomes an advantage: the score of a reward model, a punishment for length, a distance
+from the reference, and the statistics of groups whose rewards a node has changed."""
 
 from __future__ import annotations
 
@@ -29,6 +29,11 @@ def punish_overlong(step: Step, data: Databuffer) -> Mapping[str, Column]:
     return {"reward_R": data["reward_R"] + soft_overlong(data["answer_R"], overlong.longest, overlong.margin)}
 
 
+def score_reward(step: Step, data: Databuffer) -> Mapping[str, Column]:
+    """The reward as played, plus what a reward model in a stage gave."""
+    return {"reward_R": data["reward_R"] + data["score_R"]}
+
+
 def kl_reward(step: Step, data: Databuffer) -> Mapping[str, Column]:
     """What each token pays for its distance from the reference: of the policy that sampled it, since the estimators are
     for tokens of the policy they are asked about."""
@@ -49,6 +54,7 @@ def group_statistics(step: Step, data: Databuffer) -> Mapping[str, Column]:
 
 _STATISTICS = ("group_mean_R", "group_std_R", "group_size_R")
 REGISTRY.add(Function("punish_overlong", "reward", "compute", punish_overlong, ("reward_R", "answer_R"), ("reward_R",)))
+REGISTRY.add(Function("score_reward", "reward", "compute", score_reward, ("reward_R", "score_R"), ("reward_R",)))
 REGISTRY.add(Function("kl_reward", "reward", "compute", kl_reward, ("reference_N", "old_N", "mask_N"), ("kl_N",)))
 REGISTRY.add(
     Function(

@@ -1,0 +1,87 @@
+"""Scores of a reward model: a causal model with a head of one number, as `rillflow fit` trains them.
+
+It reads a sample's own tokens, nothing is written anew as text, so it must share the policy's tokenizer. The score of
+an answer is taken at the answer's last token. A sample with several answers (turns) has the score of its last one, or
+the mean or the least of all (`over`), as process reward models are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from rillflow.config import Recipe
+from rillflow.errors import ConfigError
+from rillflow.trainer.forward import ScalarForward
+from rillflow.trainer.graph.databuffer import Databuffer
+from rillflow.trainer.learner import Learner
+from rillflow.trainer.models import reward_model
+from rillflow.trainer.parallel.peers import Alone
+from rillflow.trainer.staged import SCORE
+from rillflow.weights.models import load_tokenizer, pick_device
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from rillflow.trainer.graph.databuffer import Column
+
+Over = Literal["last", "mean", "min"]
+
+
+class RewardScores:
+    """`weight` times the score is what the trainer adds to the reward."""
+
+    def __init__(self, recipe: Recipe, policy: str, *, model: str, weight: float = 1.0, over: Over = "last") -> None:
+        # Only here: it registers graph functions of `rillflow fit`, which a run's recipe does not know.
+        from rillflow.trainer.supervised.reward_model import facts_of
+
+        if over not in _OVER:
+            raise ConfigError(f"a reward model has no `over: {over}`", f"one of: {', '.join(_OVER)}")
+        settings = recipe.policies[policy]
+        _check_vocabulary(model, settings.model)
+        config = settings.trainer.model_copy(update={"sharding": "none", "lora": None, "trees": False})
+        loaded = reward_model(model, pick_device(config.device), config)
+        self._learner = Learner("reward", loaded, ScalarForward(loaded, config), None, config, Alone())
+        facts = facts_of(model)
+        self._sigmoid = facts.task == "process_reward" and facts.loss != "mse"
+        self._weight = weight
+        self._over = _OVER[over]
+
+    def columns(self, data: Databuffer) -> Mapping[str, Column]:
+        end_N = answer_ends(data)
+        scored = Databuffer(replace(data.rows, mask_N=end_N))
+        score_N = self._learner.infer(scored).astype(np.float64)
+        if self._sigmoid:
+            score_N = 1.0 / (1.0 + np.exp(-score_N))
+        of_rows = np.split(np.where(end_N, score_N, np.nan), data.rows.start_R[1:])
+        of_answers = (row[~np.isnan(row)] for row in of_rows)
+        return {
+            SCORE: self._weight * np.array([self._over(score_A) if len(score_A) else 0.0 for score_A in of_answers])
+        }
+
+
+_OVER: dict[Over, Callable[[npt.NDArray[np.float64]], float]] = {
+    "last": lambda score_A: float(score_A[-1]),
+    "mean": lambda score_A: float(score_A.mean()),
+    "min": lambda score_A: float(score_A.min()),
+}
+
+
+def answer_ends(data: Databuffer) -> npt.NDArray[np.bool_]:
+    """Return where an answer ends: trained tokens that are followed by one that is not, or by another sample."""
+    mask_N = data.rows.mask_N
+    following_N = np.append(mask_N[1:], False)
+    following_N[data.rows.start_R[1:] - 1] = False
+    ends: npt.NDArray[np.bool_] = mask_N & ~following_N
+    return ends
+
+
+def _check_vocabulary(model: str, policy: str) -> None:
+    if load_tokenizer(model).get_vocab() != load_tokenizer(policy).get_vocab():
+        raise ConfigError(
+            f"the reward model {model} has another tokenizer than the policy {policy}",
+            "a stage scores the policy's own tokens; use the model in a reward function instead (docs/rewards.md)",
+        )
