@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import sqlite3
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from rillflow.dashboard.watched import Live, WatchedRun
 from rillflow.dataflow.ledger.snapshot import Snapshot
-from rillflow.dataflow.ledger.tables import SUM
+from rillflow.dataflow.ledger.tables import SUM, Node
+from rillflow.dataflow.ledger.workers import node_info
 from rillflow.types import NodeInfo
 
 _MOST = 500  # rows that the table shows: the worst first
@@ -88,8 +87,9 @@ def known_nodes(run: WatchedRun, live: Live | None) -> list[NodeInfo]:
     """The nodes that the service knows; where none answers, as the ledger last heard of them."""
 
     def read(reads: Snapshot) -> list[NodeInfo]:
-        rows = reads.all("SELECT * FROM nodes WHERE name != ? ORDER BY name", (SUM,))
-        return [_info(row, run.now()) for row in rows]
+        rows = reads.all(f"SELECT {Node.columns()} FROM nodes WHERE name != ? ORDER BY name", (SUM,))
+        nodes = [Node(*row) for row in rows]
+        return [node_info(node, run.now(), node.rate) for node in nodes]
 
     nothing: list[NodeInfo] = []
     return live.nodes if live is not None else run.ledger(read, nothing)
@@ -103,21 +103,3 @@ def known_heads(run: WatchedRun, live: Live | None) -> dict[str, int]:
 
     nothing: dict[str, int] = {}
     return live.status.versions if live is not None else run.ledger(read, nothing)
-
-
-def _info(row: sqlite3.Row, now: float) -> NodeInfo:
-    return NodeInfo(
-        name=row["name"],
-        state=row["state"],
-        active=row["active"],
-        leaving=bool(row["leaving"]),
-        capacity=row["capacity"],
-        held=row["held"],
-        completed=row["completed"],
-        failed=row["failed"],
-        pace=row["pace"],
-        throughput=row["rate"],
-        seen=max(now - row["seen"], 0.0),
-        versions=json.loads(row["versions"]),
-        stats=json.loads(row["stats"]),
-    )

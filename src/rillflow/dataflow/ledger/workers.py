@@ -261,24 +261,27 @@ class Nodes(Part):
         """Return every node that is there, and those that went a short while ago."""
         now = self._clock.now()
         query = f"SELECT {Node.columns()} FROM nodes WHERE (state = 'healthy' OR seen > ?) AND name != ? ORDER BY name"
-        return [
-            NodeInfo(
-                name=node.name,
-                state=node.state,
-                active=node.active,
-                leaving=bool(node.leaving),
-                capacity=node.capacity,
-                held=node.held,
-                completed=node.completed,
-                failed=node.failed,
-                pace=node.pace,
-                throughput=_rate(node, now) if node.state == "healthy" else 0.0,
-                seen=max(0.0, now - node.seen),
-                versions=json.loads(node.versions),
-                stats=json.loads(node.stats),
-            )
-            for node in self._db.rows(Node, query, (now - _GONE_SHOWN, SUM))
-        ]
+        nodes = self._db.rows(Node, query, (now - _GONE_SHOWN, SUM))
+        return [node_info(node, now, _rate(node, now) if node.state == "healthy" else 0.0) for node in nodes]
+
+
+def node_info(node: Node, now: float, throughput: float) -> NodeInfo:
+    """Return a node as people see it."""
+    return NodeInfo(
+        name=node.name,
+        state=node.state,
+        active=node.active,
+        leaving=bool(node.leaving),
+        capacity=node.capacity,
+        held=node.held,
+        completed=node.completed,
+        failed=node.failed,
+        pace=node.pace,
+        throughput=throughput,
+        seen=max(0.0, now - node.seen),
+        versions=json.loads(node.versions),
+        stats=json.loads(node.stats),
+    )
 
 
 def _rate(node: Node, now: float) -> float:
