@@ -19,7 +19,18 @@ from rillflow.config import load_recipe
 from rillflow.dataflow.audit import audit
 from rillflow.dataflow.main import serve
 from rillflow.errors import BadRequest, DiskFull, LeaseLost
-from rillflow.types import CommitStage, EngineInfo, FailTask, Heartbeat, LeaseStage, LookEngines, LoseRows, RenewBatch
+from rillflow.types import (
+    CommitStage,
+    CompleteTask,
+    CompleteTasks,
+    EngineInfo,
+    FailTask,
+    Heartbeat,
+    LeaseStage,
+    LookEngines,
+    LoseRows,
+    RenewBatch,
+)
 from rillflow.wire import Client
 
 
@@ -45,6 +56,24 @@ async def test_bad_bodies_are_refused(tmp_path):
                     assert (await call(run.url, method, path, body))[0] == 400, (path, body)
                 assert (await call(run.url, method, path, b"x" * 10_001))[0] == 413, path
         assert run.ledger.phase == "training"
+
+
+async def test_completions_of_calls_that_come_together_share_a_transition(tmp_path, monkeypatch):
+    """Each call gets the answers to its own, the refused ones too."""
+    async with served(tmp_path) as run:
+        leases = (await run.lease(3)).leases
+        news = [
+            CompleteTask(
+                task=lease.task.id, attempt=lease.attempt, node="n0", reward=1.0, samples=[], calls=1, seconds=seconds
+            )
+            for lease, seconds in zip(leases, (1.0, float("nan"), 1.0), strict=True)
+        ]
+        sizes, complete = [], run.ledger.complete_many
+        monkeypatch.setattr(run.ledger, "complete_many", lambda some: (sizes.append(len(some)), complete(some))[1])
+        calls = (run.service._complete(CompleteTasks(tasks=part)) for part in (news[:1], news[1:]))
+        first, second = await asyncio.gather(*calls)
+        assert sizes == [3]
+        assert [one.ack is not None for one in (*first.taken, *second.taken)] == [True, False, True]
 
 
 async def test_a_whole_run(tmp_path):

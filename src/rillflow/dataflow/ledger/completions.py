@@ -49,19 +49,18 @@ class Verdict:
 
 
 class Judge:
-    """Judges completions by the versions that live now. No completion changes them."""
+    """Judges completions by where the policies stand. No completion changes that."""
 
     def __init__(self, rules: Rules, lineage: Lineage) -> None:
         self._lineage = lineage
         self._policies = rules.policies
         self._wanted = {name for name in rules.policies if rules.streams_of(name)}
         self._heads = lineage.heads
-        self._deaths = lineage.deaths
         strict = [rules.policies[stream] for stream in lineage.unfinished() if rules.policies[stream].on_policy]
         self._on_policy = {producer for policy in strict for producer in policy.producers}
 
-    def judge(self, news: CompleteTask, held: HeldTask | None) -> Verdict:
-        """`held` is the attempt that the completion names, if there is one."""
+    def judge(self, news: CompleteTask, held: HeldTask | None, deaths: bool) -> Verdict:
+        """`held` is the attempt that the completion names, if there is one; `deaths`, whether any version has died."""
         if held is not None and held.id != news.task:
             held = None
         if error := self._why_refused(news):
@@ -73,7 +72,7 @@ class Judge:
             return Verdict(kind, news, held, cause=held.cause, error=None if same else _completed_before(news))
         if held is None or held.state != "held":
             return Verdict("late", news, held)
-        if cause := self._why_again(held, news.samples):
+        if cause := self._why_again(held, news.samples, deaths):
             return Verdict("again", news, held, cause=cause)
         if cause := _why_failed(held.lane, news):
             return Verdict("failed", news, held, digest, cause)
@@ -104,9 +103,9 @@ class Judge:
                 return BadRequest(f"a sample of {news.task!r:.80} contradicts itself: {sample}", "check the node")
         return None
 
-    def _why_again(self, held: HeldTask, samples: Sequence[SampleMeta]) -> str:
+    def _why_again(self, held: HeldTask, samples: Sequence[SampleMeta], deaths: bool) -> str:
         """Return why an episode that ended well must be played again."""
-        if self._deaths and any(s.trained and self._lineage.died(s.policy, s.oldest, s.newest) for s in samples):
+        if deaths and any(s.trained and self._lineage.died(s.policy, s.oldest, s.newest) for s in samples):
             return "rolled_back"
         if held.lane == "eval" or not self._on_policy:
             return ""

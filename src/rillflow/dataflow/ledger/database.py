@@ -91,6 +91,7 @@ class Database:
         self._connection.execute("PRAGMA synchronous = NORMAL")
         self._connection.execute("PRAGMA wal_autocheckpoint = 4000")
         self._connection.execute("PRAGMA cache_size = -16384")  # kibibytes
+        self._connection.execute("PRAGMA temp_store = MEMORY")  # what a savepoint may take back, too
         self._check_format()  # before the tables: those of another format may have other columns
         self._connection.executescript(TABLES)
         self._clean = self._connection.total_changes

@@ -200,9 +200,12 @@ class Groups(Part):
         elif row.lane == "eval":
             self._move(row, "evaluated")
         else:
-            self._share_out(row, needed)
+            ready = self._share_out(row, needed)
             self._tasks.forget_versions(group)
-            self._close(row)
+            if ready:
+                self._move(row, "open")
+            else:
+                self._close(row)
         return True
 
     def _fail(self, row: Group) -> None:
@@ -236,8 +239,9 @@ class Groups(Part):
 
     # ------------------------------------------------------------ shares
 
-    def _share_out(self, row: Group, needed: int) -> None:
-        """Take each producer's statistics, let the filters judge it, and give the streams their shares."""
+    def _share_out(self, row: Group, needed: int) -> bool:
+        """Take each producer's statistics, let the filters judge it, and give the streams their shares; returns
+        whether one of them is ready."""
         episodes: dict[str, list[_Episode]] = {}
         for episode in self._db.rows(_Episode, _EPISODES, (row.id,)):
             episodes.setdefault(episode.policy, []).append(episode)
@@ -246,10 +250,13 @@ class Groups(Part):
             self._tasks.release(row.id, producer)
         prompt = self.prompt(row.lane, row.ord, row.prompt)
         known = {(share.producer, share.stream) for share in self._shares.of(row.id)}
-        for producer in self._rules.policies:
-            if producer in episodes:
-                self._share(row, producer, episodes=episodes[producer], prompt=prompt, needed=needed, known=known)
+        ready = [
+            self._share(row, producer, episodes=episodes[producer], prompt=prompt, needed=needed, known=known)
+            for producer in self._rules.policies
+            if producer in episodes
+        ]
         self._remember(row.id, episodes)
+        return any(ready)
 
     def _share(
         self,
@@ -260,7 +267,8 @@ class Groups(Part):
         prompt: Prompt,
         needed: int,
         known: set[tuple[str, str]],
-    ) -> None:
+    ) -> bool:
+        """Give a producer's part to its streams; returns whether one of the shares is ready."""
         statistics = _statistics(episodes)
         grouping = self._rules.grouping
         view = CompleteGroup(
@@ -286,6 +294,7 @@ class Groups(Part):
             held = held or end[0] == "ready"
         if not held:
             self._tasks.release(row.id, producer)
+        return held
 
     def _remember(self, group: str, episodes: dict[str, list[_Episode]]) -> None:
         """Keep what each stream's next step says of the group: of its own policy's part in it, if it has one."""

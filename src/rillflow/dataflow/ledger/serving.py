@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from statistics import fmean
 
 from msgspec.structs import replace
 
@@ -126,8 +125,8 @@ def _comparing(sample: BatchSample, found: Mapping[Key, Sequence[float]], key: K
 
 def spread(rewards: Sequence[float]) -> tuple[float, float]:
     """Their mean and standard deviation, of the rewards as a whole population."""
-    mean = fmean(rewards)
-    return mean, math.sqrt(fmean((reward - mean) ** 2 for reward in rewards))
+    mean = math.fsum(rewards) / len(rewards)
+    return mean, math.sqrt(math.fsum([(reward - mean) ** 2 for reward in rewards]) / len(rewards))
 
 
 def _extras(db: Database, shares: Iterable[tuple[str, str]], stream: str) -> dict[SampleKey, list[Row]]:

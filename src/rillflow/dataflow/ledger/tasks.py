@@ -20,7 +20,7 @@ import msgspec
 
 from rillflow.dataflow.ledger.completions import Judge, Verdict, without_repeats
 from rillflow.dataflow.ledger.database import Base, Part
-from rillflow.dataflow.ledger.tables import HELD, HeldTask, Task
+from rillflow.dataflow.ledger.tables import HELD, HeldTask, Policy, Task
 from rillflow.dataflow.ledger.versions import Lineage
 from rillflow.dataflow.ledger.workers import Nodes, Storage, UserErrors
 from rillflow.dataflow.rules import derive_seed
@@ -49,6 +49,7 @@ class Tasks(Part):
         self._nodes = nodes
         self._storage = storage
         self._errors = errors
+        self._judged_by: tuple[dict[str, Policy], Judge] | None = None
         self._no_deadline = (-1, -math.inf)  # as of so many rollbacks, no lease ends before this time
 
     def create(self, group: str, lane: Lane, index: int, *, size: int, number: int, step: int) -> None:
@@ -147,10 +148,10 @@ class Tasks(Part):
         return taken
 
     def _complete(self, news: Sequence[CompleteTask], taken: Taken) -> None:
-        found, judge = self._attempts([one.attempt for one in news]), Judge(self._rules, self._lineage)
+        found, judge, deaths = self._attempts([one.attempt for one in news]), self._judge(), self._lineage.deaths
         done: dict[int, Verdict] = {}  # by their place among the answers
         for one in news:
-            verdict = judge.judge(one, found.get(one.attempt))
+            verdict = judge.judge(one, found.get(one.attempt), deaths)
             if verdict.kind == "done":
                 done[len(taken.answers)] = verdict
                 taken.answers.append(Ack(accepted=True))
@@ -161,6 +162,13 @@ class Tasks(Part):
                 done = {}
                 taken.answers.append(self._take_other(verdict, taken))
         self._write(done, taken)
+
+    def _judge(self) -> Judge:
+        """The judge of completions. It is made again when a policy has moved."""
+        policies = self._lineage.policies()
+        if self._judged_by is None or self._judged_by[0] is not policies:
+            self._judged_by = policies, Judge(self._rules, self._lineage)
+        return self._judged_by[1]
 
     def _attempts(self, attempts: Sequence[str]) -> dict[str, HeldTask]:
         query = f"SELECT {HELD} FROM json_each(?) j JOIN attempts a ON a.id = j.value JOIN tasks t ON t.id = a.task"

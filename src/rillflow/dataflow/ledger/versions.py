@@ -40,8 +40,8 @@ class Lineage(Part):
 
     # ------------------------------------------------------------ looking
 
-    def _policies(self) -> dict[str, Policy]:
-        """The rows of all policies, the first one's first. They are read once: each completion asks for them."""
+    def policies(self) -> dict[str, Policy]:
+        """Return the rows of all policies, the first one's first. They are read again when one has changed."""
         if self._read_at != self._db.rollbacks:
             found = self._db.rows(Policy, f"SELECT {Policy.columns()} FROM policies")
             known = {policy.name: policy for policy in found}
@@ -51,26 +51,26 @@ class Lineage(Part):
 
     def head(self, policy: str) -> int:
         """Return the version of the policy's trainer."""
-        return self._policies()[policy].version
+        return self.policies()[policy].version
 
     @property
     def heads(self) -> dict[str, int]:
         """The versions of all policies of the run, the first one's first."""
-        return {name: policy.version for name, policy in self._policies().items()}
+        return {name: policy.version for name, policy in self.policies().items()}
 
     def highest(self, policy: str) -> int:
-        return self._policies()[policy].highest
+        return self.policies()[policy].highest
 
     def steps(self, policy: str) -> int:
         """Return the number of optimizer steps committed on the live line."""
-        return self._policies()[policy].steps
+        return self.policies()[policy].steps
 
     def done(self, policy: str) -> bool:
         """Return whether the policy's trainer has done its steps, and takes nothing more."""
         return self.steps(policy) >= self._rules.policies[policy].total_steps
 
     def unfinished(self) -> list[str]:
-        return [name for name in self._policies() if not self.done(name)]
+        return [name for name in self.policies() if not self.done(name)]
 
     @property
     def deaths(self) -> bool:
@@ -100,7 +100,7 @@ class Lineage(Part):
     def check_trainer(self, policy: str, incarnation: str) -> None:
         """Refuse every trainer but the one that joined last."""
         self.check_policy(policy)
-        current = self._policies()[policy].incarnation
+        current = self.policies()[policy].incarnation
         if current is None:
             raise LeaseLost(f"no trainer of {policy} has joined", "call /trainers/join first")
         if current != incarnation:
