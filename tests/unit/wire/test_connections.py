@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 
@@ -350,3 +350,78 @@ async def test_a_future_within_its_time_and_after_it() -> None:
     with pytest.raises(TimeoutError):
         await within(never, 0.01)
     assert never.done()
+
+
+# ---------------------------------------------------------------- answers that are read as they arrive
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+async def test_a_stream_is_read_as_it_arrives_and_its_connection_is_used_again() -> None:
+    go_on, served = asyncio.Event(), 0
+
+    async def dripping(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal served
+        while await reader.readuntil(b"\r\n\r\n"):
+            served += 1
+            writer.write(CHUNKED + b"3\r\none\r\n")
+            await go_on.wait()
+            writer.write(b"3\r\ntwo\r\n0\r\n\r\n")
+
+    async with peer(dripping) as connections:
+        for _ in range(2):
+            go_on.clear()
+            async with connections.stream("GET", "/", b"", 60) as answer:
+                assert (answer.status, await answer.reader.readexactly(3)) == (200, b"one")
+                go_on.set()
+                assert await answer.reader.read() == b"two"
+        assert (served, len(connections._free)) == (2, 1)
+
+
+@pytest.mark.parametrize("end", ["left", "cut", "closed"])
+async def test_a_stream_that_ends_early_ends_its_connection(end: str) -> None:
+    gone = asyncio.Event()
+
+    async def endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(CHUNKED + b"3\r\none\r\n")
+        if end == "cut":
+            writer.close()
+        with suppress(ConnectionError):
+            await reader.read()
+        gone.set()
+
+    async with peer(endless, most=1) as connections:
+        with suppress(ConnectionError):
+            async with connections.stream("GET", "/", b"", 60) as answer:
+                assert await answer.reader.readexactly(3) == b"one"
+                if end == "closed":
+                    connections.close()
+                if end != "left":
+                    await answer.reader.read()
+                    pytest.fail("the stream has no end")
+        await asyncio.wait_for(gone.wait(), 60)
+        assert (connections._free, connections._left) == ([], 1)
+
+
+async def test_a_stream_that_is_not_read_pauses_its_sender() -> None:
+    sent = 0
+
+    async def flooding(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(CHUNKED)
+        with suppress(ConnectionError):
+            while sent < 64 << 20:
+                writer.write(b"10000\r\n" + bytes(1 << 16) + b"\r\n")
+                await writer.drain()
+                sent += 1 << 16
+
+    async with peer(flooding) as connections, connections.stream("GET", "/", b"", 60) as answer:
+        assert await answer.reader.readexactly(10) == bytes(10)
+        before = -1
+        while before != sent:
+            before = sent
+            await asyncio.sleep(0.1)
+        assert sent < 32 << 20
