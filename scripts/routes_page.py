@@ -32,6 +32,10 @@ are the servers, the typed clients and `GET /openapi.json`, which every service 
 A token of one of the scopes opens a route ([tokens](tokens.md)); the operator's opens all. A route that *waits*
 is a long poll or a stream: it ends when its client disconnects. The last column says why a call may be sent twice, as a
 client does that got no answer: the receiver takes each *attempt id* once, or a second copy does no harm.
+
+To add a route, declare it in its table (`types/route.py` says where tables live), bind it to a handler with `service.on`, and
+give the client a method, `name = Sends(Table.name)`. Tests then ask it for its token, its scopes, its attempt id and its
+disconnect, and this page is made again.
 """
 
 

@@ -69,9 +69,10 @@ class Listener:
             connection.close_when_idle()
         if self.tasks:
             await asyncio.wait(self.tasks, timeout=STOP_SECONDS)
-        for task in self.tasks:
+        left = tuple(self.tasks)
+        for task in left:
             task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await asyncio.gather(*left, return_exceptions=True)
         for connection in tuple(self.connections):
             connection.abort()
         if self._looking is not None:
@@ -212,11 +213,11 @@ class Connection(asyncio.Protocol):
         self._at_work, self._keep = request, keep
         self.deadline = float("inf")
         request.on_want(self._body_wanted)
-        task = self._loop.create_task(self._work(request))
-        self._listener.tasks.add(task)
-        task.add_done_callback(self._listener.tasks.discard)
+        self._listener.tasks.add(self._loop.create_task(self._work(request)))
 
     async def _work(self, request: Request) -> None:
+        task = asyncio.current_task()
+        assert task is not None
         try:
             await self._listener.answer(request, self)
         except ConnectionError:
@@ -226,6 +227,7 @@ class Connection(asyncio.Protocol):
             raise
         finally:
             self._at_work = None
+            self._listener.tasks.discard(task)
         self._next(request)
 
     def _next(self, request: Request) -> None:
