@@ -3,7 +3,10 @@
 One-digit addition, groups of 8, 256 samples a step, at most 64 new tokens, temperature 1, the same model, reward,
 learning rate, optimizer and loss (GRPO, no KL). Ours: trainer and vLLM server are processes that share the GPU, and
 weights travel as deltas that are applied in place while answers are under way. TRL generates, then trains, then
-generates. Both are measured from the end of the first tenth of the steps to the end of the last.
+generates. Both are measured from the end of the first tenth of the steps to the end of the last. The seconds to a
+reward are those from the end of the first step until the mean of five steps reaches it.
+
+`--decode host` has nodes decode deltas, as before vLLM's workers did.
 
     python -m bench.async_gpu --model smollm2-135m-instruct.gguf --json -
 
@@ -32,6 +35,7 @@ from rillflow.weights.gguf import SUFFIX, model_from_gguf
 GROUP = 8
 GOAL = 2.0
 WINDOW = 10  # steps over which the reward is averaged, at the end
+LEVELS, SHORT = (0.8, 0.9, 0.95), 5  # rewards to reach, and steps over which they are averaged
 
 
 class Side(NamedTuple):
@@ -44,6 +48,13 @@ class Side(NamedTuple):
         first = max(1, len(self.ended) // 10)
         return (len(self.ended) - first) / (self.ended[-1] - self.ended[first - 1])
 
+    def seconds_to(self, level: float) -> float | None:
+        """Return when the reward is reached, or None if it is not."""
+        for step in range(SHORT, len(self.reward) + 1):
+            if statistics.mean(self.reward[step - SHORT : step]) >= level:
+                return self.ended[step - 1] - self.ended[0]
+        return None
+
 
 def model_of(path: Path, made: Path) -> str:
     """`path`, or the Hugging Face folder of what the GGUF file `path` holds."""
@@ -55,7 +66,9 @@ def recipe(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
     dtype = "bf16" if on_gpu else "fp32"
     engine: dict[str, Any] = {"kind": arguments.engine, "slots": 512 if on_gpu else 64, "context": 192, "dtype": dtype}
     if on_gpu:
-        engine["server"] = {"python": arguments.python, "memory": 0.25, "arguments": arguments.server}
+        by_workers = False if arguments.decode == "host" else None
+        server = {"python": arguments.python, "memory": 0.25, "arguments": arguments.server}
+        engine["server"] = {**server, "decodes_deltas": by_workers}
     questions = "rillflow.agents.environments.addition:prompts"
     return {
         "name": "async_gpu",
@@ -153,6 +166,13 @@ def tell(report: Report, batch: int, mine: Side, peer: Side | None, others: dict
     for name, at in (("first", slice(0, WINDOW)), ("last", slice(-WINDOW, None))):
         theirs = None if peer is None else statistics.mean(peer.reward[at])
         report.add(f"reward, {name} {WINDOW} steps", statistics.mean(mine.reward[at]), theirs, unit="reward")
+    for level in LEVELS:
+        taken, theirs = mine.seconds_to(level), None if peer is None else peer.seconds_to(level)
+        name = f"seconds to reward {level:g}"
+        if taken is None:
+            print(f"{name}: not reached; TRL: {theirs}", file=sys.stderr)
+        else:
+            report.add(name, taken, theirs, unit="s", less_is_better=True)
     for name, value in others.items():
         report.add(name, value, None, unit="", reason="ours alone")
 
@@ -172,6 +192,7 @@ def read_arguments() -> argparse.Namespace:
     made.add_argument("--refresh", type=float, default=0.05, help="seconds between two changes of weights, at least")
     made.add_argument("--limit", type=float, default=300.0, help="seconds that a side may take")
     made.add_argument("--server", action="append", default=[], help="a further argument of the vLLM server")
+    made.add_argument("--decode", choices=("workers", "host"), default="workers", help="who decodes deltas")
     made.add_argument("--no-trl", action="store_true", help="our side alone")
     made.add_argument("--keep", help="keep what is written in this folder")
     return made.parse_args()
