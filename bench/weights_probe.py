@@ -78,8 +78,11 @@ class Trainer:
         self._noise = torch.Generator().manual_seed(1)
 
     def weights(self) -> Weights:
+        """Return copies of the weights. Names of one tensor share its copy: the model ties them."""
         assert self.actor.optimizer is not None
-        return {name: tensor.cpu().clone() for name, tensor in self.actor.optimizer.weights(self._dtype).items()}
+        given = self.actor.optimizer.weights(self._dtype)
+        copies = {tensor.data_ptr(): tensor.cpu().clone() for tensor in given.values()}
+        return {name: copies[tensor.data_ptr()] for name, tensor in given.items()}
 
     def step(self) -> None:
         optimizer = self.actor.optimizer
