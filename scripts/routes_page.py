@@ -33,9 +33,9 @@ A token of one of the scopes opens a route ([tokens](tokens.md)); the operator's
 is a long poll or a stream: it ends when its client disconnects. The last column says why a call may be sent twice, as a
 client does that got no answer: the receiver takes each *attempt id* once, or a second copy does no harm.
 
-To add a route, declare it in its table (`types/route.py` says where tables live), bind it to a handler with `service.on`, and
-give the client a method, `name = Sends(Table.name)`. Tests then ask it for its token, its scopes, its attempt id and its
-disconnect, and this page is made again.
+To add a route, declare it in its table (`types/route.py` says where tables live), bind it to a handler with
+`service.on`, and give the client a method, `name = Sends(Table.name)`. Tests then ask it for its token, its scopes, its
+attempt id and its disconnect, and this page is made again.
 """
 
 

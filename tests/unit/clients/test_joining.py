@@ -206,7 +206,7 @@ async def test_a_process_that_joins_works_with_the_nodes_token(tmp_path, scope):
 async def test_a_token_of_another_scope_does_not_join(tmp_path, scope):
     async with inviting(told()) as url:
         with pytest.raises(
-            RunError, match="needs a token of scope node|has scope trainer, and node is needed"
+            RunError, match=r"needs a token of scope node|has scope trainer, and node is needed"
         ) as caught:
             await join(url, scoped_token(TOKEN, scope), tmp_path)
     assert "rillflow token RUN node" in caught.value.hint
