@@ -28,6 +28,7 @@ from rillflow.types import Ack, Batch, BatchSample, TaskLease, Units
 POLICIES = ("solver", "checker")
 GROUP, BATCH = 4, 4
 NODES = 8
+_BEFORE = 100  # tasks that are trained while the harm is being done
 
 
 def token_of(task: str, policy: str) -> int:
@@ -47,10 +48,16 @@ def check_rows(samples: Sequence[BatchSample], arrays: Sequence[Mapping[str, Any
 
 
 class Trainer(Seat):
-    """Leases batches of one policy, whole or streamed, reads them and commits; it is never restarted."""
+    """Leases batches of one policy, whole or streamed, reads them and commits; it is never restarted.
 
-    def __init__(self, policy: str, client: DataflowClient, reader: PayloadReader, least: int) -> None:
+    After `_BEFORE` tasks it waits for `harmed`: the load must not end before the harm is done.
+    """
+
+    def __init__(
+        self, policy: str, client: DataflowClient, reader: PayloadReader, least: int, harmed: asyncio.Event
+    ) -> None:
         super().__init__(policy, client)
+        self._harmed = harmed
         self.trained: Counter[tuple[str, str]] = Counter()  # (task, policy) of committed samples
         self._reader = reader
         self._least = least
@@ -59,6 +66,8 @@ class Trainer(Seat):
         await self.join()
         going = True
         while going:
+            if len(self.trained) >= _BEFORE:
+                await self._harmed.wait()
             try:
                 going = await self._step()
             except LeaseLost:
@@ -100,13 +109,15 @@ class Load:
     units: Callable[[], Awaitable[Units]]
     near: bool = True
     acked: set[str] = field(default_factory=set)
+    harmed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def play(self, harm: Coroutine[Any, Any, None], seconds: float) -> dict[str, Trainer]:
-        """Until all is trained; `harm` is done meanwhile."""
+        """Until all is trained; `harm` is done meanwhile, and sets `harmed` once it has done enough."""
         async with AsyncExitStack() as stack:
+            near = self._reader(stack, remote=not self.near)
             trainers = {
-                "solver": Trainer("solver", self.client, self._reader(stack, remote=not self.near), least=0),
-                "checker": Trainer("checker", self.client, self._reader(stack, remote=True), least=1),
+                "solver": Trainer("solver", self.client, near, 0, self.harmed),
+                "checker": Trainer("checker", self.client, self._reader(stack, remote=True), 1, self.harmed),
             }
             stage = ("solver", "reference")
             readers = [self._reader(stack, remote=n == 0 or not self.near) for n in range(2)]
