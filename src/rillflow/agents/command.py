@@ -78,7 +78,10 @@ class CommandAgent:
             await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
 
     def close(self) -> None:
+        """End what runs, and remove the folders of episodes that were given up before they could."""
         self._reaper.close()
+        for place in self._folder.glob("*"):
+            shutil.rmtree(place, ignore_errors=True)
 
     async def _run(self, episode: Episode, place: Path) -> dict[str, Any]:
         environment = environment_of(episode, place, self._base) | self._config.environment

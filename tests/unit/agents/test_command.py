@@ -328,3 +328,10 @@ async def test_a_program_that_cannot_be_watched_over_is_killed(
     with pytest.raises(OSError, match="Too many"):
         await agent(episode())
     await asyncio.to_thread(wait_until, lambda: not psutil.pid_exists(started[0]), "its end", 60)
+
+
+def test_folders_that_episodes_have_left_go_with_the_agent(tmp_path: Path) -> None:
+    agent = CommandAgent(CommandConfig(run="true"), tmp_path / "agents")
+    (tmp_path / "agents" / "left" / "work").mkdir(parents=True)
+    agent.close()
+    assert list((tmp_path / "agents").iterdir()) == []
