@@ -79,6 +79,13 @@ def _data() -> str:
     return f"the public data sets {', '.join(absent)} are not in {folder}" if absent else ""
 
 
+def _templates() -> str:
+    from rillflow.dataflow.sources.benchmarks import data_folder
+
+    folder = data_folder() / "templates"
+    return "" if folder.is_dir() else f"the published chat templates are not in {folder}"
+
+
 def _root() -> str:
     return "" if os.getuid() == 0 else "the tests do not run as root"
 
@@ -149,6 +156,7 @@ NEEDS: dict[str, Need] = {
     "resets": Need(_resets, f"apt-get install iproute2, and {_AS_ROOT}"),
     "fork": Need(_fork, "run the tests on Linux"),
     "data": Need(_data, "put the files of docs/evaluation.md into ../shared/data, or set RILLFLOW_DATA"),
+    "templates": Need(_templates, "put published chat templates into ../shared/data/templates, or set RILLFLOW_DATA"),
     "cuda": Need(_gpu, "run the tests on a machine with a CUDA GPU", ci=False),
     "alfworld": Need(_alfworld, "pip install alfworld, alfworld-download, and set ALFWORLD_DATA", ci=False),
     "webshop": Need(

@@ -30,11 +30,12 @@ _Loader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 _Dumper = yaml.CSafeDumper if yaml.__with_libyaml__ else yaml.SafeDumper
 FIT = "task"  # the key that only recipes of `rillflow fit` have
 _PACKAGE = Path(__file__).resolve().parent.parent
-_CODE = ("workflow", "reward", "generator", "function", "loss", "kind")
+_CODE = ("workflow", "reward", "generator", "function", "loss", "kind", "tools", "reasoning")
 _HOOKS = ("filters", "curators", "sampler")
 _REWARD = "reward"  # one name or function, or a list of them
 _NODES = ("graph", "nodes")
-_FOREIGN = ("arguments", "environment", "options")  # another program's own: what they mean is its business
+# Another program's own: what they mean is its business.
+_FOREIGN = ("arguments", "environment", "options", "chat_template_kwargs")
 
 
 def _shipped_folder() -> Path:
@@ -178,10 +179,10 @@ def _anchored(key: str, value: str, folder: Path) -> str:
         return f"{(folder / file).resolve()}:{name}" if colon and (folder / file).is_file() else value
     if key in ("command", "run"):
         return _anchored_command(value, folder)
-    if key not in ("path", "model", "reference", "dataset", "folder"):
+    if key not in ("path", "chat_template", "model", "reference", "dataset", "folder"):
         return value
     path = folder / Path(value).expanduser()
-    if key == "path" or (value != "tiny" and path.is_dir()):
+    if key in ("path", "chat_template") or (value != "tiny" and path.is_dir()):
         return str(path.resolve())
     return value
 

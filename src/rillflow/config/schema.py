@@ -6,10 +6,11 @@ wrong with it and the nearest valid name. The resolved recipe is written into ev
 
 from __future__ import annotations
 
+import difflib
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from rillflow.config.agents import RewardConfig, ToolConfig
 from rillflow.config.base import Name, Named, NonNegative, Positive, Seconds, Section
@@ -94,6 +95,14 @@ class SamplingConfig(Section):
     max_tokens: Positive = 128
 
 
+# The formats' classes are the gateway's, in gateway/reading/formats.py.
+TOOL_FORMATS = (
+    "auto", "hermes", "qwen3_coder", "glm", "minimax", "seed", "mistral", "mistral_args", "deepseek", "deepseek_r1",
+    "kimi", "harmony", "command", "nemotron", "phi", "granite", "llama3", "pythonic", "json",
+)  # fmt: skip
+REASONING_FORMATS = ("auto", "none", "harmony", "seed", "command", "mistral", "think")
+
+
 class PolicyConfig(Section):
     model: str = Field(description="folder of a Hugging Face model, or `tiny` for the shipped policy")
     staleness: NonNegative | None = Field(None, description="default: dataflow.staleness")
@@ -104,16 +113,40 @@ class PolicyConfig(Section):
         default_factory=dict,
         description="workers that add columns to every sample before the trainer gets it, by name; docs/stages.md",
     )
-    tools: Literal["auto", "hermes", "llama3", "json"] = Field(
-        "auto", description="how the model writes tool calls; auto looks at its chat template"
+    tools: str = Field(
+        "auto",
+        description="how the model writes tool calls: the name of a format (docs/templates.md) or module:Class; auto "
+        "finds it by what the chat template writes for a call",
     )
-    reasoning: Literal["auto", "think", "none"] = Field(
-        "auto", description="whether text between <think> and </think> is reasoning; auto looks at the chat template"
+    reasoning: str = Field(
+        "auto",
+        description="how the model writes its reasoning: the name of a format (docs/templates.md), module:Class or "
+        "none; auto looks at the chat template",
+    )
+    chat_template: str | None = Field(None, description="file of a chat template that replaces the model's own")
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description="options of the chat template, such as {enable_thinking: false}; a call's own go before them",
+    )
+    history: Literal["template", "append"] = Field(
+        "template",
+        description="where the chat template rewrites earlier answers (it drops old reasoning, say): a call follows "
+        "the template and begins a new path, or new messages are appended to what was sampled",
     )
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()
     trainer: TrainerConfig = TrainerConfig()
     weights: WeightsConfig = WeightsConfig()
+
+    @field_validator("tools", "reasoning")
+    @classmethod
+    def _known_format(cls, name: str, info: ValidationInfo) -> str:
+        known = TOOL_FORMATS if info.field_name == "tools" else REASONING_FORMATS
+        if name not in known and ":" not in name:
+            close = difflib.get_close_matches(name, known, 1)
+            near = f"did you mean {close[0]!r}? " if close else ""
+            raise ValueError(f"{near}one of {', '.join(known)}, or a class of your own as module:Class")
+        return name
 
     @field_validator("trains_on")
     @classmethod

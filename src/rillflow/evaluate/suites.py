@@ -12,7 +12,7 @@ from rillflow.dataflow.sources.benchmarks import benchmark
 from rillflow.dataflow.sources.naming import source_names
 from rillflow.errors import ConfigError
 from rillflow.evaluate.votes import Kind
-from rillflow.gateway.trees.render import Renderer
+from rillflow.gateway.trees.render import Renderer, load_renderer
 from rillflow.weights.model_folder import model_folder
 
 HELDOUT = "heldout"
@@ -95,7 +95,7 @@ def with_context(recipe: Recipe, suites: Sequence[Suite], most: int | None = Non
 
 
 def _context(policy: PolicyConfig, name: str, suites: Sequence[Suite], most: int | None) -> int:
-    renderer = Renderer.load(policy.model)
+    renderer = load_renderer(policy)
     needed = max(_longest(renderer, suite.source) + suite.recipe.policies[name].sampling.max_tokens for suite in suites)
     return min(max(needed + _MARGIN, _SHORTEST), most or _model_context(policy.model))
 

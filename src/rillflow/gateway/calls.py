@@ -7,28 +7,31 @@ same draw; except what the engine itself had to cut off (`abort`), which stays.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 from rillflow.contracts import TokenSource
 from rillflow.errors import ContextOverflow
 from rillflow.gateway.choices import Choice, Keep, Piece
 from rillflow.gateway.grammars import Calls, composed
 from rillflow.gateway.reading.detokenise import Detokeniser
+from rillflow.gateway.reading.formats import AUTO, reasoning_format, tool_format, written_calls
 from rillflow.gateway.reading.reader import Reader
-from rillflow.gateway.reading.reasoning import ReasoningSplit, opened_by, reasons
+from rillflow.gateway.reading.reasoning import Thought
 from rillflow.gateway.reading.stops import StopStrings
-from rillflow.gateway.reading.tools import STYLES, style_of
+from rillflow.gateway.reading.tools import offered
 from rillflow.gateway.sessions.keeping import Asked
 from rillflow.gateway.sessions.session import Session
 from rillflow.gateway.texts import SHORT, TextThreads
 from rillflow.gateway.trees.continuing import following
-from rillflow.gateway.trees.messages import Message
+from rillflow.gateway.trees.messages import Message, ToolCall, message
 from rillflow.gateway.trees.placing import Place, RawPlace
-from rillflow.gateway.trees.render import Renderer, Tools
+from rillflow.gateway.trees.render import Renderer
+from rillflow.gateway.trees.template import Tools
 from rillflow.gateway.trees.tree import Node
 from rillflow.types import GenerateRequest, Grammar, Sampling
 
@@ -45,6 +48,7 @@ class Call:
     `previous` is the id of an answer of this session that `history` follows. A raw `prompt`, text or ids, stands in
     place of a history; its answer is text and nothing else. `agent` is whom of the episode's agents it is of.
     One of the tools named in `forced` must be called; empty where none must. Only those in `allowed` may be; None: any.
+    `options` are the chat template's for this call.
     """
 
     policy: str
@@ -62,15 +66,53 @@ class Call:
     agent: str = ""
     forced: tuple[str, ...] = ()
     allowed: tuple[str, ...] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Policy(NamedTuple):
-    """What samples a policy, what speaks its tokens, and how its model writes tool calls and reasoning."""
+class Policy:
+    """What samples a policy, what speaks its tokens, and how its model writes tool calls and reasoning: by the names of
+    formats, or `auto`. `tools` is None where the chat template has no place for tools, `reasoning` where the model does
+    not reason. `name` is for errors."""
 
-    engine: TokenSource
-    renderer: Renderer
-    tools: str = "auto"
-    reasoning: str = "auto"
+    def __init__(
+        self,
+        engine: TokenSource,
+        renderer: Renderer,
+        tools: str = AUTO,
+        reasoning: str = AUTO,
+        *,
+        name: str = "NAME",
+    ) -> None:
+        self.engine = engine
+        self.renderer = renderer
+        self.tools = tool_format(tools, renderer.template, f"policies.{name}")
+        self.reasoning = reasoning_format(reasoning, renderer.template.source, f"policies.{name}")
+        if self.tools is not None:
+            renderer.template.write_calls = partial(written_calls, self.tools)
+
+    def with_options(self, options: Mapping[str, Any]) -> Policy:
+        """Return the policy with the chat template's options of one call."""
+        if not options:
+            return self
+        made = copy(self)
+        made.renderer = self.renderer.variant(options)
+        return made
+
+    def read(self, tools: Tools, prompt: str, text: str, calls: bool) -> Message:
+        """Return the message that an answer's text is, behind a prompt that ends so."""
+        splitter = None if self.reasoning is None else self.reasoning.splitter(inside=self.reasoning.opened_by(prompt))
+        parser = self.tools.parser(offered(tools)) if calls and self.tools is not None else None
+        said: list[str] = []
+        thought: list[str] = []
+        made: list[ToolCall] = []
+        for part in Reader(Detokeniser(self.renderer.decode, ()), None, splitter, parser).of_text(text):
+            if isinstance(part, str):
+                said.append(part)
+            elif isinstance(part, Thought):
+                thought.append(part.text)
+            else:
+                made.append(ToolCall(part.id, part.name, part.arguments))
+        return message("assistant", "".join(said), made, reasoning="".join(thought))
 
 
 class Answer:
@@ -212,7 +254,7 @@ def begin(
     if room < 1:
         raise _overflow(policy, length)
     prompt = given.prompt()
-    inside = opened_by(policy.renderer.decode(prompt[-_PROMPT_END:])) if _reasons(policy, call) else None
+    inside = _inside(policy, call, prompt)
     grammar = _grammar(policy, call, inside)
     draw = session.draw(call.policy, prompt)
     seeds = session.seeds(draw, call.choices, call.sampling.seed)
@@ -260,7 +302,17 @@ def _choices(
         )
         reader = _reader(policy, call, inside)
         eager = call.live or bool(call.stops)
-        choices.append(Choice(index, node, request, reader, eager=eager, logprobs=call.logprobs))
+        choices.append(
+            Choice(
+                index,
+                node,
+                request,
+                reader,
+                eager=eager,
+                logprobs=call.logprobs,
+                unparsed=session.count_unparsed,
+            )
+        )
     return choices
 
 
@@ -268,7 +320,7 @@ def _place(session: Session, policy: Policy, call: Call) -> Place | RawPlace:
     tree = session.tree(call.policy)
     if call.prompt is None:
         history = call.history if call.previous is None else following(session, call.previous, call.history)
-        return Place(tree, policy.renderer, history, call.tools, call.tools_key)
+        return Place(tree, policy.renderer, history, call.tools, call.tools_key, reads=partial(policy.read, call.tools))
     if isinstance(call.prompt, list) and len(call.prompt) >= policy.engine.context:
         raise _overflow(policy, len(call.prompt))
     return RawPlace(tree, policy.renderer, call.prompt)
@@ -281,10 +333,9 @@ def _grammar(policy: Policy, call: Call, inside: bool | None) -> Grammar | None:
         return None
     calls = None
     names = call.forced or call.allowed
-    if call.tools and call.parse_tools and names != ():
-        style = style_of(policy.tools, policy.renderer.template)
-        calls = Calls(call.tools, style, forced=bool(call.forced), names=names)
-    return composed(asked, calls, inside, policy.renderer)
+    if call.tools and call.parse_tools and names != () and policy.tools is not None:
+        calls = Calls(call.tools, policy.tools, forced=bool(call.forced), names=names)
+    return composed(asked, calls, inside, policy.renderer, policy.reasoning)
 
 
 def _sampling(policy: Policy, call: Call, room: int, seed: int, grammar: Grammar | None) -> Sampling:
@@ -299,15 +350,19 @@ def _sampling(policy: Policy, call: Call, room: int, seed: int, grammar: Grammar
     )
 
 
-def _reasons(policy: Policy, call: Call) -> bool:
-    return call.prompt is None and reasons(policy.reasoning, policy.renderer.template)
+def _inside(policy: Policy, call: Call, prompt: list[int]) -> bool | None:
+    """Return whether the prompt has opened the reasoning; None for a model, or a raw prompt, without reasoning."""
+    if call.prompt is not None or policy.reasoning is None:
+        return None
+    return policy.reasoning.opened_by(policy.renderer.decode(prompt[-_PROMPT_END:]))
 
 
 def _reader(policy: Policy, call: Call, inside: bool | None) -> Reader:
-    renderer = policy.renderer
+    renderer, reasoning = policy.renderer, policy.reasoning
+    parsed = policy.tools if call.parse_tools else None
     return Reader(
         Detokeniser(renderer.decode, renderer.stop_tokens),
         StopStrings(call.stops) if call.stops else None,
-        None if inside is None else ReasoningSplit(inside=inside),
-        STYLES[style_of(policy.tools, renderer.template)](call.allowed) if call.parse_tools else None,
+        None if inside is None or reasoning is None else reasoning.splitter(inside=inside),
+        None if parsed is None else parsed.parser(offered(call.tools, call.allowed)),
     )

@@ -37,10 +37,19 @@ class Choice:
     """After its last piece, `text`, `reasoning`, `calls`, `finish` and `stop` are the whole answer.
 
     With `eager`, pieces come while tokens are sampled; without, all at the end, which gives the same for less.
+    `unparsed` is told how many texts look like calls of tools but cannot be parsed.
     """
 
     def __init__(
-        self, index: int, node: Node, request: GenerateRequest, reader: Reader, *, eager: bool, logprobs: bool
+        self,
+        index: int,
+        node: Node,
+        request: GenerateRequest,
+        reader: Reader,
+        *,
+        eager: bool,
+        logprobs: bool,
+        unparsed: Callable[[int], None],
     ) -> None:
         self.index = index
         self.node = node
@@ -51,6 +60,7 @@ class Choice:
         self._reader = reader
         self._eager = eager
         self._logprobs = logprobs
+        self._unparsed = unparsed
         self._shown = 0
         self._said: list[str] = []
         self._thought: list[str] = []
@@ -98,6 +108,7 @@ class Choice:
     def _end(self) -> list[Piece]:
         read = self._reader.finish() if self._eager else self._reader.whole(self.node.tokens)
         pieces = self._pieces(read)
+        self._unparsed(self._reader.unparsed)
         self.text, self.reasoning = "".join(self._said), "".join(self._thought)
         self.node.end(self.finish, message("assistant", self.text, self.calls, reasoning=self.reasoning))
         if self.finish == "abort":
@@ -114,7 +125,7 @@ class Choice:
         if isinstance(part, Thought):
             self._thought.append(part.text)
             return Piece(self.index, reasoning=part.text, tokens=self._unshown())
-        call = ToolCall(f"call_{self.request.id}_{len(self.calls)}", part.name, part.arguments)
+        call = ToolCall(part.id or f"call_{self.request.id}_{len(self.calls)}", part.name, part.arguments)
         self.calls.append(call)
         return Piece(self.index, call=call, tokens=self._unshown())
 

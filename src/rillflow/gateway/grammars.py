@@ -21,9 +21,8 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from rillflow.engine.grammars import compiled
 from rillflow.gateway.failures import CallRefused
-from rillflow.gateway.reading.reasoning import CLOSE as THOUGHT
-from rillflow.gateway.reading.reasoning import OPEN as THINK
-from rillflow.gateway.reading.tools.hermes import CLOSE, OPEN
+from rillflow.gateway.reading.reasoning import ReasoningFormat
+from rillflow.gateway.reading.tools.parts import Json, Matching, Maybe, Piece, ToolFormat, Until
 from rillflow.gateway.trees.render import Renderer
 from rillflow.types import Grammar
 
@@ -92,13 +91,19 @@ class Calls(NamedTuple):
     """Tools in the OpenAI shape, of which one may be called, or (`forced`) must be; with `names`, only one of these."""
 
     tools: Sequence[Mapping[str, Any]]
-    style: str
+    format: ToolFormat
     forced: bool
     names: Collection[str] | None = None
 
 
-def composed(grammar: Grammar | None, calls: Calls | None, inside: bool | None, renderer: Renderer) -> Grammar | None:
-    """The grammar of the whole answer: of a call, or of `grammar`, behind the reasoning of a model that reasons
+def composed(
+    grammar: Grammar | None,
+    calls: Calls | None,
+    inside: bool | None,
+    renderer: Renderer,
+    reasoning: ReasoningFormat | None = None,
+) -> Grammar | None:
+    """The grammar of the whole answer: of a call, or of `grammar`, behind the `reasoning` of a model that reasons
     (`inside` says whether the prompt has opened it; None: it does not). A Lark grammar is of the whole answer as it is.
     """
     if grammar is not None and (grammar.kind == "lark" or (calls is None and inside is None)):
@@ -111,40 +116,73 @@ def composed(grammar: Grammar | None, calls: Calls | None, inside: bool | None, 
         rules += _call_rules(calls, renderer)
         bodies.append("call")
     if grammar is not None and not (calls is not None and calls.forced):
-        rules.append(f"answer: {_inlined(grammar)}")
+        before, after = ("", "") if reasoning is None else (_text(text, renderer) for text in reasoning.answer)
+        rules.append(f"answer: {before} {_inlined(grammar)} {after}")
         bodies.append("answer")
     body = "|".join(bodies)
-    if inside is None:
+    if inside is None or reasoning is None:
         return Grammar(kind="lark", text="\n".join([f"start: {body}", *rules]))
-    thought = "thought" if inside else f"({_text(THINK, renderer)} thought)?"
+    lead = _text(reasoning.lead, renderer)
+    thought = f"thought {lead}" if inside else f"({_text(reasoning.open, renderer)} thought {lead})?"
     # The layout between reasoning and answer is dropped when it is read.
-    head = [f"start: {thought} /[ \\n]{{0,2}}/ ({body})", f"thought[suffix={_quoted(THOUGHT)}]: /(?s:.*)/"]
+    head = [f"start: {thought} /[ \\n]{{0,2}}/ ({body})", _until("thought", reasoning.close, renderer)]
     return Grammar(kind="lark", text="\n".join([*head, *rules]))
 
 
 def _call_rules(calls: Calls, renderer: Renderer) -> list[str]:
-    given = "parameters" if calls.style == "llama3" else "arguments"
     rules: list[str] = []
+    names: list[str] = []
     for number, tool in enumerate(calls.tools):
         function = tool["function"]
         if calls.names is not None and function["name"] not in calls.names:
             continue
         where = f"tools[{number}].function.parameters"
         strict = function.get("strict") is True
-        arguments = msgspec.json.decode(of_schema(function.get("parameters") or {}, where, strict=strict).text)
-        definitions = {key: arguments.pop(key) for key in ("$defs", "definitions") if key in arguments}
-        schema = {
-            "type": "object",
-            "properties": {"name": {"const": function["name"]}, given: arguments},
-            "required": ["name", given],
-            "additionalProperties": False,
-            "x-guidance": _options(strict=strict),
-        } | definitions
-        rules.append(f"call_{len(rules)}: %json {msgspec.json.encode(schema).decode()}")
-    one = "(" + "|".join(f"call_{number}" for number in range(len(rules))) + ")"
-    if calls.style == "hermes":
-        one = f'{_text(OPEN, renderer)} "\\n" {one} "\\n" {_text(CLOSE, renderer)}'
-    return [f"call: {one}", *rules]
+        parameters = msgspec.json.decode(of_schema(function.get("parameters") or {}, where, strict=strict).text)
+        del parameters["x-guidance"]
+        writing = _Writing(f"call_{len(names)}", _options(strict=strict), renderer)
+        rules += writing.rules(calls.format.shape(function["name"], parameters))
+        names.append(writing.name)
+    return [f"call: {'|'.join(names)}", *rules]
+
+
+class _Writing:
+    """Writes the shape of one call as Lark rules, which begin with its `name`."""
+
+    def __init__(self, name: str, options: Mapping[str, Any], renderer: Renderer) -> None:
+        self.name = name
+        self._options = options
+        self._renderer = renderer
+        self._rules: list[str] = []
+
+    def rules(self, pieces: Sequence[Piece]) -> list[str]:
+        return [f"{self.name}: {self._sequence(pieces)}", *self._rules]
+
+    def _sequence(self, pieces: Sequence[Piece]) -> str:
+        return " ".join(filter(None, map(self._piece, pieces))) or '""'
+
+    def _piece(self, piece: Piece) -> str:
+        if isinstance(piece, str):
+            return _text(piece, self._renderer)
+        if isinstance(piece, Matching):
+            return f"/{llguidance.regex_to_lark(piece.regex, '')}/"
+        if isinstance(piece, Maybe):
+            return f"({self._sequence(piece.pieces)})?"
+        name = f"{self.name}_{len(self._rules)}"
+        if isinstance(piece, Json):
+            schema = {**piece.schema, "x-guidance": self._options}
+            self._rules.append(f"{name}: %json {msgspec.json.encode(schema).decode()}")
+        elif isinstance(piece, Until):
+            self._rules.append(_until(name, piece.end, self._renderer))
+        return name
+
+
+def _until(name: str, end: str, renderer: Renderer) -> str:
+    """A rule for any text up to `end`, which may be a token that no text can become."""
+    ids = renderer.encode(end)
+    if len(ids) == 1 and ids[0] in renderer.special_ids:
+        return f"{name}: /(?s:.*)/ <[{ids[0]}]>"
+    return f"{name}[suffix={_quoted(end)}]: /(?s:.*)/"
 
 
 def _inlined(grammar: Grammar) -> str:
@@ -153,10 +191,12 @@ def _inlined(grammar: Grammar) -> str:
     return f"/{llguidance.regex_to_lark(grammar.text, '')}/"
 
 
-def _text(marker: str, renderer: Renderer) -> str:
-    """A marker that is a token of its own may be one that no text can become."""
-    ids = renderer.encode(marker)
-    return f"(<[{ids[0]}]>|{_quoted(marker)})" if len(ids) == 1 else _quoted(marker)
+def _text(text: str, renderer: Renderer) -> str:
+    """A literal. A marker that is a token of its own may be one that no text can become: either is right."""
+    parts: list[str] = []
+    for token, said in renderer.pieces(text):
+        parts.append(_quoted(said) if token is None else f"(<[{token}]>|{_quoted(said)})")
+    return " ".join(parts)
 
 
 def _quoted(text: str) -> str:

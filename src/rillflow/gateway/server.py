@@ -12,6 +12,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -34,7 +35,7 @@ from rillflow.gateway.texts import SHORT, SHORT_BODY, TextThreads
 from rillflow.gateway.trees.continuing import answer_of, following
 from rillflow.gateway.trees.messages import Message
 from rillflow.gateway.trees.placing import Place
-from rillflow.gateway.trees.render import Tools
+from rillflow.gateway.trees.template import Tools
 from rillflow.gateway.trees.tree import TokenTree
 from rillflow.types.route import JSON, Route
 from rillflow.wire import Service
@@ -180,7 +181,8 @@ class Gateway(Service):
             request = dialect.decode(raw, self.limits)
             name, policy = self._fitting(request)
             call = dialect.to_call(request, self._defaults[name])
-            return _Asked(request, replace(call, policy=name, agent=agent), policy)
+            _check_tools(call, name, policy)
+            return _Asked(request, replace(call, policy=name, agent=agent), policy.with_options(call.options))
 
         async with session.turn:
             asked = await self._texts.run(read, long=len(raw) > SHORT_BODY)
@@ -237,7 +239,8 @@ class Gateway(Service):
             asked = messages.decode_count(raw, self.limits)
             name, policy = self._fitting(asked)
             history, tools, tools_key = messages.prompt_of(asked)
-            return _Counted(name, policy, history, tools, tools_key)
+            options = asked.chat_template_kwargs or {}
+            return _Counted(name, policy.with_options(options), history, tools, tools_key)
 
         counted = await self._counted(session, read, long=len(raw) > SHORT_BODY)
         return _json({"input_tokens": counted})
@@ -250,6 +253,7 @@ class Gateway(Service):
             asked = responses.decode(raw, self.limits)
             name, policy = self._fitting(asked)
             call = responses.to_call(asked, self._defaults[name])
+            policy = policy.with_options(call.options)
             return _Counted(name, policy, call.history, call.tools, call.tools_key, call.previous)
 
         counted = await self._counted(session, read, long=len(raw) > SHORT_BODY)
@@ -259,7 +263,8 @@ class Gateway(Service):
         async with session.turn:
             name, policy, history, tools, key, previous = await self._texts.run(read, long=long)
             whole = history if previous is None else following(session, previous, history)
-            place = Place(session.trees.get(name) or TokenTree(), policy.renderer, whole, tools, key)
+            tree, reads = session.trees.get(name) or TokenTree(), partial(policy.read, tools)
+            place = Place(tree, policy.renderer, whole, tools, key, reads=reads)
             await self._texts.run(place.render, long=place.size > SHORT)
             return place.count()
 
@@ -296,6 +301,16 @@ class Gateway(Service):
     async def stop(self) -> None:
         await super().stop()
         self._texts.close()
+
+
+def _check_tools(call: Call, name: str, policy: Policy) -> None:
+    """Refuse tools that the model would never hear of, and calls that nobody could read."""
+    if call.tools and policy.tools is None:
+        raise CallRefused(
+            f"the chat template of {name} has no place for tools: set policies.{name}.tools to the format in which "
+            "your instructions ask for calls, or use a model whose template has tools",
+            param="tools",
+        )
 
 
 def presented_key(request: Request) -> str:

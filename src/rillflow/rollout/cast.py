@@ -21,7 +21,7 @@ from rillflow.gateway.feed import Feed
 from rillflow.gateway.sampling.node_engines import NodeEngines
 from rillflow.gateway.server import Gateway
 from rillflow.gateway.sessions.keeping import SessionLog
-from rillflow.gateway.trees.render import Renderer
+from rillflow.gateway.trees.render import load_renderer
 from rillflow.rollout.direct_client import DirectClient
 from rillflow.rollout.episode import Reward
 from rillflow.rollout.episodes import Episodes
@@ -93,7 +93,7 @@ def build_gateway(
     policies = recipe.policies
     return Gateway(
         token,
-        {n: Policy(engines.pools[n], Renderer.load(p.model), p.tools, p.reasoning) for n, p in policies.items()},
+        {n: Policy(engines.pools[n], load_renderer(p), p.tools, p.reasoning, name=n) for n, p in policies.items()},
         {n: _sampling(recipe, p.sampling) for n, p in policies.items()},
         limits=recipe.gateway,
         clock=clock,

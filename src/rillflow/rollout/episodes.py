@@ -39,7 +39,7 @@ from rillflow.types import Ack, EpisodeFacts, TaskLease, Wire
 log = logging.getLogger(__name__)
 
 # Metrics: how often somebody tried to give a reward that does not count, or asked for other sampling than the recipe's.
-REWARDS_REFUSED, SAMPLING_OVERRULED = "rewards_refused", "sampling_overruled"
+REWARDS_REFUSED, SAMPLING_OVERRULED, UNPARSED = "rewards_refused", "sampling_overruled", "unparsed_calls"
 _LINGER = 600.0  # seconds that a session may be there after its deadline and its reward's
 
 
@@ -191,7 +191,11 @@ class Episodes:
                 rewards = await self._rewards(kept, played, metrics)
             seconds = self._clock.now() - kept.begun
             session = self._sessions.get(lease.attempt)
-            counted = {REWARDS_REFUSED: session.rewards_refused, SAMPLING_OVERRULED: session.sampling_overruled}
+            counted = {
+                REWARDS_REFUSED: session.rewards_refused,
+                SAMPLING_OVERRULED: session.sampling_overruled,
+                UNPARSED: session.unparsed_calls,
+            }
             metrics |= {name: float(count) for name, count in counted.items() if count}
             record = self._sessions.close(lease.attempt, keep=True)
             trained = lease.task.lane != "eval"

@@ -17,7 +17,7 @@ from serving import Served, served, until
 
 from rillflow.gateway import Renderer
 from rillflow.gateway.dialects import chat, completions, messages, responses
-from rillflow.gateway.trees import render
+from rillflow.gateway.trees import tokens
 from rillflow.gateway.trees.messages import message
 from rillflow.gateway.trees.tokenising import encode_apart
 
@@ -159,9 +159,9 @@ def test_a_text_that_is_tokenised_in_a_process_of_its_own_has_the_same_ids(monke
     said = [message("user", text)]
     here = renderer.first(said, None, b"").tokens
     renderer._prompts.clear()
-    monkeypatch.setattr(render, "_APART", 16)
+    monkeypatch.setattr(tokens, "_APART", 16)
     calls: list[str] = []
-    monkeypatch.setattr(render, "encode_apart", lambda *given: calls.append(given[1]) or encode_apart(*given))
+    monkeypatch.setattr(tokens, "encode_apart", lambda *given: calls.append(given[1]) or encode_apart(*given))
     assert renderer.first(said, None, b"").tokens == here
     assert len(calls) == 1
 

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rillflow.gateway.reading.detokenise import Detokeniser
+from rillflow.gateway.reading.formats import TOOL_FORMATS, reasoning_format
 from rillflow.gateway.reading.reader import Read, Reader
-from rillflow.gateway.reading.reasoning import ReasoningSplit, Thought, opened_by, reasons
+from rillflow.gateway.reading.reasoning import Think, Thought
 from rillflow.gateway.reading.stops import StopStrings
-from rillflow.gateway.reading.tools import STYLES, ParsedCall
+from rillflow.gateway.reading.tools import Offered, ParsedCall
 
 RENDERER = make_renderer()
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
@@ -36,7 +37,7 @@ def joined(parts: list[Read]) -> list[Read]:
 
 
 def split(inside: bool, *texts: str) -> list[Read]:
-    splitter = ReasoningSplit(inside=inside)
+    splitter = Think().splitter(inside=inside)
     parts: list[Read] = []
     for text in texts:
         parts += splitter.feed(text)
@@ -68,12 +69,12 @@ def test_reasoning(inside: bool, text: str, parts: list[Read]) -> None:
 
 
 def test_when_a_model_reasons() -> None:
-    assert reasons("auto", "… '</think>' …")
-    assert not reasons("auto", "plain")
-    assert reasons("think", "plain")
-    assert not reasons("none", "</think>")
-    assert opened_by("<|im_start|>assistant\n<think>\n")
-    assert not opened_by("<think>\n\n</think>\n\n")
+    assert isinstance(reasoning_format("auto", "… '</think>' …"), Think)
+    assert reasoning_format("auto", "plain") is None
+    assert isinstance(reasoning_format("think", "plain"), Think)
+    assert reasoning_format("none", "</think>") is None
+    assert Think().opened_by("<|im_start|>assistant\n<think>\n")
+    assert not Think().opened_by("<think>\n\n</think>\n\n")
 
 
 # ---------------------------------------------------------------- stop strings
@@ -148,8 +149,8 @@ def read(text: str, steps: list[int], *, stops: tuple[str, ...], inside: bool | 
     reader = Reader(
         Detokeniser(RENDERER.decode, ()),
         StopStrings(stops) if stops else None,
-        None if inside is None else ReasoningSplit(inside=inside),
-        None if style is None else STYLES[style](),
+        None if inside is None else Think().splitter(inside=inside),
+        None if style is None else TOOL_FORMATS[style]().parser(Offered()),
     )
     ids = RENDERER.encode(text)
     if not steps:
@@ -174,7 +175,7 @@ def test_an_answer_with_everything() -> None:
     st.lists(st.integers(0, 150), max_size=12),
     st.sampled_from([(), ("END",), ("END", "text")]),
     st.sampled_from([None, False, True]),
-    st.sampled_from([None, *STYLES]),
+    st.sampled_from([None, *TOOL_FORMATS]),
 )
 def test_the_parts_do_not_depend_on_the_cuts(
     texts: list[str], steps: list[int], stops: tuple[str, ...], inside: bool | None, style: str | None

@@ -9,8 +9,9 @@ from gateway_support import CHATML, COUNTING, FORGETFUL, PLAIN, make_renderer, m
 
 import rillflow
 from rillflow.errors import BadRequest, ConfigError
-from rillflow.gateway.trees.messages import Message, ToolCall, message
-from rillflow.gateway.trees.render import Renderer, bodies
+from rillflow.gateway.trees.messages import Message, ToolCall, message, plain_answer
+from rillflow.gateway.trees.render import Rendered, Renderer, bodies
+from rillflow.gateway.trees.tree import Canonical
 
 TINY = Path(rillflow.__file__).parent / "assets" / "tiny"
 
@@ -36,6 +37,12 @@ def text_of(renderer: Renderer, messages: list[Message], *, prompt: bool = True)
     return renderer._text(bodies(messages), None, prompt=prompt)
 
 
+def behind(renderer: Renderer, history: list[Message], before: Canonical | None) -> Rendered | None:
+    """What follows the answer of `history`, its second message, which was sampled as its words alone."""
+    said = [*renderer.encode(history[1].body["content"]), renderer.end_token or 0]
+    return renderer.after_answer(history, 2, None, said=said, before=before, reads=plain_answer)
+
+
 def test_probes_tell_templates_apart() -> None:
     assert make_renderer(CHATML).append_only
     assert make_renderer(PLAIN).append_only
@@ -49,12 +56,14 @@ def test_an_extension_is_the_rest_of_the_whole_text(template: str, history: list
     renderer = make_renderer(template)
     before = renderer.first(history[: covered - 1], None, b"").canonical
     end = renderer.end_token
-    after = renderer.after_answer(history, covered, None, last_token=end, before=before)
-    cut = renderer.after_answer(history, covered, None, last_token=5, before=before)
+    turn = text_of(renderer, history[:covered], prompt=False).removesuffix("<|im_end|>\n")
+    said = renderer.encode(turn.removeprefix(text_of(renderer, history[: covered - 1])))
+    assert end is not None
+    after = renderer.after_answer(history, covered, None, said=[*said, end], before=before, reads=plain_answer)
+    cut = renderer.after_answer(history, covered, None, said=said, before=before, reads=plain_answer)
     assert after is not None
     assert cut is not None
     whole = text_of(renderer, history)
-    turn = text_of(renderer, history[:covered], prompt=False).removesuffix("<|im_end|>\n")
     assert turn + "<|im_end|>" + renderer.decode(after.tokens) == whole
     assert list(cut.tokens) == [end, *after.tokens]
 
@@ -70,12 +79,11 @@ def test_a_template_that_rewrites_history_cannot_extend() -> None:
     renderer = make_renderer(FORGETFUL)
     thinking = message("assistant", "<think>hm</think>twelve")
     before = renderer.first([USER], None, b"").canonical
-    end = renderer.end_token
-    assert renderer.after_answer([USER, thinking, NEXT], 2, None, last_token=end, before=before) is None
-    assert renderer.after_answer([USER, ANSWER, NEXT], 2, None, last_token=end, before=before) is not None
+    assert behind(renderer, [USER, thinking, NEXT], before) is None
+    assert behind(renderer, [USER, ANSWER, NEXT], before) is not None
     counting = make_renderer(COUNTING)
     before = counting.first([USER], None, b"").canonical
-    assert counting.after_answer([USER, ANSWER, NEXT], 2, None, last_token=end, before=before) is None
+    assert behind(counting, [USER, ANSWER, NEXT], before) is None
     assert before is not None
     kept, rendered = counting.after_prompts([USER, ANSWER, NEXT], None, [before])
     assert (kept, counting.decode(rendered.tokens)) == (0, text_of(counting, [USER, ANSWER, NEXT]))
@@ -84,7 +92,8 @@ def test_a_template_that_rewrites_history_cannot_extend() -> None:
 def test_a_template_without_an_end_of_turn() -> None:
     renderer = make_renderer(PLAIN)
     assert renderer.end_token is None
-    found = renderer.after_answer([USER, ANSWER, NEXT], 2, None, last_token=7, before=None)
+    said = renderer.encode("twelve")
+    found = renderer.after_answer([USER, ANSWER, NEXT], 2, None, said=said, before=None, reads=plain_answer)
     assert found is not None
     assert renderer.decode(found.tokens) == "\nuser: sure?\nassistant: "
 
@@ -127,6 +136,6 @@ def test_the_shipped_policy() -> None:
     assert renderer.append_only
     assert renderer.end_text == "<|im_end|>"
     assert renderer.end_token in renderer.stop_tokens
-    found = renderer.after_answer([USER, CALLING, RESULT], 2, None, last_token=renderer.end_token, before=None)
+    found = behind(renderer, [USER, CALLING, RESULT], None)
     assert found is not None
     assert renderer.decode(found.tokens).startswith("\n<|im_start|>tool\n<tool_response>12</tool_response>")

@@ -10,12 +10,13 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
-from gateway_support import CHATML, FORGETFUL, ScriptedEngine, chunk, make_renderer, says
+from gateway_support import CHATML, FORGETFUL, PLAIN, ScriptedEngine, chunk, make_renderer, make_tokenizer, says
 from openai import AsyncOpenAI
 
 from rillflow.config import GatewayConfig, SamplingConfig
 from rillflow.errors import ConfigError, ContextOverflow, QueueFull
 from rillflow.gateway import Gateway, Policy, session_url
+from rillflow.gateway.trees.template import ChatTemplate
 
 TOKEN = "the-run-token"
 RENDERERS = {template: make_renderer(template) for template in (CHATML, FORGETFUL)}
@@ -494,12 +495,55 @@ async def test_an_engine_that_stops_is_unavailable(bench: Bench) -> None:
 
 
 async def test_a_template_that_refuses_is_the_agents_error(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> str:
-        raise ValueError("roles must alternate")
-
-    monkeypatch.setattr(RENDERER._tokenizer, "apply_chat_template", refuse)
+    refusing = ChatTemplate(make_tokenizer(CHATML + "{{ raise_exception('roles must alternate') if messages[1:] }}"))
+    monkeypatch.setattr(RENDERER, "template", refusing)
     with pytest.raises(openai.BadRequestError, match="roles must alternate"):
-        await bench.ask({"role": "user", "content": "not rendered before"})
+        await bench.ask({"role": "user", "content": "not"}, {"role": "user", "content": "rendered before"})
+
+
+async def test_options_of_the_chat_template_for_one_call() -> None:
+    """They reach the prompt, have paths of their own, and are refused by name where the template has none such."""
+    thinking = CHATML + "{%- if add_generation_prompt and thinking is false %}{{ '<think></think>' }}{% endif %}"
+    renderer = make_renderer(thinking)
+    engine = ScriptedEngine()
+    gateway = Gateway(TOKEN, {"policy": Policy(engine, renderer)}, {"policy": SamplingConfig()})
+    key = gateway.sessions.open("s1", seed=7, group="g1", deadline_seconds=300)
+    bench = Bench(gateway, engine, await gateway.start(), key)
+    try:
+        bench.script("one", "two")
+        await bench.ask(extra_body={"chat_template_kwargs": {"thinking": False}})
+        await bench.ask()
+        prompts = [renderer.decode(request.tokens) for request in engine.requests]
+        assert [prompt.endswith("<think></think>") for prompt in prompts] == [True, False]
+        tree = gateway.sessions.get("s1").tree("policy")
+        assert [node.fork for node in tree.nodes() if node.kind == "given"] == ["", "history"]
+        with pytest.raises(openai.BadRequestError, match="no option 'thinkin'"):
+            await bench.ask(extra_body={"chat_template_kwargs": {"thinkin": False}})
+        with pytest.raises(openai.BadRequestError, match="the chat template is the policy's"):
+            await bench.ask(extra_body={"chat_template": "{{ 1 }}"})
+    finally:
+        await bench.client.close()
+        await gateway.stop()
+
+
+async def test_tools_are_refused_where_the_template_has_no_place_for_them() -> None:
+    engine = ScriptedEngine()
+    gateway = Gateway(TOKEN, {"policy": Policy(engine, make_renderer(PLAIN))}, {"policy": SamplingConfig()})
+    key = gateway.sessions.open("s1", seed=7, group="g1", deadline_seconds=300)
+    bench = Bench(gateway, engine, await gateway.start(), key)
+    try:
+        with pytest.raises(openai.BadRequestError, match=r"set policies\.policy\.tools"):
+            await bench.ask(tools=TOOLS)
+    finally:
+        await bench.client.close()
+        await gateway.stop()
+
+
+async def test_calls_that_cannot_be_parsed_are_counted(bench: Bench) -> None:
+    bench.script("<tool_call>oops</tool_call>")
+    said = await bench.ask(tools=TOOLS)
+    assert said.choices[0].message.content == "<tool_call>oops</tool_call>"
+    assert bench.gateway.sessions.get("s1").unparsed_calls == 1
 
 
 def test_policies_must_be_named_alike() -> None:

@@ -17,6 +17,7 @@ from rillflow.engine.grammars import compiled
 from rillflow.gateway import anthropic_url
 from rillflow.gateway.dialects.structured import forced
 from rillflow.gateway.grammars import DEEPEST, LARGEST, Calls, composed, of_schema
+from rillflow.gateway.reading.tools.hermes import Hermes
 from rillflow.types import Grammar
 from tiny_policy import tiny_renderer
 
@@ -186,7 +187,7 @@ async def test_a_shape_comes_behind_the_reasoning(template: str, before: str) ->
 def test_markers_that_are_tokens_may_be_written_as_such() -> None:
     """A marker that no text can become is named by its id."""
     renderer = tiny_renderer()
-    made = composed(None, Calls([TOOL], "hermes", forced=True), None, renderer)
+    made = composed(None, Calls([TOOL], Hermes(), forced=True), None, renderer)
     assert made is not None
     ids = [renderer.encode(marker) for marker in ("<tool_call>", "</tool_call>")]
     assert [len(one) for one in ids] == [1, 1]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from gateway_support import CHATML, PLAIN
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rillflow.gateway.reading.tools import STYLES, ParsedCall, Part, style_of
-from rillflow.gateway.reading.tools.scanning import JsonScan
+from rillflow.gateway.reading.formats import TOOL_FORMATS
+from rillflow.gateway.reading.tools import Offered, ParsedCall, Part
+from rillflow.gateway.reading.tools.scanning import JsonScan, Quotes
 from rillflow.gateway.trees.messages import ToolCall, message
 
 CALL = '<tool_call>{"name": "count", "arguments": {"box": "red"}}</tool_call>'
@@ -33,7 +33,7 @@ def joined(parts: list[Part]) -> list[Part]:
 
 
 def parse(style: str, *texts: str) -> list[Part]:
-    parser = STYLES[style]()
+    parser = TOOL_FORMATS[style]().parser(Offered())
     return joined([part for text in texts for part in parser.feed(text)] + parser.finish())
 
 
@@ -166,7 +166,7 @@ def test_text_that_cannot_become_a_call_is_not_held_back() -> None:
         ("json", ("[1", "] {")),
         ("json", (BARE + " b", "c")),
     ):
-        parser = STYLES[style]()
+        parser = TOOL_FORMATS[style]().parser(Offered())
         assert "".join(str(part) for text in texts for part in parser.feed(text)) == "".join(texts)
 
 
@@ -192,7 +192,7 @@ PIECES = [
 
 @settings(max_examples=300, deadline=None)
 @given(
-    st.sampled_from(sorted(STYLES)),
+    st.sampled_from(sorted(TOOL_FORMATS)),
     st.lists(st.sampled_from([*PIECES, TRICKY, '{"name": "f", "arguments": {"a": "']), max_size=8),
     st.lists(st.integers(0, 300), max_size=12),
 )
@@ -203,32 +203,29 @@ def test_the_cuts_of_a_stream_change_nothing(style: str, parts: list[str], cuts:
     assert parse(style, *text) == parse(style, text)
 
 
-@pytest.mark.parametrize("style", sorted(STYLES))
+@pytest.mark.parametrize("style", ["hermes", "llama3", "json"])
 def test_the_cost_is_linear_in_the_text(style: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every character of a long call is scanned once, though it comes in small pieces."""
     scanned = 0
-    feed = JsonScan.feed
+    feed, follow = JsonScan.feed, Quotes.feed
 
     def counting(self: JsonScan, text: str) -> int:
         nonlocal scanned
         scanned += len(text)
         return feed(self, text)
 
+    def counting_quotes(self: Quotes, text: str) -> None:
+        nonlocal scanned
+        scanned += len(text)
+        follow(self, text)
+
     monkeypatch.setattr(JsonScan, "feed", counting)
+    monkeypatch.setattr(Quotes, "feed", counting_quotes)
     body = '{"name": "f", "arguments": {"a": "' + "</tool_call> {x} " * 500 + '"}}'
     text = f"<tool_call>{body}</tool_call>" if style == "hermes" else body
     parts = parse(style, *(text[at : at + 3] for at in range(0, len(text), 3)))
     assert [part.name for part in parts if isinstance(part, ParsedCall)] == ["f"]
     assert scanned <= len(text)
-
-
-def test_the_style_follows_the_template() -> None:
-    assert style_of("auto", CHATML) == "hermes"
-    assert style_of("auto", PLAIN) == "hermes"
-    assert style_of("auto", "{% if tools %}… <|python_tag|> …{% endif %}") == "llama3"
-    assert style_of("auto", "{% if tools %}… <|start_header_id|> …{% endif %}") == "llama3"
-    assert style_of("auto", "{% for tool in tools %}{{ tool | tojson }}{% endfor %}") == "json"
-    assert style_of("llama3", CHATML) == "llama3"
 
 
 def test_message_keys() -> None:

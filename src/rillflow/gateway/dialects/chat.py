@@ -45,6 +45,7 @@ from rillflow.gateway.dialects.structured import allowed, forced, functions, gui
 from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.trees.messages import Message, ToolCall, message
 from rillflow.gateway.trees.render import Renderer
+from rillflow.gateway.trees.template import prompt_key
 
 PATH = "/v1/chat/completions"
 __all__ = ["PATH", "decode", "error_body", "error_event", "stream", "to_call", "to_message", "whole"]
@@ -97,6 +98,8 @@ class ChatRequest(Distortions, kw_only=True):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     structured_outputs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: Any = None
 
 
 _decoder = msgspec.json.Decoder(ChatRequest)
@@ -118,6 +121,8 @@ def decode(raw: bytes, limits: GatewayConfig) -> ChatRequest:
         raise CallRefused("at least one message is needed", param="messages")
     if request.top_logprobs:
         raise CallRefused("only the sampled token's log-prob is known", param="top_logprobs")
+    if request.chat_template is not None:
+        raise CallRefused("the chat template is the policy's: policies.NAME.chat_template", param="chat_template")
     if request.functions:
         raise CallRefused("functions are offered as `tools`", param="functions")
     return request
@@ -133,7 +138,7 @@ def to_call(request: ChatRequest, defaults: SamplingConfig) -> Call:
         policy=request.model,
         history=[to_message(place, given) for place, given in enumerate(request.messages)],
         tools=tools,
-        tools_key=msgspec.json.encode(tools, order="sorted") if tools else b"",
+        tools_key=prompt_key(tools, request.chat_template_kwargs),
         sampling=sampling(
             request, defaults, _max_tokens(request), request.seed, guided(request, request.response_format)
         ),
@@ -144,6 +149,7 @@ def to_call(request: ChatRequest, defaults: SamplingConfig) -> Call:
         logprobs=bool(request.logprobs),
         forced=forced(request.tool_choice, tools),
         allowed=allowed(request.tool_choice, tools),
+        options=request.chat_template_kwargs or {},
     )
 
 

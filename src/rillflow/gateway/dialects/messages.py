@@ -23,7 +23,8 @@ from rillflow.gateway.dialects.sse import named_event
 from rillflow.gateway.dialects.structured import forced, formatted
 from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.trees.messages import Body, Message, ToolCall, dump_object, message, parse_object
-from rillflow.gateway.trees.render import Renderer, Tools
+from rillflow.gateway.trees.render import Renderer
+from rillflow.gateway.trees.template import Tools, prompt_key
 
 PATH = "/v1/messages"
 COUNT_PATH = "/v1/messages/count_tokens"
@@ -94,6 +95,7 @@ class CountRequest(msgspec.Struct):
     messages: Annotated[list[Turn], msgspec.Meta(min_length=1)]
     system: str | list[Text] | None = None
     tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class MessagesRequest(CountRequest, kw_only=True):
@@ -153,6 +155,7 @@ def to_call(request: MessagesRequest, defaults: SamplingConfig) -> Call:
         history=history,
         tools=tools,
         tools_key=tools_key,
+        options=request.chat_template_kwargs or {},
         sampling=sampling(request, defaults, request.max_tokens, grammar=grammar),
         stops=tuple(request.stop_sequences or ()),
         parse_tools=tools is not None and not hidden,
@@ -173,7 +176,7 @@ def prompt_of(request: CountRequest) -> tuple[list[Message], Tools, bytes]:
     for place, turn in enumerate(request.messages):
         history += _assistant(turn, place) if turn.role == "assistant" else _said(turn, place)
     tools = [_function(tool) for tool in request.tools] if request.tools else None
-    return history, tools, msgspec.json.encode(tools, order="sorted") if tools else b""
+    return history, tools, prompt_key(tools, request.chat_template_kwargs)
 
 
 def _function(tool: Tool) -> Body:

@@ -42,6 +42,7 @@ from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.trees.continuing import INSTRUCTIONS
 from rillflow.gateway.trees.messages import Message, ToolCall, dump_object, message
 from rillflow.gateway.trees.render import Renderer
+from rillflow.gateway.trees.template import prompt_key
 from rillflow.gateway.trees.tree import Node
 
 PATH = "/v1/responses"
@@ -78,6 +79,7 @@ class ResponsesRequest(Distortions, kw_only=True):
     top_logprobs: NonNegative | None = None
     truncation: str | None = None
     user: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @property
     def logprobs(self) -> bool:
@@ -113,7 +115,7 @@ def to_call(request: ResponsesRequest, defaults: SamplingConfig) -> Call:
         policy=request.model,
         history=_history(request),
         tools=tools,
-        tools_key=msgspec.json.encode(tools, order="sorted") if tools else b"",
+        tools_key=prompt_key(tools, request.chat_template_kwargs),
         sampling=sampling(
             request, defaults, request.max_output_tokens, grammar=formatted("text.format", _form(request))
         ),
@@ -123,6 +125,7 @@ def to_call(request: ResponsesRequest, defaults: SamplingConfig) -> Call:
         previous=None if (given := request.previous_response_id) is None else given.removeprefix("resp_"),
         forced=forced(request.tool_choice, tools),
         allowed=allowed(request.tool_choice, tools),
+        options=request.chat_template_kwargs or {},
     )
 
 

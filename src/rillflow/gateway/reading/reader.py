@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rillflow.gateway.reading.detokenise import Detokeniser
-from rillflow.gateway.reading.reasoning import ReasoningSplit, Thought
+from rillflow.gateway.reading.reasoning import Splitter, Thought
 from rillflow.gateway.reading.stops import StopStrings
 from rillflow.gateway.reading.tools import Part, ToolParser
 
@@ -22,7 +22,7 @@ class Reader:
         self,
         detokeniser: Detokeniser,
         stops: StopStrings | None = None,
-        reasoning: ReasoningSplit | None = None,
+        reasoning: Splitter | None = None,
         tools: ToolParser | None = None,
     ) -> None:
         self._detokeniser = detokeniser
@@ -34,6 +34,11 @@ class Reader:
     def stop(self) -> str:
         """The stop string that has cut the answer; empty while none has."""
         return self.stops.hit if self.stops is not None else ""
+
+    @property
+    def unparsed(self) -> int:
+        """Texts that look like calls of tools and cannot be parsed."""
+        return self._tools.unparsed if self._tools is not None else 0
 
     def feed(self, ids: Iterable[int]) -> list[Read]:
         text = self._detokeniser.feed(ids)
@@ -48,6 +53,10 @@ class Reader:
     def whole(self, ids: Iterable[int]) -> list[Read]:
         """An answer of which nothing was fed."""
         return self._last(self._detokeniser.whole(ids))
+
+    def of_text(self, text: str) -> list[Read]:
+        """An answer that is text already."""
+        return self._last(text)
 
     def _last(self, text: str) -> list[Read]:
         if self.stops is not None:

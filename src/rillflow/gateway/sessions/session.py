@@ -66,8 +66,8 @@ class Session:
     `deadline` is on the monotonic clock, `until` the same moment on the wall's. `detail` belongs to whoever opened the
     session. `held` counts the bytes that it keeps. `incomplete` says what is missing of it, and why; it is empty where
     every token that an agent may have seen is here. `rewards_refused` counts attempts to give it a reward without the
-    right to, `sampling_overruled` calls whose own sampling the recipe's has replaced, `faults` calls that failed
-    through no fault of the agent.
+    right to, `sampling_overruled` calls whose own sampling the recipe's has replaced, `unparsed_calls` texts that look
+    like calls of tools and cannot be parsed, `faults` calls that failed through no fault of the agent.
     """
 
     id: str
@@ -85,6 +85,7 @@ class Session:
     held: int = 0
     rewards_refused: int = 0
     sampling_overruled: int = 0
+    unparsed_calls: int = 0
     faults: int = 0
     trees: dict[str, TokenTree] = field(default_factory=dict)
     at_work: dict[asyncio.Task[None], Callable[[], None]] = field(default_factory=dict)
@@ -166,6 +167,10 @@ class Session:
         self.rewards.give(value, call=call, turn=turn, leaf=leaf, policy=policy)
         self.log.rewarded(self)
         await self.log.synced()
+
+    def count_unparsed(self, texts: int) -> None:
+        """Count texts of an answer that look like calls of tools but cannot be parsed."""
+        self.unparsed_calls += texts
 
     def count(self, node: Node) -> None:
         """Count what a node keeps; a given one, which many calls may share, once: later ones have higher numbers."""

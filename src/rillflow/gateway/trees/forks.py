@@ -33,7 +33,7 @@ def forks_always(tree: TokenTree) -> bool:
 def cause(tree: TokenTree, fork: Node) -> str:
     """Return why the call of `fork` did not continue the earlier path that it shares most messages with."""
     if fork.fork == "template":
-        return "the chat template writes an earlier message differently now"
+        return _rewritten(tree, fork)
     if fork.path()[0].parent is tree.roots().get(RAW):
         return "the raw prompt does not begin with an earlier prompt and its answer"
     mine, tools = _messages(fork), _tools(tree, fork)
@@ -46,7 +46,7 @@ def cause(tree: TokenTree, fork: Node) -> str:
     if at < min(len(mine), len(theirs)):
         return _difference(at, theirs[at], mine[at])
     if _tools(tree, other) != tools:
-        return f"the tool list changed: {_names(tools)} instead of {_names(_tools(tree, other))}"
+        return _other_key(_tools(tree, other), tools)
     shorter = f"the history ends before messages[{at}] of an earlier call"
     return shorter if at == len(mine) else "the history goes on from where an earlier call, which failed, went on"
 
@@ -93,6 +93,32 @@ def _tools(tree: TokenTree, node: Node) -> bytes:
     return next(tools for tools, one in tree.roots().items() if one is root)
 
 
-def _names(tools: bytes) -> str:
-    names = [tool.get("function", tool).get("name", "") for tool in json.loads(tools or b"[]")]
+def _other_key(before: bytes, now: bytes) -> str:
+    if _names(before) == _names(now) and _options(before) != _options(now):
+        return f"chat_template_kwargs changed: {_options(now)} instead of {_options(before)}"
+    return f"the tool list changed: {_names(now)} instead of {_names(before)}"
+
+
+def _rewritten(tree: TokenTree, fork: Node) -> str:
+    """Return what the chat template writes differently now: the newest answer that the path of `fork` left."""
+    kept = set(fork.path())
+    history = _messages(fork)
+    earlier = [node for node in tree.nodes() if _answered(node) and node.id < fork.id and node not in kept]
+    lost = max(earlier, key=lambda node: (_shared(_messages(node), history), node.id), default=None)
+    what = "an earlier message"
+    if lost is not None:
+        (said,), at = lost.messages, len(_messages(lost)) - 1
+        what = f"the answer messages[{at}]" + (", of which it leaves out the reasoning" if said.reasoning else "")
+    return f"the chat template writes {what} differently now; policies.NAME.history: append keeps what was sampled"
+
+
+def _names(key: bytes) -> str:
+    found = json.loads(key or b"[]")
+    tools = found["tools"] if isinstance(found, dict) else found
+    names = [tool.get("function", tool).get("name", "") for tool in tools]
     return ", ".join(names) or "no tools"
+
+
+def _options(key: bytes) -> str:
+    found = json.loads(key or b"[]")
+    return json.dumps(found["chat_template_kwargs"] if isinstance(found, dict) else {})

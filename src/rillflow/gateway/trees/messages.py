@@ -82,6 +82,22 @@ def message(
     return Message(role, key, body, frozenset(call.id for call in calls), reasoning.strip(), unnamed)
 
 
+def plain_answer(prompt: str, text: str, calls: bool) -> Message:
+    """Return an answer's text as a message without reasoning or calls."""
+    return message("assistant", text)
+
+
+def same_words(one: Message, other: Message) -> bool:
+    """Return whether two answers say the same: reasoning, text and calls, but for blank text around them and ids."""
+    return _words(one) == _words(other)
+
+
+def _words(said: Message) -> tuple[Any, ...]:
+    functions = [call["function"] for call in said.body.get("tool_calls", ())]
+    calls = [(function["name"], _canonical(function["arguments"])) for function in functions]
+    return said.body["content"].strip(), said.reasoning, calls
+
+
 def parse_object(text: str) -> dict[str, Any] | None:
     """The JSON object that `text` is, or None; one nested deeper than anybody means is none to us."""
     try:

@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rillflow.gateway.trees.messages import Message
+from rillflow.gateway.trees.messages import Message, plain_answer
 from rillflow.gateway.trees.raw import RawPlace
-from rillflow.gateway.trees.render import Rendered, Renderer, Tools
+from rillflow.gateway.trees.render import Reads, Rendered, Renderer
 from rillflow.gateway.trees.spots import Match
+from rillflow.gateway.trees.template import Tools
 from rillflow.gateway.trees.tree import Fork, Node, TokenTree
 
 __all__ = ["Place", "RawPlace"]
@@ -35,13 +36,21 @@ class Place:
     `count` render what has not been rendered."""
 
     def __init__(
-        self, tree: TokenTree, renderer: Renderer, history: Sequence[Message], tools: Tools, tools_key: bytes
+        self,
+        tree: TokenTree,
+        renderer: Renderer,
+        history: Sequence[Message],
+        tools: Tools,
+        tools_key: bytes,
+        *,
+        reads: Reads = plain_answer,
     ) -> None:
         self._tree = tree
         self._renderer = renderer
         self._history = history
         self._tools = tools
         self._tools_key = tools_key
+        self._reads = reads
         self._match = tree.match(tools_key, history)
         self._found: _Found | None = None
 
@@ -78,37 +87,31 @@ class Place:
 
     def _rendered(self) -> _Found:
         if self._found is None:
-            self._found = _find(self._renderer, self._history, self._tools, self._tools_key, self._match)
+            self._found = self._find()
         return self._found
 
-
-def _find(
-    renderer: Renderer, history: Sequence[Message], tools: Tools, tools_key: bytes, match: Match | None
-) -> _Found:
-    if match is None:
-        return _Found(None, renderer.first(history, tools, tools_key), history)
-    node, covered = match
-    if node.kind == "given" and covered == len(history):
-        return _Found(node)
-    if not renderer.append_only:
+    def _find(self) -> _Found:
+        renderer, history, match = self._renderer, self._history, self._match
+        if match is None:
+            return _Found(None, renderer.first(history, self._tools, self._tools_key), history)
+        node, covered = match
+        if node.kind == "given" and covered == len(history):
+            return _Found(node)
         history = [*_stored(node), *history[covered:]]
-    rendered = _extension(renderer, history, tools, match)
-    if rendered is not None:
-        return _Found(node, rendered, history[covered:], "history" if node.children else "")
-    if renderer.append_only:
-        history = [*_stored(node), *history[covered:]]
-        return _Found(None, renderer.first(history, tools, tools_key), history, "template")
-    return _rewritten(renderer, history, tools, node)
+        rendered = self._extension(history, match)
+        if rendered is not None:
+            return _Found(node, rendered, history[covered:], "history" if node.children else "")
+        return _rewritten(renderer, history, self._tools, node)
 
-
-def _extension(renderer: Renderer, history: Sequence[Message], tools: Tools, match: Match) -> Rendered | None:
-    """What follows the matched path; None where the template writes that path differently now."""
-    node, covered = match
-    if node.kind == "given":
-        return renderer.after_prompt(history[covered:]) if renderer.append_only else None
-    last = node.tokens[-1] if node.tokens else None
-    before = node.parent.canonical if node.parent is not None else None
-    return renderer.after_answer(history, covered, tools, last_token=last, before=before)
+    def _extension(self, history: Sequence[Message], match: Match) -> Rendered | None:
+        """What follows the matched path; None where the template writes that path differently now."""
+        node, covered = match
+        if node.kind == "given":
+            return self._renderer.after_prompt(history[covered:]) if self._renderer.append_only else None
+        before = node.parent.canonical if node.parent is not None else None
+        return self._renderer.after_answer(
+            history, covered, self._tools, said=node.tokens, before=before, reads=self._reads
+        )
 
 
 def _rewritten(renderer: Renderer, history: Sequence[Message], tools: Tools, node: Node) -> _Found:

@@ -12,31 +12,33 @@ from typing import NamedTuple
 
 from rillflow.gateway.trees.messages import Body
 
+NAME, ARGUMENT, RESULT, ID = "probe", "qvalue", "rprobe", "probe0001"
+
 
 def _user(text: str) -> Body:
     return {"role": "user", "content": text}
 
 
-def _answer(text: str) -> Body:
+def answer(text: str) -> Body:
     return {"role": "assistant", "content": text}
 
 
-def _result(text: str) -> Body:
-    return {"role": "tool", "content": text, "tool_call_id": "probe0001", "name": "probe"}
+def result(text: str, id: str = ID) -> Body:
+    return {"role": "tool", "content": text, "tool_call_id": id, "name": NAME}
 
 
-def _calling(text: str) -> Body:
-    function = {"name": "probe", "arguments": {"key": "value"}}
-    return _answer(text) | {"tool_calls": [{"id": "probe0001", "type": "function", "function": function}]}
+def calling(text: str, id: str = ID) -> Body:
+    function = {"name": NAME, "arguments": {"key": ARGUMENT}}
+    return answer(text) | {"tool_calls": [{"id": id, "type": "function", "function": function}]}
 
 
-STAND_IN = [_user("qfirst"), _answer("afirst")]
-STAND_IN_CALLING = [_user("qfirst"), _calling("afirst")]
+STAND_IN = [_user("qfirst"), answer("afirst")]
+STAND_IN_CALLING = [_user("qfirst"), calling("afirst")]
 
-_TOOL: Body = {
+PROBE_TOOL: Body = {
     "type": "function",
     "function": {
-        "name": "probe",
+        "name": NAME,
         "description": "a probe",
         "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
     },
@@ -56,29 +58,29 @@ def _histories() -> list[list[Body]]:
     starts: tuple[list[Body], ...] = (
         [],
         [system],
-        [_user("qolder"), _answer("aolder")],
-        [_user("qolder"), _calling(""), _result("rolder")],
+        [_user("qolder"), answer("aolder")],
+        [_user("qolder"), calling(""), result("rolder")],
     )
     thinking = "<think>\nhmm\n</think>\n\nalast"
-    reasoned = _answer("alast") | {"reasoning_content": "hmm"}
-    answers = (_answer("alast"), _answer(""), _answer(thinking), reasoned)
+    reasoned = answer("alast") | {"reasoning_content": "hmm"}
+    answers = (answer("alast"), answer(""), answer(thinking), reasoned)
     return [[*start, _user("qlast"), answer] for start, answer in product(starts, answers)]
 
 
 def _calling_histories() -> list[list[Body]]:
-    reasoned = _calling("alast") | {"reasoning_content": "hmm"}
-    ends = (_calling("alast"), _calling(""), _calling("<think>\nhmm\n</think>\n\nalast"), reasoned)
-    older = (_calling("aolder"), _calling("aolder") | {"reasoning_content": "hmm"})
+    reasoned = calling("alast") | {"reasoning_content": "hmm"}
+    ends = (calling("alast"), calling(""), calling("<think>\nhmm\n</think>\n\nalast"), reasoned)
+    older = (calling("aolder"), calling("aolder") | {"reasoning_content": "hmm"})
     return [[_user("qlast"), end] for end in ends] + [
-        [_user("qlast"), before, _result("rolder"), end] for before, end in product(older, ends)
+        [_user("qlast"), before, result("rolder"), end] for before, end in product(older, ends)
     ]
 
 
 def _probes() -> list[Probe]:
     asked = ([_user("qnew")], [_user("qnew"), _user("qmore")])
-    results = ([_result("rnew")], [_result("rnew"), _result("rmore")], [_result("rnew"), _user("qnew")])
+    results = ([result("rnew")], [result("rnew"), result("rmore")], [result("rnew"), _user("qnew")])
     shapes = [*product(_histories(), asked), *product(_calling_histories(), results)]
-    return [Probe(history, list(new), tools) for (history, new), tools in product(shapes, (None, [_TOOL]))]
+    return [Probe(history, list(new), tools) for (history, new), tools in product(shapes, (None, [PROBE_TOOL]))]
 
 
 PROBES = _probes()

@@ -1,46 +1,54 @@
-"""Messages to token ids through the tokenizer's chat template, without ever touching ids that are already stored.
+"""Messages to token ids through the chat template, without ever touching ids that are already stored.
 
-A first prompt is rendered whole. A later one is rendered as what the template writes after the stored path: the end
-of the answer where sampling was cut before it, the template's text between turns, the new messages and the
-generation prompt. That is possible where the template is *append-only*, that is where a message never changes how
-an earlier one is written. Probes at construction tell the two kinds of templates apart:
+A first prompt is rendered whole. A later one is rendered as what the template writes behind the stored path: the end of
+the answer where sampling was cut before it, the template's text between turns, the new messages and the generation
+prompt. That is possible where the template still writes the path as it was: its text begins with the prompt that was
+answered, and goes on with the answer, as it was sampled or in other spelling (the spaces of JSON, say). If it leaves
+something of that out, its reasoning or a generation prompt, it *rewrites* the answer: `after_answer` gives None and the
+caller forks from the last prompt that is still written so, or (`history="append"`) the new messages are appended to
+what was sampled.
 
-* append-only on every probe: new messages are rendered behind a stand-in for the history, in time that does not
-  grow with it;
-* otherwise the whole text is rendered and compared with the stored path's; where it begins with it the rest is
-  taken, where it does not (`after_answer` gives None) the caller forks from the last prompt that it begins with;
-* of those, many are *near* where tools' results follow an answer: whether it stays as it is, and what comes behind,
-  depends on the answer alone. A template that drops old reasoning does so when a question comes, not within the
-  turns of an agent with its tools, so that these too take a time that does not grow.
+The whole text need not be rendered at every turn. Probes at construction find out of a template whether
+
+* it is *append-only*: no message changes how an earlier one is written. New messages are rendered behind a stand-in for
+  the history, in time that does not grow with it;
+* it is *near*: the same holds of an answer and the tools' results that follow it. A template that drops old reasoning
+  does so when a question comes, not within the turns of an agent with its tools.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property, partial
 from hashlib import blake2b
+from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from rillflow.config import PolicyConfig
 from rillflow.errors import BadRequest, ConfigError
-from rillflow.gateway.trees.messages import Body, Message
-from rillflow.gateway.trees.probes import PROBES, STAND_IN, STAND_IN_CALLING, Probe
-from rillflow.gateway.trees.tokenising import encode_apart
+from rillflow.gateway.trees.messages import Body, Message, same_words
+from rillflow.gateway.trees.probes import ARGUMENT, PROBES, RESULT, STAND_IN, STAND_IN_CALLING, Probe, result
+from rillflow.gateway.trees.template import REASONING, ChatTemplate, Tools
+from rillflow.gateway.trees.tokens import Tokens
 from rillflow.gateway.trees.tree import Canonical
 from rillflow.weights.model_folder import model_folder
 from rillflow.weights.models import load_tokenizer
 
-Tools = list[Body] | None
+History = Literal["template", "append"]
+# From the end of a prompt, an answer's text and whether calls are looked for in it, to the message that it is.
+Reads = Callable[[str, str, bool], Message]
 
 _CACHED_PROMPTS = 512
 _CACHED_BYTES = 1 << 16  # of the messages and tools of one cached prompt
+_VARIANTS = 16  # sets of options of single calls that are kept
 _DIGEST = 16
-_APART = 256 << 10  # characters that are tokenised in this process
-_MANY_IDS = 4096
-_REASONING = "reasoning_content"
+_PROMPT_END = 64  # characters at the end of a prompt, in which it may open the reasoning
+_MARK = "qmark0q"
 
 
 class Rendered(NamedTuple):
@@ -53,78 +61,73 @@ class Rendered(NamedTuple):
     canonical: Canonical | None
 
 
-class Renderer:
-    """One policy's tokenizer and chat template, which any thread may use. `stop_tokens` end an answer; they include
-    the end of a turn."""
+class Ending(NamedTuple):
+    """What ends an answer: its text and its id; none if nothing does."""
 
-    def __init__(self, tokenizer: Any, stop_tokens: Iterable[int] = ()) -> None:
-        if getattr(tokenizer, "chat_template", None) is None:
-            raise ConfigError("the tokenizer has no chat template", "add chat_template.jinja to the model's folder")
-        self._tokenizer = tokenizer
-        self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        written = tokenizer.chat_template  # a tokenizer may have several, by name
-        self.template = written if isinstance(written, str) else "\n".join(written.values())
+    text: str = ""
+    token: int | None = None
+
+
+class Renderer(Tokens):
+    """One policy's tokenizer and chat template, which any thread may use. `stop_tokens` end an answer; they include
+    the end of a turn. Without `probed` every extension is compared with the whole text."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop_tokens: Iterable[int] = (),
+        *,
+        template: ChatTemplate | None = None,
+        history: History = "template",
+        probed: bool = True,
+    ) -> None:
+        super().__init__(tokenizer)
+        self.template = template or ChatTemplate(tokenizer)
+        self.history = history
         self._prompts: OrderedDict[bytes, Rendered] = OrderedDict()
         self._prompts_lock = Lock()
-        self._stand_ins: dict[tuple[int, bool], str] = {}
-        self._written = ""  # the tokenizer as JSON, once it is needed
-        self._longest = max((len(token) for token in tokenizer.get_vocab()), default=1)
-        # Asked once: this way of encoding sets the tokenizer up, which no thread may do while another one encodes.
-        opened = list(tokenizer.encode("", add_special_tokens=True))[:1]
-        self._opening = opened if opened == [tokenizer.bos_token_id] else []
+        self._variants: OrderedDict[bytes, Renderer] = OrderedDict()
         eos = tokenizer.eos_token_id
-        stops = [*([] if eos is None else [eos]), *stop_tokens]
-        self.end_text, self.end_token, self._gap = self._turn_end(stops)
-        self.stop_tokens = tuple(dict.fromkeys(stops + ([] if self.end_token is None else [self.end_token])))
-        self.append_only = all(self._passes(probe) for probe in PROBES)
-        self.near = all(self._is_near(probe) for probe in PROBES if _only_results(probe.new))
+        self._given_stops = tuple(stop_tokens)
+        self._find_ends([*([] if eos is None else [eos]), *self._given_stops])
+        self._drops_words = False  # beside calls
+        self.append_only = self.near = False
+        if probed:
+            self._probe()
 
     @classmethod
-    def load(cls, model: str) -> Renderer:
-        """Of a policy's model; its generation config may name more stop tokens than the tokenizer."""
+    def load(
+        cls,
+        model: str,
+        *,
+        chat_template: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        history: History = "template",
+    ) -> Renderer:
+        """Of a policy's model; its generation config may name more stop tokens than the tokenizer. `chat_template` is a
+        file that replaces the model's own."""
         config = model_folder(model) / "generation_config.json"
         stops = msgspec.json.decode(config.read_bytes()).get("eos_token_id") if config.exists() else None
-        return cls(load_tokenizer(model), [stops] if isinstance(stops, int) else stops or ())
+        tokenizer = load_tokenizer(model)
+        template = ChatTemplate(tokenizer, _source(chat_template), options)
+        return cls(tokenizer, [stops] if isinstance(stops, int) else stops or (), template=template, history=history)
 
-    # ------------------------------------------------------------ ids and text
-
-    def encode(self, text: str) -> list[int]:
-        if self._backend is not None:
-            # Of the ways to encode one text, this one lets other threads run meanwhile.
-            return list(self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
-
-    def ids(self, text: str) -> array[int]:
-        """As `encode`, for texts of any length."""
-        if self._backend is None or len(text) <= _APART:
-            return array("i", self.encode(text))
-        if not self._written:
-            self._written = self._backend.to_str()
-        return encode_apart(self._written, text)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Special tokens are text here: tool-call markers are often special."""
-        if self._backend is not None and len(ids) > _MANY_IDS:  # as slow, but it lets other threads run
-            return str(self._backend.decode_batch([ids], skip_special_tokens=False)[0])
-        if self._backend is not None:
-            return str(self._backend.decode(ids, skip_special_tokens=False))
-        return str(
-            self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False),
-        )
-
-    def opening(self, text: str) -> list[int]:
-        """The ids that the tokenizer puts before a text of its own, unless the text begins with them already."""
-        return self._opening if self._opening and not text.startswith(self._tokenizer.bos_token) else []
-
-    def characters_of(self, tokens: int) -> int:
-        """Return a number of characters that no text of `tokens` tokens has: twice what the longest token would give,
-        for tokenizers that drop some of a text."""
-        return tokens * 2 * self._longest
-
-    @property
-    def vocabulary(self) -> int:
-        """How many ids the tokenizer knows."""
-        return len(self._tokenizer)
+    def variant(self, options: Mapping[str, Any]) -> Renderer:
+        """Return this renderer with more options of the template, those of one call."""
+        if not options:
+            return self
+        key = msgspec.json.encode(options, order="sorted")
+        with self._prompts_lock:
+            found = self._variants.get(key)
+        if found is None:
+            template = self.template.variant(options)
+            found = Renderer(self._tokenizer, self._given_stops, template=template, history=self.history, probed=False)
+        with self._prompts_lock:
+            self._variants[key] = found
+            self._variants.move_to_end(key)
+            if len(self._variants) > _VARIANTS:
+                self._variants.popitem(last=False)
+        return found
 
     # ------------------------------------------------------------ rendering
 
@@ -143,27 +146,43 @@ class Renderer:
         covered: int,
         tools: Tools,
         *,
-        last_token: int | None,
+        said: Sequence[int],
         before: Canonical | None,
+        reads: Reads,
     ) -> Rendered | None:
-        """What follows a sampled answer, the last of `covered` messages, whose last id was `last_token`.
+        """What follows an answer, the last of `covered` messages, of which the ids `said` were sampled.
 
-        `before` is the canonical text of the prompt that was answered, where it is known. None where the template
-        rewrites it. Of an append-only template's history, only what is not covered matters.
+        `before` is the canonical text of the prompt that was answered, where it is known; `reads` reads an answer's
+        text. None where the template rewrites the prompt or the answer.
         """
-        ended = self.end_token is not None and last_token == self.end_token
-        # Behind a stand-in the new messages say it all; compared with the history, nothing can be kept.
-        key = _key(b"after", b"ended" if ended else b"cut", history[covered:]) if self.append_only else b""
-        kept = self._kept(key)
-        if kept is not None:
-            return kept
-        found = self._suffix(history, covered, tools, before)
-        if found is None:
-            return None
-        text, canonical = found
-        # Encoded together with the end of the turn, so that nothing is tokenised as the beginning of a text.
-        ids = self.ids(self.end_text + self._gap + text)
-        return self._keep(key, Rendered(ids[1:] if ended else ids, canonical))
+        last = said[-1] if len(said) and said[-1] in self.stop_tokens else None
+        new = bodies(history[covered:])
+        if self.append_only and not self._loses(history[covered - 1]):
+            # Behind a stand-in the new messages say it all.
+            key = _key(b"after", b"cut" if last is None else b"%d" % last, history[covered:])
+            kept = self._kept(key)
+            if kept is not None:
+                return kept
+            rest = self._behind_stand_in(new)
+            return None if rest is None else self._keep(key, Rendered(self._ids_behind(rest, last), None))
+        answered = _Answered(history[covered - 1], self._text_of(said, last), last, reads)
+        told = bodies(history[:covered])
+        canonical: Canonical | None = None
+        # An answer behind another answer may change that one: no probe has asked twice.
+        if self.near and _only_results(new) and told[-2:-1] and told[-2]["role"] != "assistant":
+            told, tools, asked = [STAND_IN[0], told[-1]], self.template.least_tools, self._asked
+            whole = self._text([*told, *new], tools, prompt=True)
+            at = len(asked) if whole.startswith(asked) else -1
+        else:
+            before = before or self.canonical(history[: covered - 1], tools)
+            whole = self._text([*told, *new], tools, prompt=True)
+            at = before.length if canonical_of(whole[: before.length]) == before else -1
+            canonical = canonical_of(whole)
+        located = partial(self._located, whole, told, new, tools)
+        end = self._end_of(answered, whole, at, located)
+        if end is None and self.history == "append":
+            end, canonical = located(), None
+        return None if end is None else Rendered(self._ids_behind(whole[end:], last), canonical)
 
     def after_prompt(self, new: Sequence[Message]) -> Rendered | None:
         """What follows any generation prompt of an append-only template when the agent wrote the answer itself."""
@@ -211,111 +230,217 @@ class Renderer:
                     self._prompts.popitem(last=False)
         return rendered
 
-    def _suffix(
-        self, history: Sequence[Message], covered: int, tools: Tools, before: Canonical | None
-    ) -> tuple[str, Canonical | None] | None:
-        if self.append_only:
-            text = self._behind_stand_in(bodies(history[covered:]), answered=True)
-            return None if text is None else (text, None)
-        told, new = bodies(history[:covered]), bodies(history[covered:])
-        # An answer behind another answer may change that one: no probe has asked twice.
-        if self.near and _only_results(new) and told[-2:-1] and told[-2]["role"] != "assistant":
-            text = self._behind([STAND_IN[0], told[-1]], new, None)
-            return None if text is None else (text, None)
-        before = before or self.canonical(history[: covered - 1], tools)
-        old = self._text(told, tools, prompt=False)
-        whole = self._text([*told, *new], tools, prompt=True)
-        kept = canonical_of(old[: before.length]) == before and whole.startswith(old)
-        if not kept or not old.endswith(self.end_text + self._gap):
+    # ------------------------------------------------------------ behind an answer
+
+    def _end_of(self, answered: _Answered, whole: str, at: int, located: Callable[[], int | None]) -> int | None:
+        """Where in `whole`, which has the prompt's text up to `at`, the answer ends; None where it is rewritten.
+        `located` looks for the end by itself."""
+        ended_otherwise = answered.last == self._last_end.token and self._last_end not in self._ends
+        if at < 0 or (answered.last is not None and ended_otherwise):
             return None
-        return whole[len(old) :], self._canonical(whole)
+        literal = at + len(answered.text)
+        if whole.startswith(answered.text, at) and self._ends_at(whole, literal, answered.last):
+            return literal
+        end = located()
+        if end is None or end < at:
+            return None
+        message, written = answered.message, whole[at:end]
+        # Reasoning that the prompt has opened goes on there, not further behind.
+        opened = bool(message.reasoning) and answered.text.lstrip().startswith(message.reasoning)
+        if opened and not written.lstrip().startswith(message.reasoning):
+            return None
+        read = answered.reads(whole[max(at - _PROMPT_END, 0) : at], written, bool(message.call_ids))
+        return end if same_words(read, message) else None
 
-    def _behind(self, told: list[Body], new: list[Body], tools: Tools) -> str | None:
-        """What the template writes for `new` behind `told`, which ends with an answer; None where that changes it."""
-        asked = self._text(told[:-1], tools, prompt=True)
-        old = self._text(told, tools, prompt=False)
-        whole = self._text([*told, *new], tools, prompt=True)
-        kept = old.startswith(asked) and whole.startswith(old) and old.endswith(self.end_text + self._gap)
-        return whole[len(old) :] if kept else None
+    def _ends_at(self, whole: str, at: int, last: int | None) -> bool:
+        """Whether an end of the turn stands at a place: the one that was sampled, or one of the template's."""
+        rest = whole[at : at + 200].lstrip()
+        texts = [ending.text for ending in self._ends]
+        return rest.startswith((*texts, self.decode([last])) if last is not None else tuple(texts))
 
-    def _behind_stand_in(self, new: list[Body], *, answered: bool) -> str | None:
-        """What the template writes for `new` behind a stand-in; None where `new` changes the stand-in's own text.
+    def _located(self, whole: str, told: list[Body], new: list[Body], tools: Tools) -> int | None:
+        """Where in `whole` the last answer's turn ends: at the last end before the text of the first new message, which
+        a mark in it shows. None where no end can be found."""
+        until = len(whole)
+        if new:
+            marked = self._text([*told, new[0] | {"content": _MARK + new[0]["content"]}, *new[1:]], tools, prompt=True)
+            until = marked.find(_MARK)
+            if until < 0 or whole[:until] != marked[:until]:
+                return None
+        found = max(whole.rfind(ending.text, 0, until) if ending.text else -1 for ending in self._ends)
+        return found if found >= 0 else None
 
-        The probes cannot try every message: some templates move a late system message to the top.
-        """
+    def _ids_behind(self, rest: str, last: int | None) -> array[int]:
+        """The ids of a text that begins with the end of an answer, less that end if it is what was sampled last."""
+        if last is not None and rest.lstrip().startswith(self.decode([last])):
+            # Encoded together with the end of the turn, so that nothing is tokenised as the beginning of a text.
+            return self.ids(rest.lstrip())[1:]
+        return self.ids(rest)
+
+    def _text_of(self, said: Sequence[int], last: int | None) -> str:
+        return self.decode(said if last is None else said[:-1])
+
+    def _loses(self, answer: Message) -> bool:
+        """Whether an append-only template leaves out something of an answer. What is appended anyway loses nothing."""
+        if not self._drops_words or self.history == "append" or not answer.body.get("tool_calls"):
+            return False
+        inlined = REASONING in answer.body and not self.template.has_reasoning
+        return inlined or bool(answer.body["content"].strip())
+
+    def _behind_stand_in(self, new: list[Body], *, answered: bool = True) -> str | None:
+        """What the template writes for `new` behind a stand-in, its end included; None where `new` changes the
+        stand-in's own text: the probes cannot try every message, and some templates move a late system message to the
+        top."""
         if not answered:
-            history = STAND_IN[:1]
-        elif new and new[0]["role"] == "tool":
-            history = STAND_IN_CALLING
-        else:
-            history = STAND_IN
-        text = self._text([*history, *new], None, prompt=True)
-        before = self._stand_in_text(history, prompt=not answered)
+            text = self._alone([STAND_IN[0], *new])
+            return text[len(self._asked) :] if text.startswith(self._asked) else None
+        tool = bool(new) and new[0]["role"] == "tool" and self.template.writes_calls
+        history = STAND_IN_CALLING if tool else STAND_IN
+        before = self._calling_stand_in if tool else self._stand_in
+        text = self._alone([*history, *new])
         return text[len(before) :] if text.startswith(before) else None
 
-    def _stand_in_text(self, history: list[Body], *, prompt: bool) -> str:
-        key = (len(history), history is STAND_IN_CALLING)
-        if key not in self._stand_ins:
-            self._stand_ins[key] = self._text(history, None, prompt=prompt)
-        return self._stand_ins[key]
+    @cached_property
+    def _asked(self) -> str:
+        return self._alone(STAND_IN[:1])
+
+    @cached_property
+    def _stand_in(self) -> str:
+        """The stand-in for a history up to the end of its answer."""
+        text = self._alone([*STAND_IN, {"role": "user", "content": RESULT}])
+        said = STAND_IN[1]["content"]
+        return text[: self._next_end(text, text.rindex(said) + len(said), text.rindex(RESULT))]
+
+    @cached_property
+    def _calling_stand_in(self) -> str:
+        text = self._alone([*STAND_IN_CALLING, result(RESULT)])
+        return text[: self._next_end(text, text.rindex(ARGUMENT) + len(ARGUMENT), text.rindex(RESULT))]
+
+    def _next_end(self, text: str, start: int, until: int) -> int:
+        """Where the first end of an answer begins, from `start` on; `start` itself if nothing ends one."""
+        found = [text.find(ending.text, start, until) for ending in self._ends if ending.text]
+        return min((at for at in found if at >= 0), default=start)
 
     def _canonical(self, text: str) -> Canonical | None:
         return None if self.append_only else canonical_of(text)
 
     def _text(self, messages: list[Body], tools: Tools, *, prompt: bool) -> str:
-        if _REASONING not in self.template:
-            messages = [_inline(body) if _REASONING in body else body for body in messages]
-        try:
-            return str(
-                self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt)
-            )
-        except Exception as error:  # a template is code of the model's authors and may raise anything
-            raise BadRequest(f"the chat template cannot write these messages: {error}") from error
+        return self.template.text(messages, tools, prompt=prompt)
+
+    def _alone(self, messages: list[Body], *, prompt: bool = True) -> str:
+        """The text of messages that stand in for a conversation."""
+        return self._text(messages, self.template.least_tools, prompt=prompt)
 
     # ------------------------------------------------------------ what kind of template this is
 
-    def _turn_end(self, stops: list[int]) -> tuple[str, int | None, str]:
-        """The text and id that end an answer, and the text between it and the next turn."""
+    def _find_ends(self, stops: list[int]) -> None:
+        """Find what ends an answer, and an answer that calls a tool, when more messages follow."""
         said = STAND_IN[1]["content"]
-        text = self._text(STAND_IN, None, prompt=False)
-        tail = text[text.rindex(said) + len(said) :]
+        last = self._alone(STAND_IN, prompt=False).rpartition(said)[2]
+        try:
+            followed = self._alone([*STAND_IN, {"role": "user", "content": RESULT}])
+            tail = followed[followed.rindex(said) + len(said) : followed.rindex(RESULT)]
+        except BadRequest:
+            tail = last
+        self._last_end = self._ending(last, stops)
+        plain = self._ending(tail, stops)
+        # A token that ends an answer only in the middle of a conversation is nothing to stop at.
+        if plain.text in last or self._last_end.token not in stops:
+            stops = [*stops, *([] if plain.token is None else [plain.token])]
+        calling = self._ending(self.template.written_call.rpartition(ARGUMENT)[2], stops)
+        stops = [*stops, *([] if calling.token is None else [calling.token])]
+        self.end_text, self.end_token = plain
+        self._ends = (plain, calling) if calling.text else (plain,)
+        self.stop_tokens = tuple(dict.fromkeys(stops))
+
+    def _ending(self, tail: str, stops: list[int]) -> Ending:
+        """The first stop in a text behind an answer; else its first special token."""
         ids = self.encode(tail)
-        if ids and (ids[0] in stops or ids[0] in self._tokenizer.all_special_ids):
-            end = self.decode(ids[:1])
-            if end and tail.startswith(end):
-                return end, ids[0], tail[len(end) :]
-        return "", None, tail
+        ends = [id for id in ids if id in stops] or [id for id in ids if id in self._tokenizer.all_special_ids]
+        return Ending(self.decode(ends[:1]), ends[0]) if ends else Ending()
+
+    def _probe(self) -> None:
+        append_only, near = True, True
+        for probe in PROBES:
+            append_only = append_only and self._passes(probe)
+            near = near and (not _only_results(probe.new) or self._is_near(probe))
+            if not (append_only or near):
+                break
+        self.append_only, self.near = append_only, near
 
     def _passes(self, probe: Probe) -> bool:
         """Whether a stand-in for the history gives what the whole history gives, for one shape of conversation."""
         try:
-            asked = self._text(probe.history[:-1], probe.tools, prompt=True)
-            behind = self._behind(probe.history, probe.new, probe.tools)
-            whole = self._text([*probe.history, *probe.new], probe.tools, prompt=True)
+            found = self._continued(probe.history, probe.new, probe.tools)
         except BadRequest:
             return True  # a shape that the template refuses never comes up
-        if behind is None:
+        try:
+            rest = self._behind_stand_in(probe.new)
+            beside = self._behind_stand_in([probe.history[-1], *probe.new], answered=False)
+        except BadRequest:
             return False
-        return self._same(behind, probe.new, answered=True) and self._same(
-            whole[len(asked) :], [probe.history[-1], *probe.new], answered=False
-        )
+        if found is None or rest is None or beside != found or not found.endswith(rest):
+            return False
+        return self._says(probe.history[-1], found[: len(found) - len(rest)])
+
+    def _says(self, answer: Body, written: str) -> bool:
+        """Whether what is `written` holds what an answer of a probe says; but words beside calls may be missing."""
+        words = [answer["content"].rpartition("\n")[2]] if answer["content"] else []
+        if answer.get("tool_calls") and words and words[0] not in written:
+            self._drops_words, words = True, []
+        thought = [answer[REASONING]] if REASONING in answer and not self._drops_words else []
+        return all(word in written for word in [*words, *thought])
 
     def _is_near(self, probe: Probe) -> bool:
         """Whether an answer behind a stand-in for all before it is continued, or rewritten, as in the whole history."""
         try:
-            whole = self._behind(probe.history, probe.new, probe.tools)
+            whole = self._continued(probe.history, probe.new, probe.tools)
         except BadRequest:
             return True
         try:
-            return self._behind([STAND_IN[0], probe.history[-1]], probe.new, None) == whole
+            return self._continued([STAND_IN[0], probe.history[-1]], probe.new, self.template.least_tools) == whole
         except BadRequest:
             return False
 
-    def _same(self, expected: str, new: list[Body], *, answered: bool) -> bool:
-        try:
-            return self._behind_stand_in(new, answered=answered) == expected
-        except BadRequest:
-            return False
+    def _continued(self, told: list[Body], new: list[Body], tools: Tools) -> str | None:
+        """What the template writes behind the prompt of the last answer in `told`; None where that changes the prompt,
+        unless the rest is all that matters."""
+        asked = self._text(told[:-1], tools, prompt=True)
+        whole = self._text([*told, *new], tools, prompt=True)
+        if whole.startswith(asked):
+            return whole[len(asked) :]
+        if self.history != "append" or not _only_results(new):
+            return None
+        end = self._located(whole, told, new, tools)
+        return None if end is None else whole[end:]
+
+
+class _Answered(NamedTuple):
+    """A sampled answer: its message, its text without the stop token `last`, and what reads texts as it was read."""
+
+    message: Message
+    text: str
+    last: int | None
+    reads: Reads
+
+
+def load_renderer(policy: PolicyConfig) -> Renderer:
+    """Return the renderer of a recipe's policy."""
+    return Renderer.load(
+        policy.model,
+        chat_template=policy.chat_template,
+        options=policy.chat_template_kwargs,
+        history=policy.history,
+    )
+
+
+def _source(chat_template: str | None) -> str | None:
+    if chat_template is None:
+        return None
+    try:
+        return Path(chat_template).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the chat template {chat_template} cannot be read: {error}", "check the path") from error
 
 
 def _key(kind: bytes, detail: bytes, messages: Sequence[Message]) -> bytes:
@@ -325,12 +450,6 @@ def _key(kind: bytes, detail: bytes, messages: Sequence[Message]) -> bytes:
 
 def _only_results(new: list[Body]) -> bool:
     return bool(new) and all(body["role"] == "tool" for body in new)
-
-
-def _inline(body: Body) -> Body:
-    """With the reasoning where a template that knows no field for it may look for it, or leave it: in the text."""
-    text = f"<think>\n{body[_REASONING]}\n</think>\n\n{body['content']}"
-    return {name: value for name, value in body.items() if name != _REASONING} | {"content": text}
 
 
 def bodies(messages: Sequence[Message]) -> list[Body]:

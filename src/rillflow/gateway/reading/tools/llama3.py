@@ -6,20 +6,47 @@ is layout and dropped; what follows the last call is text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 
 from rillflow.gateway.reading.stops import held_back
-from rillflow.gateway.reading.tools.parts import Part, parse_call
+from rillflow.gateway.reading.tools.parts import (
+    Offered,
+    ParsedCall,
+    Part,
+    Piece,
+    Schema,
+    ToolFormat,
+    ToolParser,
+    call_json,
+    json_call,
+    parse_call,
+)
 from rillflow.gateway.reading.tools.scanning import JsonScan
 
 TAG = "<|python_tag|>"
 
 
-class Llama3:
+class Llama3(ToolFormat):
+    """Objects at the beginning of the answer, or behind the tag."""
+
+    marks = (TAG,)
+
+    def parser(self, tools: Offered) -> ToolParser:
+        return Llama3Parser(tools)
+
+    def write(self, calls: Sequence[ParsedCall]) -> str:
+        return "; ".join(call_json(call, "parameters") for call in calls)
+
+    def shape(self, name: str, parameters: Schema) -> Sequence[Piece]:
+        return [json_call(name, parameters, "parameters")]
+
+
+class Llama3Parser:
     """`_state` is what the text is read as now; `_lead` what stands before an object and falls with it."""
 
-    def __init__(self, allowed: Collection[str] | None = None) -> None:
-        self._allowed = allowed
+    def __init__(self, tools: Offered) -> None:
+        self.unparsed = 0
+        self._tools = tools
         self._held = ""
         self._lead = ""
         self._body: list[str] = []
@@ -35,6 +62,7 @@ class Llama3:
         return parts
 
     def finish(self) -> list[Part]:
+        self.unparsed += self._tagged
         rest = self._lead + "".join(self._body) + self._held
         self._lead, self._held, self._body = "", "", []
         return [] if self._called and not rest.strip(" \t\r\n;") else ([rest] if rest else [])
@@ -70,7 +98,7 @@ class Llama3:
         if not (self._scan.ended or self._scan.broken):
             return False
         body = "".join(self._body)
-        call = parse_call(body, self._allowed, bare=not self._tagged) if self._scan.ended else None
+        call = parse_call(body, self._tools, bare=not self._tagged) if self._scan.ended else None
         if call is None:
             self._give_up(parts)
             return True
@@ -80,7 +108,8 @@ class Llama3:
         return True
 
     def _give_up(self, parts: list[Part]) -> None:
-        """No call here: what was held for one is text."""
+        """No call here: what was held for one is text, and counted if the tag stood before it."""
+        self.unparsed += self._tagged
         lost = self._lead + "".join(self._body)
         if lost:
             parts.append(lost)

@@ -6,12 +6,23 @@ Anything else is text: another object, a list in which one entry is no call, or 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from rillflow.gateway.reading.tools.parts import ParsedCall, Part, call_of
+from rillflow.gateway.reading.tools.parts import (
+    Offered,
+    ParsedCall,
+    Part,
+    Piece,
+    Schema,
+    ToolFormat,
+    ToolParser,
+    call_json,
+    call_of,
+    json_call,
+)
 from rillflow.gateway.reading.tools.scanning import JsonScan
 
 _FENCE = "```"
@@ -21,11 +32,28 @@ _SO_FAR = re.compile(r"\s*(?:`|``|```(?:j|js|jso|json|J|JS|JSO|JSON)?\s*\[?\s*|\
 _value = msgspec.json.Decoder(dict[str, Any] | list[dict[str, Any]])
 
 
-class PlainJson:
-    """Holds the answer back while it may be calls: until its end, or until something shows that it is none."""
+class PlainJson(ToolFormat):
+    """An object, or a list of several, and nothing else."""
 
-    def __init__(self, allowed: Collection[str] | None = None) -> None:
-        self._allowed = allowed
+    def parser(self, tools: Offered) -> ToolParser:
+        return PlainJsonParser(tools)
+
+    def write(self, calls: Sequence[ParsedCall]) -> str:
+        written = ", ".join(call_json(call) for call in calls)
+        return written if len(calls) == 1 else f"[{written}]"
+
+    def shape(self, name: str, parameters: Schema) -> Sequence[Piece]:
+        return [json_call(name, parameters)]
+
+
+class PlainJsonParser:
+    """Holds the answer back while it may be calls: until its end, or until something shows that it is none. Nothing
+    marks a call, so none counts as one that could not be parsed."""
+
+    unparsed = 0
+
+    def __init__(self, tools: Offered) -> None:
+        self._tools = tools
         self._held: list[str] = []
         self._scan: JsonScan | None = None
         self._rest = ""
@@ -78,5 +106,5 @@ class PlainJson:
         except (msgspec.MsgspecError, RecursionError, UnicodeError):
             return None
         entries = value if isinstance(value, list) else [value]
-        calls = [call_of(entry, self._allowed, bare=True) for entry in entries]
+        calls = [call_of(entry, self._tools, bare=True) for entry in entries]
         return [call for call in calls if call is not None] if calls and None not in calls else None

@@ -10,6 +10,7 @@ import re
 
 _BARE = re.compile(r'["{}\[\]]')
 _QUOTED = re.compile(r'["\\\n]')
+_OPENING = re.compile('"')
 
 
 class JsonScan:
@@ -52,3 +53,33 @@ class JsonScan:
             self._depth -= 1
             self.ended = self._depth <= 0
         return after
+
+
+class Quotes:
+    """Follows the strings of JSON that may stand among other text; `quoted` while inside one.
+
+    Behind a raw line break in a string, which no JSON has, nothing counts as quoted any more.
+    """
+
+    __slots__ = ("_escaped", "broken", "quoted")
+
+    def __init__(self) -> None:
+        self._escaped = False
+        self.quoted = False
+        self.broken = False
+
+    def feed(self, text: str) -> None:
+        at = 0
+        if self._escaped and text:
+            at, self._escaped = 1, False
+        while not self.broken:
+            found = (_QUOTED if self.quoted else _OPENING).search(text, at)
+            if found is None:
+                return
+            at = found.end()
+            if found[0] == '"':
+                self.quoted = not self.quoted
+            elif found[0] == "\\":
+                self._escaped, at = at == len(text), at + 1
+            else:
+                self.quoted, self.broken = False, True
