@@ -125,7 +125,7 @@ async def test_three_hundred_calls_at_once_of_a_stock_client_are_all_answered() 
     async with served() as gateway:
         clients, engine = Clients(gateway), Patient(gateway, 300)
         policies = gateway.gateway._policies
-        policies["policy"] = policies["policy"]._replace(engine=engine)
+        policies["policy"].engine = engine
         asked = [clients.openai.chat.completions.create(model="policy", messages=[USER]) for _ in range(300)]
         answers = await asyncio.gather(*asked)
         assert {answer.choices[0].message.content for answer in answers} == {"abc"}

@@ -52,7 +52,7 @@ async def slow_gateway(context: int = 1 << 20) -> AsyncIterator[tuple[Served, To
     async with served() as gateway:
         renderer = Tokenising()
         policies = gateway.gateway._policies
-        policies["policy"] = policies["policy"]._replace(renderer=renderer)
+        policies["policy"].renderer = renderer
         gateway.engine.context = context
         try:
             yield gateway, renderer

@@ -202,7 +202,7 @@ async def test_an_answer_whose_end_was_seen_is_trained_whoever_goes_then(leaves:
     async with served() as gateway:
         policies, sessions = gateway.gateway._policies, gateway.gateway.sessions
         engine = SlowToClose()
-        policies["policy"] = policies["policy"]._replace(engine=engine)
+        policies["policy"].engine = engine
         session = sessions.get("s1")
         async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=gateway.key, max_retries=0) as client:
             stream = await client.chat.completions.create(

@@ -71,7 +71,7 @@ async def test_a_client_that_does_not_read_is_cut(choices: int, monkeypatch: pyt
     async with served() as gateway:
         talker = Talker()
         policies = gateway.gateway._policies
-        policies["policy"] = policies["policy"]._replace(engine=talker)
+        policies["policy"].engine = talker
         client = await silent_client(gateway, choices)
         session = gateway.gateway.sessions.get("s1")
         try:

@@ -290,8 +290,10 @@ def prompt_key(tools: Tools, options: Mapping[str, Any] | None = None) -> bytes:
 def option_names(source: str) -> set[str]:
     """Return the variables of a template that its user may set."""
     tree = _environment().parse(source)
-    found = {node.name for node in tree.find_all(jinja2.nodes.Name) if node.ctx == "load"}
-    return (jinja2.meta.find_undeclared_variables(tree) & found) - _GIVEN
+    # A name that is set within a loop or a macro is the template's own.
+    scopes = tree.find_all((jinja2.nodes.For, jinja2.nodes.Macro))
+    own = {name.name for scope in scopes for name in scope.find_all(jinja2.nodes.Name) if name.ctx != "load"}
+    return jinja2.meta.find_undeclared_variables(tree) - own - _GIVEN
 
 
 def unknown_option(name: str, known: set[str]) -> tuple[str, str]:
