@@ -222,7 +222,7 @@ REQUESTS: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
 }
 # Fields that are refused whatever they hold, before their length is looked at.
 NEVER_READ = {
-    chat.PATH: ("functions", "logit_bias", "bad_words"),
+    chat.PATH: ("functions", "logit_bias", "bad_words", "chat_template"),
     completions.PATH: ("suffix", "logit_bias", "bad_words"),
     responses.PATH: ("conversation", "logit_bias", "bad_words"),
     responses.COUNT_PATH: ("conversation", "logit_bias", "bad_words"),

@@ -279,7 +279,7 @@ def _cell(published: Published, *, reasons: bool, append: bool = False) -> str:
     rewritten = (published.name, reasons) in REWRITING
     if (reasons and not published.thought) or (append and not rewritten):
         return "" if append else "does not reason"
-    found = played(published, reasons=reasons, history="append" if append else "template")
+    found = played(published, reasons=reasons, history="append") if append else played(published, reasons=reasons)
     return f"{found.leaves}, {found.tokens:,}" + (" (rewritten)" if rewritten and not append else "")
 
 
