@@ -110,7 +110,7 @@ class Sampled:
 class World:
     def __init__(self, template: str) -> None:
         self.renderer: Renderer = RENDERERS[template]
-        self.reasons = "</think>" in self.renderer.template
+        self.reasons = "</think>" in self.renderer.template.source
         self.sessions = Sessions("secret")
         self.sessions.open("s", seed=1, group="g", deadline_seconds=600)
         self.session = self.sessions.get("s")
@@ -173,7 +173,7 @@ class World:
         if self.reasons and plan.word % 2 == 0:
             opened = self.renderer.decode(prompt[-12:]).endswith("<think>\n")
             text = ("" if opened else "<think>\n") + f"hm {plan.word}\n</think>\n\n{text}"
-        elif "ns.last" in self.renderer.template:
+        elif "ns.last" in self.renderer.template.source:
             text = f"<think>\n\n</think>\n\n{text}"  # what this template writes of an answer without reasoning
         encode = self.renderer.encode
         ids = [id for letter in text for id in encode(letter)] if plan.split else encode(text)
