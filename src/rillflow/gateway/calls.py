@@ -28,7 +28,7 @@ from rillflow.gateway.sessions.keeping import Asked
 from rillflow.gateway.sessions.session import Session
 from rillflow.gateway.texts import SHORT, TextThreads
 from rillflow.gateway.trees.continuing import following
-from rillflow.gateway.trees.messages import Message, ToolCall, message
+from rillflow.gateway.trees.messages import AnswerReading, Message, ToolCall, message
 from rillflow.gateway.trees.placing import Place, RawPlace
 from rillflow.gateway.trees.render import Renderer
 from rillflow.gateway.trees.template import Tools
@@ -98,7 +98,11 @@ class Policy:
         made.renderer = self.renderer.variant(options)
         return made
 
-    def read(self, tools: Tools, prompt: str, text: str, calls: bool) -> Message:
+    def reading(self, tools: Tools) -> AnswerReading:
+        """Return how this model's answers are read when `tools` were offered."""
+        return AnswerReading(partial(self._read, tools), "" if self.reasoning is None else self.reasoning.open)
+
+    def _read(self, tools: Tools, prompt: str, text: str, calls: bool) -> Message:
         """Return the message that an answer's text is, behind a prompt that ends so."""
         splitter = None if self.reasoning is None else self.reasoning.splitter(inside=self.reasoning.opened_by(prompt))
         parser = self.tools.parser(offered(tools)) if calls and self.tools is not None else None
@@ -320,7 +324,7 @@ def _place(session: Session, policy: Policy, call: Call) -> Place | RawPlace:
     tree = session.tree(call.policy)
     if call.prompt is None:
         history = call.history if call.previous is None else following(session, call.previous, call.history)
-        return Place(tree, policy.renderer, history, call.tools, call.tools_key, reads=partial(policy.read, call.tools))
+        return Place(tree, policy.renderer, history, call.tools, call.tools_key, reading=policy.reading(call.tools))
     if isinstance(call.prompt, list) and len(call.prompt) >= policy.engine.context:
         raise _overflow(policy, len(call.prompt))
     return RawPlace(tree, policy.renderer, call.prompt)

@@ -12,7 +12,6 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from hashlib import blake2b
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -263,8 +262,8 @@ class Gateway(Service):
         async with session.turn:
             name, policy, history, tools, key, previous = await self._texts.run(read, long=long)
             whole = history if previous is None else following(session, previous, history)
-            tree, reads = session.trees.get(name) or TokenTree(), partial(policy.read, tools)
-            place = Place(tree, policy.renderer, whole, tools, key, reads=reads)
+            tree = session.trees.get(name) or TokenTree()
+            place = Place(tree, policy.renderer, whole, tools, key, reading=policy.reading(tools))
             await self._texts.run(place.render, long=place.size > SHORT)
             return place.count()
 

@@ -347,7 +347,7 @@ def play(
     history: list[Message] = [message("user", "How many in all boxes?")]
     exact = parsed = True
     for turn in range(1, last + 1):
-        place = Place(tree, renderer, history, [TOOL], b"[]", reads=lambda *found: stage.policy.read([TOOL], *found))
+        place = Place(tree, renderer, history, [TOOL], b"[]", reading=stage.policy.reading([TOOL]))
         given = place.give()
         prompt = renderer.decode(given.prompt())
         exact = exact and prompt == renderer.text(history, [TOOL], prompt=True)

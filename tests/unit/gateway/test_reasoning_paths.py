@@ -124,6 +124,26 @@ async def test_turns_with_tools_do_not_render_the_history_again(monkeypatch: pyt
     assert [row.fork for row in agent.close().samples("p")] == ["", "history", "template"]
 
 
+async def test_tool_turns_without_reasoning_are_one_path() -> None:
+    """The template writes an empty thought into the last answer only, so no answer is compared as the last one."""
+    agent = Agent(QWEN_LIKE)
+    history: list[Message] = [USER]
+    for number in range(8):
+        answer = await agent.ask(*history, reply=f"said {number}")
+        assert agent.text(answer) == agent.whole(*history)
+        history += [full(answer), RESULT]
+    (row,) = agent.close().samples("p")
+    assert row.fork == ""
+
+
+async def test_an_empty_thought_that_the_template_drops_forks() -> None:
+    agent = Agent(QWEN_LIKE)
+    first = await agent.ask(USER, reply="<think>\n\n</think>\n\none")
+    second = await agent.ask(USER, full(first), RESULT, reply="two")
+    assert agent.text(second) == agent.whole(USER, full(first), RESULT)
+    assert [row.fork for row in agent.close().samples("p")] == ["", "template"]
+
+
 async def test_an_answer_behind_an_answer_that_the_template_then_rewrites() -> None:
     agent = Agent(QWEN_LIKE)
     one = await agent.ask(USER, reply="<think>\n\n</think>\n\none")

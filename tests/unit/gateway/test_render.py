@@ -9,7 +9,7 @@ from gateway_support import CHATML, COUNTING, FORGETFUL, PLAIN, make_renderer, m
 
 import rillflow
 from rillflow.errors import BadRequest, ConfigError
-from rillflow.gateway.trees.messages import Message, ToolCall, message, plain_answer
+from rillflow.gateway.trees.messages import PLAIN_READING, Message, ToolCall, message
 from rillflow.gateway.trees.render import Rendered, Renderer, bodies
 from rillflow.gateway.trees.tree import Canonical
 
@@ -40,7 +40,7 @@ def text_of(renderer: Renderer, messages: list[Message], *, prompt: bool = True)
 def behind(renderer: Renderer, history: list[Message], before: Canonical | None) -> Rendered | None:
     """What follows the answer of `history`, its second message, which was sampled as its words alone."""
     said = [*renderer.encode(history[1].body["content"]), renderer.end_token or 0]
-    return renderer.after_answer(history, 2, None, said=said, before=before, reads=plain_answer)
+    return renderer.after_answer(history, 2, None, said=said, before=before, reading=PLAIN_READING)
 
 
 def test_probes_tell_templates_apart() -> None:
@@ -59,8 +59,8 @@ def test_an_extension_is_the_rest_of_the_whole_text(template: str, history: list
     turn = text_of(renderer, history[:covered], prompt=False).removesuffix("<|im_end|>\n")
     said = renderer.encode(turn.removeprefix(text_of(renderer, history[: covered - 1])))
     assert end is not None
-    after = renderer.after_answer(history, covered, None, said=[*said, end], before=before, reads=plain_answer)
-    cut = renderer.after_answer(history, covered, None, said=said, before=before, reads=plain_answer)
+    after = renderer.after_answer(history, covered, None, said=[*said, end], before=before, reading=PLAIN_READING)
+    cut = renderer.after_answer(history, covered, None, said=said, before=before, reading=PLAIN_READING)
     assert after is not None
     assert cut is not None
     whole = text_of(renderer, history)
@@ -93,7 +93,7 @@ def test_a_template_without_an_end_of_turn() -> None:
     renderer = make_renderer(PLAIN)
     assert renderer.end_token is None
     said = renderer.encode("twelve")
-    found = renderer.after_answer([USER, ANSWER, NEXT], 2, None, said=said, before=None, reads=plain_answer)
+    found = renderer.after_answer([USER, ANSWER, NEXT], 2, None, said=said, before=None, reading=PLAIN_READING)
     assert found is not None
     assert renderer.decode(found.tokens) == "\nuser: sure?\nassistant: "
 

@@ -10,7 +10,7 @@ agents name answers after themselves, so `unnamed` finds an answer that was samp
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -82,9 +82,18 @@ def message(
     return Message(role, key, body, frozenset(call.id for call in calls), reasoning.strip(), unnamed)
 
 
-def plain_answer(prompt: str, text: str, calls: bool) -> Message:
-    """Return an answer's text as a message without reasoning or calls."""
-    return message("assistant", text)
+class AnswerReading(NamedTuple):
+    """How the text of an answer becomes a message.
+
+    `read` takes the end of the prompt, the answer's text and whether the answer may hold tool calls. `opening` is the
+    marker that opens the reasoning; it is empty for a model that does not reason.
+    """
+
+    read: Callable[[str, str, bool], Message]
+    opening: str = ""
+
+
+PLAIN_READING = AnswerReading(lambda prompt, text, calls: message("assistant", text))
 
 
 def same_words(one: Message, other: Message) -> bool:

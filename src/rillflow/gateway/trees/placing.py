@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rillflow.gateway.trees.messages import Message, plain_answer
+from rillflow.gateway.trees.messages import PLAIN_READING, AnswerReading, Message
 from rillflow.gateway.trees.raw import RawPlace
-from rillflow.gateway.trees.render import Reads, Rendered, Renderer
+from rillflow.gateway.trees.render import Rendered, Renderer
 from rillflow.gateway.trees.spots import Match
 from rillflow.gateway.trees.template import Tools
 from rillflow.gateway.trees.tree import Fork, Node, TokenTree
@@ -43,14 +43,14 @@ class Place:
         tools: Tools,
         tools_key: bytes,
         *,
-        reads: Reads = plain_answer,
+        reading: AnswerReading = PLAIN_READING,
     ) -> None:
         self._tree = tree
         self._renderer = renderer
         self._history = history
         self._tools = tools
         self._tools_key = tools_key
-        self._reads = reads
+        self._reading = reading
         self._match = tree.match(tools_key, history)
         self._found: _Found | None = None
 
@@ -110,7 +110,7 @@ class Place:
             return self._renderer.after_prompt(history[covered:]) if self._renderer.append_only else None
         before = node.parent.canonical if node.parent is not None else None
         return self._renderer.after_answer(
-            history, covered, self._tools, said=node.tokens, before=before, reads=self._reads
+            history, covered, self._tools, said=node.tokens, before=before, reading=self._reading
         )
 
 

@@ -31,7 +31,7 @@ import msgspec
 
 from rillflow.config import PolicyConfig
 from rillflow.errors import BadRequest, ConfigError
-from rillflow.gateway.trees.messages import Body, Message, same_words
+from rillflow.gateway.trees.messages import AnswerReading, Body, Message, same_words
 from rillflow.gateway.trees.probes import ARGUMENT, PROBES, RESULT, STAND_IN, STAND_IN_CALLING, Probe, result
 from rillflow.gateway.trees.template import REASONING, ChatTemplate, Tools
 from rillflow.gateway.trees.tokens import Tokens
@@ -40,8 +40,6 @@ from rillflow.weights.model_folder import model_folder
 from rillflow.weights.models import load_tokenizer
 
 History = Literal["template", "append"]
-# From the end of a prompt, an answer's text and whether calls are looked for in it, to the message that it is.
-Reads = Callable[[str, str, bool], Message]
 
 _CACHED_PROMPTS = 512
 _CACHED_BYTES = 1 << 16  # of the messages and tools of one cached prompt
@@ -148,12 +146,12 @@ class Renderer(Tokens):
         *,
         said: Sequence[int],
         before: Canonical | None,
-        reads: Reads,
+        reading: AnswerReading,
     ) -> Rendered | None:
         """What follows an answer, the last of `covered` messages, of which the ids `said` were sampled.
 
-        `before` is the canonical text of the prompt that was answered, where it is known; `reads` reads an answer's
-        text. None where the template rewrites the prompt or the answer.
+        `before` is the canonical text of the prompt that was answered, where it is known; `reading` reads an
+        answer's text. None where the template rewrites the prompt or the answer.
         """
         last = said[-1] if len(said) and said[-1] in self.stop_tokens else None
         new = bodies(history[covered:])
@@ -165,7 +163,7 @@ class Renderer(Tokens):
                 return kept
             rest = self._behind_stand_in(new)
             return None if rest is None else self._keep(key, Rendered(self._ids_behind(rest, last), None))
-        answered = _Answered(history[covered - 1], self._text_of(said, last), last, reads)
+        answered = _Answered(history[covered - 1], self._text_of(said, last), last, reading)
         told = bodies(history[:covered])
         canonical: Canonical | None = None
         # An answer behind another answer may change that one: no probe has asked twice.
@@ -249,7 +247,9 @@ class Renderer(Tokens):
         opened = bool(message.reasoning) and answered.text.lstrip().startswith(message.reasoning)
         if opened and not written.lstrip().startswith(message.reasoning):
             return None
-        read = answered.reads(whole[max(at - _PROMPT_END, 0) : at], written, bool(message.call_ids))
+        if answered.reading.opening in answered.text and answered.reading.opening not in written:
+            return None  # the template drops the markers of an empty reasoning, which are not in the message
+        read = answered.reading.read(whole[max(at - _PROMPT_END, 0) : at], written, bool(message.call_ids))
         return end if same_words(read, message) else None
 
     def _ends_at(self, whole: str, at: int, last: int | None) -> bool:
@@ -416,12 +416,12 @@ class Renderer(Tokens):
 
 
 class _Answered(NamedTuple):
-    """A sampled answer: its message, its text without the stop token `last`, and what reads texts as it was read."""
+    """A sampled answer: its message, its text without the stop token `last`, and how that text was read."""
 
     message: Message
     text: str
     last: int | None
-    reads: Reads
+    reading: AnswerReading
 
 
 def load_renderer(policy: PolicyConfig) -> Renderer:
