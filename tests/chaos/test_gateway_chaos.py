@@ -93,7 +93,7 @@ async def wait_for(condition: object, seconds: float, what: str) -> None:
 
 @pytest.mark.chaos
 @pytest.mark.soak
-@pytest.mark.parametrize("on_update", ["keep", "refill"])
+@pytest.mark.parametrize("on_update", repetitions(["refill"], ["keep", "refill"]))
 async def test_updates_and_a_kill_under_streaming_sessions(tmp_path: Path, on_update: str) -> None:
     async with world(tmp_path, every=EVERY, on_update=on_update) as there:
         there.publisher.start()

@@ -17,6 +17,7 @@ from commands import Cli, wait_until
 from rillflow.agents.environments import stockroom_lessons
 from rillflow.cli.main import app
 from rillflow.trainer.supervised.reward_model import RewardModel
+from soak import repetitions
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -86,8 +87,13 @@ def test_a_killed_run_ends_as_if_it_had_not_been(cli: Cli) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
-    ("recipe", "sharding"), [("sft", "none"), ("reward_model", "none"), ("process_reward", "fsdp")]
+    ("recipe", "sharding"),
+    repetitions(
+        [("sft", "none"), ("process_reward", "fsdp")],
+        [("sft", "none"), ("reward_model", "none"), ("process_reward", "fsdp")],
+    ),
 )
 def test_two_ranks_have_the_curve_of_one(cli: Cli, recipe: str, sharding: str) -> None:
     result = CliRunner().invoke(

@@ -1,5 +1,5 @@
-"""The recipe `staged` as it is shipped: its reference worker is killed once, the run learns, and what the worker wrote
-is what the trainer would have computed."""
+"""The first steps of the recipe `staged`: its reference worker is killed once, the run learns, and what the worker
+wrote is what the trainer would have computed."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ from rillflow.types import COLUMNS, BatchSample, Row
 
 pytestmark = pytest.mark.slow
 WRITTEN = "reference_N.f4"
+SHORT = ("trainer.steps=8", "evaluation.every=0", "evaluation.target=null", "dataflow.task_lease=5")
+GAIN = 0.2  # of the held-out reward; eight steps usually gain 0.4
 
 
 @pytest.fixture(scope="module")
 def run(shared_cli: Cli) -> Started:
-    run = shared_cli.start("run", "staged", "dataflow.task_lease=5")
+    run = shared_cli.start("run", "staged", *SHORT)
     wait_until(lambda: any(run.runs.iterdir()) and steps_of(run.folder) >= 1, "a step", 600)
     victim = processes_of(run.folder)["stage"]
     victim.kill()
@@ -39,9 +41,8 @@ def run(shared_cli: Cli) -> Started:
 
 
 def test_it_learns_and_the_audit_balances(run: Started, shared_cli: Cli) -> None:
-    heldout = [found["reward"] for found in json.loads((run.folder / "summary.json").read_text())["heldout"]]
-    assert max(heldout) >= 0.9
-    assert heldout[0] < 0.6
+    before, after = json.loads((run.folder / "summary.json").read_text())["heldout"]
+    assert after["reward"] >= before["reward"] + GAIN
     audited = json.loads(shared_cli.run("audit", str(run.folder), "--json").output())
     assert audited["balanced"], audited
 
