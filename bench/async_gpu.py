@@ -69,7 +69,7 @@ def recipe(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
         by_workers = False if arguments.decode == "host" else None
         server = {"python": arguments.python, "memory": 0.25, "arguments": arguments.server}
         engine["server"] = {**server, "decodes_deltas": by_workers}
-    questions = "rillflow.agents.environments.addition:prompts"
+    questions = "rillflow.examples.addition:prompts"
     return {
         "name": "async_gpu",
         "seed": 1,
@@ -82,7 +82,7 @@ def recipe(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
             }
         },
         "workflow": "rillflow.agents.workflows.question:play",
-        "reward": "rillflow.agents.environments.addition:reward",
+        "reward": "rillflow.examples.addition:reward",
         "data": {"prompts": {"generator": questions, "arguments": {"split": "train", "count": 1 << 16, "seed": 1}}},
         "dataflow": {"group_size": GROUP, "staleness": arguments.staleness, "filters": []},
         "trainer": {

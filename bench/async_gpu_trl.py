@@ -15,7 +15,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from rillflow.agents.environments.addition import prompts, reward
+from rillflow.examples.addition import prompts, reward
 
 
 class Clock(TrainerCallback):

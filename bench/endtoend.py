@@ -38,7 +38,7 @@ from bench import endtoend_task as task
 from bench.common import Report, parser
 from bench.endtoend_cpu import Metered
 from bench.endtoend_heldout import heldout_reward
-from rillflow.agents.environments import stockroom
+from rillflow.examples import stockroom
 from rillflow.observe.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]

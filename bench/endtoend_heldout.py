@@ -10,11 +10,11 @@ from typing import Any
 import openai
 
 from bench import endtoend_task as task
-from rillflow.agents.environments import stockroom
-from rillflow.agents.workflows.stockroom import play as play_stockroom
 from rillflow.config import EngineConfig, PolicyConfig, SamplingConfig
 from rillflow.contracts import SystemClock
 from rillflow.engine.build import build_engine
+from rillflow.examples import stockroom
+from rillflow.examples.stockroom import play as play_stockroom
 from rillflow.gateway import Gateway, Policy, Renderer, anthropic_url
 from rillflow.rollout.episode import RunningEpisode
 from rillflow.types import Prompt, Task

@@ -21,7 +21,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import qwen3_schema
 
 from bench import endtoend_task as task
-from rillflow.agents.environments import stockroom
+from rillflow.examples import stockroom
 
 
 class Clock(TrainerCallback):

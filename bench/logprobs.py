@@ -41,13 +41,13 @@ def recipe(arguments: argparse.Namespace, model: str, way: dict[str, float]) -> 
         engine["server"] = {"python": os.path.abspath(arguments.python), "arguments": arguments.server}
         if arguments.memory:
             engine["server"]["memory"] = arguments.memory
-    questions = "rillflow.agents.environments.addition:prompts"
+    questions = "rillflow.examples.addition:prompts"
     return {
         "name": "logprobs",
         "seed": 1,
         "policies": {"agent": {"model": model, "sampling": {"max_tokens": 64} | way, "engine": engine}},
         "workflow": "rillflow.agents.workflows.question:play",
-        "reward": "rillflow.agents.environments.addition:reward",
+        "reward": "rillflow.examples.addition:reward",
         "data": {"prompts": {"generator": questions, "arguments": {"split": "train", "count": 4096, "seed": 1}}},
         "dataflow": {"group_size": GROUP, "staleness": 0, "filters": []},
         "trainer": {

@@ -74,7 +74,7 @@ def make_run(parent: Path, prompts: int, policies: Mapping[str, Any], dataflow: 
         {
             "name": "traffic",
             "policies": {name: {"model": "tiny", **settings} for name, settings in policies.items()},
-            "workflow": "rillflow.agents.workflows.stockroom:play",
+            "workflow": "rillflow.examples.stockroom:play",
             "data": {"prompts": {"path": str(source)}, "epochs": 1, "shuffle": False},
             "dataflow": {"filters": [], **dataflow},
         }

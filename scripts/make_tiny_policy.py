@@ -24,7 +24,7 @@ import torch
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from rillflow.agents.environments import stockroom
+from rillflow.examples import stockroom
 
 # The annotations of transformers do not fit its own calls (`generate`, chat templates): used untyped.
 hf: Any = transformers

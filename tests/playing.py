@@ -7,10 +7,9 @@ from typing import Any
 
 import openai
 
-from rillflow.agents.environments.stockroom import prompts
-from rillflow.agents.workflows.stockroom import play
 from rillflow.config import SamplingConfig
 from rillflow.contracts import SystemClock, TokenSource
+from rillflow.examples.stockroom import play, prompts
 from rillflow.gateway import Gateway, Policy, anthropic_url
 from rillflow.gateway.trees.record import Sample
 from rillflow.rollout.episode import RunningEpisode

@@ -51,7 +51,7 @@ def make_folder(parent: Path, on_update: str) -> RunFolder:
                     "weights": {"probe": "off"},
                 }
             },
-            "workflow": "rillflow.agents.workflows.stockroom:play",
+            "workflow": "rillflow.examples.stockroom:play",
             "data": {"prompts": {"path": str(parent / "prompts.jsonl")}},
             "rollout": {"engines": 2, "refresh_every": 0.02},
         }

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from agent_play import SCRIPTS, play, python_of
 
-from rillflow.agents.environments.stockroom import prompts, reward
+from rillflow.examples.stockroom import prompts, reward
 from rillflow.weights.models import load_policy_model, pick_device
 
 pytestmark = pytest.mark.agents

@@ -11,8 +11,8 @@ from teaching import Lesson, calls, taught
 from transformers import PreTrainedModel
 
 from engine_log import trained_turns
-from rillflow.agents.environments.stockroom import TOOLS, count, prompts
 from rillflow.config import SamplingConfig
+from rillflow.examples.stockroom import TOOLS, count, prompts
 
 pytestmark = pytest.mark.agents
 

@@ -55,7 +55,7 @@ class Door:
 def fleet(run: Started, url: str) -> Iterator[Path]:
     """The shipped agent, in a process of its own; it has to end by itself."""
     log = run.runs.parent / "agent.log"
-    script = "rillflow.agents.scripts.stockroom_outside"
+    script = "rillflow.examples.stockroom_outside"
     with open(log, "w") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", script, url, str(run.folder / "run.json"), "--capacity", "4"],

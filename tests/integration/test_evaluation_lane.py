@@ -11,7 +11,7 @@ from commands import Cli, wait_until
 
 pytestmark = pytest.mark.slow
 
-GENERATOR = "rillflow.agents.environments.stockroom:prompts"
+GENERATOR = "rillflow.examples.stockroom:prompts"
 SOURCES = ", ".join(
     f"{{name: {name}, generator: '{GENERATOR}', arguments: {{split: heldout, count: {count}, seed: {seed}}}}}"
     for name, count, seed in (("first", 8, 2), ("second", 4, 3))

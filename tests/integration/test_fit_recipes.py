@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from advised import wrong_with
 from commands import Cli, wait_until
-from rillflow.agents.environments import stockroom_lessons
 from rillflow.cli.main import app
+from rillflow.examples import stockroom_lessons
 from rillflow.trainer.supervised.reward_model import RewardModel
 from soak import repetitions
 

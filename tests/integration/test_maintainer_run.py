@@ -23,7 +23,7 @@ import os
 import time
 from pathlib import Path
 
-from rillflow.agents.workflows.stockroom import play as play_stockroom
+from rillflow.examples.stockroom import play as play_stockroom
 from rillflow.trainer.graph import function
 
 

@@ -14,7 +14,7 @@ import pytest
 from advised import wrong_with
 from commands import Cli, Started, processes_of, wait_until
 
-SERVER = "rillflow.agents.scripts.stockroom_mcp"
+SERVER = "rillflow.examples.stockroom_mcp"
 SMALL = (
     "trainer.steps=3", "trainer.batch_groups=2", "evaluation.every=0", "data.heldout.arguments.count=8",
     "rollout.episodes=16",

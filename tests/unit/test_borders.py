@@ -12,8 +12,8 @@ import rillflow
 ROOT = Path(rillflow.__file__).parent
 ORDER = [
     "errors", "batching", "types", "contracts", "storage", "config", "wire", "clients", "weights", "engine", "gateway",
-    "dataflow", "agents", "rollout", "trainer", "stages", "evaluate", "resources", "runtime", "observe", "dashboard",
-    "cli",
+    "dataflow", "agents", "examples", "rollout", "trainer", "stages", "evaluate", "resources", "runtime", "observe",
+    "dashboard", "cli",
 ]  # fmt: skip
 APART = {"dataflow", "rollout", "trainer"}
 
@@ -45,6 +45,10 @@ def test_imports_go_up_only(part: str) -> None:
         for imported in imports_of(path) if part_of(path) == part else ():
             assert ORDER.index(imported) <= ORDER.index(part), f"{path} must not import {imported}"
             assert not (imported != part and {imported, part} <= APART), f"{path} must not import {imported}"
+
+
+def test_the_product_does_not_import_the_examples() -> None:
+    assert not [path for path in FILES if part_of(path) != "examples" and "examples" in imports_of(path)]
 
 
 def test_the_check_sees_imports(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ BASE = {
     "name": "mine",
     "policies": {"agent": {"model": "tiny"}},
     "rewards": "agent",
-    "data": {"prompts": {"generator": "rillflow.agents.environments.stockroom:prompts"}},
+    "data": {"prompts": {"generator": "rillflow.examples.stockroom:prompts"}},
 }
 
 

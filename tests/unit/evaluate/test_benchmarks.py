@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from rillflow.agents.rewards.registry import REWARDS
-from rillflow.agents.tools import two_wiki
 from rillflow.config import SourceConfig, load_recipe
 from rillflow.dataflow.sources import open_heldout, open_source
 from rillflow.dataflow.sources.benchmarks import BENCHMARKS, benchmark, filled
 from rillflow.errors import ConfigError, DataError
 from rillflow.evaluate import grading
+from rillflow.examples import two_wiki
 
 LENGTHS = {
     "gsm8k": 1319,

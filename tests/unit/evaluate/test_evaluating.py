@@ -173,7 +173,7 @@ def test_a_run_is_scored_by_its_own_workflow_on_what_it_holds_out(tmp_path: Path
     assert "version 3 of agent (the latest)" in said
     (found,) = report("a")["benchmarks"].values()
     assert (found["questions"], found["rewarded"]) == (3, 3)
-    assert report("a")["workflow"] == "rillflow.agents.workflows.stockroom:play"
+    assert report("a")["workflow"] == "rillflow.examples.stockroom:play"
 
 
 def test_two_policies_play_together_and_the_first_has_the_trajectorys_reward(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def recipe(folder: Path, **rollout: Any) -> Any:
         {
             "name": "n",
             "policies": {"p": {"model": "tiny"}},
-            "workflow": "rillflow.agents.workflows.stockroom:play",
+            "workflow": "rillflow.examples.stockroom:play",
             "data": {"prompts": {"path": str(folder / "prompts.jsonl")}},
             "rollout": {"refresh_every": 0.01, **rollout},
         }

@@ -42,7 +42,7 @@ class World:
             {
                 "name": "n",
                 "policies": {"p": {"model": "tiny", "engine": {"context": 512, "slots": 4}}},
-                "workflow": "rillflow.agents.workflows.stockroom:play",
+                "workflow": "rillflow.examples.stockroom:play",
                 "data": {"prompts": {"path": str(folder / "prompts.jsonl")}},
                 "rollout": {"engines": 0 if roster is None else 1},
             }

@@ -7,11 +7,11 @@ from typing import Any
 
 from rollout_support import World
 
-from rillflow.agents.environments import stockroom
-from rillflow.agents.workflows.stockroom_checked import play as checked
 from rillflow.config import PolicyConfig
 from rillflow.contracts import Episode
 from rillflow.engine.build import build_engine
+from rillflow.examples import stockroom
+from rillflow.examples.stockroom import play_checked as checked
 from rillflow.types import Prompt, Task
 from tiny_policy import tiny_tokenizer
 

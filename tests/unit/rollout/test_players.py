@@ -13,11 +13,11 @@ from rillflow.gateway.feed import Feed
 from rillflow.rollout.loading import check_players
 from rillflow.rollout.players import CommandPlayer, OutsidePlayer, WorkflowPlayer, load_player
 
-PLAY = "rillflow.agents.workflows.stockroom:play"
+PLAY = "rillflow.examples.stockroom:play"
 
 
 def recipe(**keys: Any) -> Recipe:
-    prompts = {"generator": "rillflow.agents.environments.stockroom:prompts"}
+    prompts = {"generator": "rillflow.examples.stockroom:prompts"}
     return Recipe.model_validate(
         {"name": "r", "policies": {"a": {"model": "tiny"}}, "data": {"prompts": [prompts]}} | keys
     )
@@ -42,9 +42,9 @@ def test_each_recipe_has_its_player(tmp_path: Path, keys: dict[str, Any], kind: 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"workflow": "rillflow.agents.environments.stockroom:reward"}, "is not an async function"),
-        ({"workflow": "rillflow.agents.workflows.stockroom:plya"}, "did you mean 'play'"),
-        ({"workflow": PLAY, "reward": "rillflow.agents.environments.stockroom:BOXES"}, "is not a function"),
+        ({"workflow": "rillflow.examples.stockroom:reward"}, "is not an async function"),
+        ({"workflow": "rillflow.examples.stockroom:plya"}, "did you mean 'play'"),
+        ({"workflow": PLAY, "reward": "rillflow.examples.stockroom:BOXES"}, "is not a function"),
         ({"command": "no-such-agent", "rewards": "agent"}, "there is no program 'no-such-agent'"),
         ({"outside": True, "reward": "nowhere:reward"}, "cannot import nowhere"),
     ],

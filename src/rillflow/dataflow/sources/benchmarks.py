@@ -25,7 +25,7 @@ VARIABLE = "RILLFLOW_DATA"
 GYM = "reasoning_gym:"
 GYM_SEED = 1 << 30  # far from the seeds that recipes train with
 GYM_SIZE = 200
-_TWO_WIKI_HELD_OUT = 5  # one row in so many, from the first: `agents.tools.two_wiki` trains on all others
+_TWO_WIKI_HELD_OUT = 5  # one row in so many, from the first: `examples.two_wiki` trains on all others
 _CHECKOUT = Path(__file__).resolve().parents[4]
 
 Row = dict[str, Any]

@@ -9,13 +9,13 @@ from typing import Any
 
 import openai
 
-from rillflow.agents.agentflow import tally
 from rillflow.agents.agentflow.loop import play
 from rillflow.agents.surroundings import Surroundings
 from rillflow.agents.tools.functions import tool_of
 from rillflow.agents.tools.toolbox import OpenToolbox
 from rillflow.config import SamplingConfig
 from rillflow.contracts import SystemClock
+from rillflow.examples import tally
 from rillflow.gateway import Gateway, Policy, anthropic_url
 from rillflow.gateway.trees.record import SessionRecord
 from rillflow.rollout.episode import RunningEpisode

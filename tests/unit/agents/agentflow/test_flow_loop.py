@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from flow_world import COUNTS, FIRST, NO, PAYLOAD, SECOND, TRUTH, YES, played, says
 
-from rillflow.agents.agentflow import tally
 from rillflow.agents.agentflow.collect import decisions_of
 from rillflow.errors import ConfigError
+from rillflow.examples import tally
 
 SUM = f"{COUNTS[0]}+{COUNTS[1]}"
 GOOD = (

@@ -7,14 +7,14 @@ from itertools import islice
 
 import pytest
 
-from rillflow.agents.agentflow import tally
 from rillflow.agents.agentflow.actions import parse
 from rillflow.agents.agentflow.options import read_options
-from rillflow.agents.agentflow.tally_lessons import PROMPTS, demonstrations
 from rillflow.agents.agentflow.verifier import says_sufficient
-from rillflow.agents.environments.stockroom import BOXES, ITEMS
 from rillflow.config import load_recipe
 from rillflow.errors import ToolError
+from rillflow.examples import tally
+from rillflow.examples.stockroom import BOXES, ITEMS
+from rillflow.examples.tally_lessons import PROMPTS, demonstrations
 
 ACTIONS = ["think", "search", "code", "answer"]
 

@@ -13,8 +13,8 @@ import pytest
 from bench import agents_gpu
 from bench.common import Report
 from rillflow.agents.workflows.search_agent import read
-from rillflow.agents.workflows.search_lessons import demonstrations
 from rillflow.config import load_recipe
+from rillflow.examples.two_wiki import demonstrations
 from rillflow.observe.metrics import Metrics
 
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from rillflow.agents.environments.stockroom import brief
 from rillflow.agents.rewards.calling import OF_ANSWERS, Given, Part, call
 from rillflow.agents.rewards.grouped import GroupSum
 from rillflow.agents.rewards.registry import load_group_reward, load_reward
 from rillflow.config import RewardConfig
 from rillflow.errors import ConfigError, RewardError
+from rillflow.examples.stockroom import brief
 from rillflow.types import EpisodeFacts, FinishedEpisode
 
 MINE = """

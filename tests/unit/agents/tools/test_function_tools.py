@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import BaseModel, Field
 
-from rillflow.agents.environments import stockroom
 from rillflow.agents.tools.functions import THREADS, tool_of
 from rillflow.agents.tools.toolbox import OpenToolbox
 from rillflow.errors import ConfigError
+from rillflow.examples import stockroom
 
 
 class Place(BaseModel):

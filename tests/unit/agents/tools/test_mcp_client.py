@@ -15,14 +15,13 @@ from typing import Any
 import psutil
 import pytest
 
-from rillflow.agents.environments import stockroom
-from rillflow.agents.scripts import stockroom_mcp
 from rillflow.agents.tools import mcp_client
 from rillflow.agents.tools.functions import tool_of
 from rillflow.agents.tools.mcp_server import build_server
 from rillflow.agents.tools.toolbox import OpenToolbox, open_toolbox
 from rillflow.config import ToolConfig
 from rillflow.errors import ConfigError, EnvironmentLost
+from rillflow.examples import stockroom, stockroom_mcp
 from rillflow.wire.loopback import served
 
 ODD = shlex.join([sys.executable, str(Path(__file__).parent / "mcp_odd.py")])

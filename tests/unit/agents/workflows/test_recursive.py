@@ -16,7 +16,7 @@ from team_play import TeamPlayed, play_team
 
 PAYLOAD = {"question": "all", "answer": "7"}
 OPTIONS: dict[str, Any] = {
-    "check": "rillflow.agents.environments.digits:reward",
+    "check": "rillflow.examples.digits:reward",
     "prompts": {"tag": "task:{question}{notes}", "tool": "task:{question}{notes}"},
 }
 

@@ -11,7 +11,7 @@ from rillflow.errors import ConfigError, WorkflowError
 from team_play import TeamPlayed, in_turn, play_team
 
 PAYLOAD = {"question": "How many?", "answer": "7"}
-OPTIONS: dict[str, Any] = {"check": "rillflow.agents.environments.digits:reward"}
+OPTIONS: dict[str, Any] = {"check": "rillflow.examples.digits:reward"}
 APPROVE, REJECT = "I get 7. <verify>approve</verify>", "I get 7. <verify>reject</verify>"
 
 

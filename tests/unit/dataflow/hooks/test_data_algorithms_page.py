@@ -17,7 +17,7 @@ PAGE = (Path(__file__).resolve().parents[4] / "docs" / "data_algorithms.md").rea
 REST = """
 name: page
 policies: {agent: {model: tiny}}
-workflow: rillflow.agents.workflows.stockroom:play
+workflow: rillflow.examples.stockroom:play
 data: {prompts: {path: prompts.jsonl}}
 """
 

@@ -93,7 +93,7 @@ def test_numbers_may_be_written_as_text():
 RECIPE = """
     name: several
     policies: {agent: {model: tiny}}
-    workflow: rillflow.agents.workflows.stockroom:play
+    workflow: rillflow.examples.stockroom:play
     data: {prompts: {path: prompts.jsonl}}
     dataflow:
       curators:

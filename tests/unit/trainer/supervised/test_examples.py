@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from lessons import Listed, examples_of, fit_recipe, writer
 
-from rillflow.agents.environments import stockroom, stockroom_lessons
 from rillflow.errors import DataError
+from rillflow.examples import stockroom, stockroom_lessons
 from rillflow.trainer.supervised.examples import read_examples
 
 USER = {"role": "user", "content": "How many?"}

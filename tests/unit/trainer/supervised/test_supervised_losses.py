@@ -11,7 +11,7 @@ from lessons import Listed, fit_recipe, writer
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rillflow.agents.environments import stockroom_lessons
+from rillflow.examples import stockroom_lessons
 from rillflow.trainer.graph.databuffer import Databuffer
 from rillflow.trainer.parallel.peers import Alone
 from rillflow.trainer.supervised.assembly import Trained, assemble

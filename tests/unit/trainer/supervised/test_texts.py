@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from lessons import writer
 
-from rillflow.agents.environments import stockroom
 from rillflow.errors import DataError
+from rillflow.examples import stockroom
 from rillflow.gateway.trees.messages import Message, ToolCall, message
 from rillflow.trainer.supervised.texts import Writer, Written
 from rillflow.weights.models import load_tokenizer

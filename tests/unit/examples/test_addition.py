@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rillflow.agents.environments.addition import pairs, prompts, reward
+from rillflow.examples.addition import pairs, prompts, reward
 
 
 def test_the_splits_share_no_pair_and_are_all_pairs() -> None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from rillflow.agents.environments import digits, digits_lessons, formulas, formulas_lessons
 from rillflow.agents.workflows.coding import CASES, written_cases
 from rillflow.agents.workflows.solver_selector import choice_of
 from rillflow.agents.workflows.solver_verifier import verdict_of
 from rillflow.config.load import load_recipe
+from rillflow.examples import digits, formulas
 from tiny_policy import tiny_tokenizer
 
 
@@ -41,8 +41,8 @@ def test_formulas_are_what_their_tests_say() -> None:
 
 def test_lessons_of_the_digits() -> None:
     prompts = load_recipe("solver_verifier").options["prompts"]
-    assert (prompts["verify"], prompts["retry"]) == (digits_lessons.VERIFY, digits_lessons.RETRY)
-    said = [row["payload"]["messages"] for row in digits_lessons.lessons("train", 300, 1)]
+    assert (prompts["verify"], prompts["retry"]) == (digits.VERIFY, digits.RETRY)
+    said = [row["payload"]["messages"] for row in digits.lessons("train", 300, 1)]
     verdicts = [verdict_of(answer["content"]) for _, answer in said[1::3]]
     assert set(verdicts) == {"approve", "reject"}
     assert all(re.fullmatch(r"\d", answer["content"]) for _, answer in said[::3] + said[2::3])
@@ -54,7 +54,7 @@ def test_lessons_of_the_digits() -> None:
 def test_lessons_of_shared_work() -> None:
     options = load_recipe("recursive").options["prompts"]
     assert options == {"tag": "{question}"}
-    said = [row["payload"]["messages"] for row in digits_lessons.delegations("train", 40, 1)]
+    said = [row["payload"]["messages"] for row in digits.delegations("train", 40, 1)]
     assert all(re.fullmatch("<answer>[0-9]</answer>", messages[-1]["content"]) for messages in said)
     for messages in said[1::2]:
         asked, asks, results, answer = (message["content"] for message in messages)
@@ -66,9 +66,9 @@ def test_lessons_of_shared_work() -> None:
 
 def test_lessons_of_the_formulas() -> None:
     selector, tester = (load_recipe(name).options["prompts"] for name in ("solver_selector", "solver_tester"))
-    assert selector["select"] == formulas_lessons.SELECT
-    assert (tester["test"], tester["retry"]) == (formulas_lessons.TEST, formulas_lessons.RETRY)
-    said = [row["payload"]["messages"] for row in formulas_lessons.lessons("train", 400, 1)]
+    assert selector["select"] == formulas.SELECT
+    assert (tester["test"], tester["retry"]) == (formulas.TEST, formulas.RETRY)
+    said = [row["payload"]["messages"] for row in formulas.lessons("train", 400, 1)]
     assert {choice_of(answer["content"]) for _, answer in said[1::4]} == {"A", "B"}
     for _, answer in said[2::4]:
         cases: Any = written_cases(answer["content"], {})

@@ -10,12 +10,12 @@ import random
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rillflow.agents.agentflow import tally
 from rillflow.agents.agentflow.actions import ANSWER, THINK, Decision
 from rillflow.agents.agentflow.prompts import asked
-from rillflow.agents.environments.stockroom import BOXES, ITEMS
 from rillflow.agents.memory.task import TaskMemory
 from rillflow.errors import ToolError
+from rillflow.examples import tally
+from rillflow.examples.stockroom import BOXES, ITEMS
 
 # Short: a tiny policy learns the rest from the demonstrations.
 PROMPTS = {

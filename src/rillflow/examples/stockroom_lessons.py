@@ -1,7 +1,7 @@
-"""What can be learned of the stockroom without playing: demonstrations, comparisons of two plays, graded steps.
+"""Rows for supervised training on the stockroom: demonstrations, comparisons of two episodes, labelled steps.
 
-Each generator yields the same rows for the same arguments, in the shapes of `rillflow fit`. Questions are those of
-`stockroom.prompts`, so the splits share no (box, item) pair.
+The rows have the formats of `rillflow fit`. The questions are those of `stockroom.prompts`, so the splits share no
+(box, item) pair.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import random
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rillflow.agents.environments import stockroom
+from rillflow.examples import stockroom
 
 Message = dict[str, Any]
 Payload = Mapping[str, Any]
-_SHARE_RIGHT = 0.5  # of plays whose steps are graded
-# What can be wrong with a play, and how often it is.
+_SHARE_RIGHT = 0.5  # of the episodes whose steps are labelled
+# The mistakes of wrong episodes, with their relative frequencies.
 MISTAKES = {"guess": 4, "no such box": 4, "another box": 1, "another item": 1, "another number": 1}
 
 
 def demonstrations(split: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Of sft: the right box and item are counted, and the number is repeated."""
+    """Yield rows for sft: count the right item in the right box and answer with the number."""
     for prompt in stockroom.prompts(split, count, seed):
         payload = prompt["payload"]
         messages = [_question(payload), *_call(payload, payload["box"], payload["item"]), _answer(_truth(payload))]
@@ -29,7 +29,7 @@ def demonstrations(split: str, count: int, seed: int) -> Iterator[dict[str, Any]
 
 
 def comparisons(split: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Of reward: a right play, and one with a mistake."""
+    """Yield rows for reward: a right episode beside one with a mistake."""
     generator = random.Random(f"comparisons/{split}/{seed}")
     for prompt in stockroom.prompts(split, count, seed):
         payload = prompt["payload"]
@@ -45,7 +45,7 @@ def comparisons(split: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def graded_steps(split: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Of process_reward: the call is good when it counts what was asked for, the answer when it is the number."""
+    """Yield rows for process_reward: a call is labelled 1 if its box and item are right, an answer if its number is."""
     generator = random.Random(f"graded_steps/{split}/{seed}")
     for prompt in stockroom.prompts(split, count, seed):
         payload = prompt["payload"]
@@ -62,7 +62,7 @@ def _mistake(generator: random.Random) -> str:
 
 
 def _play(payload: Payload, generator: random.Random, mistake: str) -> list[list[Message]]:
-    """Its steps: the call with what the tool said, unless it is a guess, and the answer."""
+    """Return the steps of an episode: the call with its result, except for a guess, and the answer."""
     box, item = payload["box"], payload["item"]
     if mistake == "another box":
         box = generator.choice([other for other in stockroom.BOXES if other != box])

@@ -1,8 +1,8 @@
-"""The stockroom task, played by a plain program: the OpenAI client, the tool's code, and nothing of a run.
+"""An agent for the stockroom as a plain program that uses only the OpenAI client and the tool's code.
 
-As a command it reads its question from standard input and writes its answer to a file:
+It reads the prompt's payload from standard input and writes its answer to the file $RILLFLOW_ANSWER:
 
-    command: python -m rillflow.agents.scripts.stockroom_agent
+    command: python -m rillflow.examples.stockroom_agent
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from rillflow.agents.environments.stockroom import TOOLS, count
-
-MAX_TURNS = 3
+from rillflow.examples.stockroom import MAX_TURNS, TOOLS, count
 
 
 async def solve(client: AsyncOpenAI, model: str, payload: dict[str, Any]) -> str | None:
-    """Ask the question, serve the tool calls, and return the final answer (None if there was none)."""
+    """Ask the question, serve the tool calls, and return the final answer, or None if there was none."""
     messages: list[Any] = [{"role": "user", "content": payload["question"]}]
     for _ in range(MAX_TURNS):
         response = await client.chat.completions.create(model=model, messages=messages, tools=TOOLS, max_tokens=32)
@@ -31,13 +29,13 @@ async def solve(client: AsyncOpenAI, model: str, payload: dict[str, Any]) -> str
             return message.content
         messages.append(message.model_dump(exclude_none=True))
         for call in message.tool_calls:
-            said = count(payload, call.function.arguments) if call.type == "function" else "error: no such tool"
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": said})
+            result = count(payload, call.function.arguments) if call.type == "function" else "error: no such tool"
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
     return None
 
 
 def main() -> None:
-    # The client finds its URL and its key by itself.
+    # The client reads its URL and key from the environment.
     answer = asyncio.run(solve(AsyncOpenAI(), os.environ["OPENAI_MODEL"], json.load(sys.stdin)))
     Path(os.environ["RILLFLOW_ANSWER"]).write_text(answer or "")
 

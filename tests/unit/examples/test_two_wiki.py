@@ -9,8 +9,8 @@ import pytest
 
 from rillflow.agents.rewards.qa import normalised
 from rillflow.agents.tools.corpus import Corpus
-from rillflow.agents.tools.two_wiki import CORPUS, QUESTIONS, prompts
 from rillflow.dataflow.sources.benchmarks import data_folder
+from rillflow.examples.two_wiki import CORPUS, QUESTIONS, prompts
 
 pytestmark = pytest.mark.needs("data")
 

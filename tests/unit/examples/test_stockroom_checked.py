@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rillflow.agents.environments import stockroom
-from rillflow.agents.workflows.stockroom_checked import judged, play
+from rillflow.examples import stockroom
+from rillflow.examples.stockroom import judged, play_checked
 from tiny_policy import tiny_tokenizer
 
 
@@ -35,7 +35,7 @@ def payload() -> dict[str, Any]:
 
 async def run(payload: dict[str, Any], client: Client) -> dict[str, float]:
     episode: Any = SimpleNamespace(client=client, model="solver", policies=("solver", "checker"), payload=payload)
-    return await play(episode)
+    return await play_checked(episode)
 
 
 @pytest.mark.parametrize(("right", "verdict"), [(True, "yes"), (True, "no"), (False, "yes"), (False, "no")])

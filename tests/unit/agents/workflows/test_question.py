@@ -9,7 +9,7 @@ import pytest
 
 from bench.agents_gpu_reward import reward
 from rillflow.agents.rewards.registry import make_reward
-from rillflow.agents.workflows.question_lessons import demonstrations, prompts
+from rillflow.agents.workflows.question import demonstrations, prompts
 
 
 def test_lessons_are_questions_with_right_answers_and_splits_share_none(tmp_path: Path) -> None:

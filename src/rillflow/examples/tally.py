@@ -13,9 +13,10 @@ from collections.abc import Iterator, Mapping
 from itertools import permutations
 from typing import Any
 
-from rillflow.agents.environments.stockroom import BOXES, ITEMS, SPLITS
+from rillflow.agents.environments.world import check_split
 from rillflow.contracts import Episode
 from rillflow.errors import ToolError
+from rillflow.examples.stockroom import BOXES, ITEMS
 
 QUESTION = "How many {item} are in {boxes}?"
 _COUNTS = range(10, 100)
@@ -25,8 +26,7 @@ _NUMBER = re.compile(r"[0-9]+")
 
 def choices(split: str, boxes: int) -> list[tuple[tuple[str, ...], str]]:
     """The boxes and the item that `split` may ask for: a quarter of all is held out."""
-    if split not in SPLITS:
-        raise ValueError(f"unknown split {split!r}, expected one of {', '.join(SPLITS)}")
+    check_split(split)
     return [
         (tuple(BOXES[place] for place in places), item)
         for places in permutations(range(len(BOXES)), boxes)
