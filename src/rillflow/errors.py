@@ -21,7 +21,7 @@
     ├── WorkflowError          the user's workflow raised, hung or called no model
     ├── RewardError            no reward could be computed; it is never counted as 0
     ├── ToolError              a tool could not do what a model asked for; the model reads why
-    ├── SandboxError           the sandbox itself failed: there is no verdict, not a bad one
+    ├── SandboxError           the sandbox itself failed, so the code has no verdict
     ├── EnvironmentLost        an environment has gone or broke its protocol
     ├── WeightsError           weights are missing or do not fit the model
     ├── CheckpointError        a checkpoint is missing, torn or corrupt
@@ -39,9 +39,13 @@ import msgspec
 
 
 class RillflowError(Exception):
-    """Base of all errors that a user may see. `status` is the HTTP status it travels under."""
+    """Base of all errors that a user may see.
+
+    `status` is the HTTP status under which it crosses processes; `advice` says what to do where `hint` is empty.
+    """
 
     status = 500
+    advice = ""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -54,110 +58,147 @@ class RillflowError(Exception):
 
 class ConfigError(RillflowError):
     status = 400
+    advice = (
+        "Correct the key or argument that the message names. `rillflow run RECIPE --dry-run` prints the "
+        "resolved recipe without running it."
+    )
 
 
 class DataError(RillflowError):
     status = 400
+    advice = (
+        "Check the file, data set or generator that the message names: its path, its format, and that it "
+        "yields at least one prompt."
+    )
 
 
 class StorageError(RillflowError):
     status = 500
+    advice = "Look at the disk that the message names: its mount, its rights and the kernel's log."
 
 
 class CorruptData(StorageError):
-    pass
+    advice = "Check the disk. Lost payloads are counted and their tasks played again; weights are pulled again."
 
 
 class DiskFault(StorageError):
     status = 503
+    advice = "Nothing to do at first: the call is retried. If it goes on, check the disk."
 
 
 class DiskFull(StorageError):
     status = 507
+    advice = (
+        "Free space on the disk that holds the run. A run that waits goes on by then; one that has ended "
+        "goes on with `rillflow resume RUN`."
+    )
 
 
 class WireError(RillflowError):
     status = 502
+    advice = "See the logs of both processes in `RUN/logs`."
 
 
 class Unauthorized(WireError):
     status = 401
+    advice = "Pass a token of this run: `rillflow token RUN`, in `RILLFLOW_TOKEN` or by `--token-file`."
 
 
 class Forbidden(WireError):
     status = 403
+    advice = "Use a token of the scope that the message names: `rillflow token RUN SCOPE`."
 
 
 class BadRequest(WireError):
     status = 400
+    advice = "Correct the request. If both sides are Rillflow, install the same version on both."
 
 
 class Unavailable(WireError):
     status = 503
+    advice = (
+        "Nothing to do at first: the call is retried. If it goes on, check that the peer runs (`rillflow "
+        "status RUN`) and can be reached."
+    )
 
 
 class DeadlineExceeded(WireError):
     status = 504
+    advice = "Find out what the message says it waited for. Raise the deadline if the wait is expected."
 
 
 class LeaseLost(WireError):
     status = 409
+    advice = (
+        "Nothing to do: the task or batch has been given to another worker. If it happens often, raise "
+        "`dataflow.task_lease` or look for a stalled process."
+    )
 
 
 class EngineError(RillflowError):
     status = 500
+    advice = "See the engine's log in `RUN/logs`. The episode is retried elsewhere."
 
 
 class ContextOverflow(EngineError):
     status = 400
+    advice = "Shorten the prompt, lower `sampling.max_tokens`, or raise `engine.context`."
 
 
 class EngineLost(EngineError):
     status = 503
+    advice = "Nothing to do: the gateway continues on another engine. If none is left, see the engine's log."
 
 
 class QueueFull(EngineError):
     status = 429
+    advice = "Nothing to do at first: clients retry. Lower `rollout.episodes`, or add engines."
 
 
 class WorkflowError(RillflowError):
-    pass
+    advice = "Correct the workflow: the traceback is in the message. `rillflow try RECIPE` plays one episode."
 
 
 class RewardError(RillflowError):
-    pass
+    advice = "Correct the reward function: the traceback is in the message. `rillflow try RECIPE` calls it once."
 
 
 class ToolError(RillflowError):
     status = 400
+    advice = "Nothing to do if the model's call was wrong: the model reads the message. Otherwise correct the tool."
 
 
 class SandboxError(RillflowError):
     status = 500
+    advice = "Run `rillflow sandbox`, which checks the isolation that this machine offers."
 
 
 class EnvironmentLost(RillflowError):
     status = 502
+    advice = (
+        "Check the environment's server; the episode is played again. `rillflow play ENVIRONMENT` steps "
+        "through one."
+    )
 
 
 class WeightsError(RillflowError):
-    pass
+    advice = "Check the model or version that the message names. A version that is missing is pulled again."
 
 
 class CheckpointError(RillflowError):
-    pass
+    advice = "Restore a checkpoint from a copy. Without one, remove the trainer's folder of checkpoints to begin again."
 
 
 class GraphError(RillflowError):
-    pass
+    advice = "Correct the step graph; `rillflow graph RECIPE` plans it without running anything."
 
 
 class RunError(RillflowError):
-    pass
+    advice = "See the process that the message names in `RUN/logs`, then `rillflow resume RUN`."
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
-    """Return the beginning of a hint that names the valid name nearest to `name`; empty where none is near."""
+    """Return the beginning of a hint that names the valid name nearest to `name`; empty if none is near."""
     import difflib  # needed only where something is wrong
 
     close = difflib.get_close_matches(name, list(valid), 1)
@@ -165,7 +206,7 @@ def did_you_mean(name: str, valid: Iterable[str]) -> str:
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """How an error travels."""
+    """The body of an error response."""
 
     kind: str
     message: str

@@ -106,7 +106,7 @@ def test_what_is_lost_during_a_run_is_placed_again(cli: Cli, cluster: Nodes) -> 
     assert actor is not None
     actor.kill()
     wait_until(lambda: not any(process.is_running() for process in before), "both ranks end", 120)
-    wait_until(lambda: "all of trainer-agent end, to begin anew" in run.output(), "the run to say so")
+    wait_until(lambda: "all of trainer-agent end, to restart" in run.output(), "the run to say so")
 
     cluster.add("second", rollout=2, train=2)
     wait_until(lambda: len(nodes_of(run.folder)) == 2, "the node that waited for room", 600)

@@ -1,4 +1,4 @@
-"""What all commands share: the app, its options, and errors without a traceback where a user can do something."""
+"""The app, the options that commands share, and errors shown without a traceback."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 errors = Console(stderr=True)
-# Only a person can mend these.
+# A restart cannot mend these.
 _FOR_GOOD = (ConfigError, DataError, CheckpointError, GraphError, GiveUp)
 RunArgument = Annotated[Path, typer.Argument(help="A run folder, such as runs/quickstart-…", metavar="RUN")]
 MaybeRun = Annotated[Path | None, typer.Argument(help="A run folder, such as runs/quickstart-…", metavar="[RUN]")]
@@ -53,7 +53,7 @@ DashboardOption = Annotated[
 
 
 def one_run(folder: Path | None, join: str | None) -> Path | None:
-    """The run folder that was given; None where it was a URL."""
+    """Return the given run folder, or None if a URL was given."""
     if (folder is None) == (join is None):
         raise ConfigError("give a run folder, or --join URL", "RUN/endpoints/dataflow.json says where a run listens")
     return folder
@@ -61,14 +61,14 @@ def one_run(folder: Path | None, join: str | None) -> Path | None:
 
 @contextmanager
 def clear_errors(*, role: bool = False) -> Iterator[None]:
-    """Print what happened and what to do. A role that can never work says so to its supervisor by its exit code."""
+    """Print an error and what to do. A role's exit code tells its supervisor whether a restart can help."""
     try:
         yield
     except RillflowError as error:
         # Not wrapped, so that paths can be copied.
         errors.print(Text.assemble(("error: ", "bold red"), error.message), soft_wrap=True)
-        if error.hint:
-            errors.print(Text.assemble(("what to do: ", "bold"), error.hint), soft_wrap=True)
+        if advice := error.hint or error.advice:
+            errors.print(Text.assemble(("what to do: ", "bold"), advice), soft_wrap=True)
         code = GIVE_UP if role and isinstance(error, _FOR_GOOD) else 2
         if role and _has_peers():
             leave(code)
@@ -76,6 +76,6 @@ def clear_errors(*, role: bool = False) -> Iterator[None]:
 
 
 def _has_peers() -> bool:
-    """Whether this process is one rank of several: torch's threads that serve the others abort an ordinary exit."""
+    """Return whether this process is one rank of several: torch's threads that serve the others abort an ordinary exit."""
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and distributed.is_available() and distributed.is_initialized()

@@ -1,4 +1,4 @@
-"""`rillflow balance`: the report of a live run, or, where no service answers, as its ledger was left."""
+"""`rillflow balance`: the report of a live run, or, if no service answers, of its ledger."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rillflow.observe.balance import balance_view
 from rillflow.runtime.folder import RunFolder
 from rillflow.wire import Client
 
-_PATIENCE = 2.0  # seconds; a service that is there answers in milliseconds
+_PATIENCE = 2.0  # seconds; a live service answers in milliseconds
 
 
 def print_balance(folder: RunFolder, *, as_json: bool) -> None:
@@ -31,7 +31,7 @@ def print_balance(folder: RunFolder, *, as_json: bool) -> None:
 
 
 def find_balance(folder: RunFolder) -> tuple[Balance, bool]:
-    """The balance, and whether a live service told it."""
+    """Return the balance, and whether it comes from a live service."""
     url = folder.endpoint("dataflow")
     if url is not None:
         try:

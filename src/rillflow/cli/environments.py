@@ -1,4 +1,4 @@
-"""Commands for environments: which there are, and how one feels from the inside."""
+"""Commands for environments: list them, serve one, step through one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what the user asked for to an evaluation, and what is shown of it."""
+"""`rillflow eval`: builds the evaluation from the command line and shows its progress and results."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def plan(asked: Asked, checkpoint: Checkpoint) -> Evaluation:
 
 
 def _settings(asked: Asked, checkpoint: Checkpoint, recipe: Recipe) -> dict[str, Any]:
-    """What answers depend on, but for which questions are asked, how many samples of each, and where it all lies."""
+    """Return the settings that answers depend on, without the choice of questions, samples and folders."""
     said = recipe.model_dump(mode="json", include={"workflow", "command", "reward", "roles", "tools", "environment"})
     engines = {
         name: policy.engine.model_dump(mode="json", exclude={"slots", "queue", "context", "server"})
@@ -132,7 +132,7 @@ def _recipe(asked: Asked, checkpoint: Checkpoint) -> Recipe:
         reward = raw.get("reward") or GRADING
         raw |= {"command": None, "outside": False, "reward": reward, "rewards": "recipe"}
     raw["seed"] = asked.seed
-    # What concerns training alone is of no concern here, and may not fit one process.
+    # Settings of training do not apply here, and may not fit one process.
     raw["runtime"] = {"deterministic": asked.exact, "threads": 0}
     raw["resources"], raw["rollout"] = {}, _rollout(raw.get("rollout", {}), raw["policies"])
     raw.setdefault("dataflow", {})["staleness"] = 0
@@ -168,7 +168,7 @@ def _choose_engine(policy: dict[str, Any], wanted: str, memory: float) -> None:
     url = wanted if wanted.startswith(("http://", "https://")) else None
     kind = "vllm" if url else wanted
     if kind not in _SLOTS:
-        raise ConfigError(f"there is no engine {wanted!r}", "give embedded, vllm, sglang or a URL")
+        raise ConfigError(f"unknown engine {wanted!r}", "give embedded, vllm, sglang or a URL")
     engine = policy.get("engine") or {}
     server = engine.get("server") if engine.get("kind", "embedded") == kind else None
     engine = {key: engine[key] for key in ("context", "device", "dtype", "slots", "queue") if key in engine}

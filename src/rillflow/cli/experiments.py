@@ -110,7 +110,7 @@ def fit(
         if (recipe is None) == (resume is None):
             raise ConfigError("give a recipe, or --resume RUN", "rillflow fit sft; rillflow fit --resume runs/sft-…")
         if rank is not None and resume is None:
-            raise ConfigError("a single rank joins a run that is there", "give --resume RUN with --rank")
+            raise ConfigError("a single rank joins an existing run", "give --resume RUN with --rank")
         if resume is not None:
             folder = RunFolder.open(resume)
             if rank is not None:
@@ -163,7 +163,7 @@ def graph(
     policy: Annotated[str | None, typer.Option(help="Whose trainer", show_default="the recipe's first")] = None,
     svg: Annotated[Path | None, typer.Option(help="Draw it into this file", dir_okay=False, metavar="FILE")] = None,
 ) -> None:
-    """Show what a trainer does with every batch: the nodes of its step, in order, with the columns they read and make.
+    """Show the nodes of a training step, in order, with the columns they read and make.
 
     Nothing is run. A graph that cannot work is refused here as `rillflow run` would refuse it.
     """

@@ -1,4 +1,4 @@
-"""`rillflow export`: which version, from where, into a folder of the Hugging Face world."""
+"""`rillflow export`: choose a version of a policy and write it as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Choice:
 
 
 class Exporter:
-    """Of one policy of a run, which may be running."""
+    """Exports versions of one policy of a run, which may be running."""
 
     def __init__(self, folder: RunFolder, policy: str | None) -> None:
         recipe = folder.recipe
         self.policy = policy or recipe.policy
         if self.policy not in recipe.policies:
-            raise RunError(f"there is no policy {policy!r} in this run", f"one of: {', '.join(recipe.policies)}")
+            raise RunError(f"the run has no policy {policy!r}", f"one of: {', '.join(recipe.policies)}")
         self._folder = folder
         self._first = recipe.policy
         self._model = recipe.policies[self.policy].model
@@ -42,7 +42,7 @@ class Exporter:
         self._checkpoints = Checkpoints(folder.checkpoints(self.policy), 1)
 
     def versions(self) -> list[int]:
-        """Those of the live line that are kept, published or in a checkpoint."""
+        """Return the versions of the live line that are kept, published or in a checkpoint."""
         return sorted({*self._store.versions(), *self._checkpoints.versions()} - self._store.line().orphaned)
 
     def choose(self, wanted: str) -> Choice:
@@ -60,11 +60,11 @@ class Exporter:
         return Choice(int(wanted), "as asked for")
 
     def _best(self, kept: list[int]) -> Choice:
-        """Of the evaluation with the highest reward, over all its sources the same; the latest of equals."""
+        """Return the version of the evaluation with the highest reward (the mean over its sources); the latest of equals."""
         done = read_metrics(self._folder.metrics, self._first).evaluations
         rated = [(one["reward"], self._version_in(one)) for one in done if one["reward"] is not None]
         if not rated:
-            raise RunError("no evaluation has ended: nobody knows which version is best", "give data.heldout next time")
+            raise RunError("no evaluation has ended, so the best version is unknown", "give data.heldout next time")
         best = max(rated)
         found = max((one for one in rated if one[1] in kept), default=None)
         if found is None:
@@ -88,7 +88,7 @@ class Exporter:
         adapter = self._store.adapter(version) if version in self._store.versions() else None
         if adapter is None:
             raise RunError(
-                f"version {version} of {self.policy} is no adapter",
+                f"version {version} of {self.policy} is not an adapter",
                 "only versions that LoRA has trained are; without --adapter all weights are exported",
             )
         export_adapter(adapter, self._model, target)

@@ -1,4 +1,4 @@
-"""`rillflow graph`: what a trainer does with every batch, as a table and as a drawing."""
+"""`rillflow graph`: the nodes of a training step, as a table and as a drawing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def show_graph(name: str, overrides: Sequence[str], policy: str | None, drawing:
 
 
 def find_chain(name: str, overrides: Sequence[str], policy: str | None) -> tuple[str, Chain]:
-    """What it is, and the chain of a recipe of either kind."""
+    """Return a title and the chain of nodes of a recipe for `run` or `fit`."""
     raw = read_raw(name, overrides)
     if FIT in raw:
         if policy is not None:

@@ -1,4 +1,4 @@
-"""`rillflow nodes` and `rillflow retire`: who plays for a run, and how one is sent away."""
+"""`rillflow nodes` and `rillflow retire`: list the nodes of a run, retire one."""
 
 from __future__ import annotations
 

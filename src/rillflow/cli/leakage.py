@@ -1,4 +1,4 @@
-"""`rillflow leakage`, and the warning that a run begins with where what it trains on holds what it is tested on."""
+"""`rillflow leakage`, and the warning at the start of a run whose held-out prompts are among its training prompts."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def maintain(
 
     async def main() -> None:
         place = await (place_of(opened) if opened is not None else place_at(str(join), token, home.root))
-        # On stdio, what is printed would be read as an answer.
+        # On stdio the client would read printed lines as answers.
         say = _printer(dry_run) if not mcp else lambda line: None
         async with maintainer(place, dry_run=dry_run, follow=not mcp, say=say) as made:
             if not mcp:
@@ -80,7 +80,7 @@ def _listens(home: RunFolder, url: str) -> None:
 
 
 def _printer(dry_run: bool) -> Callable[[Line], None]:
-    """For people; where nobody looks on, the log says it all."""
+    """Return a function that prints decisions on a terminal; elsewhere the log has them."""
     console = Console(file=sys.stdout, quiet=not (dry_run or sys.stdout.isatty()))
 
     def say(line: Line) -> None:

@@ -1,4 +1,4 @@
-"""Commands that hand what a run did to other programs: traces for Perfetto, Prometheus, Grafana."""
+"""Commands that export a run for other programs: Perfetto, Prometheus, Grafana."""
 
 from __future__ import annotations
 

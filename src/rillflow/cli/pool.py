@@ -1,4 +1,4 @@
-"""Commands for the workers of a run: who is there, what they do, who leaves."""
+"""Commands for the workers of a run: list them, change their tags, retire nodes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tags(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the workers as JSON")] = False,
 ) -> None:
-    """Show what the workers of a run can do and what they do, or change it while the run goes on."""
+    """Show the tags of a run's workers, or change them while the run goes on."""
     from rillflow.cli.tags import tags_command
     from rillflow.runtime.folder import RunFolder
 
@@ -41,7 +41,7 @@ def nodes(
     token_file: TokenOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the nodes as JSON")] = False,
 ) -> None:
-    """List the rollout nodes of a run: what they do, hold and bring."""
+    """List the rollout nodes of a run with their state, their tasks and their throughput."""
     from rillflow.cli.join import print_nodes
 
     with clear_errors():
@@ -72,7 +72,7 @@ def retire(
     token_file: TokenOption = None,
     drain: Annotated[float, typer.Option(help="Seconds that it has to end its episodes; 0: none", min=0)] = 120.0,
 ) -> None:
-    """Send a rollout node away: it gets no more tasks, ends what it plays, hands the rest back and goes."""
+    """Retire a rollout node: it gets no more tasks, finishes its episodes, hands the rest back and exits."""
     from rillflow.cli.join import retire as retire_node
 
     with clear_errors():
@@ -87,7 +87,7 @@ def timeline(
     png: Annotated[Path | None, typer.Option(help="Draw it into this file", dir_okay=False, metavar="FILE")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the shares as JSON")] = False,
 ) -> None:
-    """Show what each worker of a run spent its time on: rollout, training, switching, loading, or nothing."""
+    """Show how each worker of a run spent its time: rollout, training, switching, loading, idle."""
     from rillflow.cli.timeline import show_timeline
     from rillflow.runtime.folder import RunFolder
 

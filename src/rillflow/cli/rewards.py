@@ -1,4 +1,4 @@
-"""`rillflow rewards`: what a recipe's `reward` can name."""
+"""`rillflow rewards`: the shipped rewards that a recipe can name."""
 
 from __future__ import annotations
 

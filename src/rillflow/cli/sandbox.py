@@ -1,4 +1,4 @@
-"""`rillflow sandbox`: which isolation code gets on this machine, and proof of it."""
+"""`rillflow sandbox`: check the isolation that sandboxed code gets on this machine."""
 
 from __future__ import annotations
 
@@ -32,5 +32,5 @@ def sandbox(
         elif all(finding.holds for finding in findings):
             console.print("isolation: bubblewrap. Everything holds.")
         else:
-            console.print("isolation: bubblewrap, and not everything holds: do not run code here that nobody has read.")
+            console.print("isolation: bubblewrap, and some checks failed: do not run untrusted code here.")
             raise typer.Exit(1)

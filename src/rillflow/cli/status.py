@@ -34,7 +34,7 @@ def print_status(folder: RunFolder, *, json_wanted: bool) -> None:
 
 
 def top(path: Path | None, *, every: float, json_wanted: bool) -> None:
-    """Show one run, or all below a folder, again and again; once if the output is not a terminal."""
+    """Show one run, or all below a folder, refreshed until Ctrl-C; once if the output is not a terminal."""
     folders = runs_in(path or Path("runs"))
     console = Console()
     if json_wanted:
@@ -68,7 +68,7 @@ def runs_in(path: Path) -> list[RunFolder]:
     if _is_run(path):
         return [RunFolder.open(path)]
     if not path.is_dir():
-        raise RunError(f"there is no folder {path}", "give a run folder, or one with runs, such as `rillflow run` made")
+        raise RunError(f"{path} does not exist", "give a run folder, or one with runs, such as `rillflow run` made")
     found = sorted(path.glob("*/run.json"), key=lambda file: file.stat().st_mtime, reverse=True)
     return [RunFolder.open(file.parent) for file in found[:_MOST] if (file.parent / "recipe.yaml").is_file()]
 
@@ -87,7 +87,7 @@ async def look(folders: Sequence[RunFolder]) -> list[RunReport]:
 
 
 async def ask(folder: RunFolder) -> Status | None:
-    """Return what a run's service says; None where none answers."""
+    """Return the status from a run's service; None if none answers."""
     url = folder.endpoint("dataflow")
     if url is None:
         return None

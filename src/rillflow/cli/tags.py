@@ -1,4 +1,4 @@
-"""`rillflow tags`: the workers of a run, what they can do and what they do; and changing it while the run goes on."""
+"""`rillflow tags`: show the workers of a run with their tags, and change these while the run goes on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rillflow.types import NodeInfo
 from rillflow.wire import Client
 from rillflow.wire.common_routes import Common
 
-_PATIENCE = 2.0  # seconds; a service that is there answers in milliseconds
+_PATIENCE = 2.0  # seconds; a live service answers in milliseconds
 
 
 def tags_command(folder: RunFolder, worker: str | None, words: Sequence[str], *, measure: bool, as_json: bool) -> None:
@@ -51,7 +51,7 @@ def tags_command(folder: RunFolder, worker: str | None, words: Sequence[str], *,
 
 @dataclass(frozen=True)
 class Seen:
-    """What the processes of a run say of themselves."""
+    """The state that the processes of a run report."""
 
     nodes: Mapping[str, NodeInfo]
     trainers: frozenset[str]
@@ -91,7 +91,7 @@ def _state(worker: Worker, seen: Seen | None) -> tuple[str | None, str]:
 
 
 def _training(worker: Worker, rank: int, seen: Seen) -> tuple[str | None, str]:
-    """A trainer that hosts a node says through it what it does; one that does not is there to train."""
+    """Return whether a trainer's worker trains: a trainer that hosts a node reports it there; any other always trains."""
     if worker.process not in seen.trainers:
         return None, "starting"
     hosted = seen.nodes.get(hosted_node(rank)) if "rollout" in worker.tags else None
@@ -120,7 +120,7 @@ def _table(views: Sequence[View]) -> Table:
 
 
 def look(folder: RunFolder) -> Seen | None:
-    """None where no dataflow service answers."""
+    """Return the reported state, or None if no dataflow service answers."""
     url = folder.endpoint("dataflow")
     if url is None:
         return None

@@ -1,4 +1,4 @@
-"""`rillflow timeline`: what each worker of a run spent its time on."""
+"""`rillflow timeline`: how each worker of a run spent its time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rillflow.runtime.folder import RunFolder
 
 
 def draw_timeline(folder: RunFolder) -> None:
-    """The picture that a run leaves behind, if anything was written down."""
+    """Draw the timeline of a run, if it has recorded any spans."""
     with suppress(RunError):
         draw(timeline(folder.root), folder.root / "timeline.png", folder.recipe.name)
 

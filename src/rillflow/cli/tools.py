@@ -1,4 +1,4 @@
-"""`rillflow tools`: what agents of a recipe may call, for people to read or for others to use over MCP."""
+"""`rillflow tools`: list the tools of a recipe, or serve them over MCP."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _token() -> tuple[str, bool]:
 
 
 def _say(text: str) -> None:
-    # To standard error: what is on standard output belongs to whoever speaks the protocol.
+    # To standard error: standard output belongs to the protocol.
     errors.print(text, highlight=False, soft_wrap=True)
 
 

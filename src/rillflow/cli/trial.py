@@ -123,7 +123,7 @@ def _prompt(recipe: Recipe, asked: Asked) -> Prompt:
         source = found
     if asked.prompt >= source.length:
         raise ConfigError(
-            f"there is no prompt {asked.prompt}: the recipe has {source.length}",
+            f"prompt {asked.prompt} does not exist: the recipe has {source.length}",
             f"give --prompt 0 to {source.length - 1}",
         )
     return source.at(asked.prompt)

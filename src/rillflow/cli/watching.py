@@ -1,4 +1,4 @@
-"""Commands that look at episodes and at runs."""
+"""Commands that show episodes and runs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def status(
     folder: RunArgument,
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole report as JSON")] = False,
 ) -> None:
-    """Show how a run is: of a live one what its service says, of another what its folder holds."""
+    """Show the state of a run: of a live one from its service, of another from its folder."""
     from rillflow.cli.status import print_status
     from rillflow.runtime.folder import RunFolder
 
@@ -87,7 +87,7 @@ def top(
     every: Annotated[float, typer.Option(help="Seconds between two looks", min=0.2)] = 1.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the reports once, as JSON")] = False,
 ) -> None:
-    """Watch runs: one line each, again and again; or all of one. Ctrl-C ends it."""
+    """Watch runs: one line each, refreshed; or all of one. Ctrl-C ends it."""
     from rillflow.cli.status import top as watch
 
     with clear_errors(), suppress(KeyboardInterrupt):

@@ -27,7 +27,7 @@ def relay(upstream: str, cache: Path, *, gigabytes: float, host: str, port: int)
             f"a relay needs the reader's token of the run, in {TOKEN_VARIABLE}",
             "`rillflow token RUN reader` prints it, where the run's folder is",
         )
-    if not _LEAST <= gigabytes * 1e9 < math.inf:  # also when it is no number
+    if not _LEAST <= gigabytes * 1e9 < math.inf:  # also refuses NaN
         raise ConfigError(f"a cache cannot have {gigabytes} GB", "give --limit at least the size of a version")
     prepare()
 

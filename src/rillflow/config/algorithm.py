@@ -134,7 +134,7 @@ class AlgorithmConfig(Section):
             if getattr(self, name) is not None and self.algorithm not in owners:
                 raise ValueError(f"{self.algorithm} has no {name}: it is an option of {', '.join(sorted(owners))}")
         if self.algorithm == "m2po" and self.m2_variant != "mask" and (self.clip_low or self.clip_high):
-            raise ValueError("m2po finds its clip bounds by itself; clip_low and clip_high need m2_variant=mask")
+            raise ValueError("m2po computes its clip bounds; clip_low and clip_high need m2_variant=mask")
         own = "seq_mean_token_sum_norm" if self.algorithm == "dr_grpo" else None
         if (self.aggregation or own) == "seq_mean_token_sum_norm" and self.norm_tokens is None:
             raise ValueError("seq_mean_token_sum_norm needs norm_tokens: give the most tokens that an answer may have")

@@ -34,7 +34,7 @@ _CODE = ("workflow", "reward", "generator", "function", "loss", "kind", "tools",
 _HOOKS = ("filters", "curators", "sampler")
 _REWARD = "reward"  # one name or function, or a list of them
 _NODES = ("graph", "nodes")
-# Another program's own: what they mean is its business.
+# Passed to other programs unchanged.
 _FOREIGN = ("arguments", "environment", "options", "chat_template_kwargs")
 
 
@@ -50,16 +50,16 @@ def recipes() -> dict[str, Path]:
 
 
 def find_recipe(name: str) -> Path:
-    """A path to a YAML file, or the name of a shipped recipe."""
+    """Return the path of a recipe, given as a path to a YAML file or the name of a shipped recipe."""
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():
-            raise ConfigError(f"there is no recipe file {name}", "check the path")
+            raise ConfigError(f"the recipe file {name} does not exist", "check the path")
         return path
     shipped = recipes()
     if name not in shipped:
         raise ConfigError(
-            f"there is no recipe {name!r}",
+            f"unknown recipe {name!r}",
             f"{did_you_mean(name, shipped)}`rillflow recipes` lists the shipped ones; give a path ending in .yaml "
             "for your own",
         )
@@ -67,12 +67,12 @@ def find_recipe(name: str) -> Path:
 
 
 def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
-    """The validated recipe, with file references made absolute, so that a run folder can be resumed anywhere."""
+    """Return the validated recipe, with file references made absolute, so that a run folder can be resumed anywhere."""
     return validate(read_raw(name, overrides))
 
 
 def read_raw(name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """What a recipe says, of whatever kind, before anything is checked."""
+    """Return the content of a recipe of either kind, unchecked."""
     raw = _read(find_recipe(name), seen=())
     for override in overrides:
         _apply_override(raw, override)
@@ -80,7 +80,7 @@ def read_raw(name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def read_resolved(path: Path) -> Recipe:
-    """The recipe that `write_resolved` wrote, perhaps changed by hand since."""
+    """Return the recipe that `write_resolved` wrote, perhaps changed by hand since."""
     raw, run = parse(path), path.parent
     if FIT in raw:
         raise ConfigError(
@@ -255,7 +255,7 @@ def _entered(where: dict[str, Any] | list[Any], part: str, key: str) -> Any:
 def _index(where: list[Any], part: str, key: str) -> int:
     if not part.isdecimal() or int(part) >= len(where):
         raise ConfigError(
-            f"{key}: {part} is no item of a list of {len(where)}",
+            f"{key}: {part} is not an item of a list of {len(where)}",
             "name one by its number from 0, as in data.prompts.0.limit=100, or give the whole list",
         )
     return int(part)
@@ -334,7 +334,7 @@ def _load_module(name: str) -> Any:
 
 def _load_file(path: Path) -> Any:
     if not path.is_file():
-        raise ConfigError(f"there is no file {path}", "paths in a recipe are relative to the recipe")
+        raise ConfigError(f"{path} does not exist", "paths in a recipe are relative to the recipe")
     spec = importlib.util.spec_from_file_location(f"rillflow_user_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None

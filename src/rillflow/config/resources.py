@@ -1,4 +1,4 @@
-"""Who works on what: workers and their tags, what happens when one is preempted, and how many nodes there are."""
+"""Workers and their tags, preemption, and the number of nodes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ScalingConfig(Section):
         None, description="command that starts a node, for executor command; {node}, {url} and {token_file} are filled"
     )
     stop: str | None = Field(None, description="command that ends the node {node} after it was drained")
-    alive: str | None = Field(None, description="command that succeeds while the node {node} is there")
+    alive: str | None = Field(None, description="command that succeeds while the node {node} exists")
     drain: Seconds = Field(120.0, description="seconds that a retired node has to finish its episodes")
 
     @model_validator(mode="after")

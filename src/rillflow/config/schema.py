@@ -1,7 +1,7 @@
-"""What a recipe may say. Every key has a default that works or is required; every bound is checked here, once.
+"""The schema of a recipe. Every key has a default or is required; every bound is checked here, once.
 
-A recipe is YAML; `load.load_recipe` turns it into a `Recipe` or into a ConfigError that names the key, what is
-wrong with it and the nearest valid name. The resolved recipe is written into every run.
+A recipe is YAML; `load.load_recipe` turns it into a `Recipe`, or raises a ConfigError that names the key, the mistake
+and the nearest valid name. The resolved recipe is written into every run.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class SourceConfig(Section):
 
     @property
     def origin(self) -> str:
-        """What the source is, in a few words."""
+        """The path or name of the source."""
         return next(filter(None, (getattr(self, kind) for kind in _KINDS)), "")
 
     @model_validator(mode="after")
@@ -77,7 +77,7 @@ class DataConfig(Section):
     @field_validator("prompts", "heldout", mode="before")
     @classmethod
     def _several(cls, value: Any) -> Any:
-        """One source may stand without a list around it, none as nothing."""
+        """Accept a single source without a list around it, and null for none."""
         return [value] if isinstance(value, dict) else [] if value is None else value
 
 
@@ -86,8 +86,8 @@ class SamplingConfig(Section):
 
     wins: Literal["recipe", "agent"] | None = Field(
         None,
-        description="whose temperature, top_p and top_k count where an agent asks for its own: the recipe's, so that "
-        "what is trained is what the recipe says, or the agent's; default: the recipe's, but a workflow's own requests",
+        description="whose temperature, top_p and top_k apply if an agent asks for its own: the recipe's or the agent's; "
+        "default: the recipe's, but for a workflow its own requests",
     )
     temperature: Annotated[float, Field(ge=0, le=10)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -151,14 +151,14 @@ class PolicyConfig(Section):
     @field_validator("trains_on")
     @classmethod
     def _once(cls, names: list[str] | None) -> list[str] | None:
-        """A sample is handled once by each: named twice, it would wait for ever for the second time."""
+        """Refuse a policy that is named twice: its samples would wait for a second commit that never comes."""
         if names is not None and len(set(names)) < len(names):
             raise ValueError("it names one twice")
         return names
 
     @property
     def writes_deltas(self) -> bool:
-        """Whether its versions are published as what has changed, or as a whole each."""
+        """Whether its versions are published as deltas or each as a whole."""
         mode, narrow = self.weights.mode, self.engine.dtype == "bf16"
         # Adapters are small, and every weight of them changes at every step.
         return self.trainer.lora is None and (mode == "delta" or (mode == "auto" and narrow))
@@ -174,7 +174,7 @@ class HookConfig(Named):
 
 
 class UnitsConfig(Section):
-    """Where payloads lie."""
+    """The storage of payloads."""
 
     count: Positive = Field(1, description="storage units that `rillflow run` starts, each its own process")
     kind: Literal["files", "redis"] = Field("files", description="segments in the run folder, or a Redis server")
@@ -185,9 +185,9 @@ class UnitsConfig(Section):
         "latest rows, whose episodes are played again), or a power failure too (machine; each put is synced first)",
     )
     segment_bytes: Positive = Field(64 << 20, description="size at which a segment is closed")
-    timeout: Seconds = Field(60.0, description="rows of a unit not heard of for so long are played again")
+    timeout: Seconds = Field(60.0, description="seconds without a heartbeat after which a unit's rows are played again")
     drop_after: Seconds = Field(
-        600.0, description="a segment of which nobody needs a row is dropped so long after it was last referred to"
+        600.0, description="seconds after which a segment without a needed row is dropped"
     )
 
 
@@ -213,23 +213,23 @@ class DataflowConfig(Section):
     )
     units: UnitsConfig = UnitsConfig()
     group_deadline: Seconds | None = Field(
-        None, description="a group not complete so long after its first task was leased goes on without the rest"
+        None, description="seconds after its first lease after which an incomplete group goes on without the rest"
     )
     balance_every: Positive = Field(10, description="versions between two balance reports")
     attempts: Positive = Field(3, description="how often a task is tried before it counts as failed")
-    task_lease: Seconds = Field(30.0, description="a lease not renewed for so long returns")
-    batch_lease: Seconds = Field(300.0, description="a batch not committed for so long returns")
-    node_timeout: Seconds = Field(10.0, description="a node not heard of for so long is gone")
+    task_lease: Seconds = Field(30.0, description="seconds after which a lease that is not renewed expires")
+    batch_lease: Seconds = Field(300.0, description="seconds after which a batch that is not committed returns to its stream")
+    node_timeout: Seconds = Field(10.0, description="seconds without a heartbeat after which a node counts as gone")
     commit_interval: Annotated[float, Field(ge=0, le=1)] = Field(
         0.0, description="least seconds between two writes of the ledger; those who come meanwhile share a sync"
     )
     max_failures: Positive = Field(
-        64, description="the run stops when so many tasks in a row have failed and none has succeeded"
+        64, description="the run stops when this many tasks in a row have failed and none has succeeded"
     )
 
 
 class GatewayConfig(Section):
-    """The bounds on what agents may ask for, each checked before the work that it bounds, and other names of models."""
+    """The bounds on agents' requests, each checked before the work that it bounds, and aliases of policies."""
 
     body: Positive = Field(4 << 20, description="bytes of one request")
     messages: Positive = Field(2048, description="of one request")
@@ -251,8 +251,8 @@ class GatewayConfig(Section):
 class PauseConfig(Section):
     """When a node stops sampling until newer weights come, as a synchronous run wants it. Requests stay open."""
 
-    episodes: Positive | None = Field(None, description="after so many finished episodes since the last weights")
-    seconds: Seconds | None = Field(None, description="so long after the last weights")
+    episodes: Positive | None = Field(None, description="after this many finished episodes since the last weights")
+    seconds: Seconds | None = Field(None, description="this long after the last weights")
     at_most: Seconds = Field(60.0, description="no pause is longer, even if no new weights come")
 
 
@@ -273,7 +273,7 @@ class CommandConfig(Section):
 class RolloutConfig(Section):
     nodes: Positive = Field(1, description="rollout nodes that `rillflow run` starts")
     engines: NonNegative = Field(
-        0, description="engine processes that `rillflow run` starts for all nodes; 0: each node samples by itself"
+        0, description="engine processes that `rillflow run` starts for all nodes; 0: each node samples in its own process"
     )
     pause_after: PauseConfig | None = Field(None, description="stop sampling until newer weights come")
     late_rewards: Annotated[float, Field(ge=0)] = Field(
@@ -296,8 +296,8 @@ class EvaluationConfig(Section):
 
 
 class TrajectoriesConfig(Section):
-    """How many trajectories a run keeps for people, apart from what training needs. What makes room for new ones is
-    chosen so that the rest stays spread over the run."""
+    """The number of trajectories that a run keeps for people, apart from the rows that training needs. Older ones are
+    removed so that the rest stays spread over the run."""
 
     max_bytes: NonNegative = Field(256 << 20, description="of the file; 0 keeps none")
     per_step: NonNegative = Field(2, description="drawn from each step, beside its best and its worst")
@@ -351,7 +351,7 @@ class RuntimeConfig(Section):
     preload: bool = Field(
         True,
         description="import torch once, in a process that trainers and nodes of this machine are forked from (Linux); "
-        "false starts each by itself",
+        "false starts each as a new process",
     )
     weights_server: bool = Field(
         False, description="serve the run's weights over HTTP, for nodes and relays that do not see its folder"
@@ -438,8 +438,8 @@ class Recipe(Section):
         for end in ends:
             if not _END.fullmatch(end):
                 raise ValueError(
-                    f"{end!r} is no end of an episode: agent_error, agent_error.CODE, workflow_error, "
-                    "workflow_error.EXCEPTION, context_overflow and timeout are"
+                    f"{end!r} is not an end of an episode: give agent_error, agent_error.CODE, workflow_error, "
+                    "workflow_error.EXCEPTION, context_overflow or timeout"
                 )
         return ends
 
@@ -493,8 +493,8 @@ class Recipe(Section):
 
     @property
     def reward_givers(self) -> Literal["nobody", "run", "agent"]:
-        """Who may give rewards over HTTP: nobody where a reward function decides, else who holds the node's token, and
-        the agent where the recipe says so."""
+        """Who may give rewards over HTTP: `nobody` if a reward function decides, else a holder of the node's token (`run`),
+        and also the agent if the recipe says so."""
         if self.reward is not None:
             return "nobody"
         return "agent" if self.rewards == "agent" else "run"
@@ -522,7 +522,7 @@ class Recipe(Section):
 
     @property
     def mode(self) -> Literal["asynchronous", "colocated", "multiplexed"]:
-        """`runtime.mode`, or what the tags of `resources.workers` come to."""
+        """`runtime.mode`, or the mode that the tags of `resources.workers` amount to."""
         if self.resources.workers is None:
             return self.runtime.mode
         kinds = [set(workers.tags) for workers in self.resources.workers]
@@ -531,7 +531,7 @@ class Recipe(Section):
         return "multiplexed" if {"rollout"} in kinds else "colocated"
 
     def staleness(self, policy: str) -> int:
-        """The bound of one policy's stream."""
+        """Return the staleness bound of one policy's stream."""
         own = self.policies[policy].staleness
         return self.dataflow.staleness if own is None else own
 

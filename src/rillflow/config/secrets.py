@@ -2,9 +2,8 @@
 
 A secret is the password of a URL, a query parameter or a recipe key whose name says so, an environment variable or a
 header whose name says so. A recipe that leaves the run's host has `MASK` instead; variables are taken from the
-environment of the process that joins. A value that refers to a variable (`${NAME}`) is not a secret. What this does not
-find: a secret under a harmless name, or in the middle of a
-command line.
+environment of the process that joins. A value that refers to a variable (`${NAME}`) is not a secret. This does not find
+a secret under a harmless name, or in the middle of a command line.
 """
 
 from __future__ import annotations

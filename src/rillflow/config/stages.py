@@ -10,7 +10,7 @@ from rillflow.config.base import Positive, Section
 
 
 class StageConfig(Section):
-    """Who adds columns to every sample of a policy before its trainer gets it; docs/stages.md."""
+    """A stage: workers that add columns to every sample of a policy before its trainer gets it; docs/stages.md."""
 
     kind: str = Field(description="reference, reward_model, or module:Class or file.py:Class of your own")
     model: str | None = Field(None, description="folder of the model that it runs; for kind reward_model")

@@ -95,7 +95,7 @@ class FitRecipe(Section):
             if getattr(self.trainer, name) != default:
                 raise ValueError(f"trainer.{name} is of reinforcement learning: supervised training has no use for it")
         if self.trainer.lora is not None and self.task != "sft":
-            raise ValueError("trainer.lora is for sft: the head of a reward model is no adapter")
+            raise ValueError("trainer.lora is for sft: the head of a reward model is not an adapter")
         for source in (self.data.train, self.data.heldout):
             if source is not None and source.reasoning_gym is not None:
                 raise ValueError("reasoning_gym gives prompts without answers: give path, dataset or generator")

@@ -1,6 +1,6 @@
 """Errors of user code: where they were raised, and each distinct traceback once in the log of a process.
 
-Two errors are the same where they are of one type and come from the same lines; what they say may differ.
+Two errors are the same if they have one type and come from the same lines; their messages may differ.
 """
 
 from __future__ import annotations

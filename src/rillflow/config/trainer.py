@@ -67,7 +67,7 @@ class TrainerConfig(AlgorithmConfig):
     device: str = Field("auto", description="auto, cpu, cuda, cuda:0 …")
     stream_groups: NonNegative = Field(
         0,
-        description="serve a batch in parts of at least so many groups, as soon as they are ready, so that gradients "
+        description="serve a batch in parts of at least this many groups, as soon as they are ready, so that gradients "
         "accumulate while the rest is still played; 0 serves whole batches",
     )
     updates: Positive = Field(
@@ -95,7 +95,7 @@ class TrainerConfig(AlgorithmConfig):
     )
     compile: bool = Field(False, description="torch.compile the model's layers (GPU)")
     head_tokens: Positive = Field(
-        1024, description="tokens whose logits exist at once: the head runs in pieces of so many"
+        1024, description="tokens whose logits exist at once: the head runs in pieces of this size"
     )
     lora: LoraConfig | None = Field(None, description="train adapters instead of the model")
     publish_delay: Literal[0, 1] = Field(

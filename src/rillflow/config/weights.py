@@ -14,7 +14,7 @@ Share = Annotated[float, Field(gt=0)]
 class WeightsConfig(Section):
     mode: Literal["auto", "full", "delta"] = Field(
         "auto",
-        description="full: every version whole; delta: what has changed, bit for bit, and a whole one now and then; "
+        description="full: every version whole; delta: bit-exact differences, and a whole version regularly; "
         "auto: deltas where engine.dtype has 16 bits (in fp32 nearly every weight changes at every step)",
     )
     snapshot_every: Positive = Field(

@@ -28,11 +28,11 @@ class Tool(Protocol):
         """Seconds that a call may take."""
 
     async def call(self, arguments: Mapping[str, Any], episode: Episode | None) -> str:
-        """What the model reads. Arguments have the schema's shape; a ToolError is for the model to read, too."""
+        """Return the text that the model reads. Arguments match the schema; the model also reads a ToolError."""
 
 
 class Toolbox(Protocol):
-    """The tools of a recipe. A call never raises for what a model wrote: it reads what is wrong, from `error: ` on."""
+    """The tools of a recipe. A call never raises for a model's mistake: the model reads a text that begins `error: `."""
 
     @property
     def schemas(self) -> list[Any]:
@@ -48,16 +48,16 @@ class Environment(Protocol):
     """A world that one episode acts in. Methods are called one at a time; `close` may come at any time, once."""
 
     async def reset(self, payload: Mapping[str, Any], seed: int) -> Observation:
-        """Begin anew: the same payload and seed give the same world."""
+        """Start the world from the beginning: the same payload and seed give the same world."""
 
     async def step(self, action: str) -> Observation:
-        """What follows from an action. One that makes no sense is part of the world: it is told so, not raised."""
+        """Carry out an action and return what follows. An invalid action gets an observation that says so; do not raise."""
 
     async def close(self) -> None: ...
 
 
 class Role(Protocol):
-    """A part in a workflow, played by a policy; `client` says with every call whose it is."""
+    """A part in a workflow, played by a policy. Every call of `client` carries the role's name."""
 
     @property
     def name(self) -> str: ...
@@ -76,7 +76,7 @@ class Role(Protocol):
         schema: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> Said:
-        """One answer. With a JSON `schema` it can only be of that shape; `settings` are those of the OpenAI client."""
+        """Return one answer. With a JSON `schema` the answer always matches it; `settings` are those of the OpenAI client."""
 
     async def ask_many(
         self,
@@ -87,12 +87,12 @@ class Role(Protocol):
         schema: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> list[Said]:
-        """Several independent answers to the same messages. Each has a `call` of its own, for its reward."""
+        """Return several independent answers to the same messages. Each has its own `call` id, for its reward."""
 
 
 @runtime_checkable
 class Episode(Protocol):
-    """What a workflow gets: a prompt, clients for its policies, tools, an environment, a seed and a deadline.
+    """The argument of a workflow: a prompt, clients for its policies, tools, an environment, a seed and a deadline.
 
     `client` is a plain OpenAI client whose base URL is this episode's session at the gateway; any other client
     can be pointed at `base_url` (OpenAI) or `anthropic_url` (Anthropic) with `api_key`. `model` is the name of the
@@ -128,27 +128,27 @@ class Episode(Protocol):
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """The recipe's `options`: what the workflow makes of them is its own business."""
+        """The recipe's `options`, which only the workflow interprets."""
 
     @property
     def tools(self) -> Toolbox:
-        """The recipe's `tools`; empty where it names none."""
+        """The recipe's `tools`; empty if it names none."""
 
     @property
     def environment(self) -> Environment:
-        """This episode's own, of the recipe's `environment`; it is closed when the episode has ended."""
+        """This episode's instance of the recipe's `environment`; it is closed when the episode has ended."""
 
     @property
     def evaluating(self) -> bool:
-        """Whether nothing of this episode is trained on: then nothing may be learned from it elsewhere, either."""
+        """Whether the episode is an evaluation. It is not trained on, and a workflow must not learn from it either."""
 
     def seconds_left(self) -> float: ...
 
     def role(self, name: str) -> Role:
-        """A part in the workflow, played by the policy that the recipe's `roles` name for it."""
+        """Return a role of the workflow, played by the policy that the recipe's `roles` name for it."""
 
     def agent(self, name: str) -> AsyncOpenAI:
-        """`client` for calls of one of several agents, which recipes may compare with their like alone."""
+        """Return a client for the calls of one of several agents. Recipes may compare each agent's samples separately."""
 
     def reward(
         self,
@@ -165,4 +165,4 @@ class Episode(Protocol):
         An answer's reward is that of the sample which holds it. Several in one sample need `trainer.step_rewards`."""
 
     def metric(self, name: str, value: float) -> None:
-        """Keep a number with the episode; the mean over each batch stands among the step's metrics, as episode/NAME."""
+        """Record a number for the episode; the mean over each batch is the step's metric episode/NAME."""

@@ -1,4 +1,4 @@
-"""How prompts and groups are chosen: sources, and the hooks of a recipe's dataflow."""
+"""Prompt sources, and the hooks of a recipe's dataflow that choose prompts and groups."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class PromptSource(Protocol):
     def length(self) -> int: ...
 
     def at(self, index: int) -> Prompt:
-        """The prompt at a position of the endless sequence of epochs (0-based); pure, so a cursor is enough."""
+        """Return the prompt at a position of the endless sequence of epochs, from 0. The same position gives the same one."""
 
 
 class PromptGenerator(Protocol):
@@ -54,11 +54,11 @@ class Group(Protocol):
 
     @property
     def flat(self) -> bool:
-        """Whether there are several of everything that is compared (`dataflow.grouping`), and they got the same."""
+        """Whether no sample differs in reward from those it is compared with (`dataflow.grouping`)."""
 
     @property
     def deviation(self) -> float:
-        """The largest standard deviation (population) of anything that is compared; infinite where nothing is."""
+        """The largest standard deviation (population) of rewards that are compared; infinite if none are."""
 
 
 class Stateful(Protocol):
@@ -83,7 +83,7 @@ class Filter(Protocol):
     """Decides whether a complete group is trained on; the reason of a drop is counted."""
 
     def keep(self, group: Group) -> bool | str:
-        """True to keep; False or the reason to drop."""
+        """Return True to keep the group, False or a reason to drop it."""
 
 
 class ReadyGroup(Protocol):
@@ -119,27 +119,27 @@ class Sampler(Protocol):
     """Picks which ready groups a batch gets next."""
 
     def pick(self, ready: Sequence[ReadyGroup], want: int) -> list[str]:
-        """Exactly `want` different ids of `ready`, which has at least as many; served in order of admission."""
+        """Return exactly `want` different ids of `ready`, which has at least as many. They are served in order of admission."""
 
 
 @runtime_checkable
 class Replayer(Protocol):
-    """A sampler that also serves groups again. The ledger keeps what it asks for readable."""
+    """A sampler that also serves trained groups again. The ledger keeps their rows readable."""
 
     @property
     def pool(self) -> int:
-        """How many trained groups are kept for it, the latest."""
+        """The number of the latest trained groups that are kept for it."""
 
     @property
     def staleness(self) -> int:
-        """How many versions a replayed group's oldest token may be behind."""
+        """The most versions that a replayed group's oldest token may be behind."""
 
     def replay(self, pool: Sequence[ReadyGroup], groups: int) -> list[str]:
-        """Ids of `pool` that a new batch of `groups` groups gets before any fresh one; may be empty."""
+        """Return ids of `pool` that a new batch of `groups` groups gets before any fresh one; may be empty."""
 
 
 class GroupReward(Protocol):
-    """The parts of a recipe's reward that are of whole groups."""
+    """The parts of a recipe's reward that compare whole groups."""
 
     async def score(self, group: Sequence[FinishedEpisode]) -> Sequence[Scored]:
-        """Return what each episode of a complete group is given, in their order; raise where there is no reward."""
+        """Return the reward of each episode of a complete group, in order; raise RewardError if it cannot be computed."""

@@ -1,4 +1,4 @@
-"""What the processes of a run are made of: clocks, engines, storage units, weight stores, and who starts nodes."""
+"""Contracts of the parts of a run: clocks, engines, storage units, weight stores and executors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     Tensors = Mapping[str, torch.Tensor]
 
 
-UNKNOWN = -1  # the version of weights that nobody vouches for
+UNKNOWN = -1  # the version of weights that are not verified
 
 
 class Change(NamedTuple):
@@ -30,8 +30,8 @@ class Change(NamedTuple):
 
 
 class Patch(NamedTuple):
-    """What turns the weights of version `base` into another version's: tensors that are not named stay as they are.
-    `fingerprints` are what the named ones have afterwards (`weights.fingerprint`)."""
+    """The changes from version `base` to another version. Tensors that are not named stay as they are. `fingerprints`
+    are those of the named tensors afterwards (`weights.fingerprint`)."""
 
     base: int
     changes: Mapping[str, Change]
@@ -48,13 +48,13 @@ class Deltas(NamedTuple):
 
 
 class Clock(Protocol):
-    """Time is injected, so that deadlines can be tested without waiting."""
+    """An injected source of time, so that deadlines can be tested without waiting."""
 
     def now(self) -> float:
-        """Seconds since the epoch, for what is written down."""
+        """Return the seconds since the epoch, for timestamps."""
 
     def monotonic(self) -> float:
-        """Seconds that never go back, for deadlines."""
+        """Return seconds that never go back, for deadlines."""
 
 
 class SystemClock:
@@ -68,7 +68,7 @@ class SystemClock:
 
 
 class TokenSource(Protocol):
-    """What a gateway asks for tokens: an engine, or a pool of them. Closing the iterator aborts the request."""
+    """An engine or a pool of engines, as a gateway uses it. Closing the iterator aborts the request."""
 
     @property
     def context(self) -> int: ...
@@ -83,8 +83,8 @@ class Engine(Protocol):
     running requests go on, their later chunks carrying the new version. `pause` returns once no token is being
     sampled; requests stay and go on after `resume`. Closing the iterator of `generate` aborts the request.
 
-    Weights that come with a probe serve once the engine has reproduced it. One that does not raises ProbeMismatch: its
-    version is UNKNOWN then, and its requests wait until weights have come that prove right.
+    Weights that come with a probe serve once the engine has reproduced it. Otherwise `load` raises ProbeMismatch, the
+    version becomes UNKNOWN, and requests wait until other weights reproduce their probe.
     """
 
     @property
@@ -92,11 +92,11 @@ class Engine(Protocol):
 
     @property
     def proven(self) -> bool:
-        """Whether it samples from the weights that it has; False only after `doubt`, and after a mismatch."""
+        """Whether it may sample from its weights; false only after `doubt` and after a mismatch."""
 
     @property
     def context(self) -> int:
-        """Most tokens, prompt and answer together, that one sequence may have."""
+        """The most tokens of one sequence, prompt and answer together."""
 
     async def start(self) -> None: ...
 
@@ -113,25 +113,25 @@ class Engine(Protocol):
         """From now on, also after a restart, sample only from weights that were loaded or proven."""
 
     async def prove(self, probe: Probe | None) -> None:
-        """Have the weights that are there reproduce their version's probe; None: the version has none."""
+        """Reproduce the probe of the version that is loaded; None if the version has no probe."""
 
     async def load(self, tensors: Tensors, version: int, probe: Probe | None = None) -> None:
         """Raises WeightsError, changing nothing, when names, shapes or dtypes do not fit."""
 
     async def patch(self, patch: Patch, version: int, probe: Probe | None = None) -> None:
-        """As `load`, of weights that differ from those it serves in a few places only. WeightsError, changing nothing,
-        when it does not serve `patch.base`, or when the weights do not fit."""
+        """Load weights that differ from the present ones in a few places. Raises WeightsError, changing nothing, if the
+        engine does not serve `patch.base` or the weights do not fit."""
 
     def stats(self) -> EngineStats: ...
 
 
 @runtime_checkable
 class DecodesDeltas(Protocol):
-    """An engine that decodes published deltas by itself, on the device that holds its weights."""
+    """An engine that decodes published deltas on the device that holds its weights."""
 
     @property
     def decoding_refused(self) -> str:
-        """The reason why it does not, or an empty string."""
+        """Return the reason why it cannot decode, or an empty string."""
 
     async def apply_deltas(self, deltas: Deltas, version: int, probe: Probe | None = None) -> None:
         """As `Engine.patch`. WeightsError, changing nothing, when it does not serve `deltas.base`, or when it cannot
@@ -147,13 +147,13 @@ class StorageUnit(Protocol):
     def put(self, rows: Sequence[Mapping[str, Buffer]]) -> list[Row]: ...
 
     def get(self, rows: Sequence[Row], columns: Sequence[str]) -> list[dict[str, bytes]]:
-        """The columns asked for, as far as a row has them."""
+        """Return the requested columns that each row has."""
 
     def drop(self, segments: Sequence[int]) -> None:
-        """Forget these segments; those that are gone already are passed over. Their numbers are never used again."""
+        """Delete these segments; missing ones are ignored. Their numbers are never used again."""
 
     def closed(self, segments: Sequence[int]) -> list[int]:
-        """Those of the segments that nobody will ever write into again, or that are gone."""
+        """Return those of the segments that will never be written again, or no longer exist."""
 
     def info(self) -> UnitInfo: ...
 
@@ -174,7 +174,7 @@ class WeightStore(Protocol):
         """Verified against the manifest; raises CorruptData rather than returning something else."""
 
     def probe(self, version: int) -> Probe | None:
-        """What an engine must reproduce of the version before it serves it; None: nothing."""
+        """Return the probe that an engine must reproduce before it serves the version, or None."""
 
     def rewind(self, version: int) -> list[int]:
         """Make `version` the head again and mark later versions orphaned; returns them."""
@@ -184,25 +184,25 @@ class Generator(Protocol):
     """The rollout of a process that also trains: it samples only between `begin` and `end`."""
 
     def begin(self, tensors: Tensors, version: int, probe: Probe | None = None) -> None:
-        """Take over these weights, which stay as they are until `end`, and sample with them once they have reproduced
-        their probe."""
+        """Use these weights, which do not change until `end`, and sample with them once they have reproduced their
+        probe."""
 
     def end(self) -> None:
         """Returns once no token is being sampled. Episodes that are under way wait for the next `begin`."""
 
 
 class Executor(Protocol):
-    """Starts and ends rollout nodes somewhere, for a maintainer. Nodes outlive who started them: a new executor of the
-    same kind finds those of the one before it. Every call returns within its own deadline or raises RunError."""
+    """Starts and stops rollout nodes for a maintainer. Nodes outlive their executor: a new executor of the same kind finds
+    them. Every call returns within its own deadline or raises RunError."""
 
     async def start(self, node: str) -> None:
-        """Begin to start a node of this name; it joins the run by itself, or `nodes` tells that it has failed."""
+        """Begin to start a node of this name. It then joins the run, or `nodes` reports that it has failed."""
 
     async def stop(self, node: str) -> None:
-        """End a node that was drained, or that does not answer. One that has gone already is passed over."""
+        """Stop a node that was drained or does not answer. Does nothing if it has ended."""
 
     async def nodes(self) -> dict[str, bool]:
-        """The nodes that were started and not stopped, and whether each still runs."""
+        """Return the nodes that were started and not stopped, and whether each still runs."""
 
     async def close(self) -> None:
-        """Let go of them: they run on."""
+        """Release the executor's resources. The nodes run on."""

@@ -86,5 +86,5 @@ class LiveRun:
     def _operating(self, operator: str) -> DataflowClient:
         url = self._run.folder.endpoint("dataflow")
         if url is None or not self._run.running:
-            raise WireError(f"{self._run.name} does not run", "only a running run can be told something")
+            raise WireError(f"{self._run.name} does not run", "only a running run takes commands")
         return DataflowClient(Client(url, operator, peer="dataflow"))

@@ -139,7 +139,7 @@ class Dashboard(Service):
 
     def _static(self, name: str) -> Response:
         if name not in self._files:
-            raise NotFound(f"there is no file {name[:80]!r}", "reload the page")
+            raise NotFound(f"unknown file {name[:80]!r}", "reload the page")
         return Response(self._files[name], media_type=_TYPES[Path(name).suffix])
 
     # ------------------------------------------------------------ views

@@ -1,7 +1,7 @@
 """A run folder that the dashboard watches, with the readers that follow its files.
 
 Nothing here writes to the folder. A folder of any state will do: new, running, killed, finished, or of another kind
-of run; what is missing or torn shows as an empty panel, never as an error of the others.
+of run. A missing or torn file shows as an empty panel, never as an error of the others.
 """
 
 from __future__ import annotations

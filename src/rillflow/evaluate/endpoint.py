@@ -271,7 +271,7 @@ class Forwarder(Service):
         named = body.get("model")
         return named if isinstance(named, str) and named in self._policies else self._policies[0]
 
-    # ------------------------------------------------------------ what is told of them
+    # ------------------------------------------------------------ reporting
 
     def _hear(self, asked: _Asked, read: Said) -> None:
         for answer, finish in read.choices:

@@ -1,6 +1,6 @@
 """A place to play episodes without a run: a recipe's gateway, tools, environments and engines in this process.
 
-The code of a rollout node plays, rewards and records an episode (`rollout.episodes`). There are no leases: the result
+The code of a rollout node plays, rewards and records an episode (`rollout.episodes`), without leases: the result
 is not pushed but returned to the caller.
 """
 

@@ -1,6 +1,6 @@
-"""Who did what when: the share of its time that each worker of a run spent in each state, and the picture of it.
+"""The share of its time that each worker of a run spent in each state, and the picture of it.
 
-The idle gaps are what pipelines differ in (docs/pipelines.md).
+Pipelines differ in their idle gaps (docs/pipelines.md).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rillflow.storage.spans import STATES, Span, read_spans
 
 COLOURS = {"train": "#d94801", "switch": "#6a51a3", "load": "#fdae6b", "rollout": "#2171b5", "idle": "#e8e8e8"}
 _ROW = 0.45  # inches
-_LEAST = 2000  # spans shorter than so small a part of the picture are not seen: neighbours are drawn as one
+_LEAST = 2000  # share of the picture below which a span is invisible: neighbours are drawn as one
 
 Workers = Mapping[str, Sequence[Span]]
 
@@ -39,7 +39,7 @@ def timeline(run: Path) -> dict[str, list[Span]]:
 
 
 def whole(workers: Workers) -> Window:
-    """From the first thing that anybody did to the last."""
+    """Return the window from the first to the last span of any worker."""
     busy = [span for spans in workers.values() for span in spans if span.state != "idle"]
     spans = busy or [span for spans in workers.values() for span in spans]
     return Window(min(span.begin for span in spans), max(span.end for span in spans))
@@ -104,7 +104,7 @@ def draw(workers: Workers, path: Path, title: str, window: Window | None = None)
 
 
 def _bars(spans: Sequence[Span], state: str, window: Window) -> list[tuple[float, float]]:
-    """Begin and width of each bar; those that touch as far as anybody can see are one."""
+    """Yield begin and width of each bar; bars that visibly touch are joined."""
     bars: list[tuple[float, float]] = []
     unseen = window.seconds / _LEAST
     for span in spans:

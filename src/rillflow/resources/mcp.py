@@ -1,8 +1,8 @@
 """The maintainer's report and actions over MCP, for an agent that maintains a run.
 
-The same code as the loop's carries them out, with the same bounds, cooldown and dry run: what an agent can do wrong
-here is to have a pool of a wrong size within the bounds. Over HTTP every call needs the token; only loopback is served.
-It does not protect from other users of the machine who can read the token's file.
+The loop's own code carries them out, with the same bounds, cooldown and dry run: an agent's worst mistake is a wrong
+size within the bounds. Over HTTP every call needs the token; only loopback is served. This does not protect against
+other users of the machine who can read the token's file.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def build_server(maintainer: Maintainer) -> MCPServer[Any]:
     async def list_nodes() -> dict[str, Any]:
         """Every rollout node: whose it is (own: started here; run: the run's; other: by hand, or in a trainer's
         process), its standing, GPUs, rate (samples/s and GPU over the last reports) and whether it is suspect. `target`
-        is how many nodes there are to be; `size` how many there are."""
+        is the number of nodes to reach; `size` the present number."""
         try:
             _, pool, look = await maintainer.look()
         except RillflowError as error:
@@ -65,7 +65,7 @@ def build_server(maintainer: Maintainer) -> MCPServer[Any]:
 
     @server.tool()
     async def start_nodes(count: int) -> dict[str, Any]:
-        """Start so many nodes more. Refused outside of the bounds, within the cooldown, and while others start."""
+        """Start `count` more nodes. Refused outside of the bounds, within the cooldown, and while others start."""
         if count < 1:
             raise ToolError("count is at least 1; to have fewer nodes, call retire_node or set_target")
         return await _asked(lambda: maintainer.resize(more=count), told)
@@ -77,7 +77,7 @@ def build_server(maintainer: Maintainer) -> MCPServer[Any]:
 
     @server.tool()
     async def set_target(size: int) -> dict[str, Any]:
-        """Have so many nodes in all: starts new ones, or retires suspect and slow ones. Refused as start_nodes is."""
+        """Set the total number of nodes: starts new ones, or retires suspect and slow ones. Refused as start_nodes is."""
         return await _asked(lambda: maintainer.resize(size), told)
 
     @server.tool()
@@ -105,7 +105,7 @@ async def _asked(ask: Callable[[], Any], told: Callable[[RillflowError], Excepti
 
 
 async def serve_stdio(maintainer: Maintainer) -> None:
-    """Until the client has gone, or the run and its nodes have ended."""
+    """Serve until the client disconnects, or the run and its nodes have ended."""
     serving = asyncio.create_task(build_server(maintainer).run_stdio_async())
     try:
         await _with_upkeep(maintainer, serving)
@@ -115,7 +115,7 @@ async def serve_stdio(maintainer: Maintainer) -> None:
 
 
 async def serve_http(maintainer: Maintainer, token: str, port: int, on_ready: Callable[[str], None]) -> None:
-    """On loopback, until the run and its nodes have ended. `on_ready` gets the URL."""
+    """Serve on loopback until the run and its nodes have ended. `on_ready` gets the URL."""
     app = build_server(maintainer).streamable_http_app(stateless_http=True, json_response=True)
     async with served(app, token, port, what="the MCP server") as (url, serving):
         on_ready(f"{url}/mcp")
@@ -123,7 +123,7 @@ async def serve_http(maintainer: Maintainer, token: str, port: int, on_ready: Ca
 
 
 async def _with_upkeep(maintainer: Maintainer, serving: asyncio.Task[None]) -> None:
-    """See after the nodes while somebody is served, until either ends."""
+    """Keep up the nodes while clients are served, until either ends."""
     upkeep = asyncio.create_task(maintainer.run())
     try:
         done, _ = await asyncio.wait((serving, upkeep), return_when=asyncio.FIRST_COMPLETED)

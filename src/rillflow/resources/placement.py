@@ -1,7 +1,7 @@
 """From a recipe and its workers to the processes of a run, and from one such plan to the next.
 
-Pure: `plan` decides, `difference` says what is to be done, and who carries it out (`runtime.reconcile`) is another
-matter. Colocated, disaggregated and multiplexed runs are the same code here: only the workers' tags differ.
+Pure: `plan` decides, `difference` lists the changes, and `runtime.reconcile` carries them out. Colocated, disaggregated
+and multiplexed runs are the same code here: only the workers' tags differ.
 
 Invariants: every policy has exactly one trainer, with a rank for each worker given to it; a worker is in one process
 at most; one that trains and can roll out hosts a node, and plays while it waits; every other one that can roll out is
@@ -37,7 +37,7 @@ class Placed:
 
     @property
     def ranks(self) -> int:
-        """How many processes train together; 0 where this is no trainer."""
+        """The number of ranks of a trainer; 0 for another role."""
         return len(self.workers) if self.role == "trainer" else 0
 
     def arguments(self, root: Path) -> tuple[str, ...]:
@@ -46,7 +46,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the workers of a run are for. `spares` do nothing."""
+    """The assignment of a run's workers to processes. `spares` do nothing."""
 
     nodes: tuple[Placed, ...]
     trainers: tuple[Placed, ...]
@@ -67,7 +67,7 @@ class Plan:
 
 
 class Difference(NamedTuple):
-    """What is to be done: start these, let those go, and give each of these trainers its new workers."""
+    """The changes: processes to start, processes to stop, and trainers that get new workers."""
 
     start: list[Placed]
     retire: list[Placed]
@@ -75,7 +75,7 @@ class Difference(NamedTuple):
 
 
 def services(recipe: Recipe) -> list[Placed]:
-    """What a run needs beside its dataflow service and its workers; they stay until those have ended."""
+    """Return the processes beside the dataflow service and the workers; they stay until those have ended."""
     units = [f"unit-{index}" for index in range(recipe.dataflow.units.count)]
     engines = [f"engine-{index}" for index in range(recipe.rollout.engines)]
     return [
@@ -97,12 +97,12 @@ def stages(recipe: Recipe) -> list[Placed]:
 
 
 def maintainers(recipe: Recipe) -> list[Placed]:
-    """The process that starts and retires nodes beyond those of the plan, where the recipe wants it."""
+    """Return the maintainer's process, if the recipe wants one."""
     return [Placed("maintainer", "maintain")] if recipe.resources.scaling.enabled else []
 
 
 def node_of(worker: str) -> str:
-    """The name of a node on a worker; never one of a trainer's, whose files it would share."""
+    """Return the name of a node on a worker; never a trainer's name, whose files it would share."""
     return worker if worker.startswith("rollout") else f"rollout-{worker}"
 
 
@@ -112,9 +112,9 @@ def hosted_node(rank: int) -> str:
 
 
 def plan(recipe: Recipe, workers: Sequence[Worker], current: Plan | None = None) -> Plan:
-    """Which process each worker runs. Those that train in `current` go on with it where they can.
+    """Return which process each worker runs. Workers that train in `current` keep training if possible.
 
-    RunError where the run could never get on: nobody to train a policy, or nobody to roll out.
+    Raises RunError if the run could never progress: no worker to train a policy, or none to roll out.
     """
     by_name = {worker.name: worker for worker in workers if not worker.lost}
     pool = Pool(by_name.values())
@@ -134,7 +134,7 @@ def plan(recipe: Recipe, workers: Sequence[Worker], current: Plan | None = None)
 
 
 def _trainer(recipe: Recipe, policy: str, workers: Sequence[Worker]) -> Placed:
-    """Its arguments say only what the recipe does not say by itself."""
+    """Return a trainer's process. Its arguments hold only what the recipe does not say."""
     every, wanted = tuple(range(len(workers))), recipe.policies[policy].trainer.ranks
     playing = tuple(rank for rank in every if "rollout" in workers[rank].tags)
     options = ["--policy", policy]
@@ -158,9 +158,9 @@ def _check(recipe: Recipe, trainers: Sequence[Placed], nodes: Sequence[Placed]) 
 
 
 def planned(recipe: Recipe, workers: Sequence[Worker]) -> Plan | None:
-    """The plan that a run carries out at present, by what it has written beside its workers; None before it began.
+    """Return the present plan of a run, as recorded beside its workers; None before it began.
 
-    Only who trains is told, in the order of ranks: that is what a plan to come keeps.
+    It names only the workers that train, in the order of ranks: the next plan keeps these.
     """
     trainers = []
     for policy in recipe.policies:
@@ -176,7 +176,7 @@ def planned(recipe: Recipe, workers: Sequence[Worker]) -> Plan | None:
 
 
 def difference(running: Mapping[str, Placed], wanted: Plan) -> Difference:
-    """From what runs to what the plan wants."""
+    """Return the changes from the running processes to the plan."""
     processes = wanted.processes
     return Difference(
         start=[process for name, process in processes.items() if name not in running],

@@ -1,8 +1,7 @@
 """The abstract pool: workers are asked for by what they can do, never by name.
 
-Every worker carries capability tags and has at most one active tag, that of what it does now. An ask takes idle
-workers first and then, if it may, such as do something else: those are preempted. Pure bookkeeping: nothing here
-starts, stops or waits.
+Every worker has capability tags and at most one active tag. A request takes idle workers first and then, if allowed,
+preempts others. Pure bookkeeping: nothing here starts, stops or waits.
 
 Invariants: a worker is never active in a tag that it does not carry, and never in two; an ask gives at most as many as
 were asked for; after `release` every worker that can roll out and does not train rolls out; a worker that has left is
@@ -21,7 +20,7 @@ from rillflow.resources.workers import Worker
 
 
 class Asked(NamedTuple):
-    """Who was given, the best suited first; `preempted` are those of them that had to leave something else."""
+    """The assigned workers, the best suited first; `preempted` are those that had another active tag."""
 
     assigned: tuple[str, ...]
     preempted: tuple[str, ...]
@@ -37,13 +36,13 @@ class Pool:
             self.join(worker)
 
     def join(self, worker: Worker) -> None:
-        """It is idle until somebody asks."""
+        """Add a worker; it is idle until it is requested."""
         if worker.name in self._workers:
             raise ValueError(f"{worker.name} is in the pool already")
         self._workers[worker.name] = worker
 
     def leave(self, name: str) -> Tag | None:
-        """It has gone, or died; returns what it did."""
+        """Remove a worker that has left or died; returns its active tag."""
         del self._workers[name]
         return self._active.pop(name, None)
 
@@ -56,9 +55,9 @@ class Pool:
     def ask(
         self, tag: Tag, count: int, *, policy: str | None = None, preempt: bool = True, prefer: Sequence[str] = ()
     ) -> Asked:
-        """Have up to `count` more workers do `tag`, the idle ones first. For training those with the highest train
-        priority come first, for rollout those with the lowest; `policy`: only such as train it. Those named in
-        `prefer` come before all others of their kind (idle or not), in that order."""
+        """Assign up to `count` more workers to `tag`, idle ones first. Training prefers the highest train priority, rollout
+        the lowest; with `policy`, only workers that train it. Those named in `prefer` come before all others of their
+        kind (idle or not), in that order."""
         able = [
             worker
             for worker in self._workers.values()
@@ -71,23 +70,23 @@ class Pool:
         return Asked(tuple(given), preempted)
 
     def _rank(self, worker: Worker, tag: Tag, prefer: Sequence[str]) -> tuple[bool, int, float, int]:
-        """The best first. Of equals, who can do nothing else: the others stay free for what else there is."""
+        """Return the sort key, the best first. Among equals, workers with fewer tags come first: the others stay free."""
         wanted = prefer.index(worker.name) if worker.name in prefer else len(prefer)
         priority = worker.priority or 0.0
         return worker.name in self._active, wanted, -priority if tag == "train" else priority, len(worker.tags)
 
     def release(self, names: Iterable[str]) -> tuple[str, ...]:
-        """These have done what they were asked for. All who can and do not train roll out again: returns them."""
+        """Release workers that have finished. Every worker that can roll out and does not train rolls out: returns them."""
         for name in names:
             self._active.pop(name, None)
         return self.ask("rollout", len(self._workers), preempt=False).assigned
 
     def active(self, name: str) -> Tag | None:
-        """What a worker does; None while it is idle."""
+        """Return a worker's active tag; None while it is idle."""
         return self._active.get(name)
 
     def doing(self, tag: Tag | None) -> tuple[str, ...]:
-        """Who does `tag`, or, for None, is idle; in the order in which they joined."""
+        """Return the workers whose active tag is `tag` (None: idle), in the order in which they joined."""
         return tuple(name for name in self._workers if self._active.get(name) == tag)
 
     def __contains__(self, name: object) -> bool:

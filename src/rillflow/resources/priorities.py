@@ -1,4 +1,4 @@
-"""Who is measured, and when: only where it matters which of several workers train."""
+"""Measures workers, only if it matters which of several workers train."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Measure = Callable[[int], Roofline]
 
 
 def measured(recipe: Recipe, workers: Sequence[Worker], measure: Measure = measure_apart) -> list[Worker]:
-    """Workers with their rooflines, where more of them can train a policy than it wants and some are not known.
+    """Return workers with their rooflines, if more of them can train a policy than it needs and some are unknown.
 
-    Those on this machine share what it has: it is measured once. Where it cannot be, the order of the recipe decides.
+    Workers on this machine share one measurement. If it fails, the order of the recipe decides.
     """
     unknown = [worker for worker in workers if "train" in worker.tags and worker.priority is None]
     if not unknown or not _choice(recipe, workers):
@@ -34,7 +34,7 @@ def measured(recipe: Recipe, workers: Sequence[Worker], measure: Measure = measu
 
 
 def remeasured(recipe: Recipe, workers: Sequence[Worker], measure: Measure = measure_apart) -> list[Worker]:
-    """Workers of this machine with what it is measured at now; what the recipe declares of one stays."""
+    """Return workers of this machine with a new measurement; declared numbers stay."""
     found = measure(recipe.runtime.threads)
     declared = {worker.name: worker for worker in initial_workers(recipe)}
 
@@ -53,7 +53,7 @@ def _choice(recipe: Recipe, workers: Sequence[Worker]) -> bool:
 
 
 def with_rooflines(workers: Sequence[Worker], known: Sequence[Worker]) -> list[Worker]:
-    """Workers as they are, with the numbers of their namesakes in `known`."""
+    """Return the workers with the rooflines of those of the same name in `known`."""
     numbers = {worker.name: (worker.tflops, worker.bandwidth) for worker in known}
     return [
         msgspec.structs.replace(worker, tflops=tflops, bandwidth=bandwidth)

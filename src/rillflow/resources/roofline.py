@@ -7,9 +7,9 @@ batch: it attains D = min(P, DECODE_INTENSITY * B). So
 
     train_priority = P * (P / D)
 
-what the device would train at, times how much more that is than what it would decode at: its absolute and its
-comparative advantage. It is strictly increasing in P and never increasing in B; so of {high compute, low bandwidth}
-and {low compute, high bandwidth} the first trains, and of two that are alike but for their size the larger.
+the training rate times its ratio to the decoding rate: the absolute and the comparative advantage. It is strictly
+increasing in P and never increasing in B; so of {high compute, low bandwidth} and {low compute, high bandwidth} the
+first trains, and of two devices that differ only in size the larger.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Roofline:
     bandwidth: float
 
     def attainable(self, intensity: float) -> float:
-        """TFLOP/s at so many FLOP a byte."""
+        """Return the attainable TFLOP/s at `intensity` FLOP a byte."""
         return min(self.tflops, intensity * self.bandwidth / 1e3)
 
     @property
     def ridge(self) -> float:
-        """FLOP a byte from which on compute is the bound."""
+        """The intensity in FLOP a byte above which compute is the bound."""
         return self.tflops * 1e3 / self.bandwidth
 
     @property
@@ -54,9 +54,9 @@ class Roofline:
 
 
 def measure(threads: int = 1) -> Roofline:
-    """Of this process: the first GPU if there is one, else `threads` cores. Well under a second, once torch is there.
+    """Measure the first GPU, or `threads` cores. Takes well under a second once torch is imported.
 
-    The best of a few rounds counts: what disturbs a round makes it slower, never faster.
+    The best of a few rounds counts: a disturbance makes a round slower, never faster.
     """
     import torch
 
@@ -80,7 +80,7 @@ def measure(threads: int = 1) -> Roofline:
 
 
 def _best(work: Callable[[], object], wait: Callable[[], None]) -> float:
-    """Seconds of the fastest round; the first one warms up and does not count."""
+    """Return the seconds of the fastest round; the first one warms up and does not count."""
     seconds = []
     for _ in range(_ROUNDS + 1):
         wait()
@@ -92,7 +92,7 @@ def _best(work: Callable[[], object], wait: Callable[[], None]) -> float:
 
 
 def measure_apart(threads: int) -> Roofline:
-    """`measure` in a process of its own, with a deadline: the caller needs no torch, and no driver can hang it."""
+    """Run `measure` in a subprocess with a deadline: the caller needs no torch, and no driver can hang it."""
     command = [sys.executable, "-m", "rillflow.resources.roofline", "--threads", str(threads)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE, check=True)

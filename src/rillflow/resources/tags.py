@@ -1,7 +1,7 @@
 """Changing what a worker can do, while the run goes on.
 
-A change is refused when the run could never get on after it. A worker without any tag rests. Setting the tags of a
-lost worker, even to those it has, is how it is tried again.
+A change is refused if the run could never progress after it. A worker without tags is idle. Set the tags of a lost
+worker, even to the same ones, to try it again.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ NONE = "none"
 
 
 def parse_tags(words: Sequence[str], now: Collection[Tag]) -> frozenset[Tag]:
-    """`rollout,train`, or `none`, are the tags from now on; `+train -rollout` change those there are `now`."""
+    """Parse tags: `rollout,train` or `none` replace the tags, `+train -rollout` change those of `now`."""
     names = [name for word in words for name in word.replace(",", " ").split()]
     signed = [name for name in names if name[0] in "+-"]
     if not names or (signed and len(signed) < len(names)) or (NONE in names and len(names) > 1):
-        raise ConfigError(f"{' '.join(names)!r} are no tags", "say `rollout,train`, `none`, or `+train -rollout`")
+        raise ConfigError(f"{' '.join(names)!r} is not a list of tags", "say `rollout,train`, `none`, or `+train -rollout`")
     tags: set[Tag] = set(now) if signed else set()
     for name in names:
         if name.startswith("-"):
@@ -38,11 +38,11 @@ def _tag(name: str) -> Tag:
     for tag in TAGS:
         if name == tag:
             return tag
-    raise ConfigError(f"there is no tag {name!r}", f"one of: {', '.join(TAGS)}")
+    raise ConfigError(f"unknown tag {name!r}", f"one of: {', '.join(TAGS)}")
 
 
 def retagged(recipe: Recipe, workers: Sequence[Worker], name: str, words: Sequence[str]) -> list[Worker]:
-    """The workers after the change of one; RunError where the run could not go on with them."""
+    """Return the workers after the change of one; raises RunError if the run could not continue with them."""
     old = find(workers, name)
     new = msgspec.structs.replace(old, tags=parse_tags(words, old.tags), lost=False)
     changed = [new if worker is old else worker for worker in workers]

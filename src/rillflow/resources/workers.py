@@ -1,8 +1,8 @@
-"""The workers of a run: what each can do, what it has, and what the run has it do.
+"""The workers of a run: their tags, their hardware and their assignments.
 
-Invariants: names are unique, and are those of the processes that the workers run where each has but one role
-(rollout-0, trainer-agent); RUN/workers.json is always whole, and who changes it changes what is there now (a lock
-around reading and writing); what is read from it is checked, for people edit it by hand.
+Invariants: names are unique; a worker with one role has the name of its process (rollout-0, trainer-agent).
+RUN/workers.json is written atomically, and a lock covers reading and writing. Its content is checked when it is read,
+because people edit it by hand.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 class Worker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A share of a machine that can play, train, or both.
 
-    `policy` is the one that it trains when it does. `where` is its host, empty for that of the run. `lost`: what it
-    ran could not be kept alive, or has left the run, and it is left out until its tags are set anew. `process` and
-    `rank` are what the run has it do at present; a spare worker has no process.
+    `policy` is the one that it trains. `where` is its host, empty for that of the run. A `lost` worker's process could
+    not be kept alive or has left the run; it is left out until its tags are set again. `process` and `rank` are its
+    present assignment; a spare worker has no process.
     """
 
     name: str
@@ -49,14 +49,14 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def priority(self) -> float | None:
-        """How much better it is put to training than to rollout, by its roofline; None where that is not known."""
+        """The train priority by its roofline; None if that is unknown."""
         if self.tflops is None or self.bandwidth is None:
             return None
         return Roofline(self.tflops, self.bandwidth).train_priority
 
 
 class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`recipe` are the workers that the recipe came to: when it says something else, they are made anew."""
+    """The file's content. `recipe` are the workers that the recipe asked for: if it changes, the workers are replaced."""
 
     format: int
     workers: list[Worker]
@@ -64,7 +64,7 @@ class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def initial_workers(recipe: Recipe) -> list[Worker]:
-    """The workers that a recipe asks for, by `resources.workers` or by one word (`runtime.mode`)."""
+    """Return the workers that a recipe asks for, by `resources.workers` or `runtime.mode`."""
     kinds = recipe.resources.workers
     if kinds is None:
         kinds = list(_by_mode(recipe))
@@ -108,9 +108,9 @@ class WorkersFile:
         self._lock = root / ".lock-workers"
 
     def prepare(self, recipe: Recipe) -> list[Worker]:
-        """At the start of a run: made from the recipe, or, of a run that is resumed, as it was left.
+        """Return the workers at the start of a run: from the recipe, or from the file of a resumed run.
 
-        Those that were lost are tried again. A recipe that was changed meanwhile wins over what was left.
+        Lost workers are tried again. A changed recipe wins over the file.
         """
         wanted = initial_workers(recipe)
         with self._locked():
@@ -122,14 +122,14 @@ class WorkersFile:
         return self._read().workers
 
     def change(self, change: Callable[[list[Worker]], Iterable[Worker]]) -> list[Worker]:
-        """Replace the workers by what `change` makes of them; when it raises, nothing has changed."""
+        """Replace the workers by the result of `change`; if it raises, nothing changes."""
         with self._locked():
             file = self._read()
             changed = list(change(file.workers))
             return changed if changed == file.workers else self._write(changed, file.recipe)
 
     def stamp(self) -> tuple[int, int] | None:
-        """Differs when the file was replaced; None where there is none."""
+        """Return a value that differs once the file is replaced; None if the file is missing."""
         try:
             stat = self.path.stat()
         except FileNotFoundError:
@@ -187,4 +187,4 @@ def find(workers: Sequence[Worker], name: str) -> Worker:
     for worker in workers:
         if worker.name == name:
             return worker
-    raise RunError(f"there is no worker {name!r}", f"one of: {', '.join(worker.name for worker in workers)}")
+    raise RunError(f"unknown worker {name!r}", f"one of: {', '.join(worker.name for worker in workers)}")

@@ -1,7 +1,7 @@
 """The fork server of a run, started before its recipe is read: it imports torch while the command still makes ready.
 
     rillflow run ──▶ early fork server: imports          handed to the run's `Preloaded`,
-                 └─▶ reads and checks the recipe ──────▶ or ended where there is no run
+                 └─▶ reads and checks the recipe ──────▶ or ended if no run follows
 
 This module is imported first of all and has to stay light.
 """
@@ -39,14 +39,14 @@ def server_environment(threads: int) -> dict[str, str]:
 
 @dataclass
 class EarlyServer:
-    """A fork server that nobody has asked anything but to import. Whoever takes it has to end it."""
+    """A fork server that has only been asked to import. Its taker must end it."""
 
     process: subprocess.Popen[bytes]
     channel: socket.socket
     taken: bool = False
 
     def take(self, log_path: Path) -> EarlyServer:
-        """Hand it over; from now on it writes to this log, beginning with what it has said so far."""
+        """Hand it over; from now on it writes to this log, beginning with its earlier output."""
         self.channel.sendall(json.dumps({"log": str(log_path.absolute())}).encode() + b"\n")
         self.taken = True
         return self
@@ -54,8 +54,8 @@ class EarlyServer:
 
 @contextmanager
 def early_server(*, wanted: bool, modules: Sequence[str] = MODULES) -> Iterator[EarlyServer | None]:
-    """A fork server that begins to import now, for a run that may follow; None where it is not wanted, cannot be had or
-    would not be faster than the warm process. It ends with the block, unless somebody has taken it."""
+    """Start a fork server that imports now, for a run that may follow; yields None if it is not wanted, not available or
+    not faster than the warm process. It ends with the block, unless it was taken."""
     path = warm.socket_path()
     if not wanted or not available() or (path is not None and path.exists()):
         yield None

@@ -1,4 +1,4 @@
-"""The run folder: everything a run leaves, and all that is needed to resume it.
+"""The run folder: all files of a run, enough to resume it.
 
 recipe.yaml      the resolved recipe            logs/            one file per process
 run.json         token, versions, start time    endpoints/       where each service listens
@@ -50,7 +50,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, recipe: Recipe | FitRecipe, parent: Path, *, now: float | None = None) -> RunFolder:
-        """A new folder with the resolved recipe, a fresh token and the versions of what it runs on."""
+        """Create a folder with the resolved recipe, a new token and the versions of the installed packages."""
         now = time.time() if now is None else now
         wanted = parent / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}"
         with disk_errors(wanted):
@@ -68,7 +68,7 @@ class RunFolder:
     def open(cls, path: str | Path) -> RunFolder:
         root = Path(path).resolve()
         if not (root / "recipe.yaml").is_file() or not (root / "run.json").is_file():
-            why = "it has no recipe.yaml and run.json" if root.is_dir() else "there is no such folder"
+            why = "it has no recipe.yaml and run.json" if root.is_dir() else "the folder does not exist"
             raise RunError(
                 f"{path} is not a run folder: {why}",
                 "give a folder that `rillflow run` made, such as runs/…; `rillflow top` lists them",
@@ -143,12 +143,12 @@ class RunFolder:
         return str(read_json(path)["url"]) if path.is_file() else None
 
     def last_port(self, process: str) -> int:
-        """The port a process had before, so that it comes back where its peers look for it; 0 if it is new."""
+        """Return the port a process had before, so that its peers find it again; 0 if it is new."""
         url = self.endpoint(process)
         return int(url.rsplit(":", 1)[1]) if url else 0
 
     def dashboard_url(self, base: str) -> str:
-        """Where a browser opens the dashboard that listens at `base`: with the reader's token, which only reads."""
+        """Return the dashboard's address for a browser, with the reader's token, which only reads."""
         return f"{base}/?token={self.token_of('reader')}"
 
     def forget_endpoint(self, process: str) -> None:
@@ -162,7 +162,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self, process: str = "", wait: float = 0.0) -> Iterator[None]:
-        """Held by the supervisor, or by the process of that name; the operating system lets go of it when it dies.
+        """Hold the lock of the supervisor, or of the process of that name; the operating system releases it when it dies.
 
         `wait` seconds are left to a predecessor that is still on its way out.
         """
@@ -179,8 +179,8 @@ class RunFolder:
 
     @property
     def held(self) -> bool:
-        """Whether a supervisor of this machine works on the run. Asked of a run that is about to be resumed, it may
-        make that fail: ask only where the run says that it is running."""
+        """Return whether a supervisor of this machine holds the run. The check itself takes the lock for a moment and may
+        make a concurrent resume fail: use it only if the run's state is running."""
         try:
             with locked(self.root / ".lock"):
                 return False
@@ -189,7 +189,7 @@ class RunFolder:
 
 
 def _make_unused(path: Path) -> Path:
-    """A new folder of this name, or of this name and a number: each caller gets its own."""
+    """Create a folder of this name, or of this name and a number: each caller gets its own."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for count in itertools.count(1):
         candidate = path if count == 1 else path.with_name(f"{path.name}-{count}")

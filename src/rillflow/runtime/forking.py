@@ -1,7 +1,7 @@
 """Forking a process that has imported torch, so that the new one does not import it again.
 
-Invariants: only a process of one thread and without a CUDA context forks; a forked process has no file of its parent
-but its log, begins with the default signals, and ends by itself, never in its parent's code.
+Invariants: only a process with one thread and without a CUDA context forks. A forked process keeps no file of its parent
+but its log, begins with the default signals, and never returns into its parent's code.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ ENVIRONMENT = {
 
 
 def start_ranks(modules: Sequence[str]) -> Start:
-    """Return what starts the ranks of a trainer with the arguments of `rillflow`: forked from this process, which
-    imports `modules` once for all of them, or as processes of their own where it must not fork."""
+    """Return a function that starts the ranks of a trainer with the arguments of `rillflow`: forked from this process,
+    which imports `modules` once for all of them, or as new processes if it must not fork."""
     if sys.platform == "linux":
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)

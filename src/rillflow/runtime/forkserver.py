@@ -1,4 +1,4 @@
-"""A process that has imported what trainers and nodes need, and forks one of them for each request.
+"""A process that has imported the packages of trainers and nodes, and forks one of them for each request.
 
     supervisor ──socket──▶ fork server ──fork──▶ trainer, rollout node, engine process
 

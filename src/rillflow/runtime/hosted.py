@@ -6,7 +6,7 @@ moved to engines of other workers. Tasks, trajectories and batches pass through 
 run. Alone, this is the colocated mode; beside nodes that only roll out, the multiplexed one (`rollout.handover` has its
 steps).
 
-A node that dies takes its trainer along: the process ends, and its supervisor starts both anew.
+A node that dies ends its trainer too: the process ends, and its supervisor starts both again.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ Play = Callable[[Handover, Callable[[], None]], Coroutine[Any, Any, None]]
 
 
 class Rests:
-    """`contracts.Generator` of a rank that plays no episodes though others of its trainer do: all go through the same
-    steps, because what they do there may be collective."""
+    """The `contracts.Generator` of a rank that plays no episodes while others of its trainer do. All ranks take the same
+    steps, because these may contain collectives."""
 
     def begin(self, tensors: Tensors, version: int, probe: Probe | None = None) -> None: ...
 
@@ -55,13 +55,13 @@ class Rests:
 def run_hosted(
     folder: RunFolder, name: str, dataflow_url: str, train: Callable[[Generator], bool], spans: Spans | None = None
 ) -> bool:
-    """`train` with the node `name` as its generator, then play until the run has ended: the last evaluation is due.
+    """Run `train` with the node `name` as its generator, then play until the run has ended, for the last evaluation.
 
-    False when a signal came first. `spans` hear what the node's engine does.
+    Returns False if a signal came first. `spans` record what the node's engine does.
     """
     resources = folder.recipe.resources
     stop = threading.Event()
-    # The trainer hears of a failed node as of any reason to stop; its step is given up and a checkpoint written.
+    # A failed node stops the trainer as a signal does: its step is abandoned and a checkpoint written.
     node = NodeThread(
         Handover(
             folder.recipe.policy,
@@ -87,7 +87,7 @@ def run_hosted(
 
 
 def _playing(folder: RunFolder, name: str, dataflow_url: str) -> Play:
-    """The life of a node of this run, for a thread."""
+    """Return the function that runs a node, for a thread."""
     recipe = folder.recipe
 
     async def play(handover: Handover, on_ready: Callable[[], None]) -> None:
@@ -117,9 +117,9 @@ def _playing(folder: RunFolder, name: str, dataflow_url: str) -> Play:
 
 
 class NodeThread:
-    """`contracts.Generator` over a node that `play` runs; `on_failure` is told, in the node's thread, when it raised.
+    """The `contracts.Generator` over a node that `play` runs; `on_failure` is called in the node's thread if it raised.
 
-    `play` says when it is ready: then the node rests, and waits for the first `begin`.
+    `play` reports when the node is ready; the node then waits for the first `begin`.
     """
 
     def __init__(self, handover: Handover, play: Play, on_failure: Callable[[], None]) -> None:
@@ -160,18 +160,18 @@ class NodeThread:
         self._thread.run(self._handover.end(), _SWITCH)
 
     def check(self) -> None:
-        """Raise what the node failed with, if it did."""
+        """Raise the node's exception, if it failed."""
         if self._error is not None:
             raise self._error
 
     def has_ended(self, seconds: float) -> bool:
-        """Whether the node has finished by itself within so many seconds."""
+        """Return whether the node has finished within `seconds`."""
         ended = self._ended.wait(seconds)
         self.check()
         return ended
 
     def close(self) -> None:
-        """The node's sessions stay for the one that comes after it, if the run goes on."""
+        """Stop the node. Its sessions stay for the next one, if the run goes on."""
         try:
             self._thread.run(self._cancel(), _CLOSE)
             self._thread.close()

@@ -1,7 +1,7 @@
-"""Processes that join a run by its URL: they see nothing of its folder, and nobody supervises them.
+"""Processes that join a run by its URL: they do not see its folder and have no supervisor.
 
-They end with code 0 when the run has ended or they have left. SIGTERM or SIGINT makes a node leave: it ends what it
-plays within its grace and hands the rest back; a second one ends it at once.
+They end with code 0 when the run has ended or they have left. SIGTERM or SIGINT makes a node leave: it finishes episodes
+within its grace and hands the rest back; a second signal ends it at once.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from rillflow.wire import Client
 log = logging.getLogger(__name__)
 
 GRACE = 30.0  # seconds that a node which is asked to stop has for its episodes
-PATIENCE = 600.0  # seconds without an answer of the run's service after which a process gives up: nobody else ends it
+PATIENCE = 600.0  # seconds without an answer of the run's service after which a process gives up
 _PREDECESSOR_WAIT = 15.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
 @dataclass(frozen=True)
 class JoinOptions:
-    """What the command line says. Without `cache` all that the process keeps goes when it ends."""
+    """The options of the command line. Without `cache` the process's files are removed when it ends."""
 
     url: str
     name: str | None = None
@@ -52,7 +52,7 @@ class JoinOptions:
 
 
 def rollout_joined(options: JoinOptions) -> NoReturn:
-    """A rollout node. Ends the process: a reward function that never returned still has its thread."""
+    """Run a rollout node. Ends the process: a reward function that never returned still has its thread."""
     name = _start(options.name)
     with _own_folder(options, name) as folder:
         joined = _join(options, folder)
@@ -61,7 +61,7 @@ def rollout_joined(options: JoinOptions) -> NoReturn:
 
 
 def engine_joined(options: JoinOptions) -> int:
-    """An engine process; nodes must reach it at `options.host`."""
+    """Run an engine process; nodes must reach it at `options.host`."""
     from rillflow.engine.main import run_engine
 
     name = _start(options.name)
@@ -86,7 +86,7 @@ def engine_joined(options: JoinOptions) -> int:
 
 
 def unit_joined(options: JoinOptions) -> int:
-    """A storage unit, which keeps what it has acknowledged in `options.cache`."""
+    """Run a storage unit, which keeps acknowledged rows in `options.cache`."""
     from rillflow.dataflow.units.main import serve_unit
 
     name = _start(options.name or f"unit-{_host_name()}")
@@ -105,11 +105,11 @@ def unit_joined(options: JoinOptions) -> int:
             patience=PATIENCE,
         )
         code = run_until_signal(serving)
-    return 0 if code == STOPPED else code  # what it has is there when it comes back
+    return 0 if code == STOPPED else code  # its rows are still there when it comes back
 
 
 def trainer_joined(options: JoinOptions, policy: str | None) -> int:
-    """A trainer of one rank. Its checkpoints and weights are in `options.cache`; it serves the weights itself."""
+    """Run a trainer of one rank. Its checkpoints and weights are in `options.cache`; it serves the weights itself."""
     from rillflow.trainer.main import Access, run_trainer
     from rillflow.trainer.parts import NoBatch
 
@@ -132,7 +132,7 @@ def trainer_joined(options: JoinOptions, policy: str | None) -> int:
             )
         except NoBatch as error:
             raise GiveUp(error.message, error.hint) from error
-    return 0  # told to stop, it has written a checkpoint
+    return 0  # asked to stop, it has written a checkpoint
 
 
 async def _weights_key(joined: Joined) -> bytes:
@@ -145,7 +145,7 @@ async def _weights_key(joined: Joined) -> bytes:
 
 def _check_trainer(recipe: Recipe, policy: str) -> None:
     if policy not in recipe.policies:
-        raise RunError(f"there is no policy {policy!r} in this run", f"one of: {', '.join(recipe.policies)}")
+        raise RunError(f"the run has no policy {policy!r}", f"one of: {', '.join(recipe.policies)}")
     if recipe.policies[policy].trainer.ranks > 1 or recipe.mode != "asynchronous":
         raise ConfigError(
             "a trainer that joins by URL has one rank and plays no episodes",
@@ -161,7 +161,7 @@ def _check_reachable(options: JoinOptions, why: str) -> None:
 
 
 def stage_joined(options: JoinOptions, stage: str, policy: str | None) -> NoReturn:
-    """A worker of a stage. Ends the process: a stage that computes still has its thread."""
+    """Run a worker of a stage. Ends the process: a stage that computes still has its thread."""
     from rillflow.runtime.roles import stage_policy
     from rillflow.stages.main import run_stage
 
@@ -195,7 +195,7 @@ def _host_name() -> str:
 
 @contextmanager
 def _own_folder(options: JoinOptions, name: str) -> Iterator[Path]:
-    """This process's own: sessions, weights. In a cache one for every run and name, so that it goes on where it was."""
+    """Return this process's folder for sessions and weights. A cache has one per run and name, so that it can continue."""
     token = token_of(options.token_file)
     if options.cache is None:
         with tempfile.TemporaryDirectory(prefix=f"rillflow-{name}-") as temporary:
@@ -260,7 +260,7 @@ async def _play(name: str, joined: Joined, options: JoinOptions, folder: Path) -
 async def _until_gone(
     main: Coroutine[Any, Any, None], departure: Departure, grace: float, ready: Callable[[], bool]
 ) -> int:
-    """The first signal makes the node leave, a second one ends it; before it is ready there is nothing to leave."""
+    """Run the node. The first signal makes it leave, a second one ends it; before it is ready the first ends it."""
     task = asyncio.ensure_future(main)
     asked = 0
 
@@ -289,7 +289,7 @@ def _with_episodes(recipe: Recipe, episodes: int | None) -> Recipe:
 
 
 def _check_code(recipe: Recipe) -> None:
-    """The workflow, command and reward are this host's own copies."""
+    """Check that this host's copies of the workflow, command and reward can be loaded."""
     from rillflow.rollout.loading import check_players
 
     try:

@@ -1,9 +1,9 @@
-"""A whole run on this machine: dataflow service, storage units, engine processes where the recipe wants them, and what
-the workers' tags come to (rollout nodes, and a trainer for each policy), as supervised processes on loopback.
+"""A whole run on this machine as supervised processes on loopback: dataflow service, storage units, engine processes if
+the recipe wants them, and the processes of the workers (rollout nodes, and a trainer for each policy).
 
 Tags may change while it runs (RUN/workers.json): nodes come, or drain and go; a trainer whose workers change writes a
 checkpoint and goes on from it. A node that cannot be kept alive is left out while others can do its work; any other
-process that cannot ends the run.
+process that cannot be kept alive ends the run.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from rillflow.wire import Client
 log = logging.getLogger(__name__)
 
 POLL = 0.25
-# For the last checkpoint of a trainer and the last words of nodes.
+# For the last checkpoint of a trainer and the last reports of nodes.
 _END_GRACE = 60.0
 _GOODBYE = 5.0  # several beats of an engine
 # For a predecessor that was killed a moment ago to let go of its port.
 _PORT_PATIENCE = 5.0
-# For the dataflow service to hear that a node is to go, and, beyond its time to drain, for its process to end.
+# For the dataflow service to learn of a retirement, and, beyond the time to drain, for the node's process to end.
 _RETIRE_PATIENCE = 30.0
 _NODE_GRACE = 3.0
 _HEAVY = ("engine", "rollout", "stage", "trainer")  # the roles that import torch
@@ -48,15 +48,15 @@ _DASHBOARD = "dashboard"
 
 
 def ended_well(status: Status) -> bool:
-    """Whether the run did what it was asked for; a run that trained on nothing did not."""
+    """Return whether the run ended successfully; a run that trained on nothing did not."""
     return status.reason == TARGET_REACHED or (status.reason in GOOD_ENDS and status.steps > 0)
 
 
 class LocalRun:
     """Starts, watches and ends the processes of one run folder.
 
-    `on_status` gets each look at the run; `on_starting` gets, before it and until the service answers, the processes
-    that have not started yet. With `on_dashboard`, which gets its address, the run has a dashboard. `early` is a fork
+    `on_status` gets each status of the run; `on_starting` gets, until the service answers, the processes that have not
+    started yet. With `on_dashboard`, which gets its address, the run has a dashboard. `early` is a fork
     server that is importing already.
     """
 
@@ -88,7 +88,7 @@ class LocalRun:
         self._furthest = 0
 
     async def run(self) -> Status | None:
-        """The last status; raises RunError when the run could not be kept alive. Leaves no process behind."""
+        """Run to the end and return the last status. Raises RunError if the run could not be kept alive. Leaves no process."""
         self._listen_for_signals()
         with self._folder.locked():
             self._folder.set_state("running")
@@ -111,25 +111,25 @@ class LocalRun:
             return status
 
     def _fork_server(self, early: EarlyServer | None) -> Preloaded | None:
-        """Return what starts the processes that import torch, where one fork server can do that for all of them."""
+        """Return the fork server for the processes that import torch, or None if it cannot be used."""
         runtime = self._recipe.runtime
         if not runtime.preload or not available():
             return None
-        # Where trainers also play, they import what nodes do.
+        # Trainers that also play import what nodes import.
         modules = MODULES if self._recipe.mode == "asynchronous" else (*MODULES, "rillflow.runtime.hosted")
         return Preloaded(self._folder.root, self._folder.log("forkserver"), runtime.threads, modules, early)
 
     async def _begin(self) -> None:
-        """Before anything is started."""
+        """Prepare the run before any process starts."""
 
     async def _end(self) -> None:
-        """After everything has stopped, however it went."""
+        """Clean up after all processes have stopped."""
 
     async def _end_joined(self) -> None:
-        """Also the nodes that a maintainer has started, which are nobody's children, end with the run."""
+        """End the nodes that a maintainer has started, which are not children of this process."""
         try:
             await end_nodes(self._folder)
-        except RillflowError as error:  # how the run itself has ended matters more
+        except RillflowError as error:  # the result of the run itself matters more
             log.warning("%s", error)
 
     def _listen_for_signals(self) -> None:
@@ -171,27 +171,27 @@ class LocalRun:
         return status
 
     async def _say_goodbye(self, client: DataflowClient) -> None:
-        """Engines that have joined hear of the end at their next beat: until then the service stays."""
+        """Keep the service until engines that have joined have learnt of the end by their next heartbeat."""
         with suppress(RillflowError, TimeoutError):
             async with asyncio.timeout(_GOODBYE):
                 while (await client.engines(LookEngines())).engines:  # noqa: ASYNC110 - another process knows
                     await asyncio.sleep(0.1)
 
     def _prepare_workers(self) -> None:
-        """The workers as the recipe has them, or as the run has left them; measured where it matters who trains."""
+        """Return the workers of the recipe, or those of the resumed run, measured if the choice of trainers depends on it."""
         file = self._folder.workers
         known = measured(self._recipe, file.prepare(self._recipe))
         file.change(lambda workers: with_rooflines(workers, known))
 
     def _launch(self, process: Placed) -> Supervised:
-        """Every process of the run is started here."""
+        """Start a process of the run."""
         heavy = process.role in _HEAVY
         return self.supervisor.start(ProcessSpec(process.name, process.arguments(self._folder.root), heavy))
 
     # ------------------------------------------------------------ the dashboard
 
     def _open_dashboard(self) -> None:
-        """Offer the dashboard, where it was before if that can be. Its process starts when somebody opens it."""
+        """Offer the dashboard, at its earlier port if possible. Its process starts at the first connection."""
         if self._on_dashboard is None:
             return
         try:
@@ -223,7 +223,7 @@ class LocalRun:
             await self.supervisor.stop_one(process.name, _NODE_GRACE)
 
     async def _told_to_go(self, node: str, drain: float) -> bool:
-        """Whether the service knows that the node is to go; False where it does not know the node at all."""
+        """Ask the service to retire the node; returns False if it does not know the node."""
         assert self._client is not None, "the service comes first"
         clock = asyncio.get_running_loop().time
         deadline = clock() + _RETIRE_PATIENCE
@@ -241,7 +241,7 @@ class LocalRun:
         await self.supervisor.stop_one(process.name, self._recipe.resources.grace)
 
     def _heed_deaths(self) -> None:
-        """Raise the error of a process that cannot be kept alive, where the run cannot do without it."""
+        """Raise the error of a process that cannot be kept alive, unless the run can continue without it."""
         for name, error in self.supervisor.failures().items():
             if not self._workers.is_changing(name):
                 if name not in self._optional and not self._workers.lost(name):
@@ -252,7 +252,7 @@ class LocalRun:
             self.supervisor.forget(name)
 
     def _heed_goodbyes(self, status: Status) -> None:
-        """A node that somebody has retired leaves its worker free; at the end of a run all go, and that is no news."""
+        """Free the workers of nodes that were retired. At the end of a run all nodes leave, which needs no action."""
         finished = self.supervisor.finished() if status.phase == "training" else set()
         for name in finished & self._finished:
             if not self._workers.is_changing(name) and self._workers.lost(name):
@@ -276,7 +276,7 @@ class LocalRun:
         raise RunError("the dataflow service did not start in time", f"see {process.log_path}")
 
     async def _reached(self, url: str) -> DataflowClient | None:
-        """A client of the service at `url`, once it answers."""
+        """Return a client of the service at `url`, once it answers."""
         client = DataflowClient(Client(url, self._folder.token, peer="dataflow"))
         try:
             await client.status(deadline=1.0)
@@ -313,7 +313,7 @@ class LocalRun:
             await asyncio.sleep(POLL)
 
     def _starting(self) -> list[Starting]:
-        """The processes that have not started yet, or not again. The run does not wait for optional ones."""
+        """Return the processes that are starting or restarting. The run does not wait for optional ones."""
         now = time.time()
         parts = (
             starting(self._folder.root, process.spec.name, process.began, now, process.first_stage)
@@ -323,7 +323,7 @@ class LocalRun:
         return [part for part in parts if part is not None]
 
     def _note_progress(self, status: Status) -> None:
-        """Steps of all policies count; a rollback is no progress until what it took back is made good."""
+        """Record progress: the steps of all policies. After a rollback, only steps beyond the earlier maximum count."""
         steps = sum(policy.steps for policy in status.policies.values()) or status.steps
         if steps > self._furthest:
             self._furthest = steps
@@ -339,9 +339,9 @@ class LocalRun:
 
 
 async def settle_port(folder: RunFolder, patience: float = _PORT_PATIENCE) -> None:
-    """See that the dataflow service can come back where it was, and if another program holds its port, elsewhere.
+    """Choose the dataflow service's port: the earlier one, or another if a different program holds it.
 
-    For the start of a run: later its peers look for it where it has been.
+    Only for the start of a run: later the service's peers use the earlier address.
     """
     port, deadline = folder.last_port("dataflow"), time.monotonic() + patience
     while port and not _is_free(bind_host(folder.recipe), port):

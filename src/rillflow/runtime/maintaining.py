@@ -1,7 +1,7 @@
 """The maintainer's process: of a run folder, or of a run that is reached by its URL alone.
 
-One process maintains a run at a time (a lock in its folder). Its nodes are not its children in any sense that matters:
-they stay when it is stopped or killed, and end with the run.
+One process maintains a run at a time (a lock in its folder). Its nodes stay when it is stopped or killed, and end with
+the run.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ _ENDING = 60.0  # seconds for all nodes of a run that is given up
 
 @dataclass(frozen=True)
 class Place:
-    """Where a maintainer works: its files' folder, and the run that it maintains. `token` is the operator's; the nodes
-    that it starts get the node's."""
+    """A maintainer's folder and its run. `token` is the operator's; the nodes that it starts get the node's."""
 
     folder: RunFolder
     recipe: Recipe
@@ -53,13 +52,13 @@ class Place:
 
 
 async def place_of(folder: RunFolder) -> Place:
-    """Of a run folder whose service is there, or comes within a minute."""
+    """Return the place for a run folder, once its service answers, within a minute."""
     url = await wait_for_endpoint(folder, "dataflow")
     return Place(folder, folder.recipe, url, folder.token, FileWorkers(WorkersFile(folder.root)))
 
 
 async def place_at(url: str, token: str, folder: Path) -> Place:
-    """Of a run that is reached by its URL; `folder` keeps what the maintainer remembers."""
+    """Return the place for a run that is reached by its URL; `folder` keeps the maintainer's state."""
     from rillflow.clients.joining import join
 
     with disk_errors(folder):
@@ -113,7 +112,7 @@ def maintainer_role(
 
 
 async def end_nodes(folder: RunFolder) -> None:
-    """End what maintainers of this run have started, when it is stopped or has ended and nobody maintains it any more.
+    """Stop the nodes that maintainers of this run have started, once it has ended and no maintainer runs.
     Those that a scheduler runs elsewhere are ended through its command. RunError when some would not go."""
     if not (folder.root / "maintainer-nodes.json").is_file() and folder.recipe.resources.scaling.executor != "ray":
         return

@@ -1,4 +1,4 @@
-"""A port whose process is started by the first connection to it, so that it costs nothing while nobody connects.
+"""A port whose process is started by the first connection to it, so that it costs nothing until then.
 
 The connections of the meantime wait in the socket's queue: the process takes the socket over and serves them. It is
 for what a run can do without: that the port cannot be opened is reported, and nothing else comes of it.
@@ -14,7 +14,7 @@ _WAITING = 64  # connections
 
 
 class OnDemand:
-    """Listens on loopback; `start` is called once, with the socket's file descriptor, when somebody connects."""
+    """Listens on loopback; `start` is called once, with the socket's file descriptor, at the first connection."""
 
     def __init__(self, start: Callable[[int], None], port: int = 0) -> None:
         """The port that it had before is only a wish. OSError where nothing can be opened."""
@@ -35,7 +35,7 @@ class OnDemand:
         self._start(self._listener.fileno())
 
     def close(self) -> None:
-        """Refuse further connections, as far as nobody has taken the socket over."""
+        """Refuse further connections, unless the started process has taken the socket over."""
         if self._listener.fileno() >= 0:
             self._loop.remove_reader(self._listener)
             self._listener.close()

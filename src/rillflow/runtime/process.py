@@ -34,12 +34,12 @@ log = logging.getLogger(__name__)
 
 
 class GiveUp(RunError):
-    """The run cannot go on, and starting this process again would not help."""
+    """The run cannot continue, and a restart of this process would not help."""
 
 
 @contextmanager
 def signals_held() -> Iterator[None]:
-    """What asks to stop meanwhile is kept for who calls `was_asked_to_stop`: no moment of a start is without an answer.
+    """Hold signals that ask to stop until `was_asked_to_stop` is called, so that none is lost during a start.
 
     Not by masks: a signal to the process goes to any thread that lets it in, and libraries have threads.
     """
@@ -53,7 +53,7 @@ def signals_held() -> Iterator[None]:
 
 
 def ignored(number: signal.Signals) -> bool:
-    """Whether a signal is to be let pass: `nohup` lets a run outlive its terminal."""
+    """Return whether a signal stays ignored: `nohup` lets a run outlive its terminal."""
     return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
@@ -66,22 +66,22 @@ def _hold(number: int, frame: FrameType | None) -> None:
 
 
 def bind_host(recipe: Recipe) -> str:
-    """The address that this process listens on: its own host's, where a cluster has placed it there."""
+    """Return the address that this process listens on: its host's, if a cluster has placed it there."""
     return os.environ.get(HOST_ENV) or recipe.runtime.host
 
 
 def child_environment(threads: int) -> dict[str, str]:
-    """The environment of a supervised process: it knows its parent, and its libraries their share of the cores."""
+    """Return the environment of a supervised process: with its parent's pid and its libraries' share of the cores."""
     return os.environ | role_environment(threads) | {PARENT_ENV: str(os.getpid())}
 
 
 def role_environment(threads: int) -> dict[str, str]:
-    """What every process of a run finds in its environment, wherever it runs."""
+    """Return the environment variables of every process of a run, wherever it runs."""
     environment = {
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
         "HF_HUB_DISABLE_PROGRESS_BARS": os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS", "1"),
-        # Of torch's allocator on ARM: memory that was given back at once is asked for again in the next operator.
+        # For torch's allocator on ARM: memory that is returned at once is requested again by the next operator.
         "MIMALLOC_PURGE_DELAY": os.environ.get("MIMALLOC_PURGE_DELAY", "10000"),
     }
     if threads:
@@ -90,8 +90,8 @@ def role_environment(threads: int) -> dict[str, str]:
 
 
 def prepare(*, may_fork: bool = False) -> None:
-    """Call first in a role's process. One that `may_fork` gets no thread, and so relies on the kernel alone to hear of
-    its parent's death."""
+    """Prepare a role's process; call this first. A process that `may_fork` gets no thread, so it relies on the kernel alone
+    to learn of its parent's death."""
     from rillflow.config.secrets import SecretFormatter
 
     handler = logging.StreamHandler(sys.stderr)
@@ -106,7 +106,7 @@ def prepare(*, may_fork: bool = False) -> None:
 
 
 def _die_with(parent: int, *, look: bool) -> None:
-    """SIGTERM when the supervisor dies, by the kernel where it can, by looking once a second elsewhere."""
+    """Send SIGTERM to this process when the supervisor dies: by the kernel, or by a check every second."""
     if sys.platform == "linux":
         import ctypes
 
@@ -127,8 +127,8 @@ def _watch(parent: int) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process at once. Threads of users' code that never return, and those of native libraries that nobody
-    has joined, have no say in its exit code."""
+    """End the process at once. Threads of users' code that never return, and threads of native libraries, cannot change its
+    exit code."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -155,7 +155,7 @@ def run_until_signal(main: Coroutine[Any, Any, None]) -> int:
 
 
 class LoopWatchdog:
-    """Ends a process whose event loop is blocked: all stacks go to the log, then the supervisor starts it anew.
+    """Ends a process whose event loop is blocked: all stacks go to the log, then the supervisor restarts it.
 
     A workflow that blocks (`time.sleep`, an endless loop) would otherwise hold every other episode of its node.
     """

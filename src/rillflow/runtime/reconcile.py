@@ -1,12 +1,11 @@
-"""Keeps the processes of a run what its workers' tags ask for.
+"""Keeps the processes of a run as its workers' tags ask.
 
-What runs is compared with what the plan wants, again and again, until they are the same: so it does not matter when
-tags change, how often, or what else was under way. Who starts and ends processes is a `Carrier`: one for this machine,
-one for a cluster.
+The running processes are compared with the plan repeatedly until they agree, so it does not matter when or how often tags
+change. A `Carrier` starts and ends processes: one for this machine, one for a cluster.
 
-Invariants: one change of a process at a time, and none starts before its predecessor of the same name has gone; tags
-that the run could never get on with change nothing; a change of tags ends no node but by letting it drain, and no
-trainer but by letting it write a checkpoint.
+Invariants: a process has one change at a time, and none starts before its predecessor of the same name has ended. Tags
+with which the run could never progress change nothing. A node whose tags change drains before it ends; a trainer writes a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ log = logging.getLogger(__name__)
 
 
 class Carrier(Protocol):
-    """Runs processes somewhere. What it starts it keeps alive until it is told to let go of it."""
+    """Starts processes and keeps them alive until it is asked to end them."""
 
     def start(self, process: Placed) -> None: ...
 
     async def retire(self, process: Placed) -> None:
-        """Have a node drain; returns once it has gone, within a deadline of its own."""
+        """Drain a node; returns once it has ended, within the carrier's deadline."""
 
     async def stop(self, process: Placed) -> None:
-        """End a trainer, with time for its checkpoint; returns once it has gone."""
+        """Stop a trainer, with time for its checkpoint; returns once it has ended."""
 
 
 class Reconciler:
@@ -56,14 +55,14 @@ class Reconciler:
         return self._plan
 
     def begin(self) -> None:
-        """Start what the workers of the run are for. RunError where they could never get on."""
+        """Start the processes of the run's workers. Raises RunError if the run could never progress."""
         self._seen = self._file.stamp()
         workers = self._file.read()
         self._adopt(plan(self._recipe, workers, planned(self._recipe, workers)))
         self._carry()
 
     def look(self) -> None:
-        """Carry out what has changed since the last look; never waits. Raises what a change has failed with."""
+        """Begin the changes since the last call; never waits. Raises the exception of a failed change."""
         for name, task in list(self._changes.items()):
             if task.done():
                 del self._changes[name]
@@ -83,7 +82,7 @@ class Reconciler:
             self._adopt(wanted)
 
     def lost(self, name: str) -> bool:
-        """A process has gone for good. True where it was a node and the others can go on without its worker."""
+        """Note that a process cannot be kept alive. Return whether the run can continue without its worker."""
         process = self._running.get(name)
         if process is None or process.role != "rollout":
             return False
@@ -104,17 +103,17 @@ class Reconciler:
         return True
 
     def is_changing(self, name: str) -> bool:
-        """Whether a process is on its way out: that it ends then is no failure."""
+        """Return whether a process is being changed, so that its end is not a failure."""
         return name in self._changes
 
     async def close(self) -> None:
-        """Leave everything as it is."""
+        """Cancel pending changes; processes stay as they are."""
         for task in self._changes.values():
             task.cancel()
         await asyncio.gather(*self._changes.values(), return_exceptions=True)
 
     def _adopt(self, wanted: Plan) -> None:
-        """From now on this is the plan; it is written down beside the workers, for people and for who comes after."""
+        """Adopt the plan and record it beside the workers, for people and for a resumed run."""
         self._plan = wanted
         if wanted.spares:
             log.info("without work: %s", ", ".join(wanted.spares))
@@ -130,7 +129,7 @@ class Reconciler:
         self._file.change(noted)
 
     def _carry(self) -> None:
-        """Begin every change that is due and not in the way of one that is under way."""
+        """Begin every change that is due and does not conflict with one under way."""
         due = difference(self._running, self.plan)
         for process in due.start:
             if process.name not in self._changes:
@@ -142,7 +141,7 @@ class Reconciler:
 
     def _change(self, process: Placed, work: Coroutine[Any, Any, None]) -> None:
         if process.name in self._changes:
-            work.close()  # its turn comes when the one before it is over
+            work.close()  # it begins when the change before it has ended
             return
         self._changes[process.name] = asyncio.create_task(work, name=f"change-{process.name}")
 
@@ -158,7 +157,7 @@ class Reconciler:
         log.info("%s has gone", process.name)
 
     async def _restart(self, old: Placed, new: Placed) -> None:
-        log.info("%s gets other workers (%s): it writes a checkpoint and begins anew", old.name, ", ".join(new.workers))
+        log.info("%s gets other workers (%s): it writes a checkpoint and restarts", old.name, ", ".join(new.workers))
         await self._carrier.stop(old)
         del self._running[old.name]
         # Started at the next look, by the plan as it is then.

@@ -1,4 +1,4 @@
-"""What each role's process does: read the run folder, run its part, say where it listens.
+"""The main functions of the roles' processes: read the run folder, run the part, publish its address.
 
 A role returns the code that its process ends with: 0 when it has finished, `STOPPED` when a signal came before.
 """
@@ -43,7 +43,7 @@ PREDECESSOR_WAIT = 15.0
 
 
 def dataflow_role(folder: RunFolder, *, resume: bool = False) -> int:
-    """`resume` lets a run go on that had ended without having finished."""
+    """Run the dataflow service. `resume` continues a run that ended before it had finished."""
     startup.report_to(folder.root, "dataflow", "opening the ledger")
     from rillflow.dataflow.main import serve
 
@@ -68,7 +68,7 @@ def dataflow_role(folder: RunFolder, *, resume: bool = False) -> int:
 
 
 def _group_reward(recipe: Recipe) -> GroupReward | None:
-    """Return the parts of the recipe's reward that are of whole groups. Only functions of the user's can be."""
+    """Return the parts of the recipe's reward that compare whole groups, if it has any."""
     if recipe.reward is None or (isinstance(recipe.reward, str) and ":" not in recipe.reward):
         return None
     from rillflow.agents.rewards.registry import load_group_reward
@@ -92,7 +92,7 @@ def unit_role(folder: RunFolder, name: str) -> int:
             await wait_for_endpoint(folder, "dataflow"),
             keyring=folder.keyring,
             host=bind_host(recipe),
-            port=0,  # its peers hear from the dataflow service where it listens now
+            port=0,  # its peers get its present address from the dataflow service
             on_ready=startup.and_ready(lambda own: folder.publish_endpoint(name, own)),
         )
 
@@ -102,7 +102,7 @@ def unit_role(folder: RunFolder, name: str) -> int:
 
 
 def weights_role(folder: RunFolder, *, host: str | None = None, port: int | None = None) -> int:
-    """Serve the weights of all policies. Other hosts reach it where `host` is one of theirs to reach."""
+    """Serve the weights of all policies. Other hosts can use it if they can reach `host`."""
     startup.report_to(folder.root, "weights", "importing")
     from rillflow.weights.transport.serve import serve_weights
 
@@ -182,7 +182,7 @@ def rollout_role(folder: RunFolder, name: str) -> int:
 
 
 def stage_role(folder: RunFolder, stage: str, *, policy: str | None = None, name: str | None = None) -> int:
-    """A worker of a stage; `name` is the process's own."""
+    """Run a worker of a stage; `name` is that of the process."""
     recipe = folder.recipe
     policy = stage_policy(recipe, stage, policy)
     name = name or f"stage-{policy}-{stage}-0"
@@ -203,7 +203,7 @@ def stage_role(folder: RunFolder, stage: str, *, policy: str | None = None, name
 
 
 def stage_policy(recipe: Recipe, stage: str, policy: str | None) -> str:
-    """Return the policy whose stage is meant; RunError where the run has no such stage, or several."""
+    """Return the policy that has the stage; raises RunError if none or several have it."""
     found = [name for name, settings in recipe.policies.items() if stage in settings.stages]
     if policy is not None and policy in found:
         return policy
@@ -225,13 +225,13 @@ def trainer_role(
     rendezvous: str = "",
     playing: str | None = None,
 ) -> int:
-    """One rank of a trainer; without `rank`, all of them. The ranks in `playing` (such as "0,2") also play; by default
+    """Run one rank of a trainer; without `rank`, all of them. The ranks in `playing` (such as "0,2") also play; by default
     all do, or in an asynchronous run none."""
     from rillflow.trainer.parallel.address import Place
 
     recipe = folder.recipe
     if policy not in recipe.policies:
-        raise RunError(f"there is no policy {policy!r} in this run", f"one of: {', '.join(recipe.policies)}")
+        raise RunError(f"the run has no policy {policy!r}", f"one of: {', '.join(recipe.policies)}")
     ranks = ranks or recipe.policies[policy].trainer.ranks
     hosts = _playing_ranks(playing, ranks, by_default=recipe.mode != "asynchronous")
     if rank is None and ranks > 1:
@@ -336,7 +336,7 @@ def _use_threads(threads: int) -> None:
 
 
 async def wait_for_endpoint(folder: RunFolder, process: str) -> str:
-    """Where `process` listens; RunError when it has not said so in time."""
+    """Return the address of `process`; raises RunError if it is not published in time."""
     startup.doing(f"waiting for the {process} service")
     deadline = asyncio.get_running_loop().time() + _ENDPOINT_WAIT
     while (url := folder.endpoint(process)) is None:

@@ -1,11 +1,11 @@
 """Keeps the processes of a run alive. A process that dies is started again, a bounded number of times.
 
-Deaths count in a row: those before a process has lived for `SETTLED` seconds while the run got on are forgotten. So a
-run of weeks survives a crash now and then, and one that gets nowhere, or a process that cannot stay up, ends it.
+Deaths are counted in a row: the count restarts once a process has lived for `SETTLED` seconds while the run progressed.
+So a run of weeks survives occasional crashes, while a run without progress, or a process that cannot stay up, ends it.
 
-Invariants: every process runs in a group of its own, which dies with it; `stop` leaves none behind and takes at most
-`grace` + 1 seconds; a process that ended with code 0 has finished and is not started again, nor is one that gave up,
-one that was let go or one that was stopped by itself.
+Invariants: every process runs in its own process group, which dies with it. `stop` leaves no process behind and takes at
+most `grace` + 1 seconds. A process that ended with code 0, gave up, was released (`let_go`) or was stopped alone
+(`stop_one`) is not started again.
 """
 
 from __future__ import annotations
@@ -64,16 +64,16 @@ class Supervised:
 
     @property
     def first_stage(self) -> str:
-        """What the process waits for until it says what it does: the imports of the fork server, or its own start."""
+        """The first stage of its start: the imports of the fork server, or its own."""
         return NOT_BEGUN if self._preloaded is None else "importing torch"
 
     @property
     def pid(self) -> int | None:
-        """Of the running process; None between two starts."""
+        """The pid of the running process; None between two starts."""
         return self._process.pid if self._process is not None and not _has_ended(self._process) else None
 
     async def run(self) -> None:
-        """Until it finishes by itself (code 0). RunError when it gave up, or died once too often."""
+        """Run until the process finishes (code 0). Raises RunError if it gave up, or died too often."""
         while self._wanted() and (code := await self._run_once()) != 0 and self._wanted():
             self._deaths += 1
             if code == GIVE_UP or self._deaths > self._restarts:
@@ -89,7 +89,7 @@ class Supervised:
         return self.keep_alive
 
     def settle(self) -> None:
-        """The run gets on: the deaths before this life are forgotten, if it has lasted for a while."""
+        """Reset the count of deaths after progress of the run, if the process has lived long enough."""
         if self.pid is not None and time.monotonic() - self._since >= SETTLED:
             self._deaths = 0
 
@@ -123,13 +123,13 @@ class Supervised:
             )
 
     def signal(self, number: signal.Signals) -> None:
-        """To the whole group, so that what the process started goes with it."""
+        """Signal the process group, so that children of the process get the signal too."""
         if self._process is not None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, number)
 
     async def wait(self, seconds: float) -> bool:
-        """Whether it has ended within so many seconds."""
+        """Return whether it has ended within `seconds`."""
         if self._process is None:
             return True
         with suppress(TimeoutError):
@@ -181,7 +181,7 @@ class Supervisor:
             raise error
 
     def failures(self) -> dict[str, BaseException]:
-        """The processes that cannot be kept alive, each with its error."""
+        """Return the processes that cannot be kept alive, each with its error."""
         return {
             process.spec.name: error
             for process, task in self._running.items()
@@ -189,7 +189,7 @@ class Supervisor:
         }
 
     def finished(self) -> set[str]:
-        """The processes that have ended by themselves, with code 0."""
+        """Return the processes that have ended with code 0."""
         return {
             process.spec.name
             for process, task in self._running.items()
@@ -197,19 +197,19 @@ class Supervisor:
         }
 
     def forget(self, name: str) -> None:
-        """Go on without a process that cannot be kept alive, or that has finished."""
+        """Drop a process that cannot be kept alive, or that has finished."""
         for process, task in list(self._running.items()):
             if process.spec.name == name and task.done():
                 del self._running[process]
 
     async def wait(self, seconds: float) -> bool:
-        """Whether every process has finished by itself within so many seconds."""
+        """Return whether every process has finished within `seconds`."""
         if self._running:
             await asyncio.wait(self._running.values(), timeout=seconds)
         return all(task.done() for task in self._running.values())
 
     def progressed(self) -> None:
-        """Tell that the run has got further than ever before."""
+        """Note that the run has progressed."""
         for process in self._running:
             process.settle()
 
@@ -220,7 +220,7 @@ class Supervisor:
                 process.signal(signal.SIGKILL)
 
     async def let_go(self, name: str, seconds: float) -> bool:
-        """Have a process end by itself, and never start it again; whether it has within so many seconds."""
+        """Let a process end and never start it again; return whether it has ended within `seconds`."""
         tasks = []
         for process, task in self._running.items():
             if process.spec.name == name:
@@ -249,7 +249,7 @@ class Supervisor:
             self._running.pop(process, None)
 
     async def finish(self, seconds: float, keep: Collection[str]) -> None:
-        """Let all but those named in `keep` end by themselves, within so many seconds; none is started again."""
+        """Let all processes but those in `keep` end, within `seconds`; none is started again."""
         others = {process: task for process, task in self._running.items() if process.spec.name not in keep}
         for process in others:
             process.keep_alive = False
@@ -268,7 +268,7 @@ class Supervisor:
         for process, gone in zip(alive, ended, strict=True):
             if not gone:
                 log.warning("%s did not stop within %.0f s: killed", process.spec.name, self._grace)
-            # Also where the leader has gone: members of its group may still be there.
+            # Even if the leader has ended: members of its group may still run.
             process.signal(signal.SIGKILL)
         await asyncio.gather(*(process.wait(_KILL_WAIT) for process in alive))
         if self._preloaded is not None:

@@ -5,7 +5,7 @@
 
 It imports other people's packages, and of Rillflow only what this file needs: changes of your own code count in the
 next run. A run that finds no warm process, or one that must not serve it (another interpreter, packages installed
-since, other settings in the environment), starts its fork server by itself.
+since, other settings in the environment), starts its own fork server.
 
 A request is one message: a line of JSON with the run's environment, working folder and log, and the file descriptor of
 the socket that its fork server shall serve. The answer is `{"pid"}` or `{"error"}`. A request with `arguments` is for a
@@ -42,7 +42,7 @@ from rillflow.runtime.forking import become, unsafe, write_to
 
 log = logging.getLogger(__name__)
 
-# A path of its socket, for who wants several, or none (an empty value).
+# The path of its socket; an empty value disables it.
 PATH_ENV = "RILLFLOW_WARM"
 MODULES = ("torch", "torch.distributed", "transformers.modeling_utils", "transformers.models.auto", "openai", "aiohttp")
 # What libraries read when they are imported. OMP_NUM_THREADS is not among it: each role sets its own number of threads.
@@ -52,7 +52,7 @@ _MOST = 1 << 20
 
 
 def socket_path() -> Path | None:
-    """Return where the warm process of this user and interpreter listens; None where `RILLFLOW_WARM` is empty."""
+    """Return the socket's path of this user and interpreter's warm process; None if `RILLFLOW_WARM` is empty."""
     given = os.environ.get(PATH_ENV)
     if given is not None:
         return Path(given) if given else None
@@ -75,13 +75,13 @@ def packages_changed() -> dict[str, int]:
 
 
 def fork_server(channel: socket.socket, environment: Mapping[str, str], log_path: Path) -> int | None:
-    """Let the warm process fork a fork server for `channel` and return its pid; None where none serves this process."""
+    """Let the warm process fork a fork server for `channel` and return its pid; None if none serves this process."""
     return _ask({"environment": dict(environment), "log": str(log_path.absolute())}, [channel.fileno()])
 
 
 def run_in_fork(arguments: Sequence[str], tell: Callable[[str], None]) -> int | None:
-    """Run `rillflow ARGUMENTS` in a process that the warm one forks, with this process's output and error; return its
-    exit code, or None where no warm process serves this one. `tell` is told why one that exists does not."""
+    """Run `rillflow ARGUMENTS` in a process that the warm one forks, with this process's output and error; return its exit
+    code, or None if no warm process serves this one. `tell` gets the reason if one exists but refuses."""
     from rillflow.runtime.early import server_environment
 
     environment = server_environment(threads=0) | {PATH_ENV: ""}  # it must not ask again
@@ -131,7 +131,7 @@ def start(environment: Mapping[str, str]) -> NoReturn:
 
 
 def listen() -> socket.socket:
-    """Return the listening socket; RunError where there is a warm process already."""
+    """Return the listening socket; raises RunError if a warm process already listens."""
     path = socket_path()
     if path is None:
         raise RunError(f"{PATH_ENV} is empty, which turns warm processes off", f"unset {PATH_ENV}")
@@ -168,12 +168,12 @@ def preload() -> None:
 
 
 def serve(server: socket.socket, early: Mapping[str, str]) -> tuple[dict[str, Any], list[int]]:
-    """Fork a process for each request. Returns in the forked process only, with its request and the files of it.
+    """Fork a process for each request. Returns in the forked process only, with its request and its files.
 
     `early` is the environment in which the packages were imported.
     """
     own = {"python": [sys.executable, sys.prefix], "packages": packages_changed()}
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how fork servers end
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the exit codes of fork servers are not needed
     while True:
         client, _ = server.accept()
         with client:
@@ -258,7 +258,7 @@ def main() -> None:
 
 
 def _run(request: Mapping[str, Any], channel: socket.socket, output: int, error: int) -> NoReturn:
-    """Be the process that was asked for, to its end."""
+    """Run the requested process to its end."""
     write_to(None)
     for file, number in ((output, 1), (error, 2)):
         os.dup2(file, number)
@@ -271,7 +271,7 @@ def _run(request: Mapping[str, Any], channel: socket.socket, output: int, error:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
         traceback.print_exc()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who asked goes once it has the code
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the requesting process exits once it has the code
     sys.stdout.flush()
     sys.stderr.flush()
     with suppress(OSError):  # it may have gone before
@@ -280,7 +280,7 @@ def _run(request: Mapping[str, Any], channel: socket.socket, output: int, error:
 
 
 def _follow(channel: socket.socket) -> None:
-    """Interrupt this process when the one that asked for it has gone."""
+    """Interrupt this process when the requesting one has ended."""
     with suppress(OSError):
         channel.recv(1)
     os.kill(os.getpid(), signal.SIGINT)

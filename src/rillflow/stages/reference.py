@@ -1,4 +1,4 @@
-"""Log-probs of the reference model, which the KL term of the trainer is measured from.
+"""Log-probs of the reference model, for the KL term of the trainer.
 
 The model is the one that the trainer would run itself (`trainer.kl.reference`, or the policy's initial weights), by the
 same code and at the same temperatures, so the numbers are the same up to the rounding of differently packed rows.

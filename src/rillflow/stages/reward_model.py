@@ -1,6 +1,6 @@
 """Scores of a reward model: a causal model with a head of one number, as `rillflow fit` trains them.
 
-It reads a sample's own tokens, nothing is written anew as text, so it must share the policy's tokenizer. The score of
+It reads a sample's own tokens without retokenising, so it must share the policy's tokenizer. The score of
 an answer is taken at the answer's last token. A sample with several answers (turns) has the score of its last one, or
 the mean or the least of all (`over`), as process reward models are used.
 """
@@ -32,7 +32,7 @@ Over = Literal["last", "mean", "min"]
 
 
 class RewardScores:
-    """`weight` times the score is what the trainer adds to the reward."""
+    """A reward model as a stage. The trainer adds `weight` times the score to the reward."""
 
     def __init__(self, recipe: Recipe, policy: str, *, model: str, weight: float = 1.0, over: Over = "last") -> None:
         # Only here: it registers graph functions of `rillflow fit`, which a run's recipe does not know.

@@ -1,4 +1,4 @@
-"""What a stage is, and how one is made from its section of the recipe.
+"""The contract of a stage, and how one is made from its section of the recipe.
 
 A class of your own is named by its path. It is made once in each worker, with the recipe, the name of its policy and
 the options of its section, and then gets the samples of a few groups at a time:
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
 
 
 class Stage(Protocol):
-    """Makes columns for samples. Called by one thread; an error that it raises ends its worker."""
+    """Makes columns for samples. It is called from one thread; an exception ends its worker."""
 
     def columns(self, data: Databuffer) -> Mapping[str, Column]:
-        """Return what its class declares as `gives`: a value for each token (`_N`) or for each sample (`_R`)."""
+        """Return the columns that its class declares as `gives`: a value per token (`_N`) or per sample (`_R`)."""
 
 
 SHIPPED: dict[str, Callable[..., Stage]] = {"reference": ReferenceLogprobs, "reward_model": RewardScores}
 
 
 def check_stages(recipe: Recipe) -> None:
-    """Raise where a stage could not work, or nothing would read what it writes. Loads no model."""
+    """Raise ConfigError if a stage cannot work, or nothing would read its columns. Loads no model."""
     for settings in recipe.policies.values():
         for name, config in settings.stages.items():
             _check_options(name, config)
@@ -66,7 +66,7 @@ def _options(config: StageConfig) -> dict[str, Any]:
 
 
 def _check_options(name: str, config: StageConfig) -> None:
-    """Every option is a parameter of the class, and none that it needs is missing."""
+    """Raise ConfigError if an option is not a parameter of the class, or a required one is missing."""
     columns_of_stage(name, config)  # refuses an unknown kind
     parameters = list(inspect.signature(_class_of(config)).parameters.values())[2:]
     valid = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]

@@ -1,8 +1,8 @@
 """A worker of one stage: lease groups, read their samples, make columns, write them, commit; until the run has ended.
 
-Invariants: columns are durable in a storage unit before they are committed; a lease is renewed while the stage computes
-and returns by itself when the worker dies, so a kill costs the work on one lease; what another worker has taken over
-meanwhile is dropped. Everything is idempotent under the attempt id of its lease.
+Invariants: columns are durable in a storage unit before they are committed. A lease is renewed while the stage computes
+and expires when the worker dies, so a kill costs the work on one lease. Columns of groups that another worker has taken
+over are dropped. Everything is idempotent under the attempt id of its lease.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _MAY_PASS = (Unavailable, DeadlineExceeded, StorageError)
 
 
 class StageWorker:
-    """`patience` are the seconds without an answer of the run's service after which it gives up: for a worker that no
-    supervisor ends."""
+    """A worker of one stage. It gives up after `patience` seconds without an answer of the run's service, because a worker
+    that joined by URL has no supervisor."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class StageWorker:
                 attempt = uuid.uuid4().hex
             except _MAY_PASS as error:
                 self._check_patience(error)
-                await asyncio.sleep(_PAUSE)  # then again under the same attempt: it has what it had
+                await asyncio.sleep(_PAUSE)  # then again under the same attempt, which keeps its groups
 
     async def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -106,8 +106,8 @@ class StageWorker:
     # ------------------------------------------------------------ one lease
 
     async def _handle(self, batch: Batch) -> bool:
-        """Return whether the lease is done with. Rows that cannot be read are reported, and their episodes played
-        again; asked again, the attempt has the groups that are left."""
+        """Return whether the lease is finished. Unreadable rows are reported, and their episodes played again; the
+        attempt then holds the remaining groups."""
         try:
             async with self._renewed(batch):
                 columns = await self._made(batch) if batch.samples else []

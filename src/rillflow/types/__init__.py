@@ -67,7 +67,6 @@ from rillflow.types.tasks import (
     UserError,
 )
 from rillflow.types.units import (
-    DropSegments,
     Durability,
     GetRows,
     LoseRows,
@@ -99,7 +98,6 @@ __all__ = [
     "CommitStage",
     "CompleteTask",
     "CompleteTasks",
-    "DropSegments",
     "Durability",
     "EngineInfo",
     "EngineStats",

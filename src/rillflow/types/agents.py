@@ -1,4 +1,4 @@
-"""What agents say, and what they get to see of environments."""
+"""Answers of agents, observations of environments, and the facts that rewards are given."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from rillflow.types.base import Wire
 
 
 class Observation(Wire, frozen=True):
-    """What an environment says after a reset or a step.
+    """An environment's answer to a reset or a step.
 
-    `reward` is what this step alone earned, `actions` those possible now, where the environment knows them; `info` is
-    for the workflow and its metrics, not for the model.
+    `reward` is that of this step alone. `actions` are those possible now, if the environment knows them. `info` is for
+    the workflow and its metrics, not for the model.
     """
 
     text: str
@@ -31,8 +31,8 @@ class ToolUse(Wire, frozen=True):
 
 
 class Said(Wire, frozen=True):
-    """One answer of a role. `call` is what `episode.reward(…, call=…)` takes; `cut` tells that it hit its limit;
-    `message` is what to append to the conversation."""
+    """One answer of a role. `call` is its id for `episode.reward(…, call=…)`; `cut` is true if it hit its limit; append
+    `message` to the conversation."""
 
     text: str
     uses: list[ToolUse]
@@ -41,7 +41,7 @@ class Said(Wire, frozen=True):
     message: dict[str, Any]
 
     def json(self) -> Any:
-        """The answer as JSON, or None where it is none."""
+        """Return the answer parsed as JSON, or None if it is not valid JSON."""
         try:
             return json.loads(self.text)
         except (ValueError, RecursionError):
@@ -49,8 +49,8 @@ class Said(Wire, frozen=True):
 
 
 class EpisodeFacts(Wire, frozen=True):
-    """What a reward function that names `episode` is told of it: ids of its task and prompt, the run's policies, its
-    seed, whether it is played for an evaluation only, and the seconds that it took."""
+    """The argument `episode` of a reward function: ids of the task and prompt, the run's policies, the seed, whether the
+    episode is an evaluation, and the seconds that it took."""
 
     task: str
     prompt: str
@@ -61,8 +61,8 @@ class EpisodeFacts(Wire, frozen=True):
 
 
 class FinishedEpisode(Wire, frozen=True):
-    """One of the episodes that a reward of a whole group compares: what rewards of single episodes are given, and what
-    the recipe's other rewards came to (0 where it has none)."""
+    """One of the episodes that a reward of a whole group compares: the arguments that a reward of one episode gets, and
+    the sum of the recipe's other rewards (0 if it has none)."""
 
     payload: dict[str, Any]
     answer: Any
@@ -73,7 +73,7 @@ class FinishedEpisode(Wire, frozen=True):
 
 
 class Scored(float):
-    """A reward that says of which `parts` it is made: they become metrics of the episode. A number like any other."""
+    """A reward with its `parts`, which become metrics of the episode. It is a float."""
 
     parts: dict[str, float]
 

@@ -1,4 +1,4 @@
-"""What all that travels is made of."""
+"""The base of all wire structs, and the types that they share."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Annotated, Literal
 
 import msgspec
 
-# A number in a body that changes something: NaN and infinity are refused before anything sees them.
+# A number in a body that changes state: NaN and infinity are refused while decoding.
 Finite = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 
 Lane = Literal["train", "eval"]
 Phase = Literal["training", "finishing", "ended"]
 TokenScope = Literal["operator", "trainer", "stage", "unit", "node", "reader"]  # of a token (`wire.tokens`)
 
-# Why a run has ended, where it did what it was asked for.
+# The reasons of a run that ended successfully.
 DONE, OUT_OF_PROMPTS, TARGET_REACHED = "done", "out of prompts", "target reached"
 GOOD_ENDS = (DONE, OUT_OF_PROMPTS, TARGET_REACHED)
 
@@ -28,6 +28,6 @@ def new_attempt() -> str:
 class Wire(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, gc=False):
     """Base of everything that travels: keyword-only, immutable, unknown fields refused.
 
-    None can be part of a cycle, since each is made after all that it holds; so the collector need not look at them:
-    a batch has thousands.
+    No struct can be part of a cycle, because it is made after everything that it holds. So the garbage collector need
+    not track them: a batch has thousands.
     """

@@ -56,10 +56,10 @@ class BatchSample(Wire, frozen=True):
 
 
 class Batch(Wire, frozen=True):
-    """What was asked for of a batch: `samples` are those after the groups that the asker had, `groups` all so far.
+    """A part of a batch: `samples` are those after the groups that the asker had, `groups` counts all so far.
 
     `complete` says that nothing more will be added. `keep` are tasks whose trajectories may be kept for people: the
-    trainer tells with its commit what it computed for their tokens.
+    trainer reports with its commit what it computed for their tokens.
     """
 
     id: str
@@ -74,7 +74,7 @@ class Batch(Wire, frozen=True):
 
 
 class RenewBatch(Wire, frozen=True):
-    """The holder still works on the batch: its lease has its full time again."""
+    """A request to renew the lease of a batch."""
 
     batch: str
     attempt: str
@@ -89,8 +89,8 @@ class BatchReply(Wire, frozen=True):
 
 
 class KeptTokens(Wire, frozen=True):
-    """What a trainer computed for trained tokens of a sample: number `number` of the task at `place` in the group of
-    the batch's `member`.
+    """Values that a trainer computed for trained tokens of a sample: number `number` of the task at `place` in the group
+    of the batch's `member`.
 
     `at` are the tokens' places in the sample (i4), `advantages` and `logprobs` (f4) their values, the log-probs by the
     weights before the step's first update.
@@ -107,8 +107,8 @@ class KeptTokens(Wire, frozen=True):
 class CommitBatch(Wire, frozen=True):
     """The optimizer step on `batch` produced `version`, already published. Trained and version move together.
 
-    `restorable` is the oldest version that this trainer keeps a checkpoint of: what went into it or before it is
-    never asked for again. `kept` is told for people alone.
+    `restorable` is the oldest version of which this trainer keeps a checkpoint: the batches of it and of earlier
+    versions are never asked for again. `kept` is only for the trajectories that people read.
     """
 
     policy: str

@@ -10,8 +10,8 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class Grammar(Wire, frozen=True):
-    """What an answer must look like, from its first token to its last: a JSON schema (as JSON), a regular expression,
-    or a grammar in llguidance's dialect of Lark."""
+    """The form of a whole answer: a JSON schema (as JSON), a regular expression, or a grammar in llguidance's dialect
+    of Lark."""
 
     kind: Literal["json", "regex", "lark"]
     text: str
@@ -20,7 +20,7 @@ class Grammar(Wire, frozen=True):
 class Sampling(Wire, frozen=True):
     """How tokens are drawn. `top_k` 0 and `top_p` 1 switch those cuts off; `seed` None draws a fresh one.
 
-    With a `grammar` only tokens are drawn after which it can still be fulfilled, and an answer stops only where it is.
+    With a `grammar` only tokens are drawn that keep it satisfiable, and an answer stops only when it is satisfied.
     """
 
     temperature: float = 1.0
@@ -33,8 +33,8 @@ class Sampling(Wire, frozen=True):
 
 
 class GenerateRequest(Wire, frozen=True):
-    """Token ids in. `group` lets an engine find requests that share their prompt; the last `begun` tokens are of the
-    answer itself, where one that was cut goes on."""
+    """A prompt as token ids. `group` lets an engine find requests that share their prompt. The last `begun` tokens belong
+    to the answer, if an answer that was cut goes on."""
 
     id: str
     tokens: list[int]
@@ -60,7 +60,7 @@ class Chunk(Wire, frozen=True):
 
 
 class Probe(Wire, frozen=True):
-    """What a version's trainer says its weights do: the log-probs of every token of `prompts` but the first of each.
+    """The trainer's log-probs of a version: of every token of `prompts` but the first of each.
 
     An engine that holds these weights reproduces them within `tolerance`, a share of their spread (`weights.probe`).
     """
@@ -84,7 +84,7 @@ class EngineStats(Wire, frozen=True):
 
 
 class AskTurn(Wire, frozen=True):
-    """An engine of a policy wants to change its weights now, or (`done`) has done it."""
+    """A request of a policy's engine to update its weights now, or (`done`) the report that it has."""
 
     policy: str
     engine: str
@@ -93,7 +93,7 @@ class AskTurn(Wire, frozen=True):
 
 
 class TurnReply(Wire, frozen=True):
-    """Whether it may; if not, it asks again."""
+    """Whether the engine may update now. If not, it asks again."""
 
     granted: bool
 
@@ -101,7 +101,7 @@ class TurnReply(Wire, frozen=True):
 class EngineInfo(Wire, frozen=True):
     """A process that samples for others: where it listens and which version of each policy it serves now.
 
-    `paused` names why it does not sample at present; empty where it does. `trouble` tells what is wrong with its
+    `paused` says why it does not sample now; it is empty while it samples. `trouble` says what is wrong with its
     weights.
     """
 
@@ -117,16 +117,16 @@ class EngineInfo(Wire, frozen=True):
 
 
 class LookEngines(Wire, frozen=True):
-    """Who is there? Answered at once, or, where nobody's weights, address or rest is another than in the answer of
-    `news`, after `wait` seconds at most."""
+    """A request for the engine processes of a run. It is answered once an engine's weights, address or state differ from
+    those in the answer with the number `news`, or after `wait` seconds."""
 
     news: int = -1
     wait: Finite = 0.0
 
 
 class Engines(Wire, frozen=True):
-    """The engine processes of a run that were heard of lately; in an answer to one of them, `ended` tells that the run
-    needs none of them any more. `news` is another number whenever something of note has changed."""
+    """The engine processes of a run that reported recently. In an answer to one of them, `ended` says that the run no
+    longer needs any. `news` changes whenever an engine's weights, address or state change."""
 
     engines: list[EngineInfo]
     ended: bool = False

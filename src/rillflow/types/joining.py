@@ -1,4 +1,4 @@
-"""How a process from elsewhere joins a run: all that it needs to know, and what it fetches meanwhile."""
+"""How a process on another host joins a run."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from rillflow.types.base import TokenScope, Wire
 
 
 class RunRecipe(Wire, frozen=True):
-    """What a process that sees nothing of the run folder works by.
+    """The recipe and addresses for a process that does not see the run folder.
 
-    `version` is of the Rillflow that serves the run. `weights` is where the run's weight server listens, empty where
-    there is none, and `trainers` where trainers elsewhere serve theirs, by policy; `folder` is the run's, which a
-    process on the same host may read. `digests` are those of the run's tokens, by scope: with them a process recognises
+    `version` is that of the Rillflow that serves the run. `weights` is the address of the run's weight server, or
+    empty. `trainers` are the addresses at which trainers elsewhere serve their weights, by policy. `folder` is the run
+    folder, which a process on the same host may read. `digests` are those of the run's tokens, by scope: with them a process recognises
     tokens that it does not hold (`wire.tokens.Keyring`).
     """
 
@@ -31,7 +31,7 @@ class WeightsKey(Wire, frozen=True):
 
 
 class TellFetch(Wire, frozen=True):
-    """An engine fetches this version, and serves nothing yet that would keep it in the store."""
+    """The report that an engine fetches this version, so that the store keeps it meanwhile."""
 
     policy: str
     engine: str

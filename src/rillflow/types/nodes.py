@@ -1,4 +1,4 @@
-"""Rollout nodes: that they live, and that they leave."""
+"""Heartbeats, retirement and states of rollout nodes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from rillflow.types.base import Finite, Phase, Wire
 
 
 class Heartbeat(Wire, frozen=True):
-    """A node lives and still plays these attempts. `active` is the tag of what its worker does now; a node that is
-    `leaving` wants no more tasks. `trouble` says why an engine of it samples nothing."""
+    """A node's sign of life, with the attempts that it still plays. `active` is its worker's active tag. A node that is
+    `leaving` wants no more tasks. `trouble` says why one of its engines does not sample."""
 
     node: str
     incarnation: str
@@ -21,8 +21,8 @@ class Heartbeat(Wire, frozen=True):
 
 
 class HeartbeatReply(Wire, frozen=True):
-    """`lost`: attempts whose lease is gone; the node stops playing them. `leave`: somebody has retired the node; it
-    ends what it plays within so many seconds, hands the rest back and goes. None: it stays."""
+    """`lost` are attempts whose lease is gone; the node stops playing them. `leave` is set when the node was retired: it
+    finishes episodes within that number of seconds, hands the rest back and exits."""
 
     lost: list[str]
     heads: dict[str, int]
@@ -31,22 +31,22 @@ class HeartbeatReply(Wire, frozen=True):
 
 
 class LeaveRun(Wire, frozen=True):
-    """A node goes for good: what it still holds returns at once, and nobody waits for it."""
+    """The report that a node leaves the run. Its leases return at once."""
 
     node: str
     incarnation: str
 
 
 class RetireNode(Wire, frozen=True):
-    """Somebody wants a node to go: it gets no more tasks, and `drain` seconds to end those it has. 0: none."""
+    """A request to retire a node: it gets no more tasks, and `drain` seconds to finish those it has."""
 
     node: str
     drain: Finite = 120.0
 
 
 class NodeInfo(Wire, frozen=True):
-    """A rollout node as the run knows it, heard of `seen` seconds ago. `pace` is the mean seconds of its episodes,
-    `throughput` the samples that it has brought each second of late. State: healthy, gone or left."""
+    """A rollout node as the run knows it; its last heartbeat came `seen` seconds ago. `pace` is the mean duration of its
+    episodes in seconds, `throughput` its recent samples a second. The state is healthy, gone or left."""
 
     name: str
     state: str

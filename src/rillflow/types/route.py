@@ -22,9 +22,9 @@ MSGPACK, JSON, TEXT, BYTES = "application/msgpack", "application/json", "text/pl
 class Route(Generic[Body, Reply]):
     """One route.
 
-    A token of one of the `scopes` opens it. `again` says why a second copy of a body does no harm; it is empty where
-    the body has an attempt id, which its receiver takes once, and where nothing is sent. A route that `waits` for news
-    ends when its client disconnects. `answers` has the possible types by content type; none where it is opaque.
+    A token of one of the `scopes` opens it. `again` says why a second copy of a body does no harm; it is empty if the
+    body has an attempt id, which its receiver takes once, and if the route has no body. A route that `waits` ends when
+    its client disconnects. `answers` has the possible types by content type; no types mean opaque content.
     """
 
     method: str
@@ -40,7 +40,7 @@ class Route(Generic[Body, Reply]):
     errors: tuple[type, ...] = ()
     headers: tuple[str, ...] = ()
     query: tuple[str, ...] = ()
-    optional: bool = False  # the answer: 204 where there is none
+    optional: bool = False  # the answer may be empty (204)
 
     @property
     def has_body(self) -> bool:
@@ -50,7 +50,7 @@ class Route(Generic[Body, Reply]):
 def post(
     path: str, body: type[Body], reply: type[Reply], *scopes: TokenScope, summary: str, again: str = ""
 ) -> Route[Body, Reply]:
-    """Declare a call with a msgpack body in both directions. It waits where its body has a `wait`."""
+    """Declare a call with a msgpack body in both directions. It waits if its body has a field `wait`."""
     waits = "wait" in getattr(body, "__struct_fields__", ())
     return Route("POST", path, scopes, summary, body, reply, again, waits, answers=_answers(MSGPACK, reply))
 
@@ -75,7 +75,7 @@ def raw(
     query: tuple[str, ...] = (),
     optional: bool = False,
 ) -> Route[Any, Any]:
-    """Declare a route whose handler reads the request and makes the response by itself."""
+    """Declare a route whose handler reads the raw request and returns a response."""
     kind: Any = type(None) if body is None else body
     return Route(
         method, path, scopes, summary, kind, object, again, waits, content, answers, errors, headers, query, optional

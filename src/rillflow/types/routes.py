@@ -29,7 +29,7 @@ Versions = dict[str, list[int]]  # by policy
 
 
 class Dataflow:
-    """The ledger: tasks for nodes, batches for trainers, and what people ask."""
+    """The ledger: tasks for nodes, batches for trainers, status for people."""
 
     lease_tasks = post("/tasks/lease", LeaseTasks, TaskLeases, "node", summary="Lease tasks, or wait for some")
     complete = post("/tasks/complete", CompleteTasks, TasksTaken, "node", summary="Tell of played tasks")
@@ -67,7 +67,7 @@ class Dataflow:
 
 
 class Updates:
-    """Who updates weights when (`weights.updates`), served beside the ledger."""
+    """Turns of engines that update their weights (`weights.updates`), served beside the ledger."""
 
     recipe = get(
         "/recipe",

@@ -7,7 +7,7 @@ from rillflow.types.tasks import UserError
 
 
 class StopRun(Wire, frozen=True):
-    """Ends the run; what is outstanding stays in the ledger, so that a resumed run goes on with it."""
+    """A request to end the run. Unfinished work stays in the ledger, and a resumed run goes on with it."""
 
     reason: str = "stopped"
 
@@ -15,7 +15,7 @@ class StopRun(Wire, frozen=True):
 class Evaluation(Wire, frozen=True):
     """Mean reward on held-out prompts, asked for when the policy stood at `version`.
 
-    Where they are of several sources, `reward` is the mean of theirs, which are in `by_source`.
+    With several sources, `reward` is the mean of their means, which are in `by_source`.
     """
 
     version: int
@@ -39,7 +39,7 @@ class PolicyStatus(Wire, frozen=True):
 
 
 class Status(Wire, frozen=True):
-    """One look at a run, as the progress view shows it. The plain numbers are the first policy's."""
+    """The state of a run, as the progress view shows it. The plain numbers are the first policy's."""
 
     phase: Phase
     reason: str
@@ -56,5 +56,5 @@ class Status(Wire, frozen=True):
     waits: list[str]
     policies: dict[str, PolicyStatus] = {}
     units: int = 0
-    notes: dict[str, str] = {}  # what nodes have found out about the agents, by subject
+    notes: dict[str, str] = {}  # findings of nodes about the agents, by subject
     errors: list[UserError] = []  # of user code, the most frequent first

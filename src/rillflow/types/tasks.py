@@ -39,9 +39,9 @@ class TaskLease(Wire, frozen=True):
 
 
 class LeaseTasks(Wire, frozen=True):
-    """A node asks for up to `want` tasks, telling which version of each policy it serves now.
+    """A node's request for up to `want` tasks, with the version of each policy that it serves.
 
-    Asked again under the same `attempt`, it gets the same leases, as long as it holds them.
+    Repeated under the same `attempt`, it returns the same leases, as long as the node holds them.
     """
 
     node: str
@@ -59,11 +59,11 @@ class TaskLeases(Wire, frozen=True):
 
 
 class SampleMeta(Wire, frozen=True):
-    """What the ledger is told of a sample: everything but its tokens.
+    """The metadata of a sample: everything but its tokens.
 
-    `fork` says why its path left another one ("history": the agent's messages did; "template": the chat template wrote
-    them anew), `seams` how often its sampling was cut and continued. `agent` is whom the calls said to be of, `turn`
-    which of that agent's calls in the episode begins it, from 0.
+    `fork` says why its path left another one ("history": the agent's messages differ; "template": the chat template
+    rendered them differently). `seams` counts how often its sampling was cut and continued. `agent` is the agent named
+    in its calls, `turn` the number of that agent's call that begins the sample, from 0.
     """
 
     policy: str
@@ -85,8 +85,8 @@ SLOW_TOOL = "slow tool "  # begins the kind of a UserError that counts the calls
 
 
 class UserError(Wire, frozen=True):
-    """An error of user code that was seen `count` times: in a `kind` of it (`workflow_error`, `tool count`), at the
-    same lines. `trace` is its traceback, empty where the ledger was told before."""
+    """An error of user code that was seen `count` times: in a `kind` of code (`workflow_error`, `tool count`), at the same
+    lines. `trace` is its traceback; it is empty if the ledger has it already."""
 
     kind: str
     where: str
@@ -98,10 +98,10 @@ class UserError(Wire, frozen=True):
 class CompleteTask(Wire, frozen=True):
     """An episode has a reward; its samples are already durable in a storage unit.
 
-    Its numbers are checked by the ledger, not by their types: one that is not finite must not refuse the completions
-    that travel with it. `notes` are what a person should know of how agents play, by subject; the run tells each
-    subject once. `end` is how the episode ended, if without an answer: the recipe's `ends` has its reward. `errors` are
-    those that its node has seen in user code since it told of the last.
+    The ledger checks its numbers, not their types: a number that is not finite must not refuse the other completions of
+    the call. `notes` are findings for people about how agents play, by subject; the run reports each subject once.
+    `end` is how the episode ended, if without an answer: the recipe's `ends` has its reward. `errors` are those that
+    the node has seen in user code since its last report.
     """
 
     task: str
@@ -118,10 +118,10 @@ class CompleteTask(Wire, frozen=True):
 
 
 class FailTask(Wire, frozen=True):
-    """An episode has ended badly; the ledger decides whether the task is retried.
+    """The report of a failed episode; the ledger decides whether the task is retried.
 
-    `trajectory` is what it left, for people, where its node sends it (`storage.trajectories.encode_body`); it has made
-    `calls` model calls.
+    `trajectory` is for people, if the node sends one (`storage.trajectories.encode_body`). The episode made `calls`
+    model calls.
     """
 
     task: str
@@ -135,7 +135,7 @@ class FailTask(Wire, frozen=True):
 
 
 class Ack(Wire, frozen=True):
-    """`accepted` is False where the news came too late (another attempt holds the task) and changes nothing."""
+    """`accepted` is false if the report came too late (another attempt holds the task) and changed nothing."""
 
     accepted: bool
     reason: str = ""
@@ -148,13 +148,13 @@ class CompleteTasks(Wire, frozen=True):
 
 
 class Taken(Wire, frozen=True):
-    """The answer to one of several: exactly one of the two."""
+    """The answer to one completion: exactly one of the two."""
 
     ack: Ack | None = None
     error: ErrorBody | None = None
 
 
 class TasksTaken(Wire, frozen=True):
-    """In the order of what was sent."""
+    """The answers, in the order of the completions."""
 
     taken: list[Taken]

@@ -37,11 +37,11 @@ class RowsGot(Wire, frozen=True):
 
 
 class UnitInfo(Wire, frozen=True):
-    """A storage unit: `unit` was drawn once and is its name for good, `url` is where it listens now.
+    """A storage unit: `unit` is its permanent name, drawn once, `url` its present address.
 
-    `path` is the folder of segments: who can open it on the own host reads and writes there instead of asking; it
-    is empty where a unit has none. `load` is the bytes that wait or were written lately, `free` the bytes left. All who
-    write into the folder give their rows the unit's `durability`.
+    `path` is the folder of its segments, or empty. A process on the same host that can open it reads and writes there
+    directly, with the unit's `durability`. `load` counts the bytes that wait or were written recently, `free` the bytes
+    left.
     """
 
     unit: str
@@ -54,9 +54,9 @@ class UnitInfo(Wire, frozen=True):
 
 
 class UnitBeat(Wire, frozen=True):
-    """A unit lives. `dropped` are the segments it was told to drop and has; `closed` those of the idle ones it was
-    asked about that nobody will ever write into again; `found`, now and then, all that it has and nobody writes into:
-    those that no task or stage has reported are reclaimed after a while."""
+    """A unit's sign of life. `dropped` are segments that it has dropped as asked; `closed` are idle segments that will
+    never be written again. `found`, sent occasionally, are all segments that are not being written: those that no task
+    or stage has reported are reclaimed later."""
 
     info: UnitInfo
     dropped: list[int] = []
@@ -65,8 +65,8 @@ class UnitBeat(Wire, frozen=True):
 
 
 class UnitBeatReply(Wire, frozen=True):
-    """`drop`: segments that nobody will ever ask for again; `idle`: those that could go if nobody writes into them;
-    `ended`: the run has ended."""
+    """`drop` are segments that will never be read again; `idle` are those that could be dropped unless they are being
+    written; `ended` says that the run has ended."""
 
     drop: list[int]
     idle: list[int] = []
@@ -74,17 +74,13 @@ class UnitBeatReply(Wire, frozen=True):
 
 
 class Units(Wire, frozen=True):
-    """The units of a run that were heard of lately, the least loaded first."""
+    """The units of a run that reported recently, the least loaded first."""
 
     units: list[UnitInfo]
 
 
 class LoseRows(Wire, frozen=True):
-    """Rows that could not be read as they were written: they are set aside and their episodes played again."""
+    """The report of rows that are damaged or missing: they are quarantined and their episodes played again."""
 
     rows: list[Row]
     reason: str
-
-
-class DropSegments(Wire, frozen=True):
-    segments: list[int]

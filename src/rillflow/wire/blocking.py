@@ -1,5 +1,5 @@
-"""Event loops and threads beside each other: a loop of its own for code that computes (a trainer's heartbeats go on
-during its step), and threads for what would hold up a loop."""
+"""Event loops and threads: a loop in a thread for synchronous code (a trainer's heartbeats go on during its step), and
+threads for work that would block a loop."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ _MOST_IDLE = 16  # daemon threads that are kept for later work
 
 
 def take_short_turns() -> None:
-    """For a process whose event loop is busy while threads work: each of their operations lets go of the interpreter,
-    and waits for as long as a turn of the loop may last to have it back (Python's 5 ms, some thousand times for one
-    version of a model's weights)."""
+    """Shorten the interpreter's switch interval, for a process whose event loop is busy while threads work.
+
+    Each operation of a thread releases the interpreter lock and waits for one switch interval to get it back: Python's
+    5 ms, some thousand times for one version of a model's weights."""
     sys.setswitchinterval(min(sys.getswitchinterval(), _TURN_SECONDS))
 
 
@@ -58,8 +59,8 @@ class LoopThread:
 
 
 async def in_thread(work: Callable[[], T], executor: Executor | None = None) -> T:
-    """`work` in a thread. It has ended when this returns, also when the caller is cancelled: what it uses may then be
-    changed or closed. Not for work that may hang."""
+    """Run `work` in a thread and return its result. The work has ended when this returns, even if the caller is
+    cancelled, so its resources may then be closed. Not for work that may hang."""
     future = asyncio.get_running_loop().run_in_executor(executor, work)
     try:
         return await asyncio.shield(future)
@@ -75,9 +76,10 @@ async def in_daemon(
     exited: Callable[[BaseException], Exception],
     ended: Callable[[], None] = lambda: None,
 ) -> T:
-    """Return the result of `work`, run in a daemon thread: work that never returns holds nothing up, not even the exit
-    of the process. A StopIteration is raised as RuntimeError, as in a coroutine. `exited` makes an Exception of what is
-    none, such as SystemExit. `ended` is called on the loop once the work has ended, also when nobody waits any more."""
+    """Return the result of `work`, run in a daemon thread: work that never returns blocks nothing, not even the exit of
+    the process. A StopIteration is raised as RuntimeError, as in a coroutine. `exited` converts a BaseException that is
+    not an Exception, such as SystemExit. `ended` is called on the loop once the work has ended, even if the caller no
+    longer waits."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -102,7 +104,7 @@ async def in_daemon(
             failure = error
         except BaseException as error:
             failure = exited(error)
-        with suppress(RuntimeError):  # the loop has closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop has closed: the caller no longer waits
             loop.call_soon_threadsafe(settle, result, failure)
 
     _start(run, name)
@@ -114,8 +116,8 @@ os.register_at_fork(after_in_child=_idle.clear)  # a forked process has none of 
 
 
 def _start(work: Callable[[], None], name: str) -> None:
-    """Run `work` in a daemon thread that has nothing to do, or in a new one. To start a thread costs more than most
-    rewards do: its starter waits until it runs."""
+    """Run `work` in an idle daemon thread, or in a new one. Starting a thread costs more than most rewards, because the
+    starter waits until it runs."""
     try:
         queue = _idle.pop()
     except IndexError:

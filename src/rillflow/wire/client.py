@@ -1,7 +1,7 @@
-"""The client base. Every call has a deadline; what can be retried is retried until then, nothing is after it.
+"""The client base. Every call has a deadline; failures that may pass are retried until then, and never after it.
 
-A call is retried when the peer could not be reached, cut the connection or said 503. That is safe because every
-body that changes something carries an attempt id, which the receiver takes once, or changes nothing when it comes
+A call is retried when the peer could not be reached, cut the connection or answered 503. This is safe because every
+body that changes state carries an attempt id, which the receiver takes once, or has no further effect when it comes
 twice; the declaration of its route says why (`types.route`).
 """
 
@@ -46,7 +46,7 @@ class Client:
         self._connections: Connections | None = None
 
     async def call(self, route: Route[Body, Reply], body: Body, deadline: float = DEFAULT_DEADLINE) -> Reply:
-        """Return the reply of a route to a body, None where it takes none. A long poll's wait is added to the
+        """Return the reply of a route to a body (None for a route without one). A long poll's wait is added to the
         deadline."""
         if route.waits:
             deadline += getattr(body, "wait", 0.0)

@@ -1,4 +1,4 @@
-"""Python's collector in a process that serves."""
+"""Python's garbage collector in a process that serves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 
 
 def keep_what_is_there() -> None:
-    """Call once, when a process is ready: modules, models and templates stay, and every full collection would hold up
-    all calls, or a step, to look at them again."""
+    """Exclude all present objects from later collections. Call once, when a process is ready: modules, models and
+    templates stay, and every full collection would delay all calls, or a step, to visit them again."""
     gc.collect()
     gc.freeze()

@@ -8,7 +8,7 @@ DESCRIPTION = "/openapi.json"
 
 
 class Common:
-    """Open to readers, and only reading."""
+    """Routes that only read, open to readers."""
 
     health = get("/health", dict[str, str], "reader", summary="Whether the service is there")
     metrics = raw("GET", "/metrics", "reader", summary="Prometheus metrics", answers={TEXT: ()})

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 CONNECTIONS = 256  # to one service
 _KEPT_SECONDS = 0.8 * IDLE_SECONDS  # the service may close an older idle connection just as a call begins
-_READ_AHEAD = 256 << 10  # bytes of a streamed answer that nobody has read; twice as many pause the connection
+_READ_AHEAD = 256 << 10  # unread bytes of a streamed answer; twice as many pause the connection
 _ONE_WRITE = 64 << 10  # a body up to this size is sent in one write with its head
 
 

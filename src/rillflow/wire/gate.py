@@ -1,4 +1,4 @@
-"""A bound on how many requests are at work at once; those past it are told to come back."""
+"""A bound on concurrent requests; those past it get a 429."""
 
 from __future__ import annotations
 

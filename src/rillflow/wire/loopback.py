@@ -1,4 +1,5 @@
-"""Apps of other packages, served on loopback: every call needs the token, and the port is known once it is open."""
+"""ASGI apps of other packages, served on loopback: every call needs the token, and the port is known once it is
+open."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ class _Server(uvicorn.Server):
 
 @asynccontextmanager
 async def served(app: ASGIApp, token: str, port: int, *, what: str) -> AsyncIterator[tuple[str, asyncio.Task[None]]]:
-    """The URL of `app` and the task that serves it, until the block is left. `what` names it in errors."""
+    """Serve `app` until the block is left; yields its URL and the task that serves it. `what` names it in errors."""
     config = uvicorn.Config(
         Guarded(app, token), host="127.0.0.1", port=port, ws="none", log_config=None, access_log=False, lifespan="on",
         timeout_graceful_shutdown=1, limit_concurrency=_CONCURRENT,

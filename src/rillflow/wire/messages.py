@@ -43,7 +43,7 @@ class Response:
 class Stream(Response):
     """A response whose body is made while it is sent. Without a `content-length` it goes out in chunks.
 
-    `write` is called once in any case, so it may own what the response needs. It is cancelled when the client
+    `write` is always called once, so it may own the response's resources. It is cancelled when the client
     disconnects. Each `send` returns once the client keeps up; a client that takes nothing for `stalled` seconds is
     disconnected.
     """
@@ -129,7 +129,7 @@ class Request:
         self._wake()
 
     def on_want(self, want: Callable[[], None]) -> None:
-        """Set what is called when a handler begins to read a body that is not whole."""
+        """Set the callback for a handler that begins to read a body that is not whole."""
         self._want = want
 
     def _wake(self) -> None:
@@ -139,7 +139,7 @@ class Request:
     # ------------------------------------------------------------ disconnects
 
     def when_lost(self, callback: Callable[[], object]) -> Callable[[], None]:
-        """Call `callback` once when the client disconnects. Returns a function that takes this back."""
+        """Call `callback` once when the client disconnects. Returns a function that cancels this."""
         self._on_lost.append(callback)
 
         def forget() -> None:

@@ -1,4 +1,4 @@
-"""What wakes long polls."""
+"""The signal that wakes long polls."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import suppress
 
 
 class News:
-    """Wakes those who wait for something to change, at most every `pause` seconds: each of them asks again then."""
+    """Wakes waiting long polls after a change, at most every `pause` seconds; each then checks its condition again."""
 
     def __init__(self, pause: float) -> None:
         self._pause = pause

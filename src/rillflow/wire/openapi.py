@@ -34,7 +34,7 @@ _SCHEMES = {
 
 
 def describe(name: str, routes: Iterable[Route[Any, Any]]) -> dict[str, Any]:
-    """Return what is served as an OpenAPI 3.1 document."""
+    """Return the served routes as an OpenAPI 3.1 document."""
     routes = list(routes)
     types = list(dict.fromkeys(kind for route in routes for kind in _types(route)))
     refs, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")

@@ -1,10 +1,10 @@
 """The server's side of HTTP/1.1: asyncio's protocols and httptools' parser, with a bound on everything.
 
-A connection has a bounded head, brings it within a deadline, is closed when it idles, and counts against a bound on
-their number. None of that asks who is at the other end: it holds for those without a key too. Bodies are not read on
-beyond `_AHEAD` bytes before a handler asks for them. Pipelined requests are answered one after the other.
+Heads are bounded and must arrive within a deadline. Idle connections are closed, and the number of connections is
+bounded. All this applies before a token is checked. At most `_AHEAD` bytes of a body are read before a handler asks for
+it. Pipelined requests are answered one after the other.
 
-What it leaves out on purpose: TLS, upgrades, trailers and compression.
+Left out on purpose: TLS, upgrades, trailers and compression.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HEAD_SECONDS = 10.0  # from a connection's beginning, or a head's first byte, to
 IDLE_SECONDS = 75  # between requests: longer than clients keep their pooled connections
 CONNECTIONS = 16384  # of one service
 STOP_SECONDS = 1.0  # for requests at work when a service stops
-_AHEAD = 64 << 10  # bytes of bodies that are received before anybody reads them
+_AHEAD = 64 << 10  # bytes of bodies that are received before a handler reads them
 _PIPELINED = 16  # requests that wait behind the one at work
 _ONE_WRITE = 64 << 10  # a body up to this size is sent in one write with its head
 _LOOK = 0.5  # seconds between two looks at the deadlines of connections
@@ -80,7 +80,7 @@ class Listener:
         await asyncio.sleep(0)  # the event loop closes the sockets in its next iteration
 
     def _look(self) -> None:
-        """Hang up where a head or a request is overdue. One timer for all: most deadlines are met."""
+        """Close connections whose head or request is overdue. One timer serves all: most deadlines are met."""
         loop = asyncio.get_running_loop()
         now = loop.time()
         for connection in tuple(self.connections):
@@ -90,7 +90,7 @@ class Listener:
 
 
 class Connection(asyncio.Protocol):
-    """One connection. What passes a bound is answered where HTTP has an answer, and hung up on."""
+    """One connection. A request past a bound is answered, if HTTP has a status for it, and the connection closed."""
 
     def __init__(self, listener: Listener) -> None:
         self.deadline = float("inf")  # when the connection is hung up on unless something happens
@@ -109,7 +109,7 @@ class Connection(asyncio.Protocol):
         self._paused = False
         self._room: asyncio.Future[None] | None = None  # while the client does not keep up
         self._deaf = False  # nothing that comes is read any more
-        self._complaint = ""  # what is wrong with what came behind the requests that are to be answered
+        self._complaint = ""  # the fault of the bytes behind the requests that are still to be answered
 
     # ------------------------------------------------------------ called by asyncio
 
@@ -176,7 +176,7 @@ class Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         self._in_head = False
-        # What is raised here, the parser hands on as an invalid request.
+        # The parser reports an exception raised here as an invalid request.
         if len(self._url) + sum(len(name) + len(value) for name, value in self._headers.items()) > HEAD_LIMIT:
             raise ValueError(f"the head has more than {HEAD_LIMIT} bytes")
         path, _, query = self._url.partition(b"?")
@@ -253,7 +253,7 @@ class Connection(asyncio.Protocol):
         self._pause_or_resume(reading=True)
 
     def _pause_or_resume(self, *, reading: bool = False) -> None:
-        """Stop reading while more was received than anybody has asked for."""
+        """Stop reading while more was received than a handler has asked for."""
         if self._transport is None or self._transport.is_closing():
             return
         arriving = self._arriving
@@ -366,7 +366,7 @@ class Connection(asyncio.Protocol):
             self.deadline = self._loop.time() + HEAD_SECONDS
 
     def _complain(self, message: str) -> None:
-        """Answer what is not HTTP with a 400, once the requests before it are answered."""
+        """Answer invalid HTTP with a 400, once the requests before it are answered."""
         self._deaf = True
         if self._arriving is not None and self._arriving is self._at_work:
             self._keep = False

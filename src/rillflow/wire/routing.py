@@ -1,6 +1,6 @@
-"""Finds what serves a path and a method: one dictionary look-up for each segment, whatever the number of routes.
+"""Finds the handler of a path and a method: one dictionary look-up per segment, whatever the number of routes.
 
-A segment `{name}` takes anything, `{name:int}` digits only; a segment spelled out wins over both.
+A segment `{name}` matches anything, `{name:int}` digits only; a literal segment wins over both.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class WrongMethod(WireError):
 
 @dataclass(slots=True)
 class _Place(Generic[Found]):
-    """Where the segments so far have led."""
+    """A node of the tree of path segments."""
 
     places: dict[str, _Place[Found]] = field(default_factory=dict)
     anything: _Place[Found] | None = None
@@ -40,7 +40,7 @@ class _Place(Generic[Found]):
     methods: dict[str, Found] = field(default_factory=dict)
 
     def below(self, segment: str) -> _Place[Found]:
-        """The place for a segment of a route, made where there is none yet."""
+        """Return the child for a segment of a route, and make it if it is missing."""
         if not segment.startswith("{"):
             return self.places.setdefault(segment, _Place())
         name, _, kind = segment.strip("{}").partition(":")
@@ -60,7 +60,7 @@ class _Place(Generic[Found]):
 
 
 class Routing(Generic[Found]):
-    """What serves each route of one service."""
+    """The handlers of one service by path and method."""
 
     def __init__(self) -> None:
         self._root: _Place[Found] = _Place()
@@ -73,7 +73,7 @@ class Routing(Generic[Found]):
         place.methods[method] = found
 
     def find(self, path: str, method: str) -> tuple[Found, dict[str, str]]:
-        """Return what serves the path, and what its open segments took; NotFound or WrongMethod where nothing does."""
+        """Return the handler of the path and the values of its open segments; raises NotFound or WrongMethod."""
         place, taken = self._root, dict[str, str]()
         for segment in path.split("/")[1:]:
             after = place.step(segment)

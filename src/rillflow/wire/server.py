@@ -1,13 +1,13 @@
 """The server base. Closed by default: loopback, a scoped token on every route, a bound on every head and body.
 
 A service binds each route of its table (`types.route`) to a handler with `on`: a token of one of the route's scopes
-opens it (`wire.tokens`), the body is decoded and validated before the handler sees it, and what the handler returns is
+opens it (`wire.tokens`), the body is decoded and validated before the handler sees it, and the handler's result is
 encoded. A request without a known token is answered 401, one with a token of another scope 403, before anything of its
 body is read. A RillflowError becomes its status and an ErrorBody; anything else becomes a 500 that names the error, is
 logged with its traceback and never ends the process.
 
-The handler of a route that waits is cancelled when its client disconnects, so that nothing is given to a client that
-has gone.
+The handler of a route that waits is cancelled when its client disconnects, so that no lease goes to a client that has
+disconnected.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def bearer(header: str) -> str:
 
 
 class Bound(NamedTuple):
-    """A route of a service that is served: what answers it, and how many may be at work."""
+    """A served route: its handler, and the bound on concurrent requests."""
 
     route: Route[Any, Any]
     endpoint: Endpoint
@@ -66,7 +66,7 @@ class Service:
     """A named HTTP service with health, metrics, a description of its routes, and those that its owner binds before
     `start`.
 
-    `token` is the run's own, or the digests of the tokens that a process knows which has not got it.
+    `token` is the run's own token, or, in a process that does not hold it, the digests of the run's tokens.
     """
 
     def __init__(self, name: str, token: str | Keyring, *, body_limit: int = DEFAULT_BODY_LIMIT) -> None:
@@ -92,7 +92,7 @@ class Service:
         self.raw(Common.description, self._describe)
 
     def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
-        """A number for Prometheus, read when it is asked for."""
+        """Register a number for Prometheus, read at each scrape."""
         Gauge(name, text, registry=self.registry).set_function(read)
 
     # ------------------------------------------------------------ routes
@@ -126,8 +126,8 @@ class Service:
         self.raw(route, take if route.has_body else show)
 
     def raw(self, route: Route[Any, Any], endpoint: Endpoint, *, gate: Gate | None = None) -> None:
-        """Bind a route to an endpoint that reads the request by itself, measured and with errors answered like every
-        other. A request that `gate` bounds may be refused before anything of its body is read."""
+        """Bind a route to an endpoint that reads the raw request. Its metrics and errors are handled like those of every
+        other route. `gate` may refuse a request before its body is read."""
         bound = Bound(route, endpoint, gate, self._latency.labels(route.path), self._open.labels(route.path))
         self._routing.add(route.method, route.path, bound)
 
@@ -140,15 +140,15 @@ class Service:
         return describe(self.name, self.routes())
 
     def error_response(self, error: RillflowError, request: Request) -> Response:
-        """How an error of a request is answered; a service with other dialects overrides this."""
+        """Return the response to an error; a service with other dialects overrides this."""
         return Response(msgspec.msgpack.encode(to_body(error)), error.status, error_headers(error), MSGPACK)
 
     def presented(self, request: Request) -> str:
-        """The token that a request brings; a service that takes it from elsewhere too overrides this."""
+        """Return the token of a request; a service that takes it from elsewhere too overrides this."""
         return bearer(request.headers.get("authorization", ""))
 
     def opens(self, path: str, presented: str) -> bool:
-        """Whether `presented`, which is none of the run's tokens, opens `path`: for a service that has other keys."""
+        """Return whether `presented`, which is not one of the run's tokens, opens `path`: for a service with other keys."""
         return False
 
     def unauthorized(self) -> Unauthorized:
@@ -157,7 +157,7 @@ class Service:
     # ------------------------------------------------------------ requests
 
     async def _respond(self, request: Request, connection: Connection) -> None:
-        """Answer a request. What no token opens is refused before anything of its body is read."""
+        """Answer a request. A request without a valid token is refused before its body is read."""
         begun = perf_counter()
         try:
             bound = self._admitted(request)
@@ -199,14 +199,14 @@ class Service:
         return self.finish(response)
 
     def finish(self, response: Response) -> Response:
-        """The response as it is sent; a service that adds headers to all of them overrides this."""
+        """Return the response as it is sent; a service that adds headers to all responses overrides this."""
         return response
 
     async def _answer(self, endpoint: Endpoint, request: Request) -> Response:
         try:
             return await endpoint(request)
         except RillflowError as error:
-            if isinstance(error, DiskFull):  # here: who asked may be on another host, in another log
+            if isinstance(error, DiskFull):  # logged here: the client may be on another host, with another log
                 log.error("%s: %s", self.name, error)
             return self.error_response(error, request)
         except RecursionError:
@@ -244,8 +244,8 @@ class Service:
 
 
 def _bind(name: str, host: str, port: int) -> socket.socket:
-    # Named as TCP in so many words: only then does asyncio switch Nagle's algorithm off, which holds the second half
-    # of every answer back until the peer's delayed acknowledgement, 40 ms later.
+    # Only for a socket declared as TCP does asyncio switch Nagle's algorithm off, which delays the second half of
+        # every answer until the peer's delayed acknowledgement, 40 ms later.
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, proto=socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -11,8 +11,7 @@ stored. The holder of a token can derive those to the right of it, and no other:
 A service knows the digests of the tokens (`Keyring`), not the tokens: a node on another host recognises the operator's
 token without holding it. Digests are no secret, because a token has 256 random bits.
 
-What it does not protect against: a node that says it is another node, or that makes up what it played. Nodes are
-trusted with episodes; they cannot commit a step, retire other nodes or stop the run.
+It does not protect against a node that uses another node's name or invents episodes. Nodes are trusted with episodes; they cannot commit a step, retire other nodes or stop the run.
 """
 
 from __future__ import annotations
@@ -68,12 +67,12 @@ class Keyring:
 
     @classmethod
     def of_run(cls, token: str) -> Keyring:
-        """All scopes of the run whose own token is `token`."""
+        """Return the digests of all scopes of the run whose own token is `token`."""
         return cls({scope: _digest(scoped_token(token, scope)) for scope in SCOPES})
 
     @classmethod
     def of_reader(cls, token: str) -> Keyring:
-        """The reader's scope alone, of a process that has nothing but this token."""
+        """Return the digest of the reader's scope alone, for a process that has only this token."""
         return cls({"reader": _digest(token)})
 
     def scope_of(self, presented: str) -> TokenScope | None:

@@ -101,7 +101,7 @@ def test_resume_looks_before_it_starts_anything(tmp_path: Path) -> None:
     (tmp_path / "play.py").unlink()
     result = runner.invoke(app, ["resume", str(folder.root)])
     assert result.exit_code == 2
-    assert "there is no file" in " ".join(result.output.split())
+    assert "does not exist" in " ".join(result.output.split())
     assert folder.state()["state"] == "new"
 
 

@@ -125,7 +125,7 @@ def test_what_cannot_be_exported_is_said_and_nothing_is_left(run: RunFolder, tmp
     assert "version 2 is not kept" in call(run, tmp_path / "out", "--version", "2", code=2)
     assert "'newest' is not a version" in call(run, tmp_path / "out", "--version", "newest", code=2)
     assert "no policy 'judge'" in call(run, tmp_path / "out", "--policy", "judge", code=2)
-    assert "is no adapter" in call(run, tmp_path / "out", "--adapter", code=2)
+    assert "is not an adapter" in call(run, tmp_path / "out", "--adapter", code=2)
     (run.weights("agent") / "v00000001" / "model.safetensors").write_bytes(b"other")
     assert "instead of" in call(run, tmp_path / "out", code=2)
     assert not (tmp_path / "out").exists()

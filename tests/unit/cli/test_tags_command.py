@@ -48,8 +48,8 @@ def test_tags_are_set_changed_and_refused(folder: RunFolder) -> None:
     tags = {worker.name: sorted(worker.tags) for worker in folder.workers.read()}
     assert tags == {"trainer-agent": ["train"], "rollout-0": ["train"], "rollout-1": ["rollout"]}
     assert "no worker rolls out" in told(folder.root, "rollout-1", "none", code=2)
-    assert "there is no tag 'rolout'" in told(folder.root, "rollout-1", "rolout", code=2)
-    assert "there is no worker 'rollout-7'" in told(folder.root, "rollout-7", code=2)
+    assert "unknown tag 'rolout'" in told(folder.root, "rollout-1", "rolout", code=2)
+    assert "unknown worker 'rollout-7'" in told(folder.root, "rollout-7", code=2)
     only = json.loads(told(folder.root, "rollout-1", "--json"))["workers"]
     assert [one["name"] for one in only] == ["rollout-1"]
 

@@ -151,7 +151,7 @@ def test_a_failing_workflow_ends_with_its_traceback_and_what_was_said_before(tmp
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("quickstart", "--prompt", "1024"), "there is no prompt 1024: the recipe has 1024"),
+        (("quickstart", "--prompt", "1024"), "prompt 1024 does not exist: the recipe has 1024"),
         (("quickstart", "--endpoint", "http://127.0.0.1:1/v1"), "give --endpoint and --model together"),
         (
             ("quickstart", "--lane", "evaluation", "data.heldout=null", "evaluation.target=null"),

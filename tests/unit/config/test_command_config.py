@@ -74,8 +74,8 @@ def test_exactly_one_plays(tmp_path: Path, keys: dict[str, object]) -> None:
             },
             "trainer.step_rewards differs among a, b",
         ),
-        ({"command": "true", "ends": {"agent_eror": 0}}, "'agent_eror' is no end of an episode"),
-        ({"command": "true", "ends": {"timeout.5": 0}}, "'timeout.5' is no end of an episode"),
+        ({"command": "true", "ends": {"agent_eror": 0}}, "'agent_eror' is not an end of an episode"),
+        ({"command": "true", "ends": {"timeout.5": 0}}, "'timeout.5' is not an end of an episode"),
         ({"command": "true", "ends": {"timeout": "never"}}, "ends.timeout"),
         ({"command": "true", "ends": {"timeout": float("nan")}}, "ends.timeout"),
         (

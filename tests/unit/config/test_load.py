@@ -106,7 +106,7 @@ def test_unknown_recipe_names_the_nearest() -> None:
 
 
 def test_missing_recipe_file() -> None:
-    with pytest.raises(ConfigError, match="there is no recipe file"):
+    with pytest.raises(ConfigError, match="does not exist"):
         load_recipe("nowhere/none.yaml")
 
 
@@ -151,7 +151,7 @@ def test_an_override_names_an_item_of_a_list_by_its_number(
 
 @pytest.mark.parametrize("override", ["data.prompts.2.limit=3", "data.prompts.limit=3", "data.prompts.-1={path: x}"])
 def test_items_that_a_list_does_not_have(recipe_file: Path, override: str) -> None:
-    with pytest.raises(ConfigError, match=r"is no item of a list of 2") as caught:
+    with pytest.raises(ConfigError, match=r"is not an item of a list of 2") as caught:
         load_recipe(with_lines(recipe_file, *LISTS), [override])
     assert "data.prompts.0" in caught.value.hint
 
@@ -206,7 +206,7 @@ def test_resolve_object(recipe_file: Path) -> None:
         ("nocolon", "must look like"),
         ("no.such.module:x", "cannot import"),
         ("rillflow.config:Recipee", "has no 'Recipee'"),
-        ("/nowhere/play.py:play", "there is no file"),
+        ("/nowhere/play.py:play", "does not exist"),
     ],
 )
 def test_references_that_lead_nowhere(reference: str, message: str) -> None:

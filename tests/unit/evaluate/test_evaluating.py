@@ -207,7 +207,7 @@ def test_a_model_folder_is_a_checkpoint(tmp_path: Path) -> None:
         (("tiny",), "holds no prompts out"),
         (("nowhere", "--on", "gsm8k"), "there is no model folder nowhere"),
         (("none.gguf", "--on", "gsm8k"), "there is no file none.gguf"),
-        (("tiny", "--on", "gsm8k", "--engine", "magic"), "there is no engine 'magic'"),
+        (("tiny", "--on", "gsm8k", "--engine", "magic"), "unknown engine 'magic'"),
         (("tiny", "--on", "gsm8k", "engine.slot=3"), "did you mean 'slots'"),
     ],
 )

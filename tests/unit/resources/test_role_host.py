@@ -85,5 +85,5 @@ def test_one_at_a_time() -> None:
 
 def test_a_folder_that_others_may_read_is_refused(tmp_path: Path) -> None:
     own_folder("run").chmod(0o755)
-    with pytest.raises(RunError, match="open to others"):
+    with pytest.raises(RunError, match="open to other users"):
         ScriptHost("node", "run")

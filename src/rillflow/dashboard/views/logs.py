@@ -65,7 +65,7 @@ def log_lines(run: WatchedRun, name: str, level: str = "DEBUG", find: str = "") 
     """The last lines of one log, of `level` and above, that hold `find`. Lines without a level belong to the one
     before them, so a traceback stays with its error."""
     if not _NAME.fullmatch(name) or level not in LEVELS:
-        raise BadRequest(f"there is no log {name[:80]!r} of level {level[:20]!r}", "the list of logs has their names")
+        raise BadRequest(f"unknown log {name[:80]!r} or level {level[:20]!r}", "the list of logs has their names")
     least, wanted, current = LEVELS.index(level), find.lower(), "INFO"
     kept: list[tuple[str, str]] = []
     for line in tail(run.folder.log(name), _TAIL).decode(errors="replace").splitlines():

@@ -80,11 +80,11 @@ def fleet(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-# ---------------------------------------------------------------- of a run that nobody serves
+# ---------------------------------------------------------------- without a live service
 
 
 def known_nodes(run: WatchedRun, live: Live | None) -> list[NodeInfo]:
-    """The nodes that the service knows; where none answers, as the ledger last heard of them."""
+    """Return the nodes from the service; if none answers, from the ledger."""
 
     def read(reads: Snapshot) -> list[NodeInfo]:
         rows = reads.all(f"SELECT {Node.columns()} FROM nodes WHERE name != ? ORDER BY name", (SUM,))

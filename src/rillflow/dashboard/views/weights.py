@@ -1,7 +1,7 @@
 """Weights: the published versions of each policy with their sizes and probes, and the nodes' transfers.
 
 An engine serves a version only after it has reproduced that version's probe: the log-probs that the trainer published
-with it. What is wrong with an engine's weights is in the status of its run.
+with it. The status of the run reports engines with wrong weights.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import msgspec
 from rillflow.dataflow.ledger_facts import LedgerFacts
 from rillflow.types import GOOD_ENDS
 
-LARGEST = 1e100  # beyond it, and where it is NaN, a number counts as none: sums must not overflow
+LARGEST = 1e100  # a larger number, or NaN, counts as missing: sums must not overflow
 
 
 class Step(msgspec.Struct, frozen=True):

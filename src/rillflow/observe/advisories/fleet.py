@@ -134,14 +134,14 @@ def stale_node(facts: Facts) -> Iterator[Advisory]:
             key="stale_node",
             severity="warning",
             title=f"Node {node.name} is {behind} versions behind the newest weights.",
-            why=f"the recipe bounds staleness to {facts.settings.staleness}; what it samples is refused or dropped",
+            why=f"the recipe bounds staleness to {facts.settings.staleness}; its samples are refused or dropped",
             what_to_do=f"Look in the log of {node.name} for why it does not load newer weights (a slow disk, a slow "
             "network: `rillflow relay`).",
         )
 
 
 def lost_node(facts: Facts) -> Iterator[Advisory]:
-    """A node that is not heard of any more, while the run goes on."""
+    """A node without heartbeats, while the run goes on."""
     gone = [node for node in facts.ledger.nodes if node.state == "gone"] if facts.live else []
     if gone:
         names = ", ".join(node.name for node in gone[:3])

@@ -127,9 +127,9 @@ def _worth(found: Trajectory) -> Iterator[Text]:
 _LEGENDS: dict[Colouring, str] = {
     "mask": "bold: trained; dim: given, not trained",
     "version": "one colour for each version that sampled; dim: not trained",
-    "advantage": "green: above 0; red: below 0; dim: not trained, or not told by the trainer",
+    "advantage": "green: above 0; red: below 0; dim: not trained, or not reported by the trainer",
     "logprob": f"red: log-prob below {_UNLIKELY}; dim: not trained",
-    "gap": f"red: engine and trainer more than {_APART} apart; dim: not trained, or not told by the trainer",
+    "gap": f"red: engine and trainer more than {_APART} apart; dim: not trained, or not reported by the trainer",
 }
 
 

@@ -41,5 +41,5 @@ def _tokenizer(model: str) -> Tokenizer:
 
     path = model_folder(model) / _FILE
     if not path.is_file():
-        raise DataError(f"the tokenizer of {model} is not on this machine", f"there is no {path}")
+        raise DataError(f"the tokenizer of {model} is not on this machine", f"{path} does not exist")
     return Tokenizer.from_file(str(path))

@@ -1,4 +1,4 @@
-"""Where a maintainer's nodes run."""
+"""The executors: where a maintainer's nodes run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rillflow.resources.executors.local import LocalExecutor
 
 @dataclass(frozen=True)
 class Home:
-    """What the nodes of a run are started with. `root` is the maintainer's folder (of a run, the run's own), `url` the
-    dataflow service's; `token` is the node's; `environment` that of processes on this machine, with the token in it."""
+    """The settings with which nodes are started. `root` is the maintainer's folder (the run folder, if it has one), `url`
+    the dataflow service's address, `token` the node's token, `environment` that of local processes, with the token."""
 
     root: Path
     url: str

@@ -1,8 +1,8 @@
-"""Rollout nodes by commands that the user gives: Slurm, Kubernetes, ssh, anything that has a shell.
+"""Rollout nodes by the user's shell commands: Slurm, Kubernetes, ssh.
 
-In a command {node}, {url} and {token_file} stand for their values, quoted for the shell; everything else, other braces
-too, is left as it is. A command has a deadline, after which it and all it started is ended. What happens to a node
-between two commands is its scheduler's business.
+In a command {node}, {url} and {token_file} stand for their values, quoted for the shell; everything else, including
+other braces, stays as it is. A command has a deadline, after which its process group is killed. Between two commands
+the user's scheduler is responsible for the node.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _LAST = 5.0  # seconds for a killed command to be gone
 
 
 class CommandExecutor:
-    """Without `alive` every node that was started counts as running until it is stopped; a node that does not join, or
-    that is not heard of any more, is then known by that alone."""
+    """Starts and stops nodes by commands. Without `alive` every started node counts as running until it is stopped; a
+    failed node then shows only by not joining, or by missing heartbeats."""
 
     def __init__(
         self,
@@ -72,14 +72,14 @@ class CommandExecutor:
         return {name: await self._lives(name) for name in names}
 
     async def close(self) -> None:
-        """They run on."""
+        """Release nothing: the nodes run on."""
 
     async def _lives(self, node: str) -> bool:
         assert self._alive is not None
         return (await self._run(self._alive, node))[0] == 0
 
     async def _run(self, template: str, node: str) -> tuple[int, str]:
-        """Its exit code and the end of what it printed."""
+        """Return its exit code and the end of its output."""
         command = filled(template, {**self._values, "node": node})
         process = await asyncio.create_subprocess_exec(
             *("/bin/sh", "-c", command),
@@ -109,7 +109,7 @@ class CommandExecutor:
 
 
 def filled(template: str, values: Mapping[str, str]) -> str:
-    """The command with the values in their places, each one word of the shell's."""
+    """Return the command with the values filled in, each quoted as one shell word."""
     return _PLACES.sub(lambda place: shlex.quote(values[place[1]]), template)
 
 

@@ -1,5 +1,5 @@
-"""The file of an executor's nodes. A node stands in it before it is started and until it was stopped, so that whoever
-comes next finds every node that may be running, whatever was killed between the two."""
+"""The file of an executor's nodes. A node is in it from before its start until after its stop, so that a new maintainer
+finds every node that may be running, whatever was killed meanwhile."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Kept(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class KeptNodes:
-    """Always whole on disk; the file goes with its last node."""
+    """The nodes on disk, written atomically; the file is removed with its last node."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

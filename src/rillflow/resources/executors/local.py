@@ -1,8 +1,7 @@
-"""Rollout nodes as processes on this machine, each in a session of its own: they outlive the maintainer.
+"""Rollout nodes as processes on this machine, each in its own session: they outlive the maintainer.
 
-A process is ours when it was started at the moment that we wrote down, with exactly the words that we start a node
-with; nothing else is ever signalled. A node whose start was cut short before its pid was written down is found by
-those words.
+A process is ours if its start time is the recorded one and its command line exactly the one that starts a node; no other
+process is ever signalled. A node whose start was interrupted before its pid was recorded is found by its command line.
 """
 
 from __future__ import annotations
@@ -30,7 +29,8 @@ _CLOCK_STEP = 2.0  # seconds by which the start of a process may seem to move wh
 
 
 class LocalExecutor:
-    """`environment` is what a node gets; the token is in it, and not among the words that everybody can list."""
+    """Starts local processes. `environment` is that of a node; it holds the token, which a command line would show to all
+    users."""
 
     def __init__(
         self,
@@ -95,12 +95,12 @@ class LocalExecutor:
         self._kept.forget(node)
 
     async def close(self) -> None:
-        """They run on."""
+        """Release nothing: the nodes run on."""
 
     # ------------------------------------------------------------ processes
 
     def _find(self, node: str, kept: Kept) -> psutil.Process | None:
-        """The node's process, if it runs."""
+        """Return the node's process if it runs."""
         if kept.pid is None:
             return self._search(node)
         _reap(kept.pid)
@@ -113,7 +113,7 @@ class LocalExecutor:
         return process if same and self._is(process, node) else None
 
     def _search(self, node: str) -> psutil.Process | None:
-        """Its start was cut short: perhaps before the process was there, perhaps after."""
+        """Search the process of a node whose start was interrupted, before or after the process existed."""
         return next((process for process in psutil.process_iter() if self._is(process, node)), None)
 
     def _is(self, process: psutil.Process, node: str) -> bool:
@@ -135,7 +135,7 @@ class LocalExecutor:
 
 
 def _ended(process: psutil.Process) -> bool:
-    """Not by its command line: that is empty before the process has ended."""
+    """Return whether the process has ended. Its command line is empty before that, so it is not used."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -143,12 +143,12 @@ def _ended(process: psutil.Process) -> bool:
 
 
 def _reap(pid: int) -> None:
-    """Of a process that has ended and is our child nothing is to stay behind."""
+    """Reap an ended process if it is our child."""
     with suppress(ChildProcessError):
         os.waitpid(pid, os.WNOHANG)
 
 
 def _signal(process: psutil.Process, number: signal.Signals) -> None:
-    """To its whole group, of which it is the first: the number of a group is not used again while it has members."""
+    """Signal its process group, which it leads: a group's number is not reused while the group has members."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)

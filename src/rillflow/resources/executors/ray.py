@@ -1,8 +1,8 @@
 """Rollout nodes on a Ray cluster, for a maintainer: each is the process of a detached actor, named after the node.
 
-Detached actors outlive who started them, and a maintainer that was started anew finds them by their names. A node that
-has ended, with the run or before, keeps its actor for some minutes, so that a maintainer hears of it; then the actor
-ends itself, and nothing of a run stays on a cluster.
+Detached actors outlive their maintainer, and a restarted maintainer finds them by their names. A node that has ended
+keeps its actor for some minutes, so that a maintainer learns of it; then the actor exits, and nothing of a run stays on
+the cluster.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 TOKEN_ENV = "RILLFLOW_TOKEN"
 LINGER = 600.0
 _CALL = 10.0
-_DEADLINE = 60.0  # of any of the executor's methods: connecting is what takes long
-_STOP = 5.0  # for a node to end when it is told to
+_DEADLINE = 60.0  # of any of the executor's methods; connecting takes most of it
+_STOP = 5.0  # for a node to end when it is asked to
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class RayExecutor:
 
     @classmethod
     def of(cls, root: Path, url: str, token: str) -> RayExecutor:
-        """On the cluster that the run of this folder is on, or else on the one that RAY_ADDRESS names."""
+        """Return an executor on the cluster of the run in this folder, or else on the one that RAY_ADDRESS names."""
         path, address = root / "ray.json", os.environ.get("RAY_ADDRESS", "")
         if path.is_file():
             known = read_json(path)
@@ -78,7 +78,7 @@ class RayExecutor:
         return dict.fromkeys(self._started, False) | await self._within(self._nodes)
 
     async def log(self, node: str) -> str:
-        """The last that a node wrote."""
+        """Return the end of a node's output."""
         actor = await self._within(lambda: _handle(node))
         return "" if actor is None else str(await self._within(lambda: _ask(actor, "tail", "")))
 
@@ -90,7 +90,7 @@ class RayExecutor:
             self._connected = False
 
     async def _within(self, work: Callable[[], T]) -> T:
-        """In a thread: Ray's calls block, and from a thread it leaves the process's signals alone."""
+        """Run a call in a thread: Ray's calls block, and from a thread Ray leaves the process's signals alone."""
         try:
             return await asyncio.wait_for(asyncio.to_thread(self._connected_for, work), _DEADLINE)
         except TimeoutError as error:
@@ -103,7 +103,7 @@ class RayExecutor:
         return work()
 
     def _start(self, node: str) -> None:
-        """An actor of this name that is there already was started by a maintainer which did not live to say so."""
+        """Start the node. An existing actor of this name was started by a maintainer that died before it recorded it."""
         import ray
 
         wants = wants_of(("rollout",), offers(), self._gpus)
@@ -136,7 +136,7 @@ class RayExecutor:
         ray.kill(actor)
 
     def _nodes(self) -> dict[str, bool]:
-        """One that waits for room has not ended: it counts as running."""
+        """Return the nodes. One that waits for resources counts as running."""
         import ray
         from ray.util import list_named_actors
 
@@ -160,12 +160,12 @@ def _handle(node: str) -> Any:
 
     try:
         return ray.get_actor(node)
-    except ValueError:  # there is none of this name
+    except ValueError:  # no actor has this name
         return None
 
 
 def _ask(actor: Any, method: str, otherwise: object) -> object:
-    """Its answer; `otherwise` when it has gone, or has none in time, as one that waits for room."""
+    """Return the actor's answer, or `otherwise` if it has gone or does not answer in time (it may wait for resources)."""
     import ray
     from ray.exceptions import GetTimeoutError, RayActorError
 

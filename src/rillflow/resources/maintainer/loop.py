@@ -1,9 +1,9 @@
 """The maintainer's loop: looks at the run every few seconds, and on each new balance report decides once.
 
-A decision and the fact that its report was decided on are one write; carrying it out comes after and may be cut short
-and taken up again (`upkeep`). So each report is acted on at most once, whatever is killed. Nothing is decided while
-nodes are on their way in (their weights are still being transferred) or out, nor within the cooldown: a report that
-comes then is answered with `hold`, and the next one sees a pool at rest.
+A decision and the number of its report are one write; the execution follows and can be interrupted and continued
+(`upkeep`). So each report is acted on at most once, whatever is killed. Nothing is decided while nodes are joining
+(their weights are still being transferred) or leaving, nor within the cooldown: a report that comes then is answered
+with `hold`, and the next one sees a stable pool.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PATIENCE = 600.0  # seconds without an answer of the run after which a maintaine
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of something that was asked for: whether it is done, and why not."""
+    """The result of a request: whether it was carried out, and if not, why."""
 
     done: bool
     why: str
@@ -41,7 +41,7 @@ class Outcome:
 
 
 class Maintainer:
-    """One run's. With `follow` it acts on reports; without, only on what it is told (`resize`, `retire`)."""
+    """Maintains one run. With `follow` it acts on reports; without, only on requests (`resize`, `retire`)."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Maintainer:
         return self._book.state
 
     async def run(self, poll: float = POLL) -> None:
-        """Until the run has ended and its nodes with it. A run that does not answer is waited for."""
+        """Maintain until the run and its nodes have ended. A run that does not answer is waited for."""
         heard = self._clock.monotonic()
         while True:
             try:
@@ -80,7 +80,7 @@ class Maintainer:
                     return
                 heard = self._clock.monotonic()
             except StorageError:
-                raise  # what cannot be written down must not be done
+                raise  # an action that cannot be recorded must not be carried out
             except RillflowError as error:
                 log.warning("this round was cut short: %s", error)
                 if self._clock.monotonic() - heard > PATIENCE:
@@ -90,7 +90,7 @@ class Maintainer:
             await asyncio.sleep(poll)
 
     async def tick(self) -> bool:
-        """One round. False once there is nothing left to maintain."""
+        """Do one round. Return False once nothing is left to maintain."""
         async with self._turn:
             if self._ended is None and await self._run.ended():
                 self._ended = self._clock.now()
@@ -112,7 +112,7 @@ class Maintainer:
         return Look(self._clock.now(), infos, await self._executor.nodes(), balance.latest)
 
     def _begin(self, look: Look) -> None:
-        """What a new maintainer finds is what it keeps, until a report says something else."""
+        """Adopt the present pool as the target, until a report asks for another."""
         if self.state.target is None:
             found = size(self._upkeep.pool(look))
             self.state.target = self._upkeep.clamped(found)
@@ -139,7 +139,7 @@ class Maintainer:
             self._book.commit()
 
     async def _decide(self, look: Look, pool: list[Member], report: Report, asked: Wish) -> None:
-        """The one decision on this report."""
+        """Decide on this report, once."""
         now, current = look.time, size(pool)
         following = Asked(report.version, asked.branch, asked.target)
         wanted = self._wanted(asked, pool)
@@ -155,7 +155,7 @@ class Maintainer:
         await self._change(look, wanted, picks, asked.why, asked=following)
 
     def _wanted(self, asked: Wish, pool: Sequence[Member]) -> int:
-        """In nodes, within the bounds."""
+        """Return the wanted number of nodes, within the bounds."""
         current = size(pool)
         if asked.branch == "hold":
             return self._upkeep.clamped(current)
@@ -169,7 +169,7 @@ class Maintainer:
         return victims(pool, count, spare) if count > 0 else []
 
     def _unready(self, pool: Sequence[Member], now: float) -> str:
-        """Why nothing is to be changed now; empty when the pool is at rest."""
+        """Return why nothing may change now; empty if the pool is stable."""
         starting = [m.name for m in pool if m.standing == "starting" and self._patient(m, now)]
         if starting:
             return f"still starting, or without weights: {', '.join(sorted(starting))}"
@@ -182,14 +182,14 @@ class Maintainer:
         return ""
 
     def _patient(self, member: Member, now: float) -> bool:
-        """A node that is not ours and never gets its weights is not waited for without end."""
+        """Return whether to wait for a node that has no weights yet. The wait for a foreign node is bounded."""
         since = self._noticed.setdefault(member.name, now)
         return member.kind == "own" or now - since <= self._start_timeout
 
     async def _change(
         self, look: Look, wanted: int, picks: Sequence[Member], why: str, *, asked: Asked, by: str = "loop"
     ) -> None:
-        """Write down what is to be, then begin to make it so."""
+        """Record the new target, then begin to carry it out."""
         current, names = size(self._upkeep.pool(look)), [member.name for member in picks]
         if not self._scaling.dry_run:
             self.state.target, self.state.changed = wanted, look.time
@@ -211,7 +211,7 @@ class Maintainer:
         try:
             await self._run.retire(member.name, self._scaling.drain)
         except RillflowError as error:
-            log.warning("%s is told again to leave: %s", member.name, error)
+            log.warning("%s is asked again to leave: %s", member.name, error)
 
     # ------------------------------------------------------------ what an agent may do
 
@@ -220,13 +220,13 @@ class Maintainer:
         return f"{self._scaling.least} to {self._scaling.most}"
 
     async def look(self) -> tuple[Balance, Sequence[Member], Look]:
-        """What there is now; changes nothing."""
+        """Return the present state; changes nothing."""
         async with self._turn:
             balance, look = await self._run.balance(), await self._look()
             return balance, self._upkeep.pool(look), look
 
     async def resize(self, wanted: int | None = None, *, more: int = 0, by: str = "agent") -> Outcome:
-        """Have `wanted` nodes, or so many `more`: within the bounds, after the cooldown, when the pool is at rest."""
+        """Set the pool to `wanted` nodes, or `more` than now: within the bounds, after the cooldown, if it is stable."""
         async with self._turn:
             look = await self._look()
             pool = self._upkeep.pool(look)
@@ -244,14 +244,14 @@ class Maintainer:
             return self._done(wanted, picks)
 
     async def retire(self, name: str, *, by: str = "agent") -> Outcome:
-        """Drain this node and end it. One that somebody started by hand is drained and ends by itself."""
+        """Drain this node and stop it. One that was started by hand exits after draining."""
         async with self._turn:
             look = await self._look()
             pool = self._upkeep.pool(look)
             found = next((member for member in pool if member.name == name), None)
             if found is None or not found.counts:
                 here = ", ".join(sorted(member.name for member in pool if member.counts)) or "none"
-                return self._refuse(look, f"there is no node {name} that could be retired; there are: {here}", by)
+                return self._refuse(look, f"node {name} cannot be retired; these can: {here}", by)
             wanted = size(pool) - 1
             if refusal := self._refusal(look, pool, wanted):
                 return self._refuse(look, refusal, by)
@@ -272,7 +272,7 @@ class Maintainer:
 
     async def _refill(self, look: Look) -> None:
         if not self._scaling.dry_run:
-            self.state.failures, self.state.retry = 0, 0.0  # somebody has looked at it
+            self.state.failures, self.state.retry = 0, 0.0  # the operator has looked at it
             await self._upkeep.refill(look)
 
     def _done(self, wanted: int, picks: Sequence[Member]) -> Outcome:

@@ -1,7 +1,6 @@
-"""The pool as a maintainer sees it: what the run has heard of its nodes, joined with what the executor knows.
+"""The pool as a maintainer sees it: the run's view of its nodes, joined with the executor's.
 
-Every node has exactly one standing. Those that count are `starting` and `here`: the others are on their way out, or
-gone already.
+Every node has exactly one standing. Only `starting` and `here` count: the others are leaving or gone.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ def members(
     workers: Collection[str],
     expected: Collection[str] = (),
 ) -> list[Member]:
-    """`workers` are the run's own nodes that may be taken away; `expected` those of its nodes that are still on their
-    way (a run has just been started)."""
+    """Return the members of the pool. `workers` are the run's own nodes that may be taken away; `expected` are those that
+    have not joined yet (after the start of a run)."""
     rows = {row.id: row for row in report.nodes} if report else {}
     found = [_member(info, state, rows.get(info.name), workers) for info in infos]
     known = {member.name for member in found}
@@ -76,7 +75,7 @@ def _standing(info: NodeInfo, state: State) -> Standing:
         return "leaving"
     if info.state != "healthy":
         return "gone"
-    # Without weights a node is heard of but plays nothing yet.
+    # A node without weights sends heartbeats but plays nothing yet.
     return "here" if info.versions else "starting"
 
 
@@ -85,7 +84,7 @@ def size(pool: Sequence[Member]) -> int:
 
 
 def nodes_for(gpus: int, pool: Sequence[Member]) -> int:
-    """How many nodes have at least so many GPUs, where new ones are like those that are here."""
+    """Return how many nodes have at least `gpus` GPUs, if new nodes are like the present ones."""
     here = [member.gpus for member in pool if member.standing == "here"]
     each = sum(here) / len(here) if here else 1.0
     return math.ceil(round(gpus / each, 9))
@@ -93,7 +92,7 @@ def nodes_for(gpus: int, pool: Sequence[Member]) -> int:
 
 @dataclass
 class Busy:
-    """How much of the nodes' room was taken, by looks at even distances."""
+    """The share of the nodes' capacity that was in use, sampled at even intervals."""
 
     held: int = 0
     room: int = 0
@@ -109,12 +108,12 @@ class Busy:
             self.looks += 1
 
     def share(self, fewest: int = 2) -> float | None:
-        """None where there were too few looks to say."""
+        """Return the mean share, or None if there were too few samples."""
         return self.held / self.room if self.looks >= fewest else None
 
 
 def keep_rates(rates: Mapping[str, list[float]], report: Report, window: int = 3) -> dict[str, list[float]]:
-    """The nodes' throughput in the last `window` reports, this one included; only of nodes that it names."""
+    """Return the throughput in the last `window` reports, including this one, of the nodes that it names."""
     return {
         row.id: [*rates.get(row.id, []), row.throughput_per_gpu][-window:]
         for row in report.nodes

@@ -1,8 +1,8 @@
-"""Whom to retire when a pool shrinks: first who is suspect, then who is persistently slow, the newest among equals.
+"""Chooses the nodes to retire when a pool shrinks: suspect nodes first, then persistently slow ones, the newest among
+equals.
 
-Only nodes that a maintainer may end are named, its own before the run's; those that have gone already do not count and
-are cleared away by themselves, which is why they come first without being named here. Never more GPUs go than are too
-many.
+Only nodes that a maintainer may stop are chosen, its own before the run's. Nodes that have gone do not count. Never more
+GPUs are retired than are surplus.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rillflow.resources.maintainer.pool import Member
 
 
 def victims(pool: Sequence[Member], count: int, spare_gpus: int, *, keep_of_run: int = 1) -> list[Member]:
-    """At most `count` nodes with at most `spare_gpus` GPUs. `keep_of_run` of the run's own nodes always stay."""
+    """Return at most `count` nodes with at most `spare_gpus` GPUs. `keep_of_run` of the run's own nodes always stay."""
     chosen: list[Member] = []
     run_left = sum(member.kind == "run" and member.counts for member in pool)
     for member in sorted((m for m in pool if m.counts and m.kind != "other"), key=_order):
@@ -28,7 +28,7 @@ def victims(pool: Sequence[Member], count: int, spare_gpus: int, *, keep_of_run:
 
 
 def _order(member: Member) -> tuple[bool, bool, float, int, str]:
-    """Own ones first; of those suspects first, then the slowest; one that has made nothing yet is not known as slow."""
+    """Return the sort key: own nodes first, then suspects, then the slowest. A node without samples is not slow."""
     rate = member.rate if member.rate is not None else float("inf")
     return member.kind != "own", not member.suspect, rate, -_number(member.name), member.name
 

@@ -1,10 +1,10 @@
-"""What a report asks for: the three-zone rule, exactly as `dataflow.balance.decide` has it, on what the pool can make.
+"""The target of a report: the three-zone rule of `dataflow.balance.decide`, applied to what the pool could produce.
 
-The published rule compares what is consumed with what is produced, and was made for pools that produce as fast as they
-can. Here admission is capped: a pool that is too large does not overproduce, its nodes stand idle, and the two counts
-are equal. What nodes would have made in their idle time is therefore counted as produced (`entered / busy`). Room that
-is free tells less surely than samples that nobody took: so by idleness alone a pool shrinks by at most a quarter at
-once, and not to a size at which the trainer has starved lately.
+The published rule compares consumed with produced samples, for pools that produce as fast as they can. Here admission is
+capped: a pool that is too large does not overproduce, its nodes are idle, and the two counts are equal. So the samples
+that nodes would have made in their idle time count as produced (`entered / busy`). Idle capacity is weaker evidence than
+surplus samples: by idleness alone a pool shrinks by at most a quarter at once, and not to a size at which the trainer
+has starved recently.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from dataclasses import dataclass
 
 from rillflow.dataflow.balance import STARVING, Branch, Report, decide
 
-MOST_AT_ONCE = 0.25  # of the pool that goes by idleness alone
-_LEAST_BUSY = 0.01  # something entered, so somebody was at work, if only between two looks
+MOST_AT_ONCE = 0.25  # of the pool that is retired by idleness alone
+_LEAST_BUSY = 0.01  # samples entered, so nodes were at work, if only between two observations
 REMEMBERED = 5  # reports for which a size at which the trainer starved is not gone back to
 
 
 @dataclass(frozen=True)
 class Wish:
-    """`target` is in GPUs. `idle`: it follows from idle nodes, not from samples that nobody took."""
+    """The target in GPUs. `idle` says that it follows from idle nodes, not from surplus samples."""
 
     branch: Branch
     target: int
@@ -30,7 +30,7 @@ class Wish:
 
 
 def wish(report: Report, busy: float | None) -> Wish:
-    """`busy` is the share of the nodes' room that was taken during the report's window, None where nobody looked."""
+    """Return the target of a report. `busy` is the share of the nodes' capacity in use during its window, or None."""
     plain, made, waiting = report.decision, report.production, report.window.wait_fraction
     share = "is unknown" if waiting is None else f"{waiting:.0%}"
     if plain.branch != "hold" or busy is None or not made.entered:

@@ -1,4 +1,4 @@
-"""A run as its dataflow service and its workers' file tell it."""
+"""A run, reached through its dataflow service and its workers' file."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ServiceRun:
 
 
 class FileWorkers:
-    """The run's own nodes, by RUN/workers.json: who runs the run carries changes of it out."""
+    """The run's own nodes, by RUN/workers.json; the run's supervisor carries out its changes."""
 
     def __init__(self, file: WorkersFile) -> None:
         self._file = file

@@ -1,9 +1,8 @@
-"""What a maintainer remembers, so that the next one goes on where it was killed.
+"""The state of a maintainer on disk, so that the next one continues where it was killed.
 
-RUN/maintainer.json is written before anything that it tells is done: a start or a retirement that was cut short is in
-it and is carried on, or undone, by whoever reads it next. A line of RUN/maintainer.jsonl lies in the state before it
-lies in the log, and is brought to the log by who finds it missing there: no decision is without its line, and none has
-two.
+RUN/maintainer.json is written before its actions are carried out: the next maintainer continues or undoes a start or a
+retirement that was interrupted. A line of RUN/maintainer.jsonl is in the state before it is in the log, and the next
+maintainer adds it if it is missing there: every decision has exactly one line.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Action = Literal["begin", "grow", "shrink", "hold", "start", "joined", "failed",
 
 
 class Asked(NamedTuple):
-    """What the report of a version asks for; `target` is in GPUs. The default: there is no report."""
+    """The request of a version's report; `target` is in GPUs. The default stands for no report."""
 
     version: int = -1
     branch: str = ""
@@ -31,8 +30,8 @@ class Asked(NamedTuple):
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """One decision or action. `version` is that of the report it follows (-1: none), `branch` and `target` (in GPUs)
-    what the report asks for, `size` how many nodes there are and `wanted` how many there are to be."""
+    """One decision or action. `version` is that of its report (-1: none), `branch` and `target` (in GPUs) are the report's
+    request, `size` is the number of nodes and `wanted` the number to reach."""
 
     number: int
     time: float
@@ -49,8 +48,8 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Own(msgspec.Struct):
-    """A node of the executor's: since when it is being started, how many starts had failed before it, when it joined,
-    until when it may drain."""
+    """A node of the executor: when its start began, how many starts had failed before it, when it joined, until when it
+    may drain."""
 
     since: float
     attempt: int = 0
@@ -59,10 +58,11 @@ class Own(msgspec.Struct):
 
 
 class State(msgspec.Struct):
-    """`report` is the version of the last report that was decided on, `target` the nodes there are to be, `changed`
-    when that was last changed, `number` the next node's, `failures` the starts that failed in a row. `rates` are the
-    nodes' samples a second and GPU in the last reports; `starved` the size at which the trainer starved, and the
-    reports for which that is remembered; `released` the run's own workers whose `rollout` was taken away."""
+    """`report` is the version of the last report that was decided on, `target` the number of nodes to reach, `changed` the
+    time of its last change, `number` the next node's number, `failures` the starts that failed in a row. `rates` are
+    the nodes' samples a second and GPU in the last reports; `starved` is the size at which the trainer starved, with
+    the number of reports for which it is remembered; `released` are the run's own workers whose `rollout` was taken
+    away."""
 
     format: int = FORMAT
     report: int = -1
@@ -89,7 +89,7 @@ class State(msgspec.Struct):
 
 
 class Book:
-    """The two files of one maintainer, in one folder. Held by one process at a time (its lock is the caller's)."""
+    """The two files of one maintainer, in one folder. One process uses them at a time (the caller holds the lock)."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "maintainer.json"
@@ -98,7 +98,7 @@ class Book:
         self._mend()
 
     def commit(self, line: Line | None = None) -> None:
-        """Keep the state, and with it the line."""
+        """Write the state, and with it the line."""
         if line is not None:
             self.state.lines, self.state.line = line.number + 1, line
         write_atomic(self._path, msgspec.json.format(msgspec.json.encode(self.state), indent=2) + b"\n")
@@ -130,7 +130,7 @@ class Book:
         return state
 
     def _mend(self) -> None:
-        """Cut what a death left half written, and add the line that it kept from being written."""
+        """Truncate a torn last line, and add the line of the state if it is missing."""
         if self._log.is_file():
             data = self._log.read_bytes()
             whole = data.rfind(b"\n") + 1

@@ -1,8 +1,7 @@
-"""Keeps the executor's nodes as the state says: starts that do not come to anything, retirements, deaths, refills.
+"""Brings the executor's nodes to the recorded state: failed starts, retirements, deaths, refills.
 
-Everything here may be done again: a maintainer that was killed in the middle is followed by one that finds the same
-state and goes on. A start that fails is tried again after a pause that doubles, and after `MOST_FAILURES` in a row only
-when a new report asks for it.
+Every action may be repeated: after a kill, the next maintainer finds the same state and continues. A failed start is
+repeated after a pause that doubles, and after `MOST_FAILURES` in a row only when a new report asks for it.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ log = logging.getLogger(__name__)
 
 MOST_FAILURES = 5
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 300.0
-MARGIN = 10.0  # seconds that a drained node has to go by itself
+MARGIN = 10.0  # seconds that a drained node has to exit
 PREFIX = "auto-"
 
 
@@ -38,20 +37,20 @@ class Run(Protocol):
     async def nodes(self) -> list[NodeInfo]: ...
 
     async def retire(self, node: str, drain: float) -> None:
-        """Asking again changes nothing, nor does asking for a node that has gone."""
+        """Retire a node. Repeating it, or naming a node that has gone, changes nothing."""
 
 
 class Workers(Protocol):
-    """The nodes that the run itself keeps alive and that only it can end."""
+    """The nodes that the run itself keeps alive and that only it can stop."""
 
     def playing(self) -> list[str]:
-        """Those that may be taken away: they carry `rollout` and nothing else."""
+        """Return those that may be taken away: they have the tag `rollout` only."""
 
     def take(self, node: str) -> None:
-        """Have the run drain and end it."""
+        """Let the run drain and stop it."""
 
     def give(self, node: str) -> None:
-        """Have the run start it again."""
+        """Let the run start it again."""
 
 
 class NoWorkers:
@@ -69,7 +68,7 @@ class NoWorkers:
 
 @dataclass(frozen=True)
 class Look:
-    """What a round goes by. `running` is the executor's word."""
+    """The observations of one round. `running` comes from the executor."""
 
     time: float
     infos: Sequence[NodeInfo]
@@ -82,8 +81,8 @@ class Look:
 
 @dataclass
 class Upkeep:
-    """`start_timeout` is how long a node has to join. `awaited` are nodes of the run's own that are on their way, and
-    until when they are waited for."""
+    """Carries out the state. A node has `start_timeout` seconds to join. `awaited` are nodes of the run that have not
+    joined yet, with the end of the wait for each."""
 
     book: Book
     run: Run
@@ -100,7 +99,7 @@ class Upkeep:
         return self.book.state
 
     def pool(self, look: Look) -> list[Member]:
-        """As of the look, and of what was done since."""
+        """Return the pool as observed, with the actions since."""
         healthy = {info.name for info in look.infos if info.state == "healthy"}
         self.awaited = {n: end for n, end in self.awaited.items() if n not in healthy and end > look.time}
         return members(self.state, look.infos, look.report, self.workers.playing(), self.awaited)
@@ -137,10 +136,10 @@ class Upkeep:
     def clamped(self, nodes: int) -> int:
         return max(self.scaling.least, min(nodes, self.scaling.most))
 
-    # ------------------------------------------------------------ nodes that are there
+    # ------------------------------------------------------------ present nodes
 
     async def settle(self, look: Look) -> None:
-        """See what became of every node of the executor's."""
+        """Compare every node of the executor with its expected state."""
         self._adopt(look)
         self._follow_workers(look)
         for name, own in list(self.state.nodes.items()):
@@ -155,7 +154,7 @@ class Upkeep:
                 log.warning("%s: %s; tried again in the next round", name, error)
 
     def _adopt(self, look: Look) -> None:
-        """Nodes that the executor has and the state has not: the state was lost."""
+        """Adopt nodes that only the executor knows: the state was lost."""
         found = [name for name in look.running if name not in self.state.nodes]
         if not found:
             return
@@ -169,8 +168,8 @@ class Upkeep:
         )
 
     def _follow_workers(self, look: Look) -> None:
-        """Carry on with what was cut short. A worker that was taken away and plays again later was given back by
-        somebody else: it is theirs."""
+        """Continue interrupted changes. A worker that was taken away and plays again was given back by another command, and
+        no longer belongs to the maintainer."""
         playing, since = set(self.workers.playing()), self.state.changed or 0.0
         for name in [name for name in self.state.released if name in playing]:
             if look.time - since <= self.scaling.drain:
@@ -191,7 +190,7 @@ class Upkeep:
     async def _starting(self, look: Look, name: str, own: Own) -> None:
         info, running = look.info(name), look.running.get(name)
         if running is None:
-            await self._end(look, name, "failed", "it was not begun: whoever wanted to start it was stopped")
+            await self._end(look, name, "failed", "it was not begun: the maintainer that wanted to start it was stopped")
         elif info is not None and info.state == "healthy" and info.versions and running:
             own.joined = look.time
             self.state.failures = 0
@@ -206,16 +205,16 @@ class Upkeep:
         info, running = look.info(name), look.running.get(name)
         attempt = self.state.nodes[name].attempt if look.time - joined < self.start_timeout else None
         if info is not None and info.state == "left":
-            # Not at our word: somebody wants fewer.
+            # Not at our request: the operator wants fewer.
             self.state.target = max((self.state.target or 1) - 1, self.scaling.least)
-            await self._end(look, name, "stopped", "it has left; somebody else has retired it")
+            await self._end(look, name, "stopped", "it has left; another command has retired it")
         elif running is not True:
             await self._end(look, name, "died", "its process has ended", attempt=attempt)
         elif info is not None and info.state == "gone":
-            await self._end(look, name, "died", "the run does not hear of it any more", attempt=attempt)
+            await self._end(look, name, "died", "the run gets no heartbeats from it", attempt=attempt)
 
     async def _end(self, look: Look, name: str, action: Action, why: str, attempt: int | None = None) -> None:
-        """Whatever is left of it goes, and it is forgotten. `attempt`: it counts as a start that failed."""
+        """Stop what is left of a node and remove it from the state. With `attempt` it counts as a failed start."""
         await self.executor.stop(name)
         del self.state.nodes[name]
         if attempt is not None:
@@ -233,7 +232,7 @@ class Upkeep:
     # ------------------------------------------------------------ nodes that are missing
 
     async def refill(self, look: Look) -> None:
-        """Start what is missing to the target: new nodes, and those in the place of others that died."""
+        """Start the nodes that are missing to the target, including replacements of dead ones."""
         missing = self.clamped(self.state.target or 0) - self._size(look)
         for name in self.state.released[: max(missing, 0)]:
             self._give_back(look, name)
@@ -266,7 +265,7 @@ class Upkeep:
     # ------------------------------------------------------------ the end
 
     async def finish(self, look: Look, since: float, grace: float) -> bool:
-        """The run has ended at `since`: nodes see that themselves; who does not is stopped. True once none is left."""
+        """End the nodes after the run ended at `since`: they exit, or are stopped. Return whether none is left."""
         for name in list(self.state.nodes):
             if look.running.get(name) is not True:
                 await self._end(look, name, "stopped", "the run has ended")

@@ -1,1 +1,1 @@
-"""What a run and a maintainer share of Ray: the cluster, what a worker asks of it, and the actor that hosts a role."""
+"""Ray as a run and a maintainer share it: the cluster, the resources of a worker, the actor that hosts a role."""

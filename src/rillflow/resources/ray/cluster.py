@@ -1,10 +1,10 @@
-"""A Ray cluster as a run sees it: what its nodes offer, and seats on them for processes that belong together.
+"""A Ray cluster as a run sees it: the resources of its nodes, and seats on them for processes that belong together.
 
 Tags are custom resources: a Ray node that may roll out offers `rollout`, one that may train `train`, as many of each as
-it has room for workers. Where no node offers any of them, every worker takes a CPU in their place. GPUs are asked for
-beside either, where the cluster has some and the recipe does not want the CPU.
+it has room for workers. If no node offers any of them, every worker takes a CPU instead. GPUs are requested in addition,
+if the cluster has some and the recipe does not want the CPU.
 
-Ray pickles what crosses it: only strings and numbers do, and Ray's own errors.
+Ray pickles every argument: only strings, numbers and Ray's own errors cross it.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ TAGS = ("rollout", "train")
 CALL = 10.0  # seconds that an actor has for an answer
 _START = 60.0  # for a placed actor's worker process to come up
 _POLL = 0.5
-# A cluster that is started for one run has room for as many workers as the recipe, or who changes tags, may want.
+# A cluster that is started for one run has room for as many workers as the recipe, or a change of tags, may want.
 _ROOM_AT_HOME = 1024
 
 Wants = Mapping[str, float]
 
 
 class SeatLost(Exception):
-    """An actor has gone, with its worker process or with its node. `nodes` are those that may be the cause."""
+    """An actor was lost, with its worker process or with its node. `nodes` are those that may be the cause."""
 
     def __init__(self, message: str, nodes: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -45,7 +45,7 @@ class SeatLost(Exception):
 
 @dataclass(frozen=True)
 class Offers:
-    """What the living nodes of a cluster have, all together and one by one."""
+    """The resources of a cluster's live nodes, in total and per node."""
 
     nodes: tuple[Mapping[str, float], ...]
 
@@ -58,13 +58,13 @@ class Offers:
         return any(node.get("GPU", 0) > 0 for node in self.nodes)
 
     def __str__(self) -> str:
-        """One node each, without what every node has."""
+        """Describe each node, without the resources that every node has."""
         shown = [{k: v for k, v in node.items() if k in ("CPU", "GPU", *TAGS)} for node in self.nodes]
         return "; ".join(describe(node) for node in shown)
 
 
 def namespace_of(run: str) -> str:
-    """Of the named actors of a run."""
+    """Return the namespace of a run's named actors."""
     return f"rillflow-{run}"
 
 
@@ -73,13 +73,13 @@ def describe(resources: Wants) -> str:
 
 
 def wants_of(tags: Sequence[Literal["rollout", "train"]], offers: Offers, gpus: int) -> dict[str, float]:
-    """What one worker that uses these tags asks of a node."""
+    """Return the resources that one worker with these tags requests."""
     wanted = dict.fromkeys(tags, 1.0) if offers.tagged else {"CPU": 1.0}
     return wanted | ({"GPU": float(gpus)} if gpus and offers.gpus else {})
 
 
 def sampling_gpus(recipe: Recipe) -> int:
-    """GPUs of a worker that samples: the engines of all policies share them."""
+    """Return the GPUs of a worker that samples: the engines of all policies share them."""
     engines = [policy.engine for policy in recipe.policies.values() if policy.engine.server.url is None]
     on_cpu = [engine.kind == "embedded" and engine.device == "cpu" for engine in engines]
     return max(
@@ -101,7 +101,7 @@ class Seat:
         self.pid = 0
 
     async def call(self, method: str, *arguments: str | float) -> Any:
-        """SeatLost when the actor has gone, TimeoutError when it does not answer in time."""
+        """Call the actor. Raises SeatLost if it has gone, TimeoutError if it does not answer in time."""
         from ray.exceptions import ActorUnavailableError, RayActorError
 
         try:
@@ -112,7 +112,7 @@ class Seat:
             raise SeatLost(str(error).partition("\n")[0], (self.node,)) from error
 
     def tell(self, method: str, *arguments: str | float) -> None:
-        """Without an answer."""
+        """Call the actor without waiting for an answer."""
         getattr(self._actor, method).remote(*arguments)
 
     def vacate(self) -> None:
@@ -129,27 +129,27 @@ class RayCluster:
     """The cluster that this process is connected to. One at a time."""
 
     def __init__(self, run: str, incarnation: str) -> None:
-        """`run` names what processes keep on their hosts, `incarnation` the logs of those that this driver starts."""
+        """`run` names the folders of processes on their hosts, `incarnation` the logs of those that this driver starts."""
         self._run = run
         self._incarnation = incarnation
         self._groups: dict[int, Any] = {}
         self._connected = False
 
     def connect(self, address: str | None, namespace: str) -> None:
-        """To an existing cluster, or to one that is started on this machine and ends with this process."""
+        """Connect to an existing cluster, or to one that is started on this machine and ends with this process."""
         connect(address, namespace)
         self._connected = True
 
     @property
     def address(self) -> str:
-        """Where the cluster can be joined."""
+        """Return the address at which the cluster can be joined."""
         import ray
 
         return str(ray.get_runtime_context().gcs_address)
 
     @property
     def own_address(self) -> str:
-        """This host's, as the other nodes know it."""
+        """Return this host's address, as the other nodes know it."""
         import ray
 
         return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
@@ -161,8 +161,8 @@ class RayCluster:
         return any(entry["NodeID"] == node for entry in await asyncio.to_thread(_alive))
 
     async def place(self, names: Sequence[str], wants: Sequence[Wants], still: Callable[[float], bool]) -> list[Seat]:
-        """Seats for processes that are placed together, as close to each other as there is room, or none at all when
-        `still`, told how long it has taken, says no. SeatLost when a node goes meanwhile."""
+        """Return seats for processes that are placed together, as close to each other as resources allow; an empty
+        list once `still(seconds waited)` is false. Raises SeatLost if a node is lost meanwhile."""
         import ray
         from ray.util import placement_group, placement_group_table, remove_placement_group
 
@@ -191,7 +191,7 @@ class RayCluster:
         return seats
 
     async def leave(self, seats: Sequence[Seat]) -> None:
-        """Give the seats back; what still runs there ends."""
+        """Give the seats back; processes that still run there end."""
         from ray.util import remove_placement_group
 
         for seat in seats:
@@ -201,7 +201,7 @@ class RayCluster:
             await asyncio.to_thread(remove_placement_group, group)
 
     def close(self) -> None:
-        """All actors of this driver end."""
+        """End all actors of this driver."""
         if self._connected:
             import ray
 
@@ -209,7 +209,7 @@ class RayCluster:
 
 
 async def _up(seat: Seat) -> None:
-    """Its first answer takes as long as Ray needs for a worker process: more than any other."""
+    """Wait for the actor's first answer, which takes as long as Ray needs to start a worker process."""
     while True:
         try:
             await seat.call("folder")
@@ -232,13 +232,13 @@ def _actor(name: str, wanted: Wants, run: str, incarnation: str, strategy: Any) 
 
 
 def actor_resources(wanted: Wants) -> dict[str, Any]:
-    """As options of an actor."""
+    """Return the resources as options of an actor."""
     custom = {name: amount for name, amount in wanted.items() if name not in ("CPU", "GPU")}
     return {"num_cpus": wanted.get("CPU", 0), "num_gpus": wanted.get("GPU", 0), "resources": custom}
 
 
 def connect(address: str | None, namespace: str) -> None:
-    """ConfigError where this cannot be, RunError where the cluster does not answer."""
+    """Connect to Ray. Raises ConfigError if it is not installed or `address` is unusable, RunError if it does not answer."""
     try:
         import ray
     except ImportError as error:

@@ -1,11 +1,11 @@
-"""What an actor does: it hosts one process of a run on its host, tells how it fares and hands over what it wrote.
+"""An actor that hosts one process of a run on its host, reports its state and hands over its output.
 
-The process is a child of the actor's own, in a session of its own: a crash in it takes nothing of Ray along, and it
-keeps its signals. It dies with the actor. Its output goes to a file on its host, which outlives the actor: the next one
-of that name there goes on with it, so that nothing of it is lost or handed over twice.
+The process is a child of the actor, in its own session: a crash in it does not affect Ray, and it keeps its signals. It
+dies with the actor. Its output goes to a file on its host, which outlives the actor: the next actor of that name there
+continues it, so that no output is lost or handed over twice.
 
-Only strings and numbers go in and out, because Ray pickles what crosses it: structures are JSON. Without Ray and
-without torch, so that an actor is light and tests need no cluster.
+Only strings and numbers go in and out, because Ray pickles every argument: structures are JSON. This module imports
+neither Ray nor torch, so that an actor is light and tests need no cluster.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class RoleHost:
     program = (sys.executable, "-m", "rillflow")
 
     def __init__(self, name: str, run: str, log: str = "log", linger: float = 0.0) -> None:
-        """`log` is another one for each driver of the run. With `linger`, the actor ends itself so many seconds after
-        its process has: for actors that nobody owns."""
+        """`log` is another one for each driver of the run. With `linger`, the actor exits that number of seconds after its
+        process: for detached actors."""
         self._folder = own_folder(run) / name
         self._folder.mkdir(mode=0o700, exist_ok=True)
         self._log = self._folder / f"{log}.log"
@@ -49,17 +49,17 @@ class RoleHost:
             threading.Thread(target=self._expire, args=(linger,), name="linger", daemon=True).start()
 
     def folder(self) -> str:
-        """What the process may keep things in; it stays for the next one of this name on this host."""
+        """Return the process's folder; it stays for the next process of this name on this host."""
         return str(self._folder)
 
     def free_port(self, address: str) -> int:
-        """For ranks to meet at. It is free now, and whoever takes it meanwhile makes them begin anew."""
+        """Return a free port for the ranks' rendezvous. If another process takes it meanwhile, the ranks restart."""
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
             probe.bind((address, 0))
             return int(probe.getsockname()[1])
 
     def start(self, spec: str) -> int:
-        """Begin `rillflow ARGUMENTS…`; the id of its process.
+        """Start `rillflow ARGUMENTS…` and return the id of its process.
 
         `spec`: {"arguments": [...], "environment": {...} (added to the actor's), "cwd": …, where this host has it}.
         """
@@ -81,12 +81,11 @@ class RoleHost:
         return self._process.pid
 
     def look(self, log: str, offset: int) -> str:
-        """The process's exit code (null while it runs) and the next of its output, in latin-1 as it is in the file.
+        """Return the process's exit code (null while it runs) and the next piece of its output, decoded as latin-1.
 
-        `log` and `offset` say how far the caller has read, by the last answer's words; a log that is another one by now
-        is read from its beginning.
+        `log` and `offset` are those of the last answer; a log that has been replaced since is read from its beginning.
         """
-        code = self._code()  # before the log: what it wrote until its end is read after its end is known
+        code = self._code()  # before the log, so that the log is read to its end after the process has ended
         if not self._log.exists():
             return json.dumps({"code": code, "log": "", "offset": 0, "text": "", "more": False})
         with open(self._log, "rb") as file:
@@ -100,7 +99,7 @@ class RoleHost:
         return json.dumps({"code": code, "log": now, "offset": end, "text": text.decode("latin-1"), "more": more})
 
     def tail(self) -> str:
-        """The last of its output."""
+        """Return the end of its output."""
         if not self._log.exists():
             return ""
         with open(self._log, "rb") as file:
@@ -108,7 +107,7 @@ class RoleHost:
             return file.read(CHUNK).decode(errors="replace")
 
     def signal(self, number: int) -> None:
-        """To the process and all that it started."""
+        """Signal the process group."""
         if self._process is not None and self.running():
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, number)
@@ -117,7 +116,7 @@ class RoleHost:
         return self._process is not None and self._code() is None
 
     def forget(self) -> None:
-        """The process will not come back: what it kept here goes."""
+        """Remove the folder of a process that will not come back."""
         self.signal(signal.SIGKILL)
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -133,7 +132,7 @@ class RoleHost:
             return code
 
     def _expire(self, linger: float) -> None:
-        """One that was never given a process expires like one whose process has ended."""
+        """End an actor whose process has ended, or that never got one."""
         last = time.monotonic()
         while time.monotonic() - last < linger:
             time.sleep(_LOOK)
@@ -144,13 +143,13 @@ class RoleHost:
 
 
 def own_folder(run: str) -> Path:
-    """What this user's processes of a run keep on this host, closed to others."""
+    """Return the folder of this user's processes of a run on this host, closed to others."""
     parent = Path(tempfile.gettempdir()) / f"rillflow-{os.getuid()}"
     for path in (parent, parent / run):
         path.mkdir(mode=0o700, exist_ok=True)
         status = path.lstat()
         if status.st_uid != os.getuid() or status.st_mode & 0o077:
             raise RunError(
-                f"{path} is open to others, or somebody else's", "remove it, or set TMPDIR to another folder"
+                f"{path} is open to other users, or belongs to one", "remove it, or set TMPDIR to another folder"
             )
     return parent / run

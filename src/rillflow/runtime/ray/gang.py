@@ -1,11 +1,11 @@
 """Processes that live and die together on a cluster: the ranks of a trainer, or one process alone.
 
-A gang is supervised like a process of this machine, under the same rules of restart. Its seats are placed together, and
-anew for every life. One member lost ends all of them, within seconds, and they begin anew. A node that went down is not
-a gang's fault: such a death does not count, and the gang is placed again wherever there is room.
+A gang is supervised like a local process, with the same rules of restart. Its seats are placed together, at every start.
+If one member is lost, all end within seconds and restart. The loss of a Ray node does not count as a death: the gang is
+placed again wherever resources are free.
 
-What members write ends up in their logs here, in order and once, however often they are placed. A gang that waits for
-room says so.
+The output of members is copied to their logs here, in order and once, however often they are placed. A gang that waits
+for resources says so.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ log = logging.getLogger(__name__)
 _LOOK = 0.5
 _LAST_WORDS = 3.0  # for ranks to notice that one has gone, and say so
 _NODE_NEWS = 5.0  # for Ray to notice that a node has gone, when an actor of it has
-_SILENCE = 60.0  # an actor that has not answered for so long is given up
+_SILENCE = 60.0  # seconds without an answer after which an actor is given up
 _SAY_AGAIN = 60.0
 _KILLED = -signal.SIGKILL.value
 
 
 class Seat(Protocol):
-    """Where one process runs; see `resources.ray.host` for what can be asked of it."""
+    """The place of one process; `resources.ray.host` has its methods."""
 
     node: str
     address: str
@@ -64,7 +64,7 @@ class Cluster(Protocol):
 
 @dataclass(frozen=True)
 class Place:
-    """What a member is told about where it is: its host's address, and where ranks meet."""
+    """A member's place: its host's address, and the ranks' rendezvous."""
 
     address: str
     rendezvous: str
@@ -81,20 +81,20 @@ class Member:
 
 
 class Room:
-    """How long workers of a kind wait for room: for ever while one of them has some, else for so many seconds."""
+    """How long workers of a kind wait for resources: without limit while one of them has a seat, else for `seconds`."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds = seconds
         self._clock = clock
         self._seated = 0
-        self._since: float | None = None  # none of them has room
+        self._since: float | None = None  # none of them has a seat
 
     def seated(self, change: int) -> None:
         self._seated += change
         self._since = None
 
     def is_over(self) -> bool:
-        """For who waits, again and again."""
+        """Return whether the wait is over; call it repeatedly."""
         if self._seated:
             return False
         if self._since is None:
@@ -104,7 +104,7 @@ class Room:
 
 @dataclass
 class _Life:
-    """A member's present process, and how far its output has been read."""
+    """A member's present process, and the read position in its output."""
 
     member: Member
     seat: Seat
@@ -115,7 +115,7 @@ class _Life:
     lost: str = ""
 
     async def look(self) -> None:
-        """Take over what it has written, and its end."""
+        """Copy its new output to the log, and note its exit code."""
         more = True
         while more and not self.lost:
             try:
@@ -131,7 +131,7 @@ class _Life:
             more = self._take(answer)
 
     def _take(self, answer: dict[str, Any]) -> bool:
-        """Whether there is more to read at once."""
+        """Copy one piece of output; return whether more can be read at once."""
         if answer["log"] != self.log and answer["log"] in self.read:
             self.log = answer["log"]  # this member was here before: go on where its log had been read to
             return True
@@ -174,7 +174,7 @@ class Gang(Supervised):
 
     @property
     def pid(self) -> int | None:
-        """Of the first member, on its own host; None while it has no seat."""
+        """The pid of the first member, on its own host; None while it has no seat."""
         return self._lives[0].seat.pid if self._lives else None
 
     def signal(self, number: signal.Signals) -> None:
@@ -196,7 +196,7 @@ class Gang(Supervised):
         return True
 
     async def _run_once(self) -> int:
-        """Until it has ended by its own doing: when a node was the cause, it is placed again."""
+        """Run the gang until it ends. If the loss of a node was the cause, it is placed again."""
         while True:
             self.starts += 1
             self._since = time.monotonic()
@@ -226,7 +226,7 @@ class Gang(Supervised):
             log.warning("%s: a node it was on has gone: placing it again", self.spec.name)
 
     async def _seat(self) -> bool:
-        """False when it is not wanted any more while it waits for room."""
+        """Wait for seats; return False if the gang is stopped meanwhile."""
         names, wants = [m.name for m in self._members], [m.wants for m in self._members]
         said = 0.0
 
@@ -244,7 +244,7 @@ class Gang(Supervised):
             return True
         if self._wanted():
             raise RunError(
-                f"there is no room in the cluster for {self.spec.name}: it wants {self._wants()}; "
+                f"the cluster has no room for {self.spec.name}: it wants {self._wants()}; "
                 f"nodes have: {await self._cluster.offers()}",
                 "add nodes, offer tags (ray start --resources), or give it more time (runtime.start_timeout)",
             )
@@ -281,11 +281,11 @@ class Gang(Supervised):
             await asyncio.sleep(_LOOK)
 
     def _dead(self) -> list[_Life]:
-        """Those that have ended otherwise than well."""
+        """Return the members that ended with an error."""
         return [life for life in self._lives if life.lost or life.code]
 
     async def _cause(self) -> int:
-        """Which member took the others down, once those have had time for their last words."""
+        """Return the cause of the gang's end: the first member that failed, once the others have had time to end."""
         deadline, dead = time.monotonic() + _LAST_WORDS, self._dead()
         while time.monotonic() < deadline and not all(life.over for life in self._lives):
             await asyncio.sleep(0.1)
@@ -295,12 +295,12 @@ class Gang(Supervised):
         self.log_path = culprit.member.log
         if not self._asked_to_stop:
             why = culprit.lost or f"ended with code {culprit.code}"
-            others = f"; all of {self.spec.name} end, to begin anew" if len(self._lives) > 1 else ""
+            others = f"; all of {self.spec.name} end, to restart" if len(self._lives) > 1 else ""
             log.warning("%s: %s%s", culprit.member.name, why, others)
         return culprit.code or _KILLED
 
     async def _has_gone(self, nodes: Sequence[str]) -> bool:
-        """Ray notices some seconds after its actors that a node has gone."""
+        """Return whether a node has gone; Ray notices that some seconds after the loss of its actors."""
         deadline = time.monotonic() + _NODE_NEWS
         while nodes and time.monotonic() < deadline:
             for node in nodes:

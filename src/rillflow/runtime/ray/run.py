@@ -1,8 +1,8 @@
 """A whole run on a Ray cluster: the same plan as on one machine, with its workers placed on the cluster's nodes.
 
-On the driver's node, as processes of this machine: what writes the run folder for all (the dataflow service, storage
-units), what reads it for all (the weight server), and the maintainer. Placed by Ray: rollout nodes, engines and stages,
-which need nothing but the service's address and a token, and the ranks of trainers, which need the run folder.
+The dataflow service, the storage units, the weight server and the maintainer use the run folder and run as processes on
+the driver's node. Ray places rollout nodes, engines and stages, which need only the service's address and a token, and
+the ranks of trainers, which need the run folder.
 """
 
 from __future__ import annotations
@@ -59,24 +59,24 @@ class RayRun(LocalRun):
         self._cluster = RayCluster(run_name(folder), uuid.uuid4().hex)
         self._offers = Offers(())
         patience = self._recipe.runtime.start_timeout
-        # Where trainers roll out as well, the run gets on without nodes.
+        # If trainers roll out as well, the run progresses without nodes.
         self._node_room = Room(patience if self._recipe.mode == "asynchronous" else math.inf)
 
     def _fork_server(self, early: EarlyServer | None) -> None:
-        """Ray places what imports torch."""
+        """Return None: Ray places the processes that import torch."""
         return
 
     async def _begin(self) -> None:
         with _own_signals():
             self._cluster.connect(self._address, namespace_of(run_name(self._folder)))
-        os.environ[HOST_ENV] = self._cluster.own_address  # processes of this machine are asked by those elsewhere
+        os.environ[HOST_ENV] = self._cluster.own_address  # processes on other hosts call those of this machine
         self._offers = await self._cluster.offers()
         if not self._offers.tagged:
             log.warning(
                 "no node of the cluster offers `rollout` or `train`: every worker takes a CPU%s",
                 " and a GPU" if self._offers.gpus else "",
             )
-        # For who starts further nodes, such as the maintainer.
+        # For the maintainer, which starts further nodes.
         known = {"address": self._cluster.address, "run": run_name(self._folder), "gpus": sampling_gpus(self._recipe)}
         write_json(self._folder.root / "ray.json", known)
 
@@ -101,7 +101,7 @@ class RayRun(LocalRun):
         return Room(self._recipe.runtime.start_timeout)
 
     def _place(self, name: str, members: list[Member], room: Room, scope: TokenScope | None = None) -> Supervised:
-        """With `scope`, the token of that scope is in the environment: argument lists are seen by everybody."""
+        """Return a gang. The token of `scope` is in its environment, because other users can see argument lists."""
         runtime = self._recipe.runtime
         path = {"PYTHONPATH": value} if (value := os.environ.get("PYTHONPATH")) else {}
         environment = (
@@ -111,12 +111,12 @@ class RayRun(LocalRun):
         return self.supervisor.add(gang)
 
     def _joining(self, process: Placed) -> Member:
-        """A node, an engine process or a stage, which needs nothing of the run folder."""
+        """Return the member for a node, an engine process or a stage, which needs nothing of the run folder."""
 
         def arguments(place: Place) -> list[str]:
             url = self._folder.endpoint("dataflow")
             assert url is not None, "the service comes first"
-            # Told to stop, a node ends at once, as on one machine: who wants it to drain retires it.
+            # A node that is asked to stop ends at once, as on one machine; retiring it lets it drain.
             grace = ("--grace", "0") if process.role == "rollout" else ()
             listens = () if process.role == "stage" else ("--host", place.address, "--cache", FOLDER)
             return [process.role, "--join", url, *process.options, *listens, *grace]
@@ -125,7 +125,7 @@ class RayRun(LocalRun):
             gpus = training_gpus(self._recipe, process.policy) if self._offers.gpus else 0
             wants = {"CPU": 1.0} | ({"GPU": float(gpus)} if gpus else {})
             return Member(process.name, wants, self._folder.log(process.name), arguments)
-        # Where engine processes sample, theirs are the devices.
+        # Engine processes have the devices, if the run has any.
         samples = process.role == "engine" or not self._recipe.rollout.engines
         wants = wants_of(("rollout",), self._offers, sampling_gpus(self._recipe)) if samples else {"CPU": 1.0}
         return Member(process.name, wants, self._folder.log(process.name), arguments)
@@ -147,13 +147,13 @@ class RayRun(LocalRun):
 
 
 def run_name(folder: RunFolder) -> str:
-    """What a run is called on a cluster: by its folder, with a mark of its own where two are called alike."""
+    """Return the name of a run on a cluster: its folder's name and a hash of its token."""
     return f"{folder.root.name}-{hashlib.sha256(folder.token.encode()).hexdigest()[:8]}"
 
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
-    """Ray takes SIGTERM for itself: a run has its own way to stop."""
+    """Keep the run's own handler of SIGTERM, which Ray replaces."""
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
         yield

@@ -1,0 +1,148 @@
+"""Write the generated pages of the documentation: `python -m scripts.reference_pages`.
+
+Each page is made from the code that it describes, and a test fails while a committed page differs from it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from typer.main import get_command
+
+import rillflow
+import rillflow.contracts
+from rillflow import errors
+from rillflow.cli.main import app
+from rillflow.config import reference
+from scripts import routes_page
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+
+_CLI = """# Commands
+
+Every command with its arguments and options, as `rillflow COMMAND --help` prints them. RUN is a run folder, such as
+`runs/quickstart-…`; RECIPE is the name of a shipped recipe or the path of a YAML file. Exit codes: 0 on success, 1 for a
+result that is bad (a failed episode, an audit that does not balance), 2 for an error that the command explains, 130
+after Ctrl-C.
+"""
+
+_ERRORS = """# Errors
+
+Every error that Rillflow raises on purpose belongs to one tree, `rillflow.errors`. It has a message, which says what
+happened, and usually a hint, which says what to do in this case. Where the hint is empty, the commands print the advice
+of this table instead. The status is the HTTP status under which the error crosses processes.
+
+[When something goes wrong](troubleshooting.md) starts from symptoms instead.
+"""
+
+_API = """# Python interface
+
+The names of the package `rillflow`, then the protocols of `rillflow.contracts`, which your own hooks, engines, trainers,
+tools and environments implement. A test freezes both. The classes of `rillflow.config` are described by
+[the recipe's keys](recipes.md), the HTTP routes by [their page](routes.md).
+"""
+
+
+def cli() -> str:
+    """Return the page of commands."""
+    group: Any = get_command(app)
+    return "\n".join([_CLI, *(line for name in sorted(group.commands) for line in _command(name, group.commands[name]))])
+
+
+def _command(name: str, command: Any) -> Iterator[str]:
+    arguments = [one for one in command.params if one.param_type_name == "argument"]
+    options = [one for one in command.params if one.param_type_name == "option" and "--help" not in one.opts]
+    usage = ["rillflow", name, *(["[OPTIONS]"] if options else []), *(_argument(one) for one in arguments)]
+    yield f"## {name}\n"
+    yield f"`{' '.join(usage)}`\n"
+    yield f"{inspect.cleandoc(command.help)}\n"
+    if command.params:
+        yield "| argument or option | meaning | default |\n|---|---|---|"
+    for one in (*arguments, *options):
+        names = _argument(one) if one in arguments else ", ".join((*one.opts, *one.secondary_opts))
+        yield f"| `{names}` | {_cell(one.help or '')} | {_cell(_default(one))} |"
+    yield ""
+
+
+def _argument(argument: Any) -> str:
+    name = argument.metavar or str(argument.name).upper()
+    if argument.nargs == -1:
+        name += " …"
+    return name if argument.required or name.startswith("[") else f"[{name}]"
+
+
+def _default(parameter: Any) -> str:
+    if parameter.required:
+        return "required"
+    if isinstance(parameter.show_default, str):
+        return parameter.show_default
+    value = parameter.default
+    return "" if value in (None, False, ()) or callable(value) else f"`{value}`"
+
+
+def error_tree() -> str:
+    """Return the page of errors."""
+    meanings = dict(re.findall(r"── (\w+) +(.+)", errors.__doc__ or ""))
+    rows = [
+        f"| {'&emsp;' * (len(kind.__mro__) - 5)}`{name}` | {kind.status} | {_cell(meanings[name])} | {_cell(kind.advice)} |"
+        for name, kind in errors.KINDS.items()
+        if kind is not errors.RillflowError
+    ]
+    return "\n".join([_ERRORS, "| error | status | meaning | what to do |\n|---|---|---|---|", *rows, ""])
+
+
+def api() -> str:
+    """Return the page of the Python interface."""
+    lines = [_API, "## rillflow\n"]
+    for name in sorted(rillflow.__all__):
+        lines += _entry(f"rillflow.{name}", getattr(rillflow, name))
+    lines.append("## rillflow.contracts\n")
+    for name, protocol in sorted(vars(rillflow.contracts).items()):
+        if inspect.isclass(protocol) and protocol.__module__.startswith("rillflow.contracts."):
+            lines += _entry(name, protocol)
+    return "\n".join(lines)
+
+
+def _entry(name: str, value: Any) -> Iterator[str]:
+    if inspect.isclass(value):
+        yield f"### {name}\n"
+        yield f"{inspect.cleandoc(value.__doc__ or '')}\n"
+        for member, method in vars(value).items():
+            if inspect.isfunction(method) and not member.startswith("_"):
+                yield f"- `{member}{_signature(method)}`{_summary(method)}"
+        yield ""
+    elif callable(value):
+        yield f"### {name}\n"
+        yield f"`{name}{_signature(value)}`\n"
+        yield f"{inspect.cleandoc(value.__doc__ or '')}\n"
+
+
+def _signature(function: Callable[..., Any]) -> str:
+    text = str(inspect.signature(function)).replace("self, ", "").replace("(self)", "()")
+    return re.sub(r"'([^']*)'", r"\1", text)
+
+
+def _summary(function: Callable[..., Any]) -> str:
+    text = " ".join(inspect.cleandoc(function.__doc__ or "").split())
+    return f": {text}" if text else ""
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split())
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "recipes.md": reference.reference,
+    "routes.md": routes_page.page,
+    "cli.md": cli,
+    "errors.md": error_tree,
+    "api.md": api,
+}
+
+if __name__ == "__main__":
+    for name, page in PAGES.items():
+        (DOCS / name).write_text(page())

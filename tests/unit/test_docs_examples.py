@@ -1,0 +1,134 @@
+"""Every command and snippet of the documentation is checked against the code.
+
+Commands are parsed: names, options and the number of arguments must be valid. Those in `CHEAP` are also run. Recipes
+are validated against the schema. Python is compiled, and what it imports of Rillflow is imported. The pages `graphs`,
+`prompts`, `tutorial` and `workflows` have tests of their own that also execute their snippets.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from rillflow.cli.main import app
+from rillflow.config.load import read_raw, validate
+from rillflow.config.supervised import FitRecipe
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])
+BLOCK = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
+COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
+# They need neither a run nor a model, and end within a second. Commands that take longer are run
+# by the tests of whole runs (`tests/integration`): run, resume, fit, eval, try, trainer, rollout, unit, stage, relay.
+CHEAP = ("environments", "grafana", "leakage train.jsonl test.jsonl", "recipes", "recipes quickstart", "rewards")
+
+
+def blocks(*languages: str) -> Iterator[Any]:
+    """Yield the fenced blocks of these languages in all pages, as parameters of a test."""
+    for page in PAGES:
+        text = page.read_text()
+        for found in BLOCK.finditer(text):
+            if found[2] in languages:
+                indent = len(found[1])
+                code = "\n".join(line[indent:] for line in found[3].splitlines())
+                line = text.count("\n", 0, found.start()) + 1
+                yield pytest.param(code, id=f"{page.relative_to(ROOT)}:{line}")
+
+
+def command_lines() -> Iterator[Any]:
+    for block in blocks("", "bash", "console"):
+        (code,) = block.values
+        for line in code.replace("\\\n", " ").splitlines():
+            words = re.sub(r"\s#\s.*|&$", "", re.sub(r"^(host-\w+)?\$ ", "", line)).strip()
+            words = re.sub(r"^(\w+=\S+ +)+", "", words)
+            if re.match(r"(rillflow [a-z]|python -m (bench|scripts)|bash scripts/|make [a-z])", words):
+                yield pytest.param(words, id=f"{block.id} {words[:60]}")
+
+
+@pytest.mark.parametrize("line", command_lines())
+def test_a_command_can_be_parsed(line: str) -> None:
+    program, *words = shlex.split(line)
+    if program == "make":
+        assert re.search(rf"^{words[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    elif program == "bash":
+        assert (ROOT / words[0]).is_file()
+    elif program == "python":
+        check_module(words[1], [word for word in words[2:] if word.startswith("--")])
+    else:
+        parse(words[0], words[1:])
+
+
+def check_module(name: str, options: list[str]) -> None:
+    path = ROOT / name.replace(".", "/")
+    source = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__main__.py"
+    known = source.read_text() + (ROOT / "bench" / "common.py").read_text()
+    assert [option for option in options if f'"{option}"' not in known] == []
+
+
+def parse(name: str, words: list[str]) -> None:
+    """Parse a command line as the command would, without converting values: files in examples do not exist."""
+    command = COMMANDS[name]
+    context = command.make_context(name, [], resilient_parsing=True)
+    context.resilient_parsing = False
+    _, left, _ = command.make_parser(context).parse_args(words)
+    assert left == []
+
+
+@pytest.mark.parametrize("line", CHEAP)
+def test_a_cheap_command_runs(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("train", "test"):
+        Path(f"{name}.jsonl").write_text(f'{{"question": "What does the {name} file ask?"}}\n')
+    result = CliRunner().invoke(app, shlex.split(line))
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("snippet", blocks("yaml"))
+def test_a_recipe_snippet_is_valid(snippet: str) -> None:
+    """Each alternative of a key that is written several times is checked by itself."""
+    for text in alternatives(snippet.replace("…", "tiny")):
+        change = yaml.safe_load(text)
+        if "engine" in change:  # a part of a policy
+            change = {"policies": {"agent": change}}
+        if "task" in change:
+            FitRecipe.model_validate(change)
+            continue
+        raw = read_raw("quickstart")
+        if any(key in change for key in ("workflow", "command")):
+            raw.pop("workflow")
+        if "policies" in change:  # in an example, policies without a model have it elsewhere
+            for policy in change["policies"].values():
+                policy.setdefault("model", "tiny")
+        elif "roles" in change:
+            change["policies"] = {name: {"model": "tiny"} for name in change["roles"].values()}
+        change.pop("extends", None)
+        validate(raw | change)
+
+
+def alternatives(snippet: str) -> list[str]:
+    """Split a snippet that gives one top-level key several times into one text for each."""
+    parts = re.split(r"^(?=\w)", snippet, flags=re.MULTILINE)
+    keys = [part.split(":")[0] for part in parts]
+    if len(set(keys)) == len(keys):
+        return [snippet]
+    return [part for part in parts if part.strip()]
+
+
+@pytest.mark.parametrize("code", blocks("python"))
+def test_a_python_snippet_can_be_imported(code: str) -> None:
+    tree = compile(code.replace("[…]", "[]"), "snippet", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rillflow"):
+            module = importlib.import_module(node.module or "")
+            for name in node.names:
+                assert hasattr(module, name.name) or importlib.import_module(f"{node.module}.{name.name}")
