@@ -25,9 +25,9 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 _CLI = """# Commands
 
 Every command with its arguments and options, as `rillflow COMMAND --help` prints them. RUN is a run folder, such as
-`runs/quickstart-…`; RECIPE is the name of a shipped recipe or the path of a YAML file. Exit codes: 0 on success, 1 for a
-result that is bad (a failed episode, an audit that does not balance), 2 for an error that the command explains, 130
-after Ctrl-C.
+`runs/quickstart-…`; RECIPE is the name of a shipped recipe or the path of a YAML file. Exit codes: 0 on success, 1 for
+a bad result (a failed episode, an audit that does not balance), 2 for an error that the command explains, 130 after
+Ctrl-C.
 """
 
 _ERRORS = """# Errors
@@ -41,8 +41,8 @@ of this table instead. The status is the HTTP status under which the error cross
 
 _API = """# Python interface
 
-The names of the package `rillflow`, then the protocols of `rillflow.contracts`, which your own hooks, engines, trainers,
-tools and environments implement. A test freezes both. The classes of `rillflow.config` are described by
+The names of the package `rillflow`, then the protocols of `rillflow.contracts`, which your own hooks, engines, tools
+and environments implement. A test freezes both. The classes of `rillflow.config` are described by
 [the recipe's keys](recipes.md), the HTTP routes by [their page](routes.md).
 """
 
@@ -50,7 +50,9 @@ tools and environments implement. A test freezes both. The classes of `rillflow.
 def cli() -> str:
     """Return the page of commands."""
     group: Any = get_command(app)
-    return "\n".join([_CLI, *(line for name in sorted(group.commands) for line in _command(name, group.commands[name]))])
+    return "\n".join(
+        [_CLI, *(line for name in sorted(group.commands) for line in _command(name, group.commands[name]))]
+    )
 
 
 def _command(name: str, command: Any) -> Iterator[str]:
@@ -88,7 +90,7 @@ def error_tree() -> str:
     """Return the page of errors."""
     meanings = dict(re.findall(r"── (\w+) +(.+)", errors.__doc__ or ""))
     rows = [
-        f"| {'&emsp;' * (len(kind.__mro__) - 5)}`{name}` | {kind.status} | {_cell(meanings[name])} | {_cell(kind.advice)} |"
+        f"| {'&emsp;' * (len(kind.__mro__) - 5)}`{name}` | {kind.status} | {meanings[name]} | {_cell(kind.advice)} |"
         for name, kind in errors.KINDS.items()
         if kind is not errors.RillflowError
     ]

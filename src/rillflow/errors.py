@@ -176,8 +176,7 @@ class SandboxError(RillflowError):
 class EnvironmentLost(RillflowError):
     status = 502
     advice = (
-        "Check the environment's server; the episode is played again. `rillflow play ENVIRONMENT` steps "
-        "through one."
+        "Check the environment's server; the episode is played again. `rillflow play ENVIRONMENT` steps through one."
     )
 
 

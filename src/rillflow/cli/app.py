@@ -76,6 +76,7 @@ def clear_errors(*, role: bool = False) -> Iterator[None]:
 
 
 def _has_peers() -> bool:
-    """Return whether this process is one rank of several: torch's threads that serve the others abort an ordinary exit."""
+    """Return whether this process is one rank of several: torch's threads that serve the others abort an ordinary
+    exit."""
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and distributed.is_available() and distributed.is_initialized()

@@ -1,4 +1,5 @@
-"""The checkpoints of `rillflow eval` as model folders by policy: a run, a fit run, a model folder, a GGUF file, `tiny`."""
+"""The checkpoints of `rillflow eval` as model folders by policy: a run, a fit run, a model folder, a GGUF file,
+`tiny`."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from rillflow.weights.model_folder import model_folder
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """`label` is short enough for a folder's name. A run has its `recipe` and a model for each of its policies; any other
-    checkpoint has one model, under no name. `identity` changes when the weights do."""
+    """`label` is short enough for a folder's name. A run has its `recipe` and a model for each of its policies; any
+    other checkpoint has one model, under no name. `identity` changes when the weights do."""
 
     label: str
     models: dict[str, str]
@@ -51,7 +52,8 @@ def _of_fit(path: Path) -> Checkpoint:
 
 
 def _of_run(folder: RunFolder, wanted: str) -> Checkpoint:
-    """Return a run's checkpoint. Its versions are written once as model folders under `exports`: a version never changes."""
+    """Return a run's checkpoint. Its versions are written once as model folders under `exports`: a version never
+    changes."""
     models, versions, why = {}, {}, []
     for policy in folder.recipe.policies:
         exporter = Exporter(folder, policy)

@@ -208,7 +208,7 @@ def _of_policy(change: str) -> bool:
 
 
 class View:
-    """What is shown of an evaluation while it is played."""
+    """The progress of an evaluation on the terminal."""
 
     def __init__(self, live: LiveLine) -> None:
         self._live = live

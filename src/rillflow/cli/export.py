@@ -60,7 +60,8 @@ class Exporter:
         return Choice(int(wanted), "as asked for")
 
     def _best(self, kept: list[int]) -> Choice:
-        """Return the version of the evaluation with the highest reward (the mean over its sources); the latest of equals."""
+        """Return the version of the evaluation with the highest reward (the mean over its sources); the latest of
+        equals."""
         done = read_metrics(self._folder.metrics, self._first).evaluations
         rated = [(one["reward"], self._version_in(one)) for one in done if one["reward"] is not None]
         if not rated:

@@ -75,7 +75,7 @@ def _show(found: Leakage) -> None:
 
 
 def warning_of(train: PromptSource, heldout: PromptSource | None) -> str | None:
-    """What to tell before a run whose held-out prompts are among those that it trains on; a quick, exact look."""
+    """Return a warning if held-out prompts are among the training prompts, else an empty text; a quick, exact check."""
     leaked = [] if heldout is None else same(train, heldout, most=_LOOKED_AT)
     if heldout is None or not leaked:
         return None

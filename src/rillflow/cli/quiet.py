@@ -13,5 +13,5 @@ _QUIET = {
 
 
 def quieten() -> None:
-    """Call before transformers is loaded. What the environment says already wins."""
+    """Silence transformers; call before it is imported. Variables that are already set win."""
     os.environ.update({name: value for name, value in _QUIET.items() if name not in os.environ})

@@ -38,8 +38,8 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class Where:
-    """Where the processes of a run are: on this machine, by a fork server that may have been started already, or on a
-    Ray cluster, at an address or started for it."""
+    """The place of a run's processes: this machine, with a fork server that may already run, or a Ray cluster, at an
+    address or started for the run."""
 
     runtime: Literal["local", "ray"] = "local"
     address: str | None = None
@@ -52,7 +52,7 @@ class Where:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """What a recipe must say to run there."""
+        """The overrides that a recipe needs to run there."""
         return ("runtime.weights_server=true",) if self.runtime == "ray" else ()
 
     def run_of(
@@ -125,8 +125,7 @@ def may_not_plan(policy: PolicyConfig) -> bool:
 
 
 def has_finished(folder: RunFolder) -> bool:
-    """Whether a run has nothing left to do; one that is done can be given more steps, one that has reached its target a
-    higher one."""
+    """Return whether a run has nothing left to do. A finished run can be given more steps or a higher target."""
     state, recipe = folder.state(), folder.recipe
     if state["state"] != "finished":
         return False
@@ -137,7 +136,7 @@ def has_finished(folder: RunFolder) -> bool:
 
 
 def how_to_train_on(folder: RunFolder) -> str:
-    """What to change in the recipe of a run that has finished."""
+    """Return what to change in the recipe of a finished run in order to train on."""
     setting = "evaluation.target" if folder.state()["reason"] == TARGET_REACHED else "trainer.steps"
     return f"raise {setting} in {folder.root / 'recipe.yaml'}"
 
@@ -220,7 +219,7 @@ def _conclude(folder: RunFolder, status: Status, seconds: float, since: float) -
 
 
 def _missed(summary: dict[str, Any], folder: RunFolder) -> str:
-    """What to say of a run that has done its steps below its target."""
+    """Return a note on a run that has done its steps below its target."""
     target, steps = summary["target"]["reward"], summary["steps"]
     rewards = [found["reward"] for found in summary["heldout"] if found["reward"] is not None]
     best = f"the best was {max(rewards):.3f}" if rewards else "no evaluation has a reward"

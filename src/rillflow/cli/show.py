@@ -42,8 +42,8 @@ def show(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
 ) -> None:
-    """Show the episodes that a run has kept, live or finished; with EPISODE, one of them: its messages and tool calls, the
-    reward and its parts, paths and forks."""
+    """Show the episodes that a run has kept, live or finished; with EPISODE, one of them: its messages and tool calls,
+    the reward and its parts, paths and forks."""
     import rillflow
 
     with clear_errors():

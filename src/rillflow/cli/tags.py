@@ -91,7 +91,8 @@ def _state(worker: Worker, seen: Seen | None) -> tuple[str | None, str]:
 
 
 def _training(worker: Worker, rank: int, seen: Seen) -> tuple[str | None, str]:
-    """Return whether a trainer's worker trains: a trainer that hosts a node reports it there; any other always trains."""
+    """Return whether a trainer's worker trains: a trainer that hosts a node reports it there; any other always
+    trains."""
     if worker.process not in seen.trainers:
         return None, "starting"
     hosted = seen.nodes.get(hosted_node(rank)) if "rollout" in worker.tags else None

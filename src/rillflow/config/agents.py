@@ -1,4 +1,4 @@
-"""What a recipe may say of its agents' surroundings: tools, an environment, and how answers are rewarded."""
+"""The sections of a recipe for agents: tools and rewards."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ class AlgorithmConfig(Section):
 
     @property
     def by_steps(self) -> bool:
-        """Whether advantages are made from rewards of single answers, not from those of samples."""
+        """True if advantages are computed from rewards of single answers instead of samples."""
         return self.step_rewards in ("own", "to_go")
 
     @model_validator(mode="after")

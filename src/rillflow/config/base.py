@@ -1,4 +1,4 @@
-"""What every section of a recipe is made of: a base that refuses unknown keys, and the bounded numbers."""
+"""The base of every section of a recipe, which refuses unknown keys, and the bounded numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What samples a policy's tokens: the embedded engine, or a vLLM or SGLang server."""
+"""The engine of a policy: embedded, or a vLLM or SGLang server."""
 
 from __future__ import annotations
 

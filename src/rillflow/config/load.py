@@ -244,7 +244,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
 
 
 def _entered(where: dict[str, Any] | list[Any], part: str, key: str) -> Any:
-    """What `part` names within `where`; a section that is absent, or there without a value, is made."""
+    """Return the part of `where` that `part` names; a missing or empty section is created."""
     if isinstance(where, list):
         return where[_index(where, part, key)]
     if where.get(part) is None:
@@ -266,7 +266,7 @@ def _scalar(text: str) -> Any:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{text!r} is not a valid value: {error}", "quote it") from None
-    if isinstance(value, str) and value == text.strip():  # what is quoted is text
+    if isinstance(value, str) and value == text.strip():  # a quoted value is text
         try:
             return float(value)  # YAML 1.1 reads 1e-4 as a string
         except ValueError:

@@ -86,8 +86,8 @@ class SamplingConfig(Section):
 
     wins: Literal["recipe", "agent"] | None = Field(
         None,
-        description="whose temperature, top_p and top_k apply if an agent asks for its own: the recipe's or the agent's; "
-        "default: the recipe's, but for a workflow its own requests",
+        description="whose temperature, top_p and top_k apply if an agent asks for its own: the recipe's or the "
+        "agent's; default: the recipe's, but for a workflow its own requests",
     )
     temperature: Annotated[float, Field(ge=0, le=10)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -158,14 +158,14 @@ class PolicyConfig(Section):
 
     @property
     def writes_deltas(self) -> bool:
-        """Whether its versions are published as deltas or each as a whole."""
+        """True if its versions are published as deltas, false if each is published whole."""
         mode, narrow = self.weights.mode, self.engine.dtype == "bf16"
         # Adapters are small, and every weight of them changes at every step.
         return self.trainer.lora is None and (mode == "delta" or (mode == "auto" and narrow))
 
     @property
     def proves(self) -> bool:
-        """Whether engines must reproduce a version's probe before they serve it."""
+        """True if engines must reproduce a version's probe before they serve it."""
         return self.weights.probe != "off"
 
 
@@ -186,9 +186,7 @@ class UnitsConfig(Section):
     )
     segment_bytes: Positive = Field(64 << 20, description="size at which a segment is closed")
     timeout: Seconds = Field(60.0, description="seconds without a heartbeat after which a unit's rows are played again")
-    drop_after: Seconds = Field(
-        600.0, description="seconds after which a segment without a needed row is dropped"
-    )
+    drop_after: Seconds = Field(600.0, description="seconds after which a segment without a needed row is dropped")
 
 
 class DataflowConfig(Section):
@@ -218,7 +216,9 @@ class DataflowConfig(Section):
     balance_every: Positive = Field(10, description="versions between two balance reports")
     attempts: Positive = Field(3, description="how often a task is tried before it counts as failed")
     task_lease: Seconds = Field(30.0, description="seconds after which a lease that is not renewed expires")
-    batch_lease: Seconds = Field(300.0, description="seconds after which a batch that is not committed returns to its stream")
+    batch_lease: Seconds = Field(
+        300.0, description="seconds after which a batch that is not committed returns to its stream"
+    )
     node_timeout: Seconds = Field(10.0, description="seconds without a heartbeat after which a node counts as gone")
     commit_interval: Annotated[float, Field(ge=0, le=1)] = Field(
         0.0, description="least seconds between two writes of the ledger; those who come meanwhile share a sync"
@@ -273,7 +273,8 @@ class CommandConfig(Section):
 class RolloutConfig(Section):
     nodes: Positive = Field(1, description="rollout nodes that `rillflow run` starts")
     engines: NonNegative = Field(
-        0, description="engine processes that `rillflow run` starts for all nodes; 0: each node samples in its own process"
+        0,
+        description="engine processes that `rillflow run` starts for all nodes; 0: each node samples itself",
     )
     pause_after: PauseConfig | None = Field(None, description="stop sampling until newer weights come")
     late_rewards: Annotated[float, Field(ge=0)] = Field(
@@ -493,8 +494,8 @@ class Recipe(Section):
 
     @property
     def reward_givers(self) -> Literal["nobody", "run", "agent"]:
-        """Who may give rewards over HTTP: `nobody` if a reward function decides, else a holder of the node's token (`run`),
-        and also the agent if the recipe says so."""
+        """The clients that may give rewards over HTTP: none if a reward function decides, else a holder of the node's
+        token (`run`), and also the agent if the recipe says so."""
         if self.reward is not None:
             return "nobody"
         return "agent" if self.rewards == "agent" else "run"

@@ -29,7 +29,7 @@ def without_secrets(text: str) -> str:
 
 
 def names_secret(name: str) -> bool:
-    """Whether the value of a key, variable or header of this name is a secret."""
+    """Return whether the value of a key, variable or header of this name is a secret."""
     words = re.split(r"[^a-z0-9]+", name.lower())
     if _TOKENS_OF_TEXT & set(words):
         return False
@@ -49,7 +49,8 @@ def masked(value: Any, name: str = "") -> Any:
 
 
 def unmasked(value: Any, environment: Mapping[str, str]) -> Any:
-    """Return a masked recipe with the variables that this `environment` has. What is still masked is left out."""
+    """Return a masked recipe with the variables that this `environment` has. Values that are still masked are left
+    out."""
     if isinstance(value, Mapping):
         filled = {key: environment.get(str(key), MASK) if inner == MASK else inner for key, inner in value.items()}
         return {key: unmasked(inner, environment) for key, inner in filled.items() if inner != MASK}

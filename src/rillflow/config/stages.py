@@ -1,4 +1,4 @@
-"""What a recipe may say of a stage."""
+"""The section of a recipe for a stage."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from rillflow.config.trainer import TrainerConfig
 from rillflow.errors import ConfigError
 
 Task = Literal["sft", "reward", "process_reward"]
-# Of the trainer's keys, those that say how batches come from rollouts and what is done with them.
+# Keys of the trainer that concern rollouts and their batches.
 _ROLLED_OUT = {*AlgorithmConfig.model_fields, "stream_groups", "updates", "epochs", "publish_delay", "batch_wait"}
 _OPTION_OF: dict[str, Task] = {
     "train_on": "sft",

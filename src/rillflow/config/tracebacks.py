@@ -115,5 +115,5 @@ def _lines(error: BaseException) -> _Lines:
 
 
 def _is_users(file: str) -> bool:
-    """Whether a file is neither ours nor of a library; code without a file (`<string>`) is not the user's, either."""
+    """Return whether a file is the user's: neither ours nor a library's, and not code without a file (`<string>`)."""
     return not file.startswith((_PACKAGE, *_LIBRARIES, "<"))

@@ -1,4 +1,4 @@
-"""What a recipe may say of a trainer."""
+"""The section of a recipe for a trainer."""
 
 from __future__ import annotations
 

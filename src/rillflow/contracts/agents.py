@@ -1,4 +1,4 @@
-"""What a workflow gets: tools, an environment, roles, and the episode that has them all."""
+"""The contracts of a workflow: tools, an environment, roles, and the episode that has them all."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class Tool(Protocol):
 
 
 class Toolbox(Protocol):
-    """The tools of a recipe. A call never raises for a model's mistake: the model reads a text that begins `error: `."""
+    """The tools of a recipe. A call never raises for a model's mistake: the model reads a text that begins `error:
+    `."""
 
     @property
     def schemas(self) -> list[Any]:
@@ -51,7 +52,8 @@ class Environment(Protocol):
         """Start the world from the beginning: the same payload and seed give the same world."""
 
     async def step(self, action: str) -> Observation:
-        """Carry out an action and return what follows. An invalid action gets an observation that says so; do not raise."""
+        """Carry out an action and return what follows. An invalid action gets an observation that says so; do not
+        raise."""
 
     async def close(self) -> None: ...
 
@@ -76,7 +78,8 @@ class Role(Protocol):
         schema: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> Said:
-        """Return one answer. With a JSON `schema` the answer always matches it; `settings` are those of the OpenAI client."""
+        """Return one answer. With a JSON `schema` the answer always matches it; `settings` are those of the OpenAI
+        client."""
 
     async def ask_many(
         self,
@@ -148,7 +151,8 @@ class Episode(Protocol):
         """Return a role of the workflow, played by the policy that the recipe's `roles` name for it."""
 
     def agent(self, name: str) -> AsyncOpenAI:
-        """Return a client for the calls of one of several agents. Recipes may compare each agent's samples separately."""
+        """Return a client for the calls of one of several agents. Recipes may compare each agent's samples
+        separately."""
 
     def reward(
         self,

@@ -15,7 +15,8 @@ class PromptSource(Protocol):
     def length(self) -> int: ...
 
     def at(self, index: int) -> Prompt:
-        """Return the prompt at a position of the endless sequence of epochs, from 0. The same position gives the same one."""
+        """Return the prompt at a position of the endless sequence of epochs, from 0. The same position gives the same
+        one."""
 
 
 class PromptGenerator(Protocol):
@@ -119,7 +120,8 @@ class Sampler(Protocol):
     """Picks which ready groups a batch gets next."""
 
     def pick(self, ready: Sequence[ReadyGroup], want: int) -> list[str]:
-        """Return exactly `want` different ids of `ready`, which has at least as many. They are served in order of admission."""
+        """Return exactly `want` different ids of `ready`, which has at least as many. They are served in order of
+        admission."""
 
 
 @runtime_checkable
@@ -142,4 +144,5 @@ class GroupReward(Protocol):
     """The parts of a recipe's reward that compare whole groups."""
 
     async def score(self, group: Sequence[FinishedEpisode]) -> Sequence[Scored]:
-        """Return the reward of each episode of a complete group, in order; raise RewardError if it cannot be computed."""
+        """Return the reward of each episode of a complete group, in order; raise RewardError if it cannot be
+        computed."""

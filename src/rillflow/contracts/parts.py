@@ -92,7 +92,7 @@ class Engine(Protocol):
 
     @property
     def proven(self) -> bool:
-        """Whether it may sample from its weights; false only after `doubt` and after a mismatch."""
+        """True if it may sample from its weights; false only after `doubt` and after a mismatch."""
 
     @property
     def context(self) -> int:
@@ -192,8 +192,8 @@ class Generator(Protocol):
 
 
 class Executor(Protocol):
-    """Starts and stops rollout nodes for a maintainer. Nodes outlive their executor: a new executor of the same kind finds
-    them. Every call returns within its own deadline or raises RunError."""
+    """Starts and stops rollout nodes for a maintainer. Nodes outlive their executor: a new executor of the same kind
+    finds them. Every call returns within its own deadline or raises RunError."""
 
     async def start(self, node: str) -> None:
         """Begin to start a node of this name. It then joins the run, or `nodes` reports that it has failed."""

@@ -77,7 +77,8 @@ def build_server(maintainer: Maintainer) -> MCPServer[Any]:
 
     @server.tool()
     async def set_target(size: int) -> dict[str, Any]:
-        """Set the total number of nodes: starts new ones, or retires suspect and slow ones. Refused as start_nodes is."""
+        """Set the total number of nodes: starts new ones, or retires suspect and slow ones. Refused as start_nodes
+        is."""
         return await _asked(lambda: maintainer.resize(size), told)
 
     @server.tool()

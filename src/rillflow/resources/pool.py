@@ -55,9 +55,9 @@ class Pool:
     def ask(
         self, tag: Tag, count: int, *, policy: str | None = None, preempt: bool = True, prefer: Sequence[str] = ()
     ) -> Asked:
-        """Assign up to `count` more workers to `tag`, idle ones first. Training prefers the highest train priority, rollout
-        the lowest; with `policy`, only workers that train it. Those named in `prefer` come before all others of their
-        kind (idle or not), in that order."""
+        """Assign up to `count` more workers to `tag`, idle ones first. Training prefers the highest train priority,
+        rollout the lowest; with `policy`, only workers that train it. Those named in `prefer` come before all others of
+        their kind (idle or not), in that order."""
         able = [
             worker
             for worker in self._workers.values()
@@ -70,13 +70,15 @@ class Pool:
         return Asked(tuple(given), preempted)
 
     def _rank(self, worker: Worker, tag: Tag, prefer: Sequence[str]) -> tuple[bool, int, float, int]:
-        """Return the sort key, the best first. Among equals, workers with fewer tags come first: the others stay free."""
+        """Return the sort key, the best first. Among equals, workers with fewer tags come first: the others stay
+        free."""
         wanted = prefer.index(worker.name) if worker.name in prefer else len(prefer)
         priority = worker.priority or 0.0
         return worker.name in self._active, wanted, -priority if tag == "train" else priority, len(worker.tags)
 
     def release(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Release workers that have finished. Every worker that can roll out and does not train rolls out: returns them."""
+        """Release workers that have finished. Every worker that can roll out and does not train rolls out: returns
+        them."""
         for name in names:
             self._active.pop(name, None)
         return self.ask("rollout", len(self._workers), preempt=False).assigned

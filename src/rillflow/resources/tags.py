@@ -24,7 +24,9 @@ def parse_tags(words: Sequence[str], now: Collection[Tag]) -> frozenset[Tag]:
     names = [name for word in words for name in word.replace(",", " ").split()]
     signed = [name for name in names if name[0] in "+-"]
     if not names or (signed and len(signed) < len(names)) or (NONE in names and len(names) > 1):
-        raise ConfigError(f"{' '.join(names)!r} is not a list of tags", "say `rollout,train`, `none`, or `+train -rollout`")
+        raise ConfigError(
+            f"{' '.join(names)!r} is not a list of tags", "say `rollout,train`, `none`, or `+train -rollout`"
+        )
     tags: set[Tag] = set(now) if signed else set()
     for name in names:
         if name.startswith("-"):

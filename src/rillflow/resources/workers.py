@@ -56,7 +56,8 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The file's content. `recipe` are the workers that the recipe asked for: if it changes, the workers are replaced."""
+    """The file's content. `recipe` are the workers that the recipe asked for: if it changes, the workers are
+    replaced."""
 
     format: int
     workers: list[Worker]

@@ -22,7 +22,7 @@ from pathlib import Path
 from rillflow.runtime import forking, warm
 from rillflow.runtime.process import child_environment
 
-# What all forked processes import.
+# The imports of all forked processes.
 MODULES = ("torch", "transformers", "rillflow.cli.main", "rillflow.runtime.roles")
 COMMAND = (sys.executable, "-m", "rillflow.runtime.forkserver")  # no arguments: the titles of children are longer
 
@@ -54,8 +54,8 @@ class EarlyServer:
 
 @contextmanager
 def early_server(*, wanted: bool, modules: Sequence[str] = MODULES) -> Iterator[EarlyServer | None]:
-    """Start a fork server that imports now, for a run that may follow; yields None if it is not wanted, not available or
-    not faster than the warm process. It ends with the block, unless it was taken."""
+    """Start a fork server that imports now, for a run that may follow; yields None if it is not wanted, not available
+    or not faster than the warm process. It ends with the block, unless it was taken."""
     path = warm.socket_path()
     if not wanted or not available() or (path is not None and path.exists()):
         yield None

@@ -162,7 +162,8 @@ class RunFolder:
 
     @contextmanager
     def locked(self, process: str = "", wait: float = 0.0) -> Iterator[None]:
-        """Hold the lock of the supervisor, or of the process of that name; the operating system releases it when it dies.
+        """Hold the lock of the supervisor, or of the process of that name; the operating system releases it when it
+        dies.
 
         `wait` seconds are left to a predecessor that is still on its way out.
         """
@@ -179,8 +180,8 @@ class RunFolder:
 
     @property
     def held(self) -> bool:
-        """Return whether a supervisor of this machine holds the run. The check itself takes the lock for a moment and may
-        make a concurrent resume fail: use it only if the run's state is running."""
+        """Return whether a supervisor of this machine holds the run. The check itself takes the lock for a moment and
+        may make a concurrent resume fail: use it only if the run's state is running."""
         try:
             with locked(self.root / ".lock"):
                 return False
@@ -205,7 +206,7 @@ def _versions() -> dict[str, Any]:
 
 
 def _installed(package: str) -> str:
-    """What runs from a path has no record of its version."""
+    """Return the installed version of a package; one that is imported from a path has none."""
     try:
         return installed(package)
     except PackageNotFoundError:

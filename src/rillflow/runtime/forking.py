@@ -1,7 +1,7 @@
 """Forking a process that has imported torch, so that the new one does not import it again.
 
-Invariants: only a process with one thread and without a CUDA context forks. A forked process keeps no file of its parent
-but its log, begins with the default signals, and never returns into its parent's code.
+Invariants: only a process with one thread and without a CUDA context forks. A forked process keeps no file of its
+parent but its log, begins with the default signals, and never returns into its parent's code.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ Play = Callable[[Handover, Callable[[], None]], Coroutine[Any, Any, None]]
 
 
 class Rests:
-    """The `contracts.Generator` of a rank that plays no episodes while others of its trainer do. All ranks take the same
-    steps, because these may contain collectives."""
+    """The `contracts.Generator` of a rank that plays no episodes while others of its trainer do. All ranks take the
+    same steps, because these may contain collectives."""
 
     def begin(self, tensors: Tensors, version: int, probe: Probe | None = None) -> None: ...
 

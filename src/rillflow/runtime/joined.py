@@ -1,7 +1,7 @@
 """Processes that join a run by its URL: they do not see its folder and have no supervisor.
 
-They end with code 0 when the run has ended or they have left. SIGTERM or SIGINT makes a node leave: it finishes episodes
-within its grace and hands the rest back; a second signal ends it at once.
+They end with code 0 when the run has ended or they have left. SIGTERM or SIGINT makes a node leave: it finishes
+episodes within its grace and hands the rest back; a second signal ends it at once.
 """
 
 from __future__ import annotations
@@ -195,7 +195,8 @@ def _host_name() -> str:
 
 @contextmanager
 def _own_folder(options: JoinOptions, name: str) -> Iterator[Path]:
-    """Return this process's folder for sessions and weights. A cache has one per run and name, so that it can continue."""
+    """Return this process's folder for sessions and weights. A cache has one per run and name, so that it can
+    continue."""
     token = token_of(options.token_file)
     if options.cache is None:
         with tempfile.TemporaryDirectory(prefix=f"rillflow-{name}-") as temporary:

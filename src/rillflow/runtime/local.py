@@ -88,7 +88,8 @@ class LocalRun:
         self._furthest = 0
 
     async def run(self) -> Status | None:
-        """Run to the end and return the last status. Raises RunError if the run could not be kept alive. Leaves no process."""
+        """Run to the end and return the last status. Raises RunError if the run could not be kept alive. Leaves no
+        process."""
         self._listen_for_signals()
         with self._folder.locked():
             self._folder.set_state("running")
@@ -178,7 +179,8 @@ class LocalRun:
                     await asyncio.sleep(0.1)
 
     def _prepare_workers(self) -> None:
-        """Return the workers of the recipe, or those of the resumed run, measured if the choice of trainers depends on it."""
+        """Return the workers of the recipe, or those of the resumed run, measured if the choice of trainers depends on
+        it."""
         file = self._folder.workers
         known = measured(self._recipe, file.prepare(self._recipe))
         file.change(lambda workers: with_rooflines(workers, known))

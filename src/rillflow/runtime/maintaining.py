@@ -136,7 +136,8 @@ async def end_nodes(folder: RunFolder) -> None:
 
 
 def _environment(recipe: Recipe, token: str) -> dict[str, str]:
-    """Of a node on this machine. It does not know whose child it is, for it is to outlive it."""
+    """Return the environment of a local node. It does not hold the parent's pid, because the node outlives its
+    parent."""
     environment = child_environment(recipe.runtime.threads)
     return {name: value for name, value in environment.items() if name != "RILLFLOW_PARENT"} | {"RILLFLOW_TOKEN": token}
 

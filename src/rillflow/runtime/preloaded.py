@@ -45,7 +45,7 @@ class Forked:
         self._ended = asyncio.Event()
 
     async def wait(self) -> int | None:
-        """Wait for the process to end and return its code; None where nobody can tell."""
+        """Wait for the process to end and return its code; None if that is unknown."""
         await self._ended.wait()
         return self.returncode
 
@@ -116,7 +116,7 @@ class Preloaded:
         connection = await asyncio.shield(beginning)
         if connection is not None and connection.lost and self._left and connection.has_forked:
             await connection.close()
-            if self._beginning is beginning:  # nobody else has replaced it meanwhile
+            if self._beginning is beginning:  # it has not been replaced meanwhile
                 self._left -= 1
                 log.warning("the fork server has died: starting another")
                 self._beginning = asyncio.create_task(self._connect(), name="fork server")

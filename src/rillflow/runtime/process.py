@@ -1,4 +1,4 @@
-"""What every process of a run does first: it dies with its parent, logs to its file, and stops on SIGTERM."""
+"""The setup of every process of a run: it dies with its parent, logs to its file, and stops on SIGTERM."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # The exit code of a process that would end the same way again: the supervisor does not start it another time.
 GIVE_UP = 3
-# That of a process which a signal has ended: it has not finished, and is started again if it is still wanted.
+# The code of a process that a signal has ended: it has not finished, and is restarted if it is still wanted.
 STOPPED = 128 + signal.SIGTERM
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _held: list[int] = []
@@ -90,8 +90,8 @@ def role_environment(threads: int) -> dict[str, str]:
 
 
 def prepare(*, may_fork: bool = False) -> None:
-    """Prepare a role's process; call this first. A process that `may_fork` gets no thread, so it relies on the kernel alone
-    to learn of its parent's death."""
+    """Prepare a role's process; call this first. A process that `may_fork` gets no thread, so it relies on the kernel
+    alone to learn of its parent's death."""
     from rillflow.config.secrets import SecretFormatter
 
     handler = logging.StreamHandler(sys.stderr)
@@ -127,8 +127,8 @@ def _watch(parent: int) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process at once. Threads of users' code that never return, and threads of native libraries, cannot change its
-    exit code."""
+    """End the process at once. Threads of users' code that never return, and threads of native libraries, cannot change
+    its exit code."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

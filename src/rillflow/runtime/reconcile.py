@@ -1,11 +1,11 @@
 """Keeps the processes of a run as its workers' tags ask.
 
-The running processes are compared with the plan repeatedly until they agree, so it does not matter when or how often tags
-change. A `Carrier` starts and ends processes: one for this machine, one for a cluster.
+The running processes are compared with the plan repeatedly until they agree, so it does not matter when or how often
+tags change. A `Carrier` starts and ends processes: one for this machine, one for a cluster.
 
 Invariants: a process has one change at a time, and none starts before its predecessor of the same name has ended. Tags
-with which the run could never progress change nothing. A node whose tags change drains before it ends; a trainer writes a
-checkpoint.
+with which the run could never progress change nothing. A node whose tags change drains before it ends; a trainer writes
+a checkpoint.
 """
 
 from __future__ import annotations

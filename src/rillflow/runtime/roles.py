@@ -225,8 +225,8 @@ def trainer_role(
     rendezvous: str = "",
     playing: str | None = None,
 ) -> int:
-    """Run one rank of a trainer; without `rank`, all of them. The ranks in `playing` (such as "0,2") also play; by default
-    all do, or in an asynchronous run none."""
+    """Run one rank of a trainer; without `rank`, all of them. The ranks in `playing` (such as "0,2") also play; by
+    default all do, or in an asynchronous run none."""
     from rillflow.trainer.parallel.address import Place
 
     recipe = folder.recipe

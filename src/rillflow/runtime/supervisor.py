@@ -3,8 +3,8 @@
 Deaths are counted in a row: the count restarts once a process has lived for `SETTLED` seconds while the run progressed.
 So a run of weeks survives occasional crashes, while a run without progress, or a process that cannot stay up, ends it.
 
-Invariants: every process runs in its own process group, which dies with it. `stop` leaves no process behind and takes at
-most `grace` + 1 seconds. A process that ended with code 0, gave up, was released (`let_go`) or was stopped alone
+Invariants: every process runs in its own process group, which dies with it. `stop` leaves no process behind and takes
+at most `grace` + 1 seconds. A process that ended with code 0, gave up, was released (`let_go`) or was stopped alone
 (`stop_one`) is not started again.
 """
 
@@ -99,7 +99,7 @@ class Supervised:
         self.began = time.time()
         self._process = await self._start_process()
         code = await self._process.wait()
-        self.signal(signal.SIGKILL)  # what it had started and not ended
+        self.signal(signal.SIGKILL)  # its remaining children
         return code
 
     async def _start_process(self) -> asyncio.subprocess.Process | Forked:

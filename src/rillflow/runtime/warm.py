@@ -80,8 +80,8 @@ def fork_server(channel: socket.socket, environment: Mapping[str, str], log_path
 
 
 def run_in_fork(arguments: Sequence[str], tell: Callable[[str], None]) -> int | None:
-    """Run `rillflow ARGUMENTS` in a process that the warm one forks, with this process's output and error; return its exit
-    code, or None if no warm process serves this one. `tell` gets the reason if one exists but refuses."""
+    """Run `rillflow ARGUMENTS` in a process that the warm one forks, with this process's output and error; return its
+    exit code, or None if no warm process serves this one. `tell` gets the reason if one exists but refuses."""
     from rillflow.runtime.early import server_environment
 
     environment = server_environment(threads=0) | {PATH_ENV: ""}  # it must not ask again

@@ -38,8 +38,8 @@ _MAY_PASS = (Unavailable, DeadlineExceeded, StorageError)
 
 
 class StageWorker:
-    """A worker of one stage. It gives up after `patience` seconds without an answer of the run's service, because a worker
-    that joined by URL has no supervisor."""
+    """A worker of one stage. It gives up after `patience` seconds without an answer of the run's service, because a
+    worker that joined by URL has no supervisor."""
 
     def __init__(
         self,

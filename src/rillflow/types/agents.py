@@ -49,8 +49,8 @@ class Said(Wire, frozen=True):
 
 
 class EpisodeFacts(Wire, frozen=True):
-    """The argument `episode` of a reward function: ids of the task and prompt, the run's policies, the seed, whether the
-    episode is an evaluation, and the seconds that it took."""
+    """The argument `episode` of a reward function: ids of the task and prompt, the run's policies, the seed, whether
+    the episode is an evaluation, and the seconds that it took."""
 
     task: str
     prompt: str

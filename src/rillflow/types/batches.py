@@ -89,8 +89,8 @@ class BatchReply(Wire, frozen=True):
 
 
 class KeptTokens(Wire, frozen=True):
-    """Values that a trainer computed for trained tokens of a sample: number `number` of the task at `place` in the group
-    of the batch's `member`.
+    """Values that a trainer computed for trained tokens of a sample: number `number` of the task at `place` in the
+    group of the batch's `member`.
 
     `at` are the tokens' places in the sample (i4), `advantages` and `logprobs` (f4) their values, the log-probs by the
     weights before the step's first update.

@@ -33,8 +33,8 @@ class Sampling(Wire, frozen=True):
 
 
 class GenerateRequest(Wire, frozen=True):
-    """A prompt as token ids. `group` lets an engine find requests that share their prompt. The last `begun` tokens belong
-    to the answer, if an answer that was cut goes on."""
+    """A prompt as token ids. `group` lets an engine find requests that share their prompt. The last `begun` tokens
+    belong to the answer, if an answer that was cut goes on."""
 
     id: str
     tokens: list[int]
@@ -117,8 +117,8 @@ class EngineInfo(Wire, frozen=True):
 
 
 class LookEngines(Wire, frozen=True):
-    """A request for the engine processes of a run. It is answered once an engine's weights, address or state differ from
-    those in the answer with the number `news`, or after `wait` seconds."""
+    """A request for the engine processes of a run. It is answered once an engine's weights, address or state differ
+    from those in the answer with the number `news`, or after `wait` seconds."""
 
     news: int = -1
     wait: Finite = 0.0

@@ -12,8 +12,8 @@ class RunRecipe(Wire, frozen=True):
 
     `version` is that of the Rillflow that serves the run. `weights` is the address of the run's weight server, or
     empty. `trainers` are the addresses at which trainers elsewhere serve their weights, by policy. `folder` is the run
-    folder, which a process on the same host may read. `digests` are those of the run's tokens, by scope: with them a process recognises
-    tokens that it does not hold (`wire.tokens.Keyring`).
+    folder, which a process on the same host may read. `digests` are those of the run's tokens, by scope: with them a
+    process recognises tokens that it does not hold (`wire.tokens.Keyring`).
     """
 
     recipe: dict[str, Any]

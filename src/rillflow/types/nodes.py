@@ -21,8 +21,8 @@ class Heartbeat(Wire, frozen=True):
 
 
 class HeartbeatReply(Wire, frozen=True):
-    """`lost` are attempts whose lease is gone; the node stops playing them. `leave` is set when the node was retired: it
-    finishes episodes within that number of seconds, hands the rest back and exits."""
+    """`lost` are attempts whose lease is gone; the node stops playing them. `leave` is set when the node was retired:
+    it finishes episodes within that number of seconds, hands the rest back and exits."""
 
     lost: list[str]
     heads: dict[str, int]
@@ -45,8 +45,8 @@ class RetireNode(Wire, frozen=True):
 
 
 class NodeInfo(Wire, frozen=True):
-    """A rollout node as the run knows it; its last heartbeat came `seen` seconds ago. `pace` is the mean duration of its
-    episodes in seconds, `throughput` its recent samples a second. The state is healthy, gone or left."""
+    """A rollout node as the run knows it; its last heartbeat came `seen` seconds ago. `pace` is the mean duration of
+    its episodes in seconds, `throughput` its recent samples a second. The state is healthy, gone or left."""
 
     name: str
     state: str

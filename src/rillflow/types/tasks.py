@@ -85,8 +85,8 @@ SLOW_TOOL = "slow tool "  # begins the kind of a UserError that counts the calls
 
 
 class UserError(Wire, frozen=True):
-    """An error of user code that was seen `count` times: in a `kind` of code (`workflow_error`, `tool count`), at the same
-    lines. `trace` is its traceback; it is empty if the ledger has it already."""
+    """An error of user code that was seen `count` times: in a `kind` of code (`workflow_error`, `tool count`), at the
+    same lines. `trace` is its traceback; it is empty if the ledger has it already."""
 
     kind: str
     where: str

@@ -6,12 +6,12 @@ from typing import Literal
 
 from rillflow.types.base import Finite, Wire
 
-# What a row survives once its put was acknowledged: the kill of any process, or a power failure too.
+# An acknowledged row survives the kill of any process, or also a power failure.
 Durability = Literal["process", "machine"]
 
 
 class Row(Wire, frozen=True):
-    """Where a storage unit keeps one row of columns."""
+    """The place of one row of columns in a storage unit."""
 
     unit: str
     segment: int

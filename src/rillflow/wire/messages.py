@@ -76,7 +76,7 @@ class Request:
 
     @property
     def lost(self) -> bool:
-        """Whether the client has disconnected."""
+        """True once the client has disconnected."""
         return self._lost
 
     @property

@@ -126,8 +126,8 @@ class Service:
         self.raw(route, take if route.has_body else show)
 
     def raw(self, route: Route[Any, Any], endpoint: Endpoint, *, gate: Gate | None = None) -> None:
-        """Bind a route to an endpoint that reads the raw request. Its metrics and errors are handled like those of every
-        other route. `gate` may refuse a request before its body is read."""
+        """Bind a route to an endpoint that reads the raw request. Its metrics and errors are handled like those of
+        every other route. `gate` may refuse a request before its body is read."""
         bound = Bound(route, endpoint, gate, self._latency.labels(route.path), self._open.labels(route.path))
         self._routing.add(route.method, route.path, bound)
 
@@ -148,7 +148,8 @@ class Service:
         return bearer(request.headers.get("authorization", ""))
 
     def opens(self, path: str, presented: str) -> bool:
-        """Return whether `presented`, which is not one of the run's tokens, opens `path`: for a service with other keys."""
+        """Return whether `presented`, which is not one of the run's tokens, opens `path`: for a service with other
+        keys."""
         return False
 
     def unauthorized(self) -> Unauthorized:
@@ -245,7 +246,7 @@ class Service:
 
 def _bind(name: str, host: str, port: int) -> socket.socket:
     # Only for a socket declared as TCP does asyncio switch Nagle's algorithm off, which delays the second half of
-        # every answer until the peer's delayed acknowledgement, 40 ms later.
+    # every answer until the peer's delayed acknowledgement, 40 ms later.
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, proto=socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

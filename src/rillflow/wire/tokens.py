@@ -9,9 +9,10 @@ stored. The holder of a token can derive those to the right of it, and no other:
              └─▶ node ──▶ reader
 
 A service knows the digests of the tokens (`Keyring`), not the tokens: a node on another host recognises the operator's
-token without holding it. Digests are no secret, because a token has 256 random bits.
+token without holding it. Digests need not be secret, because a token has 256 random bits.
 
-It does not protect against a node that uses another node's name or invents episodes. Nodes are trusted with episodes; they cannot commit a step, retire other nodes or stop the run.
+It does not protect against a node that uses another node's name or invents episodes. Nodes are trusted with episodes;
+they cannot commit a step, retire other nodes or stop the run.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ Bar = tuple[str, float, float]
 
 
 def timeline(run: WatchedRun, width: int, low: float | None = None, high: float | None = None) -> dict[str, Any]:
-    """Return the timeline. `low` and `high` are seconds since the first span of any worker; bars have the same origin."""
+    """Return the timeline. `low` and `high` are seconds since the first span of any worker; bars have the same
+    origin."""
     workers = run.lanes.follow()
     if not workers:
         return {"begin": 0.0, "seconds": 0.0, "low": 0.0, "high": 0.0, "states": STATES, "lanes": [], "left_out": 0}

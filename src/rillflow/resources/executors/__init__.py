@@ -14,8 +14,9 @@ from rillflow.resources.executors.local import LocalExecutor
 
 @dataclass(frozen=True)
 class Home:
-    """The settings with which nodes are started. `root` is the maintainer's folder (the run folder, if it has one), `url`
-    the dataflow service's address, `token` the node's token, `environment` that of local processes, with the token."""
+    """The settings with which nodes are started. `root` is the maintainer's folder (the run folder, if it has one),
+    `url` the dataflow service's address, `token` the node's token, `environment` that of local processes, with the
+    token."""
 
     root: Path
     url: str

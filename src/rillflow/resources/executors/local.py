@@ -1,7 +1,8 @@
 """Rollout nodes as processes on this machine, each in its own session: they outlive the maintainer.
 
-A process is ours if its start time is the recorded one and its command line exactly the one that starts a node; no other
-process is ever signalled. A node whose start was interrupted before its pid was recorded is found by its command line.
+A process is ours if its start time is the recorded one and its command line exactly the one that starts a node; no
+other process is ever signalled. A node whose start was interrupted before its pid was recorded is found by its command
+line.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ _CLOCK_STEP = 2.0  # seconds by which the start of a process may seem to move wh
 
 
 class LocalExecutor:
-    """Starts local processes. `environment` is that of a node; it holds the token, which a command line would show to all
-    users."""
+    """Starts local processes. `environment` is that of a node; it holds the token, which a command line would show to
+    all users."""
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class LocalExecutor:
                     break
             else:
                 raise RunError(f"{node} (pid {process.pid}) does not end", "look at what it hangs in: a dead disk?")
-            _signal(process, signal.SIGKILL)  # what it had started and not ended
+            _signal(process, signal.SIGKILL)  # its remaining children
         self._kept.forget(node)
 
     async def close(self) -> None:

@@ -103,7 +103,8 @@ class RayExecutor:
         return work()
 
     def _start(self, node: str) -> None:
-        """Start the node. An existing actor of this name was started by a maintainer that died before it recorded it."""
+        """Start the node. An existing actor of this name was started by a maintainer that died before it recorded
+        it."""
         import ray
 
         wants = wants_of(("rollout",), offers(), self._gpus)
@@ -165,7 +166,8 @@ def _handle(node: str) -> Any:
 
 
 def _ask(actor: Any, method: str, otherwise: object) -> object:
-    """Return the actor's answer, or `otherwise` if it has gone or does not answer in time (it may wait for resources)."""
+    """Return the actor's answer, or `otherwise` if it has gone or does not answer in time (it may wait for
+    resources)."""
     import ray
     from ray.exceptions import GetTimeoutError, RayActorError
 

@@ -226,7 +226,8 @@ class Maintainer:
             return balance, self._upkeep.pool(look), look
 
     async def resize(self, wanted: int | None = None, *, more: int = 0, by: str = "agent") -> Outcome:
-        """Set the pool to `wanted` nodes, or `more` than now: within the bounds, after the cooldown, if it is stable."""
+        """Set the pool to `wanted` nodes, or `more` than now: within the bounds, after the cooldown, if it is
+        stable."""
         async with self._turn:
             look = await self._look()
             pool = self._upkeep.pool(look)

@@ -42,8 +42,8 @@ def members(
     workers: Collection[str],
     expected: Collection[str] = (),
 ) -> list[Member]:
-    """Return the members of the pool. `workers` are the run's own nodes that may be taken away; `expected` are those that
-    have not joined yet (after the start of a run)."""
+    """Return the members of the pool. `workers` are the run's own nodes that may be taken away; `expected` are those
+    that have not joined yet (after the start of a run)."""
     rows = {row.id: row for row in report.nodes} if report else {}
     found = [_member(info, state, rows.get(info.name), workers) for info in infos]
     known = {member.name for member in found}

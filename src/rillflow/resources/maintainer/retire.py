@@ -1,8 +1,8 @@
 """Chooses the nodes to retire when a pool shrinks: suspect nodes first, then persistently slow ones, the newest among
 equals.
 
-Only nodes that a maintainer may stop are chosen, its own before the run's. Nodes that have gone do not count. Never more
-GPUs are retired than are surplus.
+Only nodes that a maintainer may stop are chosen, its own before the run's. Nodes that have gone do not count. Never
+more GPUs are retired than are surplus.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The target of a report: the three-zone rule of `dataflow.balance.decide`, applied to what the pool could produce.
 
-The published rule compares consumed with produced samples, for pools that produce as fast as they can. Here admission is
-capped: a pool that is too large does not overproduce, its nodes are idle, and the two counts are equal. So the samples
-that nodes would have made in their idle time count as produced (`entered / busy`). Idle capacity is weaker evidence than
-surplus samples: by idleness alone a pool shrinks by at most a quarter at once, and not to a size at which the trainer
-has starved recently.
+The published rule compares consumed with produced samples, for pools that produce as fast as they can. Here admission
+is capped: a pool that is too large does not overproduce, its nodes are idle, and the two counts are equal. So the
+samples that nodes would have made in their idle time count as produced (`entered / busy`). Idle capacity is weaker
+evidence than surplus samples: by idleness alone a pool shrinks by at most a quarter at once, and not to a size at which
+the trainer has starved recently.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ class Asked(NamedTuple):
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """One decision or action. `version` is that of its report (-1: none), `branch` and `target` (in GPUs) are the report's
-    request, `size` is the number of nodes and `wanted` the number to reach."""
+    """One decision or action. `version` is that of its report (-1: none), `branch` and `target` (in GPUs) are the
+    report's request, `size` is the number of nodes and `wanted` the number to reach."""
 
     number: int
     time: float
@@ -58,11 +58,11 @@ class Own(msgspec.Struct):
 
 
 class State(msgspec.Struct):
-    """`report` is the version of the last report that was decided on, `target` the number of nodes to reach, `changed` the
-    time of its last change, `number` the next node's number, `failures` the starts that failed in a row. `rates` are
-    the nodes' samples a second and GPU in the last reports; `starved` is the size at which the trainer starved, with
-    the number of reports for which it is remembered; `released` are the run's own workers whose `rollout` was taken
-    away."""
+    """`report` is the version of the last report that was decided on, `target` the number of nodes to reach, `changed`
+    the time of its last change, `number` the next node's number, `failures` the starts that failed in a row. `rates`
+    are the nodes' samples a second and GPU in the last reports; `starved` is the size at which the trainer starved,
+    with the number of reports for which it is remembered; `released` are the run's own workers whose `rollout` was
+    taken away."""
 
     format: int = FORMAT
     report: int = -1

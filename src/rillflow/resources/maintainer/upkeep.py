@@ -168,8 +168,8 @@ class Upkeep:
         )
 
     def _follow_workers(self, look: Look) -> None:
-        """Continue interrupted changes. A worker that was taken away and plays again was given back by another command, and
-        no longer belongs to the maintainer."""
+        """Continue interrupted changes. A worker that was taken away and plays again was given back by another command,
+        and no longer belongs to the maintainer."""
         playing, since = set(self.workers.playing()), self.state.changed or 0.0
         for name in [name for name in self.state.released if name in playing]:
             if look.time - since <= self.scaling.drain:
@@ -190,7 +190,9 @@ class Upkeep:
     async def _starting(self, look: Look, name: str, own: Own) -> None:
         info, running = look.info(name), look.running.get(name)
         if running is None:
-            await self._end(look, name, "failed", "it was not begun: the maintainer that wanted to start it was stopped")
+            await self._end(
+                look, name, "failed", "it was not begun: the maintainer that wanted to start it was stopped"
+            )
         elif info is not None and info.state == "healthy" and info.versions and running:
             own.joined = look.time
             self.state.failures = 0

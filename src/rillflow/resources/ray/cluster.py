@@ -1,8 +1,8 @@
 """A Ray cluster as a run sees it: the resources of its nodes, and seats on them for processes that belong together.
 
 Tags are custom resources: a Ray node that may roll out offers `rollout`, one that may train `train`, as many of each as
-it has room for workers. If no node offers any of them, every worker takes a CPU instead. GPUs are requested in addition,
-if the cluster has some and the recipe does not want the CPU.
+it has room for workers. If no node offers any of them, every worker takes a CPU instead. GPUs are requested in
+addition, if the cluster has some and the recipe does not want the CPU.
 
 Ray pickles every argument: only strings, numbers and Ray's own errors cross it.
 """
@@ -129,7 +129,8 @@ class RayCluster:
     """The cluster that this process is connected to. One at a time."""
 
     def __init__(self, run: str, incarnation: str) -> None:
-        """`run` names the folders of processes on their hosts, `incarnation` the logs of those that this driver starts."""
+        """`run` names the folders of processes on their hosts, `incarnation` the logs of those that this driver
+        starts."""
         self._run = run
         self._incarnation = incarnation
         self._groups: dict[int, Any] = {}
@@ -238,7 +239,8 @@ def actor_resources(wanted: Wants) -> dict[str, Any]:
 
 
 def connect(address: str | None, namespace: str) -> None:
-    """Connect to Ray. Raises ConfigError if it is not installed or `address` is unusable, RunError if it does not answer."""
+    """Connect to Ray. Raises ConfigError if it is not installed or `address` is unusable, RunError if it does not
+    answer."""
     try:
         import ray
     except ImportError as error:

@@ -38,8 +38,8 @@ class RoleHost:
     program = (sys.executable, "-m", "rillflow")
 
     def __init__(self, name: str, run: str, log: str = "log", linger: float = 0.0) -> None:
-        """`log` is another one for each driver of the run. With `linger`, the actor exits that number of seconds after its
-        process: for detached actors."""
+        """`log` is another one for each driver of the run. With `linger`, the actor exits that number of seconds after
+        its process: for detached actors."""
         self._folder = own_folder(run) / name
         self._folder.mkdir(mode=0o700, exist_ok=True)
         self._log = self._folder / f"{log}.log"
@@ -128,7 +128,7 @@ class RoleHost:
             code = self._process.poll()
             if code is not None and not known:
                 with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(self._process.pid, signal.SIGKILL)  # what it had started and not ended
+                    os.killpg(self._process.pid, signal.SIGKILL)  # its remaining children
             return code
 
     def _expire(self, linger: float) -> None:

@@ -1,8 +1,8 @@
 """Processes that live and die together on a cluster: the ranks of a trainer, or one process alone.
 
-A gang is supervised like a local process, with the same rules of restart. Its seats are placed together, at every start.
-If one member is lost, all end within seconds and restart. The loss of a Ray node does not count as a death: the gang is
-placed again wherever resources are free.
+A gang is supervised like a local process, with the same rules of restart. Its seats are placed together, at every
+start. If one member is lost, all end within seconds and restart. The loss of a Ray node does not count as a death: the
+gang is placed again wherever resources are free.
 
 The output of members is copied to their logs here, in order and once, however often they are placed. A gang that waits
 for resources says so.
