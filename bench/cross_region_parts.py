@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rillflow.config import PolicyConfig
-from rillflow.config.engine import EngineConfig
-from rillflow.config.weights import WeightsConfig
+from rillflow.config.policy import EngineConfig, WeightsConfig
 from rillflow.contracts import Engine
 from rillflow.engine.build import build_engine
 from rillflow.engine.follow import follow

@@ -20,7 +20,7 @@ from counting_engine import until
 from drawn_from import GRID, drawn_from
 from playing import play_episodes
 from rillflow.config import SamplingConfig
-from rillflow.config.engine import EngineConfig, ServerConfig
+from rillflow.config.policy import EngineConfig, ServerConfig
 from rillflow.contracts import Change, Patch
 from rillflow.engine.servers import ServerEngine
 from rillflow.engine.servers.updates import lay_changes

@@ -10,7 +10,7 @@ from contract import *  # noqa: F403
 from contract import World
 
 from needs import SGLANG_PYTHON, require
-from rillflow.config.engine import EngineConfig, ServerConfig
+from rillflow.config.policy import EngineConfig, ServerConfig
 from rillflow.engine.servers import ServerEngine
 from rillflow.engine.servers.facts import model_facts
 from rillflow.engine.sglang import SglangEngine

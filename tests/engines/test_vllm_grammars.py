@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from rillflow.config.engine import EngineConfig, ServerConfig
+from rillflow.config.policy import EngineConfig, ServerConfig
 from rillflow.engine.servers.facts import model_facts
 from rillflow.engine.vllm import VllmEngine
 from rillflow.gateway.grammars import of_choices, of_lark, of_schema

@@ -1,30 +1,21 @@
 """One schema per part; unknown keys are refused with the nearest valid name."""
 
-from rillflow.config.agents import McpConfig, RewardConfig, ToolConfig
-from rillflow.config.algorithm import CriticConfig, KlConfig, OverlongConfig
-from rillflow.config.engine import EngineConfig, ServerConfig
-from rillflow.config.load import load_recipe, recipes, resolve_object, write_resolved
-from rillflow.config.resources import ResourcesConfig, ScalingConfig, WorkersConfig
-from rillflow.config.schema import (
+from rillflow.config.agents import (
     CommandConfig,
-    DataConfig,
-    DataflowConfig,
-    EvaluationConfig,
     GatewayConfig,
-    HookConfig,
-    ObserveConfig,
+    McpConfig,
     PauseConfig,
-    PolicyConfig,
-    Recipe,
+    RewardConfig,
     RolloutConfig,
-    RuntimeConfig,
-    SamplingConfig,
-    SourceConfig,
-    UnitsConfig,
+    ToolConfig,
 )
-from rillflow.config.stages import StageConfig
-from rillflow.config.trainer import LoraConfig, NodeConfig, TrainerConfig
-from rillflow.config.weights import WeightsConfig
+from rillflow.config.data import DataConfig, DataflowConfig, HookConfig, SourceConfig, UnitsConfig
+from rillflow.config.load import load_recipe, recipes, resolve_object, write_resolved
+from rillflow.config.observe import EvaluationConfig, ObserveConfig
+from rillflow.config.policy import EngineConfig, PolicyConfig, SamplingConfig, ServerConfig, StageConfig, WeightsConfig
+from rillflow.config.resources import ResourcesConfig, RuntimeConfig, ScalingConfig, WorkersConfig
+from rillflow.config.schema import Recipe
+from rillflow.config.trainer import CriticConfig, KlConfig, LoraConfig, NodeConfig, OverlongConfig, TrainerConfig
 
 __all__ = [
     "CommandConfig",

@@ -8,45 +8,45 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from rillflow.config import agents, algorithm, engine, resources, schema, stages, supervised, trackers, trainer, weights
+from rillflow.config import agents, data, observe, policy, resources, schema, supervised, trainer
 
 SECTIONS: dict[str, type[BaseModel]] = {
     "top level": schema.Recipe,
-    "command": schema.CommandConfig,
+    "command": agents.CommandConfig,
     "reward (a list)": agents.RewardConfig,
     "tools": agents.ToolConfig,
     "tools.mcp": agents.McpConfig,
-    "data": schema.DataConfig,
-    "data.prompts, data.heldout": schema.SourceConfig,
-    "policies.NAME": schema.PolicyConfig,
-    "policies.NAME.sampling": schema.SamplingConfig,
-    "policies.NAME.engine": engine.EngineConfig,
-    "policies.NAME.engine.server": engine.ServerConfig,
-    "policies.NAME.weights": weights.WeightsConfig,
-    "policies.NAME.stages.NAME": stages.StageConfig,
+    "data": data.DataConfig,
+    "data.prompts, data.heldout": data.SourceConfig,
+    "policies.NAME": policy.PolicyConfig,
+    "policies.NAME.sampling": policy.SamplingConfig,
+    "policies.NAME.engine": policy.EngineConfig,
+    "policies.NAME.engine.server": policy.ServerConfig,
+    "policies.NAME.weights": policy.WeightsConfig,
+    "policies.NAME.stages.NAME": policy.StageConfig,
     "trainer, policies.NAME.trainer": trainer.TrainerConfig,
-    "trainer.critic": algorithm.CriticConfig,
-    "trainer.kl": algorithm.KlConfig,
-    "trainer.overlong": algorithm.OverlongConfig,
+    "trainer.critic": trainer.CriticConfig,
+    "trainer.kl": trainer.KlConfig,
+    "trainer.overlong": trainer.OverlongConfig,
     "trainer.lora": trainer.LoraConfig,
     "trainer.graph, trainer.nodes": trainer.NodeConfig,
-    "dataflow": schema.DataflowConfig,
-    "dataflow.units": schema.UnitsConfig,
-    "rollout": schema.RolloutConfig,
-    "rollout.pause_after": schema.PauseConfig,
-    "gateway": schema.GatewayConfig,
-    "evaluation": schema.EvaluationConfig,
-    "observe": schema.ObserveConfig,
-    "observe.trajectories": schema.TrajectoriesConfig,
-    "observe.trackers": trackers.TrackersConfig,
-    "observe.trackers.wandb": trackers.WandbConfig,
-    "observe.trackers.mlflow": trackers.MlflowConfig,
-    "observe.trackers.jsonl": trackers.JsonlConfig,
-    "observe.opentelemetry": trackers.OpenTelemetryConfig,
+    "dataflow": data.DataflowConfig,
+    "dataflow.units": data.UnitsConfig,
+    "rollout": agents.RolloutConfig,
+    "rollout.pause_after": agents.PauseConfig,
+    "gateway": agents.GatewayConfig,
+    "evaluation": observe.EvaluationConfig,
+    "observe": observe.ObserveConfig,
+    "observe.trajectories": observe.TrajectoriesConfig,
+    "observe.trackers": observe.TrackersConfig,
+    "observe.trackers.wandb": observe.WandbConfig,
+    "observe.trackers.mlflow": observe.MlflowConfig,
+    "observe.trackers.jsonl": observe.JsonlConfig,
+    "observe.opentelemetry": observe.OpenTelemetryConfig,
     "resources": resources.ResourcesConfig,
     "resources.workers": resources.WorkersConfig,
     "resources.scaling": resources.ScalingConfig,
-    "runtime": schema.RuntimeConfig,
+    "runtime": resources.RuntimeConfig,
     "top level (rillflow fit)": supervised.FitRecipe,
     "data (rillflow fit)": supervised.FitDataConfig,
     "observe (rillflow fit)": supervised.FitObserveConfig,
@@ -97,7 +97,7 @@ def _plain(value: Any) -> Any:
     """A data algorithm is shown as it is written, by its name."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
-    return value.name if isinstance(value, schema.HookConfig) else value
+    return value.name if isinstance(value, data.HookConfig) else value
 
 
 if __name__ == "__main__":

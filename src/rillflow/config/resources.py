@@ -1,4 +1,4 @@
-"""Workers and their tags, preemption, and the number of nodes."""
+"""Workers and their tags, preemption, the number of nodes, and the processes of a run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rillflow.config.base import Name, Positive, Seconds, Section
+from rillflow.config.base import Name, NonNegative, Positive, Seconds, Section
 
 Tag = Literal["rollout", "train"]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -74,3 +74,37 @@ class ResourcesConfig(Section):
     )
     grace: Seconds = Field(60.0, description="seconds that a trainer whose workers change has for its checkpoint")
     scaling: ScalingConfig = ScalingConfig()
+
+
+class RuntimeConfig(Section):
+    mode: Literal["asynchronous", "colocated", "multiplexed"] = Field(
+        "asynchronous",
+        description="nodes and trainers at work at once, each worker with one tag; colocated: all workers have both "
+        "tags and generate a batch, then train on it; multiplexed: trainers have both and sample while they wait, "
+        "beside nodes that only sample",
+    )
+    deterministic: bool = Field(
+        False,
+        description="on-policy, one sequence per forward pass: a resumed run is bit-identical, and engine and trainer "
+        "agree to the bit (slow)",
+    )
+    host: str = "127.0.0.1"
+    port: NonNegative = Field(0, description="of the dataflow service; 0 takes any free one")
+    threads: NonNegative = Field(1, description="torch threads of each process; 0 leaves torch's default")
+    restarts: NonNegative = Field(
+        5,
+        description="how often in a row a process that died is started again before the run fails; those before the "
+        "last five minutes in which the run got on are forgotten",
+    )
+    start_timeout: Seconds = 120.0
+    preload: bool = Field(
+        True,
+        description="import torch once, in a process that trainers and nodes of this machine are forked from (Linux); "
+        "false starts each as a new process",
+    )
+    weights_server: bool = Field(
+        False, description="serve the run's weights over HTTP, for nodes and relays that do not see its folder"
+    )
+    weights_port: NonNegative = Field(
+        0, description="of the weight server; 0 takes any free one, and the same again after a restart"
+    )

@@ -11,12 +11,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_serializer, model_validator
 
-from rillflow.config.algorithm import AlgorithmConfig
 from rillflow.config.base import Name, NonNegative, Positive, Section
+from rillflow.config.data import SourceConfig
 from rillflow.config.load import FIT, parse, read_raw, validated
-from rillflow.config.schema import SourceConfig
-from rillflow.config.trackers import TrackersConfig
-from rillflow.config.trainer import TrainerConfig
+from rillflow.config.observe import TrackersConfig
+from rillflow.config.trainer import AlgorithmConfig, TrainerConfig
 from rillflow.errors import ConfigError
 
 Task = Literal["sft", "reward", "process_reward"]

@@ -20,7 +20,7 @@ import openai
 
 from rillflow.agents.rewards.calling import Given
 from rillflow.agents.surroundings import Surroundings
-from rillflow.config.schema import RolloutConfig
+from rillflow.config.agents import RolloutConfig
 from rillflow.config.tracebacks import short
 from rillflow.contracts import Clock
 from rillflow.errors import RewardError, RillflowError, WorkflowError

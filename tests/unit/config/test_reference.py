@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rillflow.config import agents, algorithm, base, engine, resources, schema, supervised, trackers, trainer, weights
+from rillflow.config import agents, base, data, observe, policy, resources, schema, supervised, trainer
 from rillflow.config.reference import SECTIONS, reference
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "recipes.md"
@@ -13,10 +13,10 @@ def test_the_page_of_recipe_keys_is_up_to_date() -> None:
 
 
 def test_no_section_of_a_recipe_is_left_out() -> None:
-    written_short = {base.Section, base.Named, schema.HookConfig, algorithm.AlgorithmConfig}
+    written_short = {base.Section, base.Named, data.HookConfig, trainer.AlgorithmConfig}
     sections = {
         kind
-        for module in (agents, algorithm, engine, resources, schema, supervised, trackers, trainer, weights)
+        for module in (agents, data, observe, policy, resources, schema, supervised, trainer)
         for kind in vars(module).values()
         if isinstance(kind, type) and issubclass(kind, base.Section)
     }

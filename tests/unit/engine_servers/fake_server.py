@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
-from rillflow.config.engine import EngineConfig
+from rillflow.config.policy import EngineConfig
 from rillflow.engine.servers import ModelFacts, Part, ServerEngine, Tainted, Update
 from rillflow.errors import EngineLost, WeightsError
 from rillflow.types import GenerateRequest

@@ -11,7 +11,7 @@ import pytest
 import torch
 from test_weights_inside import Ranks
 
-from rillflow.config.engine import EngineConfig, ServerConfig
+from rillflow.config.policy import EngineConfig, ServerConfig
 from rillflow.contracts import DecodesDeltas, Deltas
 from rillflow.engine.servers import ModelFacts, Tainted
 from rillflow.engine.servers.inside.rillflow_weights import RillflowWorker

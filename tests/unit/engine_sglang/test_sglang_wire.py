@@ -18,7 +18,7 @@ from aiohttp import web
 
 from counting_engine import until
 from drawn_from import GRID, drawn_from
-from rillflow.config.engine import EngineConfig, ServerConfig
+from rillflow.config.policy import EngineConfig, ServerConfig
 from rillflow.contracts import Change, Patch
 from rillflow.engine.servers.facts import model_facts
 from rillflow.engine.sglang import SglangEngine

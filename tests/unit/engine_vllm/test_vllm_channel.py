@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from counting_engine import until
-from rillflow.config.engine import EngineConfig
+from rillflow.config.policy import EngineConfig
 from rillflow.engine.servers.calls import is_scored
 from rillflow.engine.servers.facts import ModelFacts
 from rillflow.engine.vllm import VllmEngine

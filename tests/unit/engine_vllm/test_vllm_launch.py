@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 
 from rillflow.config import PolicyConfig
-from rillflow.config.engine import EngineConfig, ServerConfig
+from rillflow.config.policy import EngineConfig, ServerConfig
 from rillflow.engine.build import build_engine
 from rillflow.engine.servers.facts import model_facts
 from rillflow.engine.vllm import VllmEngine, launch

@@ -16,8 +16,8 @@ import pytest
 from gateway_support import CHATML, PLAIN, make_renderer, make_tokenizer
 from template_episodes import PUBLISHED, TOOL, Played, Published, Stage, play, templates_folder, tokenizer_of
 
-from rillflow.config.schema import REASONING_FORMATS as REASONING_NAMES
-from rillflow.config.schema import TOOL_FORMATS as TOOL_NAMES
+from rillflow.config.policy import REASONING_FORMATS as REASONING_NAMES
+from rillflow.config.policy import TOOL_FORMATS as TOOL_NAMES
 from rillflow.engine.grammars import compiled
 from rillflow.errors import BadRequest, ConfigError
 from rillflow.gateway.grammars import Calls, composed

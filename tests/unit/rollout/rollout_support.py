@@ -13,7 +13,8 @@ import openai
 
 from rillflow.agents.surroundings import Surroundings
 from rillflow.clients.units import UnitWriter
-from rillflow.config.schema import GatewayConfig, RolloutConfig, SamplingConfig
+from rillflow.config.agents import GatewayConfig, RolloutConfig
+from rillflow.config.policy import SamplingConfig
 from rillflow.contracts import SystemClock, TokenSource
 from rillflow.dataflow.units import FileUnit
 from rillflow.gateway import Gateway, Policy, Renderer

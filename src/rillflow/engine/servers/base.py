@@ -18,7 +18,7 @@ from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING
 from weakref import ref
 
-from rillflow.config.engine import EngineConfig
+from rillflow.config.policy import EngineConfig
 from rillflow.contracts import UNKNOWN, Clock, SystemClock
 from rillflow.engine.admission import check_request
 from rillflow.engine.servers.calls import Call, Part

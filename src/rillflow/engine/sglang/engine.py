@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
-from rillflow.config.engine import EngineConfig
+from rillflow.config.policy import EngineConfig
 from rillflow.contracts import Clock
 from rillflow.engine.servers.calls import Part, is_scored
 from rillflow.engine.servers.facts import ModelFacts

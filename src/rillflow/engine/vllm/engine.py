@@ -24,7 +24,7 @@ from typing import Any
 
 import aiohttp
 
-from rillflow.config.engine import EngineConfig
+from rillflow.config.policy import EngineConfig
 from rillflow.contracts import Clock
 from rillflow.engine.servers.calls import Part, is_scored
 from rillflow.engine.servers.facts import ModelFacts

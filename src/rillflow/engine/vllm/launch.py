@@ -6,7 +6,7 @@ import os
 import secrets
 from pathlib import Path
 
-from rillflow.config.engine import EngineConfig
+from rillflow.config.policy import EngineConfig
 from rillflow.engine.servers.facts import ModelFacts
 from rillflow.engine.servers.running import DTYPE_NAMES, WEIGHTS_INSIDE, has_tokenizer, on_loopback, visible_gpus
 from rillflow.engine.vllm.inside.rillflow_channel import SHUT, TOKEN

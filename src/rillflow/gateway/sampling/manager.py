@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from rillflow.config.schema import PauseConfig
+from rillflow.config.agents import PauseConfig
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import BadRequest, RillflowError
 from rillflow.gateway.sampling.fleet import Fleet

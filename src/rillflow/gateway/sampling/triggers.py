@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rillflow.config.schema import PauseConfig
+from rillflow.config.agents import PauseConfig
 from rillflow.contracts import Clock
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from rillflow.config.trackers import MlflowConfig
+from rillflow.config.observe import MlflowConfig
 from rillflow.observe.follower import Outcome
 from rillflow.observe.trackers.base import Point, Tracked, flat
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from rillflow.config import Recipe
 from rillflow.config.load import FIT, parse
+from rillflow.config.observe import JsonlConfig, OpenTelemetryConfig, TrackersConfig
 from rillflow.config.secrets import masked
 from rillflow.config.supervised import FitRecipe, read_resolved_fit
-from rillflow.config.trackers import JsonlConfig, OpenTelemetryConfig, TrackersConfig
 from rillflow.errors import ConfigError
 from rillflow.observe.follower import Follower, Outcome
 from rillflow.observe.span_export import SpanExport

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rillflow.config.trackers import WandbConfig
+from rillflow.config.observe import WandbConfig
 from rillflow.observe.follower import Outcome
 from rillflow.observe.trackers.base import Point, Tracked
 

@@ -13,7 +13,7 @@ from kept_trajectories import trajectory
 from rillflow.agents.agentflow.actions import ANSWER, Decision
 from rillflow.agents.agentflow.collect import collect
 from rillflow.agents.agentflow.planner import ROLE
-from rillflow.config.schema import SourceConfig
+from rillflow.config.data import SourceConfig
 from rillflow.dataflow.ledger.tables import TABLES
 from rillflow.storage.trajectories import FILE, KINDS, Bounds, Trajectory, TrajectoryStore
 

@@ -7,7 +7,7 @@ from typing import Any, get_args
 import pytest
 
 from rillflow.config import TrainerConfig
-from rillflow.config.algorithm import AlgorithmConfig
+from rillflow.config.trainer import AlgorithmConfig
 from rillflow.errors import GraphError
 from rillflow.trainer.graph import function
 from rillflow.trainer.graph.builtin import Mode, builtin, chain_of

@@ -1,0 +1,125 @@
+"""Prompt sources, and the dataflow layer with its hooks and storage units."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from rillflow.config.base import Name, Named, NonNegative, Positive, Seconds, Section
+from rillflow.types import Durability
+
+_KINDS = ("path", "dataset", "reasoning_gym", "generator", "benchmark")
+
+
+class SourceConfig(Section):
+    """Where prompts come from: a file, a dataset, a generated task, a function or a benchmark. Give exactly one."""
+
+    path: str | None = Field(
+        None, description="JSONL (one object a line) or Parquet file; relative paths are relative to the recipe"
+    )
+    dataset: str | None = Field(None, description="Hugging Face dataset: a name on the hub or a local folder")
+    reasoning_gym: str | None = Field(None, description="name of a reasoning-gym dataset; `arguments` configure it")
+    generator: str | None = Field(None, description="module:function or file.py:function that yields prompts")
+    benchmark: str | None = Field(
+        None, description="a public benchmark by its name (gsm8k, math500, …) or reasoning_gym:NAME; docs/evaluation.md"
+    )
+    arguments: dict[str, Any] = Field(
+        default_factory=dict,
+        description="of the generator, the reasoning-gym dataset, `datasets.load_dataset` (split, name, …) or the "
+        "benchmark (template)",
+    )
+    id_key: str = Field("id", description="key of a row's id; rows without it are numbered")
+    limit: Positive | None = Field(None, description="use only the first rows")
+    name: Name | None = Field(None, description="what prompts of this source are called, where there are several")
+    weight: Annotated[float, Field(gt=0)] = Field(
+        1.0, description="share of prompts that come from this source, where there are several"
+    )
+
+    @property
+    def origin(self) -> str:
+        """The path or name of the source."""
+        return next(filter(None, (getattr(self, kind) for kind in _KINDS)), "")
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> SourceConfig:
+        if sum(getattr(self, kind) is not None for kind in _KINDS) != 1:
+            raise ValueError("give exactly one of `path`, `dataset`, `reasoning_gym`, `generator` and `benchmark`")
+        return self
+
+
+class DataConfig(Section):
+    prompts: list[SourceConfig] = Field(
+        min_length=1, description="prompts to train on: one source, or several that are mixed by their weights"
+    )
+    heldout: list[SourceConfig] = Field(
+        default_factory=list,
+        description="prompts to evaluate on; never trained: one source, or several whose mean rewards are averaged",
+    )
+    shuffle: bool = Field(True, description="a new order every epoch, fixed by the seed")
+    epochs: Positive | None = Field(None, description="stop after this many passes (default: as many as needed)")
+
+    @field_validator("prompts", "heldout", mode="before")
+    @classmethod
+    def _several(cls, value: Any) -> Any:
+        """Accept a single source without a list around it, and null for none."""
+        return [value] if isinstance(value, dict) else [] if value is None else value
+
+
+class HookConfig(Named):
+    """A data algorithm, written as its name (or module:Class), or as a mapping of that name to its options."""
+
+
+class UnitsConfig(Section):
+    """The storage of payloads."""
+
+    count: Positive = Field(1, description="storage units that `rillflow run` starts, each its own process")
+    kind: Literal["files", "redis"] = Field("files", description="segments in the run folder, or a Redis server")
+    redis: str = Field("redis://127.0.0.1:6379/0", description="URL of the server, for kind redis")
+    durability: Durability = Field(
+        "process",
+        description="what an acknowledged row survives: the kill of any process (process; a power failure may take the "
+        "latest rows, whose episodes are played again), or a power failure too (machine; each put is synced first)",
+    )
+    segment_bytes: Positive = Field(64 << 20, description="size at which a segment is closed")
+    timeout: Seconds = Field(60.0, description="seconds without a heartbeat after which a unit's rows are played again")
+    drop_after: Seconds = Field(600.0, description="seconds after which a segment without a needed row is dropped")
+
+
+class DataflowConfig(Section):
+    group_size: Positive = Field(8, description="episodes of one prompt")
+    grouping: Literal["policy", "agent", "turn"] = Field(
+        "policy",
+        description="what a sample is compared with: all samples of its prompt by the same policy, only those of the "
+        "same agent (Dr. MAS), or only those of the same agent and turn (AT-GRPO)",
+    )
+    staleness: NonNegative = Field(4, description="most versions between sampling and training; 0 is on-policy")
+    filters: list[HookConfig] = Field(
+        [HookConfig(name="zero_variance")], description="names, module:Class or {name: options}, in order"
+    )
+    sampler: HookConfig = Field(
+        HookConfig(name="earliest_deadline"), description="name, module:Class or {name: options}"
+    )
+    curators: list[HookConfig] = Field(
+        default_factory=list, description="names, module:Class or {name: options}, in order"
+    )
+    hook_timeout: Seconds = Field(
+        10.0, description="a curator, filter or sampler of yours that takes longer for one call has failed it"
+    )
+    units: UnitsConfig = UnitsConfig()
+    group_deadline: Seconds | None = Field(
+        None, description="seconds after its first lease after which an incomplete group goes on without the rest"
+    )
+    balance_every: Positive = Field(10, description="versions between two balance reports")
+    attempts: Positive = Field(3, description="how often a task is tried before it counts as failed")
+    task_lease: Seconds = Field(30.0, description="seconds after which a lease that is not renewed expires")
+    batch_lease: Seconds = Field(
+        300.0, description="seconds after which a batch that is not committed returns to its stream"
+    )
+    node_timeout: Seconds = Field(10.0, description="seconds without a heartbeat after which a node counts as gone")
+    commit_interval: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.0, description="least seconds between two writes of the ledger; those who come meanwhile share a sync"
+    )
+    max_failures: Positive = Field(
+        64, description="the run stops when this many tasks in a row have failed and none has succeeded"
+    )
