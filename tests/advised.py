@@ -1,4 +1,4 @@
-"""What `rillflow advise` finds wrong with a run: for tests of runs that are healthy."""
+"""The problems that `rillflow advise` reports: for tests of runs that are healthy."""
 
 from __future__ import annotations
 

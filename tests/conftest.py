@@ -1,4 +1,4 @@
-"""What all tests share: a scrubbed environment, an amount of repetition, and collection that costs little."""
+"""The setup of all tests: a scrubbed environment, an amount of repetition, and collection that costs little."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def request(
 
 
 def expected(asked: GenerateRequest) -> list[int]:
-    """The whole answer, as one engine that nobody disturbs gives it."""
+    """Return the whole answer of one undisturbed engine."""
     start, seed = len(asked.tokens), asked.sampling.seed
     assert seed is not None
     return [token_at(seed, start + index) for index in range(asked.sampling.max_tokens)]

@@ -20,7 +20,7 @@ def cut(process: psutil.Process) -> int:
 
 
 def can_cut() -> bool:
-    """Whether this kernel and this user can reset other processes' connections (root, and `ss` of iproute2)."""
+    """Return whether this kernel and this user can reset other processes' connections (root, and `ss` of iproute2)."""
     if not shutil.which("ss"):
         return False
     with socket.create_server(("127.0.0.1", 0)) as server:

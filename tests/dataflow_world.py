@@ -71,7 +71,7 @@ def changed(rules: Rules, **values: Any) -> Rules:
 
 
 def policies(**rules: dict[str, Any]) -> dict[str, PolicyRules]:
-    """Rules of several policies by name; what is not said is as in `RULES`."""
+    """Return rules of several policies by name; the rest is as in `RULES`."""
     return {name: replace(RULES.policies[POLICY], name=name, **values) for name, values in rules.items()}
 
 
@@ -273,7 +273,7 @@ class World:
     def unit(
         self, unit: str = UNIT, dropped: Sequence[int] = (), *, load: float = 0.0, writing: bool = False
     ) -> list[int]:
-        """A unit beats, and says that nobody writes into what it is asked about, unless somebody is `writing`."""
+        """Send a unit's heartbeat, which reports the idle segments as closed, except those in `writing`."""
         info = UnitInfo(unit=unit, path=f"/units/{unit}", load=load)
         reply = self.ledger.unit_beat(UnitBeat(info=info, dropped=list(dropped)))
         if reply.idle and not writing:
@@ -281,12 +281,12 @@ class World:
         return reply.drop
 
     def row(self, unit: str = UNIT, segment: int = 0) -> Row:
-        """A row that nobody has put anything in before."""
+        """Return a row that was never used before."""
         self.rows += 1
         return Row(unit=unit, segment=segment, offset=8 * self.rows, length=8)
 
     def row_of(self, attempt: str, policy: str = POLICY) -> Row:
-        """The row of an attempt's sample, the same whenever it is told."""
+        """Return the row of an attempt's sample; the same at every call."""
         if (attempt, policy) not in self.rows_of:
             self.rows_of[attempt, policy] = self.row()
         return self.rows_of[attempt, policy]

@@ -13,7 +13,7 @@ from rillflow.types import Chunk, GenerateRequest
 
 
 class Turn(NamedTuple):
-    """What an engine was given, and what it sampled behind that, with the log-prob and version of every token."""
+    """The prompts of an engine, and the tokens that it sampled, with the log-prob and version of each."""
 
     prompt: list[int]
     sampled: list[int]

@@ -32,7 +32,7 @@ class ForkedCommand:
         self.pid = self._told(PATIENCE)["pid"]
 
     def _told(self, seconds: float | None) -> dict[str, int]:
-        """Return the next message of the fork server; TimeoutError where there is none so soon."""
+        """Return the next message of the fork server; TimeoutError if none comes in time."""
         self._channel.settimeout(seconds)
         while b"\n" not in self._received:
             more = self._channel.recv(1 << 16)
@@ -59,7 +59,7 @@ class ForkedCommand:
 
     def send_signal(self, number: int) -> None:
         if self._code is None:
-            with suppress(ProcessLookupError):  # it has ended, and nobody has waited for it
+            with suppress(ProcessLookupError):  # it has ended, and was not waited for
                 os.kill(self.pid, number)
 
     def terminate(self) -> None:

@@ -40,7 +40,7 @@ class Forwarder:
             _reset(writer)
 
     def stall(self) -> None:
-        """From now on no byte comes through, and nobody is told so: the connections stay."""
+        """Let no byte through from now on, silently: the connections stay open."""
         self._flows.clear()
 
     def mend(self) -> None:

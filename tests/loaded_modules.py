@@ -22,7 +22,7 @@ atexit.register(write)
 
 @dataclass(frozen=True)
 class LoadedModules:
-    """Where processes with `environment` write what they have loaded, when they end in good order."""
+    """The folder in which processes with `environment` list their modules when they end normally."""
 
     folder: Path
 

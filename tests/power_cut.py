@@ -42,7 +42,7 @@ class Disk:
         monkeypatch.setattr("rillflow.storage.segments.fsync_folder", sync_folder)
 
     def cut(self) -> None:
-        """To be called once nobody has the files open."""
+        """Call this once no process has the files open."""
         for path in sorted(self._folder.glob("*.seg")):
             if path not in self._entered and self._chance.random() < 0.5:
                 path.unlink()

@@ -20,7 +20,7 @@ class Line:
         self._writer.write(data)
 
     async def answer(self) -> bytes:
-        """What comes next; empty where the service has hung up."""
+        """Return the next bytes; empty if the service has closed the connection."""
         with suppress(ConnectionError):
             return await asyncio.wait_for(self._reader.read(1 << 16), SECONDS)
         return b""

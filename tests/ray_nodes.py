@@ -19,7 +19,7 @@ _STORE = 80 << 20
 
 
 class Nodes:
-    """What a test sees of the cluster."""
+    """The cluster as a test sees it."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process

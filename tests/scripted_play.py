@@ -1,4 +1,4 @@
-"""An episode of any workflow through a real gateway, with an engine that says what it is told to."""
+"""An episode of any workflow through a real gateway, with a scripted engine."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class PlayedEpisode:
     engine: SayingEngine
 
     def trained(self) -> list[list[str]]:
-        """Of each sample: what trains in it, a text for each unbroken stretch."""
+        """The trained texts of each sample, one for each unbroken stretch."""
         return [list(_stretches(sample, self.engine.tokenizer)) for sample in self.samples]
 
 

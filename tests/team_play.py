@@ -41,7 +41,7 @@ class AskedEngine:
 
 @dataclass(frozen=True)
 class TeamPlayed:
-    """`rewards` are what the ledger is told of each policy, in the recipe's order; `samples` what is trained on."""
+    """`rewards` are those that the ledger gets for each policy, in the recipe's order; `samples` are trained on."""
 
     rewards: dict[str, float]
     samples: list[SampleMeta]

@@ -32,7 +32,7 @@ class TrainedSample:
 
 
 def trained_samples(folder: Path) -> Iterator[TrainedSample]:
-    """Of a run that has ended, whose one unit still has all rows."""
+    """Return the trained tokens of a finished run whose one unit still has all rows."""
     with closing(sqlite3.connect(folder / "ledger.sqlite")) as ledger:
         found = ledger.execute(_TRAINED).fetchall()
     unit = FileUnit(folder / "units" / "unit-0")

@@ -26,8 +26,8 @@ from rillflow.weights.transport.shelf import FolderShelf
 from rillflow.wire.tokens import reader_token, scoped_token
 
 RUN_TOKEN = "the run's token"
-TOKEN = scoped_token(RUN_TOKEN, "node")  # what a node pulls with
-READING = reader_token(TOKEN)  # what it sends
+TOKEN = scoped_token(RUN_TOKEN, "node")  # the source that a node pulls from
+READING = reader_token(TOKEN)  # the bytes that it sends
 KEY = key_of(TOKEN)
 POLICY = "solver"
 
@@ -112,7 +112,7 @@ class Between:
         self.behave = behave
         self.files: list[Exchange] = []
         self.asked = asyncio.Event()  # a file was asked for
-        self.cuts = 0  # so many of the next requests for lines and manifests are cut off
+        self.cuts = 0  # how many of the next requests for lines and manifests are cut off
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -157,7 +157,7 @@ async def well(exchange: Exchange) -> None:
 
 
 def part_record(cache: Path, version: int, name: str) -> list[list[int]]:
-    """What the record of a download says to be there."""
+    """Return the ranges that the record of a download lists."""
     record = cache / f"v{version:08d}" / f".{name}.part.json"
     return json.loads(record.read_bytes())["have"] if record.is_file() else []
 

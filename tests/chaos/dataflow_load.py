@@ -32,7 +32,7 @@ _BEFORE = 100  # tasks that are trained while the harm is being done
 
 
 def token_of(task: str, policy: str) -> int:
-    """What the rows of this task and policy are filled with, so that a mix-up is seen."""
+    """Return the content of the rows of this task and policy, so that a mix-up is noticed."""
     return zlib.crc32(f"{task}/{policy}".encode()) % 30_000 + 1
 
 
@@ -102,7 +102,7 @@ def make_loaded_run(parent: Path, prompts: int) -> RunFolder:
 
 @dataclass
 class Load:
-    """`client` and `units` are how everybody reaches the service and hears of its units; `near`: some use folders."""
+    """`client` and `units` reach the service and its units; with `near`, some writers use the units' folders."""
 
     processes: Processes
     client: DataflowClient
@@ -160,7 +160,7 @@ class Load:
 
 
 async def _handle(client: DataflowClient, reader: PayloadReader, stage: tuple[str, str]) -> None:
-    """A worker of the stage, for ever."""
+    """Run a worker of the stage until it is cancelled."""
 
     def seen(samples: Sequence[BatchSample], arrays: Sequence[Mapping[str, Any]]) -> bool:
         check_rows(samples, arrays)

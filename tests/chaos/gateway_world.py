@@ -193,7 +193,7 @@ class World:
         history: list[dict[str, str]] = [{"role": "user", "content": f"What is in room {number}?"}]
         answers = self.said.setdefault(session, [])
         for turn in range(turns):
-            # So warm that answers ramble on: the policy by itself says little and stops.
+            # A temperature so high that answers are long: at 1 the policy stops early.
             body = {"model": POLICY, "messages": history, "stream": True, "max_tokens": tokens, "temperature": 2.0}
             answers.append(await stream(http, f"{session_url(self.url, session)}/chat/completions", key, body))
             history += [{"role": "assistant", "content": answers[-1]}, {"role": "user", "content": f"And {turn}?"}]

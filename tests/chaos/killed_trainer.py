@@ -119,7 +119,7 @@ def live(folder: RunFolder, policy: str, moment: str | None, times: int) -> int:
 
 
 def look(folder: RunFolder, policy: str, told: dict[str, Any]) -> int:
-    """Everything that can be seen is whole; damage raises. Prints what there is beside what is `told`."""
+    """Check that every visible file is whole; damage raises. Prints the state beside `told`."""
     store, checkpoints = FolderStore(folder.weights(policy)), Checkpoints(folder.checkpoints(policy), 2)
     for version in store.versions():
         store.pull(version)

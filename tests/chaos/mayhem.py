@@ -46,7 +46,7 @@ class Mayhem:
         self._began = time.monotonic()
 
     def run(self, seconds: float, over: Callable[[], object]) -> None:
-        """A strike every `every` seconds, for so many seconds or until it is over; nothing stays frozen."""
+        """Strike every `every` seconds, for `seconds` or until the run ends; nothing stays frozen."""
         end = time.monotonic() + seconds
         due = time.monotonic()
         try:
@@ -60,7 +60,7 @@ class Mayhem:
             self._thaw(float("inf"))
 
     def strike(self) -> None:
-        """One fault; a victim that has gone by itself meanwhile is let be."""
+        """Inject one fault; a victim that has ended meanwhile is ignored."""
         if not self._next:
             self._next = [(kind, fault) for kind in KINDS for fault in self._possible]
             self._random.shuffle(self._next)

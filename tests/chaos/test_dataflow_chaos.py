@@ -52,7 +52,7 @@ class Killer:
 
 
 def serves(role: Role) -> bool:
-    """Whether it has said where it listens since it was started."""
+    """Return whether it has published its address since it was started."""
     path = role.folder.root / "endpoints" / f"{role.name}.json"
     assert role.process is not None
     return path.is_file() and read_json(path)["pid"] == role.process.pid
@@ -71,7 +71,7 @@ async def test_kills_lose_nothing_and_nothing_is_trained_twice(tmp_path: Path) -
 
 
 class Far:
-    """The service and its units behind forwarders: there is no other way to any of them."""
+    """The service and its units behind forwarders, which are the only way to reach them."""
 
     def __init__(self, stack: AsyncExitStack, near: DataflowClient, url: str, token: str) -> None:
         self.links: dict[str, Forwarder] = {}
@@ -136,7 +136,7 @@ async def test_a_bad_network_loses_nothing_and_nothing_is_trained_twice(
             client = await far.client()
             stack.push_async_callback(client.close)
             load = Load(processes, client, far.units, near=False)
-            load.harmed.set()  # nobody counts what the network does
+            load.harmed.set()  # the network's faults are not counted
             trainers = await load.play(harm(far), SECONDS)  # type: ignore[operator]
         await near.close()
     assert len(far.links) == 3

@@ -1,4 +1,4 @@
-"""Every kind of process of a run is frozen for twenty seconds: nobody dies of it, and the run goes on."""
+"""Every kind of process of a run is frozen for twenty seconds: none dies of it, and the run goes on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RUN = [
     "rollout.nodes=2",
     "rollout.episodes=16",
     "data.heldout.arguments={split: heldout, count: 4, seed: 2}",
-    "runtime.restarts=0",  # whoever dies ends the run
+    "runtime.restarts=0",  # a death ends the run
 ]
 
 

@@ -23,7 +23,7 @@ Tokens = dict[str, dict[int, set[tuple[int, int]]]]
 
 
 def logged(world: World) -> Tokens:
-    """What the engines wrote down: by request and place, the tokens with their versions."""
+    """Return the engines' logs: by request and place, the tokens with their versions."""
     found: Tokens = defaultdict(lambda: defaultdict(set))
     for engine in world.engines:
         for life in range(1, engine.lives + 1):

@@ -170,7 +170,7 @@ def client(port: int, session: str, key: str) -> openai.AsyncOpenAI:
 
 
 async def check(folder: Path, keys: dict[str, str], agents: dict[str, Agent]) -> None:
-    """What the log has is what the agents were given."""
+    """The log has exactly the answers that the agents received."""
     log = FileSessionLog(folder)
     sessions = Sessions(TOKEN, log=log)
     restored = {session.id: session for session in sessions.restore()}

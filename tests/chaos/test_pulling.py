@@ -41,7 +41,7 @@ async def test_what_is_pulled_is_whole_whatever_happens_to_the_trainer(tmp_path:
             with suppress(ProcessLookupError):
                 publisher.kill()
             await publisher.wait()
-    for puller, counts in zip(pullers, seen, strict=True):  # nobody writes any more: the head is to be had
+    for puller, counts in zip(pullers, seen, strict=True):  # the writer has ended: the head can be pulled
         await _pull(puller, counts)
     assert [counts["delta"] > 0 for counts in seen] == [True, True, False]
     assert all(counts["full"] for counts in seen)

@@ -107,7 +107,7 @@ async def test_a_frozen_relay_is_left_for_the_next_server(tmp_path: Path, store:
         got = asyncio.create_task(source.file(7, NAME))
         await until(lambda: near.carried > SIZE // 4, "a part of the file")
         frozen.process.send_signal(signal.SIGSTOP)
-        near.stall()  # what is on its way is lost, too
+        near.stall()  # bytes in flight are lost, too
         assert (await asyncio.wait_for(got, 180)).read_bytes() == DATA
         assert source.transfers[0].bytes < SIZE + SIZE // 4
         frozen.process.send_signal(signal.SIGCONT)

@@ -43,14 +43,14 @@ Told = list[list[dict[str, Any]]]  # by question, the turns that the agent saw; 
 
 
 def python_of(package: str) -> Path:
-    """Return the interpreter of a package's environment; skip the test if there is none."""
+    """Return the interpreter of a package's environment; skip the test if it is missing."""
     require(f"agents/{package}")
     return VENVS / package / "bin" / "python"
 
 
 @dataclass(frozen=True)
 class Played:
-    """What an agent left behind: what it says it was told, the session's record and the engine's log."""
+    """The results of an agent: the answers that it reports, the session's record and the engine's log."""
 
     told: Told
     record: SessionRecord

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.agents, pytest.mark.timeout(1800)]
 
 RECIPES = ROOT / "recipes" / "frameworks"
 EPISODES = 2
-# One step on one group of two. What the tiny policy says earns nothing, so groups of equal rewards are trained, too.
+# One step on one group of two. The tiny policy earns nothing, so groups of equal rewards are trained, too.
 SHORT = (
     "trainer.steps=1", "trainer.batch_groups=1", f"dataflow.group_size={EPISODES}", "dataflow.filters=[]",
     "dataflow.staleness=0", "data.heldout=null", "observe.plot=false", "observe.trackers.tensorboard=false",

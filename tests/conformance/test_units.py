@@ -110,7 +110,7 @@ class OverHttp:
 
     async def drop(self, segments):
         self._drop = list(segments)
-        for _ in range(2):  # the beat that is told, and the one after
+        for _ in range(2):  # the heartbeat with the news, and the one after
             self._beaten.clear()
             await asyncio.wait_for(self._beaten.wait(), 30)
 

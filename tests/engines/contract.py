@@ -288,7 +288,7 @@ async def test_the_prefix_cache_serves_a_version_and_does_not_cross_into_the_nex
 
 @untied
 async def test_episodes_play_through_the_gateway_while_weights_change(world: World) -> None:
-    """What the agent's calls leave behind are the tokens that were sampled, with their versions and log-probs."""
+    """The agent's calls leave exactly the sampled tokens, with their versions and log-probs."""
     samples: list[Sample] = []
     enough = asyncio.Event()
 

@@ -36,7 +36,7 @@ def test_a_command_is_trained(cli: Cli) -> None:
 
 
 class Door:
-    """Where agents from outside connect, used without any client of ours."""
+    """The gateway for agents from outside, used without any client of ours."""
 
     def __init__(self, run: Started) -> None:
         wait_until(lambda: "agents connect at" in run.output(), "the gateway", 600)
@@ -53,7 +53,7 @@ class Door:
 
 @contextmanager
 def fleet(run: Started, url: str) -> Iterator[Path]:
-    """The shipped agent, in a process of its own; it has to end by itself."""
+    """The shipped agent, in its own process; it must end without a signal."""
     log = run.runs.parent / "agent.log"
     script = "rillflow.examples.stockroom_outside"
     with open(log, "w") as output:
@@ -71,7 +71,7 @@ def fleet(run: Started, url: str) -> Iterator[Path]:
 
 @pytest.mark.slow
 def test_a_session_goes_on_when_its_node_is_killed(cli: Cli) -> None:
-    """The agent sees slower answers, no error; what it did before and after the kill is one trained sample."""
+    """The agent sees slower answers, no error; its calls before and after the kill are one trained sample."""
     # On-policy: the first batch needs the group of this session, so the run cannot end before its agent comes back.
     run = cli.start("run", "outside_agent", *SHORT, "dataflow.filters=[]", "dataflow.staleness=0")
     door = Door(run)
@@ -82,7 +82,7 @@ def test_a_session_goes_on_when_its_node_is_killed(cli: Cli) -> None:
         first = client.chat.completions.create(model=task["model"], messages=messages, max_tokens=8)
         wait_until(lambda: log.read_text().count("taken") >= 2, "the other agents", 600)
         processes_of(run.folder)["rollout"].kill()
-        # A tool call goes back as text: what was sampled stays what it was.
+        # A tool call goes back as text; the sampled ids stay the same.
         said = first.choices[0].message.model_dump(exclude_none=True)
         more = (
             [{"role": "tool", "tool_call_id": call["id"], "content": "7"} for call in said.get("tool_calls", [])]

@@ -107,7 +107,7 @@ rollout: {episodes: 32, episode_timeout: 600}
 trainer: {steps: 4, batch_groups: 2, lr: 1.0e-4, checkpoint_every: 100}
 observe: {plot: false, trackers: {tensorboard: false}}
 """
-# A template that writes the first message anew at every turn.
+# A template that changes the first message at every turn.
 COUNTING = "{{- messages | length ~ '\\n' -}}"
 
 

@@ -30,7 +30,7 @@ def test_far_pools_follow_by_deltas_and_relays_spare_the_link(root: Path) -> Non
         assert transfers[-1]["version"] == SIZE.steps, name
         assert {one["kind"] for one in transfers} == {"delta"}, name  # it had version 0: the model's own weights
         assert sum(one["bytes"] for one in transfers) < whole / 2, name
-        # What stands still is the engine, for as long as it writes; it does not wait for the link.
+        # The engine stops only while it writes; it does not wait for the link.
         assert all(one["pause"] <= one["apply"] for one in transfers), name
     used = {}
     for kind in repetitions(("relay",), ("direct", "relay")):

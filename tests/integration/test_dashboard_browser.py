@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 WIDTHS = {"desktop": 1280, "phone": 390}
 PATIENCE = 120_000  # milliseconds for anything in the page: other processes need the cores too
-# What each panel shows once it has data.
+# Selectors that each panel shows once it has data.
 PANELS = {
     "overview": (".figure", "[data-chart=reward] path.curve", ".advice"),
     "trajectories": ("tr.open",),

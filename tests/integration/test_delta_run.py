@@ -82,7 +82,7 @@ def test_from_the_runs_weight_server(cli: Cli) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("plays", [False, True])
 def test_a_source_that_nobody_serves(cli: Cli, plays: bool) -> None:
-    """The node says so, once, and samples nothing: nobody vouches for what it has. Without probes it plays on, as far
+    """The node says so, once, and samples nothing: its weights are not verified. Without probes it plays on, as far
     as the staleness bound lets it."""
     source = f"policies.agent.weights.source=http://127.0.0.1:{free_port()}"
     run = cli.start("run", "stockroom", *TINY, source, *(["policies.agent.weights.probe=off"] if plays else []))

@@ -1,4 +1,4 @@
-"""Nodes join a run by its URL, leave it and are told to stop, while it trains; and `bench.elastic` in small."""
+"""Nodes join a run by its URL, leave it and are asked to stop, while it trains; and `bench.elastic` in small."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_nodes_come_and_go_while_the_trainer_trains(run: Run, cli: Cli) -> None:
     run.nodes["three"].kill()
     run.wait_for(lambda: run.playing(["slow"]), "the dead node to be noticed")
     assert held(run, "three") == 0
-    # What is left of it goes on, and a node of an old name is a new one.
+    # The rest of the run goes on, and a node with an old name is a new one.
     run.join("one", STEP)
     before = done(run, "one")
     run.wait_for(lambda: done(run, "one") > before, "the name to play again")

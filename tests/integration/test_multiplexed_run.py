@@ -22,7 +22,7 @@ SHORT = [
 
 
 def check(cli: Cli, folder: Path, staleness: int) -> None:
-    """What holds of every such run."""
+    """Check the properties of every such run."""
     with closing(sqlite3.connect(folder / "ledger.sqlite")) as ledger:
         played = dict(ledger.execute("SELECT name, completed FROM nodes"))
     assert played.keys() == {"colocated-0", "rollout-0"}

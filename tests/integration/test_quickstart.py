@@ -15,7 +15,7 @@ from rillflow.config import load_recipe
 from rillflow.observe.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
-# Where `make quickstart` installs what it needs, if that is not there: by default where these tests run.
+# The environment that `make quickstart` uses: by default the one in which these tests run.
 VENV = os.environ.get("RILLFLOW_QUICKSTART_VENV", ".venv")
 
 

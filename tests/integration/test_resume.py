@@ -33,7 +33,7 @@ def final_weights(folder: Path) -> bytes:
 
 @pytest.fixture(scope="module")
 def alone(shared_cli: Cli) -> Path:
-    """The folder of a run that nobody has killed."""
+    """The folder of a run that was not killed."""
     return shared_cli.run("run", "stockroom", *DETERMINISTIC).folder
 
 

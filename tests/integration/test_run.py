@@ -62,7 +62,7 @@ def test_a_short_run_leaves_what_it_promises(cli: Cli, monkeypatch: pytest.Monke
 
 
 def assert_keeps_trajectories(folder: Path) -> None:
-    """Of each step and each evaluation; what was trained with what the trainer computed."""
+    """Trajectories of each step and each evaluation are kept; trained ones have the trainer's values."""
     kept = rillflow.trajectories(folder)
     assert len(rillflow.trajectories(folder, lane="evaluation")) == 16
     trained = rillflow.trajectories(folder, lane="train", status="done")

@@ -27,7 +27,7 @@ TRAINER, SPARE, NODE = "trainer-agent-rank0", "trainer-agent-rank1", "rollout-0"
 
 
 def workers(cli: Cli, folder: Path, *change: str) -> dict[str, dict[str, Any]]:
-    """What `rillflow tags` shows after a change."""
+    """Return the table of `rillflow tags` after a change."""
     shown = json.loads(cli.run("tags", str(folder), *change, "--json").output())
     return {worker["name"]: worker for worker in shown["workers"]}
 
@@ -37,7 +37,7 @@ def trainer_of(folder: Path) -> psutil.Process | None:
 
 
 def plays(folder: Path) -> str | None:
-    """What the trainer was told of who plays; None while there is no trainer."""
+    """Return the trainer's argument `--playing`; None while no trainer runs."""
     trainer = trainer_of(folder)
     words = trainer.info["cmdline"] if trainer is not None else []
     return words[words.index("--playing") + 1] if "--playing" in words else None if not words else "by the recipe"

@@ -99,7 +99,7 @@ def wait_until_full(folder: Path) -> None:
 
 
 def flip_bits(folder: Path) -> None:
-    """One bit in every 256 bytes of the rows that were written last: those that nobody has trained on yet."""
+    """Flip one bit in every 256 bytes of the rows that were written last, which are not trained yet."""
     for path in (folder / "units").rglob("*.seg"):
         end = len(path.read_bytes().rstrip(b"\0"))
         with open(path, "r+b") as file:

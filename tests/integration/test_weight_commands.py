@@ -33,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
 
 
 def listening(started: Started) -> str:
-    """Where a relay says that it listens."""
+    """Return the address that a relay prints."""
     found: list[str] = []
 
     def said() -> bool:

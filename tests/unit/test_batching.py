@@ -1,4 +1,4 @@
-"""The batcher: who comes during a call shares the next one, within its bounds, and every caller gets its own answer."""
+"""The batcher: callers that come during a call share the next one, within its bounds, and each gets its own answer."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_a_cheap_command_runs(line: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("snippet", blocks("yaml"))
 def test_a_recipe_snippet_is_valid(snippet: str) -> None:
-    """Each alternative of a key that is written several times is checked by itself."""
+    """Each alternative of a key that is written several times is checked separately."""
     for text in alternatives(snippet.replace("…", "tiny")):
         change = yaml.safe_load(text)
         if "engine" in change:  # a part of a policy

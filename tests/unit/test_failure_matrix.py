@@ -1,4 +1,4 @@
-"""The failure matrix is whole, and every test that it names is there."""
+"""The failure matrix is complete, and every test that it names exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants: every one is valid source, the sample is fixed by its seed, and what becomes of each is told."""
+"""Mutants: every one is valid source, the sample is fixed by its seed, and the fate of each is reported."""
 
 from __future__ import annotations
 

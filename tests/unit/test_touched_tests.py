@@ -1,4 +1,4 @@
-"""Touched tests: what has changed comes first, then who imports it, within the budget; the rest is named."""
+"""Touched tests: changed tests come first, then those that import changed modules, within the budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The client of `openenv-core`: one episode with one step. Prints what it was told."""
+"""The client of `openenv-core`: one episode with one step. Prints its observations."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def verl_advantages(b: dict[str, torch.Tensor]) -> Found:
 
 
 def stub(b: dict[str, torch.Tensor], new: torch.Tensor, entropy: torch.Tensor, **settings: Any) -> SimpleNamespace:
-    """What `_compute_loss` reads of a trainer."""
+    """The attributes of a trainer that `_compute_loss` reads."""
     args = {"use_bias_correction_kl": False, "delta": None, "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}
     arguments = SimpleNamespace(steps_per_generation=1, **args | settings.pop("args", {}))
     one = SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x)

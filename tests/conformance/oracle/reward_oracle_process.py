@@ -40,7 +40,7 @@ def model(scores: torch.Tensor) -> Any:
 
 
 def stub(centring: float | None) -> Any:
-    """What `compute_loss` reads of a trainer."""
+    """The attributes of a trainer that `compute_loss` reads."""
     return SimpleNamespace(
         model=SimpleNamespace(training=False),
         args=SimpleNamespace(center_rewards_coefficient=centring),

@@ -193,7 +193,7 @@ def test_trls_terms_on_top(oracle: Oracle, seed: int) -> None:
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo"])
 def test_trl_counts_rows_that_train_nothing_and_so_can_we(oracle: Oracle, name: str) -> None:
-    """Where the log-ratio is within our bound, which TRL does not have."""
+    """Only for log-ratios within our bound, which TRL does not have."""
     seed = next(seed for seed in SEEDS if random_batch(seed).wild)
     batch = random_batch(seed)
     ours = tokens(batch)

@@ -12,7 +12,7 @@ import sys
 
 folder = sys.argv[1]
 store = f"sqlite:///{folder}/mlflow.db"
-# Where the application looks for them.
+# The variables that the application reads.
 os.environ |= {"_MLFLOW_SERVER_FILE_STORE": store, "_MLFLOW_SERVER_ARTIFACT_ROOT": f"{folder}/artifacts"}
 
 from mlflow.server import app  # noqa: E402

@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def leave_ledger(folder: RunFolder) -> Balance:
-    """A ledger as a run leaves it; returns what it told last."""
+    """Write a ledger as a run leaves it; returns its last balance."""
     db = Database(folder.ledger)
     recipe = folder.recipe
     balances = Balances(Base(db, Rules.of(recipe), SystemClock()), recipe.policy, recipe.dataflow.balance_every)

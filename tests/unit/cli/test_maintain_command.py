@@ -1,4 +1,4 @@
-"""`rillflow maintain`: what it asks for, and what it says when that is missing."""
+"""`rillflow maintain`: its required arguments, and its errors if one is missing."""
 
 from __future__ import annotations
 

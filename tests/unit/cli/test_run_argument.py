@@ -14,7 +14,7 @@ from rillflow.cli.main import app
 from rillflow.config import load_recipe
 from rillflow.runtime.folder import RunFolder
 
-# What a command needs beside the run; {run} stands for it where it is not the first argument.
+# The arguments that a command needs beside the run; {run} stands for it where it is not the first argument.
 BESIDE = {
     "export": ("out",),
     "label": ("{run}", "--out", "rows.jsonl"),

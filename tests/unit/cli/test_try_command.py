@@ -1,4 +1,4 @@
-"""`rillflow try` with a real engine, a real gateway and real agents: what it prints, and what it leaves to programs."""
+"""`rillflow try` with a real engine, a real gateway and real agents: its output for people and for programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a relay cannot work with is said before it starts."""
+"""A relay refuses unusable arguments before it starts."""
 
 from __future__ import annotations
 

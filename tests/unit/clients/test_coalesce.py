@@ -93,7 +93,7 @@ async def test_who_stopped_waiting_is_not_sent_and_close_gives_up_the_rest() -> 
     await turns()
     await calls.close()
     for task in (*under_way, waiting):
-        with pytest.raises(Unavailable, match="closed"):  # no cancellation: nobody has cancelled these tasks
+        with pytest.raises(Unavailable, match="closed"):  # no cancellation: these tasks were not cancelled
             await task
     assert peer.calls == [[1], [2]]
     with pytest.raises(Unavailable, match="closed"):

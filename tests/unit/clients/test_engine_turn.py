@@ -1,4 +1,4 @@
-"""An engine's turn, seen from the engine: it never waits for ever, and gives back what it got."""
+"""An engine's turn, seen from the engine: its waits are bounded, and it gives the turn back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rillflow.types import AskTurn, TurnReply
 
 
 class Book:
-    """Answers as it is told to; time passes with every question."""
+    """Gives scripted answers; time passes with every call."""
 
     def __init__(self, *answers: bool | RillflowError) -> None:
         self.answers = list(answers)

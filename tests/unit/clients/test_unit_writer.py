@@ -106,7 +106,7 @@ async def test_the_least_loaded_unit_is_chosen(few, writer):
     few.change(1, load=9000.0)
     few.change(2, load=0.0)
     units = [(await writer.put([{"values.f4": bytes(4000)}]))[0].unit[0] for _ in range(5)]
-    assert units == ["2", "2", "0", "2", "0"]  # by what it was told and what it has sent itself since
+    assert units == ["2", "2", "0", "2", "0"]  # by the reported load and the bytes that it has sent since
 
 
 async def test_a_unit_without_room_is_the_last_choice(few, writer):
@@ -132,7 +132,7 @@ async def test_when_one_unit_fails_the_next_takes_the_rows(few, monkeypatch, loc
     writer = few.writer(allow_local=local)
     (place,) = await writer.put([row(3)], deadline=20.0)
     assert place.unit[0] != "0"
-    assert few.asked >= 2  # it looked again who is there
+    assert few.asked >= 2  # it read the list of units again
     await writer.close()
 
 

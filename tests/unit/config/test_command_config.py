@@ -1,4 +1,4 @@
-"""Who plays: exactly one of a workflow, a command and agents from outside; a command finds its files anywhere."""
+"""A recipe has exactly one of a workflow, a command and agents from outside; a command finds its files anywhere."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_text_may_begin_as_a_home_does(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("given", ["path=foo", "run=foo", "FLAG='1'", 'FLAG="1e3"'])
 def test_variables_can_be_set_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
-    """What is quoted is text, and none of it is a path of ours."""
+    """A quoted value is text and is not made an absolute path."""
     (tmp_path / "foo").write_text("")
     monkeypatch.chdir(tmp_path)
     command = load_recipe(written(tmp_path, command={"run": "sh"}), [f"command.environment.{given}"]).command

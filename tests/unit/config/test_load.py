@@ -1,4 +1,4 @@
-"""Recipes: what is valid, what is refused, and how clearly."""
+"""Recipes: valid ones load, invalid ones are refused with a clear message."""
 
 from __future__ import annotations
 

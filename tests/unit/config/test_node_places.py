@@ -1,4 +1,4 @@
-"""Where a recipe's nodes, losses and reference models lie: relative to the recipe, wherever it is run from."""
+"""Paths of a recipe's nodes, losses and reference models are relative to the recipe, wherever it is run from."""
 
 from __future__ import annotations
 

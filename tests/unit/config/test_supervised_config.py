@@ -1,4 +1,4 @@
-"""Recipes of `rillflow fit`: what is valid, what is refused, and how clearly."""
+"""Recipes of `rillflow fit`: valid ones load, invalid ones are refused with a clear message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dashboard's server: who may see what, what a browser is allowed, and that it does no harm to a run."""
+"""The dashboard's server: access by tokens, the rights of a browser, and that it does no harm to a run."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_tokens_have_texts_and_what_is_known_of_them(run: WatchedRun) -> None:
     shown = tokens(run, "forked", 0)
     assert shown["mask"] == [0, 0, 1, 1, 0, 1]
     assert shown["advantages"][3] == 3.0
-    assert shown["differences"] is None  # no trainer has told its log-probs
+    assert shown["differences"] is None  # no trainer has reported its log-probs
     assert len(shown["texts"]) == 6
     assert shown["unknown"] == ""
     assert tokens(run, "forked", 1, offset=5)["ids"] == [8, 9]

@@ -1,4 +1,4 @@
-"""What the panels show of run folders: whole ones, young ones, torn ones and those of other kinds of runs."""
+"""The panels of run folders: whole ones, young ones, torn ones and those of other kinds of runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What evaluations want stays in the weight store, however many versions come after it."""
+"""Versions that evaluations need stay in the weight store, however many versions follow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rillflow eval` with a real engine and a real gateway: what it plays, what it leaves, and that it goes on."""
+"""`rillflow eval` with a real engine and a real gateway: its episodes, its files, and that it continues."""
 
 from __future__ import annotations
 

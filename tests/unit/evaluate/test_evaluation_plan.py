@@ -1,4 +1,4 @@
-"""What `rillflow eval` makes of what was asked: suites of held-out prompts, engines, and whose a change is."""
+"""How `rillflow eval` reads its arguments: suites of held-out prompts, engines, and overrides of policies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GGUF files: what cannot be read is told; a real one becomes a folder that engine and gateway load, once."""
+"""GGUF files: unreadable ones are refused; a real one becomes a folder that engine and gateway load, once."""
 
 from __future__ import annotations
 

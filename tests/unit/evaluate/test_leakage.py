@@ -1,4 +1,4 @@
-"""Leakage: what is the same is found, what is not is not, and memory is bounded by the test alone."""
+"""Leakage: equal questions are found, others are not, and memory is bounded by the test alone."""
 
 from __future__ import annotations
 

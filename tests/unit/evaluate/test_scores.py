@@ -1,4 +1,4 @@
-"""What answers come to: against brute force where that can be had."""
+"""Scores of answers, compared with brute force where that is feasible."""
 
 from __future__ import annotations
 

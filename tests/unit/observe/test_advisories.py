@@ -188,7 +188,7 @@ def test_a_difference_of_engine_and_trainer_comes_with_its_likely_cause(
 
 
 def said(*texts: str, cut: bool = False) -> dict[str, AnswerFacts]:
-    """What is known of these answers, each said four times, to prompts of their own."""
+    """Return the facts of these answers, each given four times, to different prompts."""
     every = [text for text in texts for _ in range(4)]
     return {"agent": summed_up([Answer(f"t{n}", f"p{n}", "agent", text, cut) for n, text in enumerate(every)])}
 

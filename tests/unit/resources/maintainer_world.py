@@ -1,4 +1,4 @@
-"""A run and an executor that do what they are told, with a clock that the test sets."""
+"""A scripted run and executor, with a clock that the test sets."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ def make_report(
 
 @dataclass
 class World:
-    """Nodes join `delay` seconds after their start and leave at once when they are retired, unless told otherwise.
-    `trip` is called at every action, and may kill the maintainer."""
+    """Nodes join `delay` seconds after their start and, by default, leave at once when they are retired. `trip` is
+    called at every action, and may kill the maintainer."""
 
     folder: Path
     scaling: ScalingConfig
@@ -159,7 +159,7 @@ class World:
 
 
 class RunSide:
-    """What the maintainer hears of the run."""
+    """The run as the maintainer sees it."""
 
     def __init__(self, world: World) -> None:
         self._world = world

@@ -31,7 +31,7 @@ def make(folder: Path) -> World:
 
 
 def silent(maintainer: Maintainer, world: World, rounds: int, seconds: float) -> None:
-    """The run does not answer so many questions, each after so many seconds; then it has ended."""
+    """The run does not answer `times` calls, each after `seconds`; then it has ended."""
     answered, left = maintainer._run.balance, [rounds]
 
     async def balance() -> Balance:

@@ -1,4 +1,4 @@
-"""The maintainer on a clock that stands still: what it decides, when it waits, and how it sees after its nodes."""
+"""The maintainer with a fixed clock: its decisions, its waits, and how it keeps up its nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an actor does for one process, and that only strings and numbers pass."""
+"""The actor of one process, and that only strings and numbers pass."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def worker(name: str, *tags: Tag, tflops: float | None = None, policy: str = "ag
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """A model beside the pool: who is there, with what tags, and what was ever asked for and not given back."""
+    """A model beside the pool: the workers with their tags, and the requests that were not released."""
 
     names = Bundle("names")
 

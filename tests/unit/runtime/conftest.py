@@ -1,4 +1,4 @@
-"""What the tests of runs share."""
+"""Fixtures for the tests of runs."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def test_a_process_waits_for_its_predecessor_to_go(folder: RunFolder) -> None:
     ("role", "play"),
     [
         ("trainer-agent", lambda folder: roles.trainer_role(folder, "agent")),
-        # Of a trainer that had several ranks: they outlive a launcher that was killed by a few seconds.
+        # The ranks of a trainer outlive a launcher that was killed by a few seconds.
         ("trainer-agent-rank0", lambda folder: roles.trainer_role(folder, "agent")),
         ("dataflow", roles.dataflow_role),
     ],

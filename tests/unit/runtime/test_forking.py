@@ -1,4 +1,4 @@
-"""Children that a process forks of itself, with real processes: what they are like, and how they end."""
+"""Forked children as real processes: their state, and how they end."""
 
 from __future__ import annotations
 

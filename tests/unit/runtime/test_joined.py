@@ -1,4 +1,4 @@
-"""Processes that join by URL: what a signal does to them, and where they keep their things."""
+"""Processes that join by URL: their signals and their folders."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def life(ready: bool, signals: int, leaves: bool) -> tuple[int, bool]:
-    """The exit code of a node that hears so many signals, and whether it was asked to leave."""
+    """Return the exit code of a node that gets `signals` signals, and whether it was asked to leave."""
     departure, gone = Departure(), asyncio.Event()
     if leaves:
         departure.on_change = gone.set

@@ -32,7 +32,7 @@ class Service:
         self.asked = 0
 
     async def engines(self, ask: LookEngines) -> Engines:
-        """That has joined the run, until it has heard of the end."""
+        """An engine that has joined the run, until it has learnt of the end."""
         self.asked += 1
         return Engines(engines=[] if self.asked > 2 else [EngineInfo("far", "http://127.0.0.1:1", {}, 64, 1)])
 
@@ -60,7 +60,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalRun:
 
 @pytest.fixture
 def hangup() -> Iterator[None]:
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where whoever runs the tests has it ignored
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # even if the caller of the tests ignores it
     yield
     signal.signal(signal.SIGHUP, before)
 
@@ -198,7 +198,7 @@ class Recorded:
 async def recorded_run(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch, service: Any = None
 ) -> tuple[LocalRun, Recorded]:
-    """What a run starts that ends at once, or when `service` says so."""
+    """The processes of a run that ends at once, or when `service` says so."""
     run = LocalRun(folder, lambda status: None)
     recorded: Any = Recorded()
     run.supervisor = recorded
@@ -287,7 +287,7 @@ async def test_a_node_that_somebody_retired_leaves_its_worker_free(
 
 
 class Retiring:
-    """A service that hears of nodes to retire."""
+    """A service that records the nodes to retire."""
 
     def __init__(self, answers: list[Exception | None]) -> None:
         self.answers = answers

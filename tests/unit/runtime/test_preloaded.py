@@ -1,4 +1,5 @@
-"""The fork server with real processes: what a child is like, how ends are told, and who survives whom."""
+"""The fork server with real processes: the state of a child, how ends are reported, and which process survives
+which."""
 
 from __future__ import annotations
 
@@ -180,7 +181,7 @@ async def test_a_killed_fork_server_is_replaced(
 async def test_without_a_fork_server_processes_start_by_themselves(
     tmp_path: Path, broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that cannot import, or must not fork, is no reason to fail; nor does it hold anything up twice."""
+    """A fork server that cannot import, or must not fork, fails no run, and delays it only once."""
     supervisor = Supervisor(tmp_path, restarts=0, threads=1, preloaded=made(tmp_path, broken))
     process = supervisor.start(ProcessSpec("part", ("--help",), heavy=True))
     assert await supervisor.wait(SECONDS)

@@ -1,4 +1,4 @@
-"""From tags to processes: what is started, drained and begun anew, whatever changes while it is under way."""
+"""From tags to processes: which are started, drained and restarted, whatever changes meanwhile."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RECIPE = load_recipe(
 
 
 class Carrier:
-    """Writes down what it is told; a process goes when the test lets it."""
+    """Records its calls; a process ends when the test lets it."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -64,7 +64,7 @@ class World:
         self.file.change(lambda workers: retagged(RECIPE, workers, worker, words))
 
     async def look(self) -> list[str]:
-        """What is told at a look, once all that it began has got as far as it can."""
+        """Return the calls of one look, once its changes have got as far as they can."""
         before = len(self.carrier.told)
         for _ in range(3):
             self.reconciler.look()

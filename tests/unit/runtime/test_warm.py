@@ -1,4 +1,4 @@
-"""The warm process with real processes: whom it serves, whom it refuses, and who survives whom."""
+"""The warm process with real processes: which requests it serves and refuses, and which process survives which."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_whom_it_must_not_serve_it_refuses_by_name(
     with monkeypatch.context() as patch:
         patch.setattr(sys, "prefix", "/another")
         assert f"it runs {sys.executable}" in refusal(caplog, tmp_path)
-    with socket.socket(socket.AF_UNIX) as client:  # words that are no request do not end it
+    with socket.socket(socket.AF_UNIX) as client:  # invalid requests do not end it
         client.connect(os.environ[warm.PATH_ENV])
         client.sendall(b"hello\n")
         with suppress(ConnectionResetError):

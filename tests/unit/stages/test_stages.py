@@ -1,4 +1,4 @@
-"""Stages: what is refused before a run, and that what they write is what the trainer would have computed itself."""
+"""Stages: invalid ones are refused before a run, and their columns are those that the trainer would have computed."""
 
 from __future__ import annotations
 

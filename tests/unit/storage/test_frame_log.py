@@ -1,4 +1,4 @@
-"""The frame log: what was synced is there after any end, what is damaged is told, nothing else is believed."""
+"""The frame log: synced frames survive any end, damaged ones are reported, and torn ones are ignored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records: what was sealed is read bit for bit, as views; whatever else is there raises CorruptData."""
+"""Records: sealed bytes are read bit for bit, as views; any other bytes raise CorruptData."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Segment files: durable as promised, written by several at once, dropped for good, mapped without surprises."""
+"""Segment files: durable as promised, written by several at once, dropped once, mapped safely."""
 
 from __future__ import annotations
 

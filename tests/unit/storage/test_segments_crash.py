@@ -64,7 +64,7 @@ def test_kill_9_in_the_middle_of_puts_loses_nothing(tmp_path, durability, lines)
         assert not isinstance(one, CorruptData)
         np.testing.assert_array_equal(one["tokens"], np.full(2000 + n, n))
     last = places[-1]
-    torn = Place(last.segment, last.offset + last.length, last.length)  # what was never acknowledged
+    torn = Place(last.segment, last.offset + last.length, last.length)  # rows that were never acknowledged
     (found,) = read(tmp_path, [torn])
     assert isinstance(found, CorruptData) or found["tokens"][0] == len(places)
     after = write(tmp_path)

@@ -1,4 +1,4 @@
-"""A worker is in one state at a time; what it did is on disk within a second, in files that do not grow for ever."""
+"""A worker is in one state at a time; its spans are on disk within a second, in bounded files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Clock:
 
 
 def quiet(folder: Path, clock: Clock, bound: int = BOUND) -> SpanLog:
-    """It flushes when it is told to."""
+    """It flushes when the test says so."""
     return SpanLog(folder / "timeline" / "w.jsonl", clock=clock, bound=bound, flush=3600.0)
 
 

@@ -1,4 +1,4 @@
-"""The stages of a process that starts: written by the process, read by whoever waits for it."""
+"""The stages of a process that starts: written by the process, read by its supervisor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run keeps of its episodes can be found and read, and never takes more than it was given."""
+"""Kept episodes of a run can be found and read, and never take more than their bound."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_damaged_body_is_refused(noise: bytes, at: int) -> None:
     made = trajectory()
     body = encode_body(made)
     damaged = body[: at % len(body)] + noise
-    with contextlib.suppress(CorruptData):  # an error of any other kind is none
+    with contextlib.suppress(CorruptData):  # an error of another kind does not count
         decode_body(made.info, damaged)
 
 

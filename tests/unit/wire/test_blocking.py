@@ -1,4 +1,4 @@
-"""Plain code beside an event loop: whatever it raises is heard of."""
+"""Plain code beside an event loop: every exception is reported."""
 
 from __future__ import annotations
 

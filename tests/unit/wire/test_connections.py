@@ -148,7 +148,7 @@ async def test_what_is_no_whole_answer_is_a_connection_error(answer: bytes) -> N
 
 
 async def test_a_late_answer_is_nobodys() -> None:
-    """Whoever gave up took the connection along: the next call has one of its own, and its own answer."""
+    """A cancelled call closes its connection: the next call has another one, and its own answer."""
     late, second = asyncio.Event(), asyncio.Event()
     opened = 0
 
@@ -264,7 +264,7 @@ async def test_the_bound_holds_and_turns_come_in_order() -> None:
         await asyncio.gather(*(connections.call("GET", f"/{n}", b"", 10) for n in range(30)))
         assert most == 3
         assert all(abs(at - n) <= 3 for at, n in enumerate(served))
-        # Those who leave while they wait, or as it is their turn, take nobody else's.
+        # A call that is cancelled while it waits, or as it gets a connection, takes no other call's connection.
         tasks = [asyncio.create_task(connections.call("GET", f"/{n}", b"", 10)) for n in range(30)]
         await asyncio.sleep(0.01)
         for task in tasks[::2]:
@@ -283,7 +283,7 @@ async def test_waiting_for_a_turn_has_the_callers_deadline() -> None:
         await asyncio.sleep(0)
         with pytest.raises(TimeoutError):
             await connections.call("GET", "/", b"", 0.05)
-        assert not connections._turns  # who has gone does not stand in the line
+        assert not connections._turns  # a cancelled call does not wait in the queue
         second = asyncio.create_task(connections.call("GET", "/", b"", 5))
         await asyncio.sleep(0.02)
         connections.close()

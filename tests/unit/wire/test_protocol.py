@@ -24,7 +24,7 @@ def route(method: str, path: str) -> Route[Any, Any]:
 
 
 class Held(Service):
-    """One route that answers when it is told to, and counts who has gone."""
+    """One route that answers when the test says so, and counts disconnected clients."""
 
     url = ""
 
@@ -131,7 +131,7 @@ async def test_the_number_of_connections_is_bounded(held: Held, monkeypatch: pyt
             refused = await exchanged(held.url, b"")
             assert b" 503 " in refused
             assert b"retry-after: 1" in refused
-            first.send(GET)  # those that are there go on
+            first.send(GET)  # open connections go on
             assert b" 200 " in await first.answer()
         await until(lambda: len(held._listener.connections) == 1)
         await still_serves(held)

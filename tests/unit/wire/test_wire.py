@@ -162,7 +162,7 @@ def test_loop_thread_runs_and_times_out() -> None:
 
 
 async def _sent(url: str, head: bytes, wait: float = 60.0) -> bytes:
-    """What the service answers to raw bytes, before or after it hangs up."""
+    """Return the service's answer to raw bytes, before or after it closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
     try:
         writer.write(head)

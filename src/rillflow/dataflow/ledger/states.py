@@ -76,7 +76,7 @@ MACHINES: dict[str, Machine] = {
         caused=("filtered", "expired", "failed"),
     ),
     "shares": Machine(
-        "what a complete group gives to one stream",
+        "the samples of a complete group for one stream",
         (
             Move(ADMITTED, "its group is complete", "ready"),
             Move(ADMITTED, "a filter drops it", "filtered", ("too_few", "FILTER")),

@@ -73,7 +73,7 @@ async def test_a_gang_that_finishes_leaves_its_logs_and_nothing_else(tmp_path: P
     supervisor.check()
     assert cluster.seats == []
     lines = [text(tmp_path, member).splitlines() for member in (0, 1)]
-    assert lines[0] == lines[1]  # both were told the same place to meet at
+    assert lines[0] == lines[1]  # both got the same rendezvous
     assert lines[0][0].startswith("s3 ['127.0.0.1:")
     assert len(lines[0][1]) == 200_000
     assert list(own_folder("test-run").iterdir()) == []
@@ -95,7 +95,7 @@ async def test_one_member_lost_ends_all_and_all_begin_anew(tmp_path: Path, super
 async def test_the_log_of_a_predecessor_on_the_same_host_is_read_to_its_end(
     tmp_path: Path, supervisor: Supervisor
 ) -> None:
-    """What was written and not read when the actor died is still read, once."""
+    """Output that was not read when the actor died is still read, once."""
     cluster = FakeCluster("a")
     process = gang(cluster, tmp_path, SLEEP)
     supervisor.add(process)
@@ -114,7 +114,7 @@ async def test_a_lost_node_does_not_count_and_another_one_is_waited_for(
     cluster = FakeCluster("a")
     process = gang(cluster, tmp_path, SLEEP)
     supervisor.add(process)
-    for index in range(4):  # more often than a process may die by itself
+    for index in range(4):  # more often than a process may die
         await until(lambda: len(cluster.seats) == 1 and cluster.seats[0].pid, "it has a seat")
         cluster.lose(cluster.nodes[0])
         await until(lambda: cluster.waited, "it waits for room")

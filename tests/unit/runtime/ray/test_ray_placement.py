@@ -1,4 +1,4 @@
-"""What a run asks of a cluster for each of its workers, and how those are started there."""
+"""The resources that a run requests for each of its workers, and how those are started on a cluster."""
 
 from __future__ import annotations
 
