@@ -35,9 +35,9 @@ from rillflow.errors import did_you_mean
 LEAST_DEADLINE, WHOLE_DEADLINE, ENVIRONMENT_DEADLINE = 20.0, 240.0, 60.0  # minutes
 PATIENCE = 10  # times a bench's usual minutes
 GRACE = 20.0  # seconds between SIGTERM and SIGKILL
-HEARTBEAT = 60.0  # seconds between two lines of progress where there is no terminal
+HEARTBEAT = 60.0  # seconds between two lines of progress without a terminal
 LAST_LINES = 25
-WIDTH = 160  # of the table where there is no terminal
+WIDTH = 160  # of the table without a terminal
 
 
 @dataclass

@@ -59,7 +59,7 @@ def prepare(folder: Path) -> None:
 
 
 def overrides(arguments: argparse.Namespace, model: str) -> list[str]:
-    """What of the recipe is changed for this machine."""
+    """The overrides of the recipe for this machine."""
     agent = "policies.agent"
     changed = [
         f"{agent}.model={model}",
@@ -114,7 +114,7 @@ def rillflow(arguments: argparse.Namespace, deadline: float, runs: Path, *words:
 
 
 def ended(process: subprocess.Popen[Any], deadline: float) -> int:
-    """Its exit code. What still runs at the deadline is asked to stop, and killed where it does not."""
+    """Return its exit code. A process that still runs at the deadline is asked to stop, then killed."""
     try:
         return process.wait(max(deadline - time.monotonic(), 0.0))
     except subprocess.TimeoutExpired:
@@ -152,7 +152,7 @@ def play(arguments: argparse.Namespace, deadline: float, model: str, folder: Pat
 
 
 def tell(report: Report, case: str, metrics: Metrics, seconds: float) -> None:
-    """What there is: a run that was stopped may have no step yet, or no evaluation after the first."""
+    """Return the available results: a run that was stopped may have no step, or no evaluation after the first."""
     steps = metrics.of("agent")
     rewards = [step["reward_mean"] for step in steps]
     rows: list[tuple[str, float, str]] = [

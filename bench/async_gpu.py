@@ -39,7 +39,7 @@ LEVELS, SHORT = (0.8, 0.9, 0.95), 5  # rewards to reach, and steps over which th
 
 
 class Side(NamedTuple):
-    """Of each step: when it ended, in seconds, and the mean reward of its samples."""
+    """The end of each step, in seconds, and the mean reward of its samples."""
 
     ended: list[float]
     reward: list[float]

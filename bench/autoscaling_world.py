@@ -106,7 +106,7 @@ class World:
             self._leave_when_empty(node)
 
     def stop(self, name: str) -> None:
-        """What it still plays returns, and is begun again elsewhere."""
+        """Its tasks return, and are played again elsewhere."""
         node = self.nodes[name]
         if node.gone is None:
             node.gone = self.now

@@ -126,7 +126,7 @@ class AstraFlow:
         self._before, self._last = self._last, {name: array.copy() for name, array in bits(weights).items()}
 
     def bytes(self, behind: int) -> int:
-        """What a node so far behind must fetch."""
+        """Return the files that a node this far behind must fetch."""
         if behind == 1:
             self._delta.write_bytes(astraflow.encode(self._before, self._last))
             return self._delta.stat().st_size
@@ -164,7 +164,7 @@ async def measure(report: Report, rate: float, quick: bool) -> None:
             if (behind := max(BEHIND) - version) in {*BEHIND, UNSEEN}:
                 nodes[behind] = Node(model, ours)
                 await nodes[behind].start()
-        await nodes.pop(UNSEEN).catch_up()  # what is compiled or loaded at the first use is so from here on
+        await nodes.pop(UNSEEN).catch_up()  # from here on nothing is compiled or loaded for the first time
         for behind, node in sorted(nodes.items()):
             await show(report, f"lr {rate:g}, {behind} behind", node, theirs, behind)
 

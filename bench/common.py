@@ -57,7 +57,7 @@ class Report:
         less_is_better: bool = False,
         reason: str = "",
     ) -> None:
-        """One row. `reason` says why there is no peer. A goal is a ratio, or a `limit` that ours must not exceed."""
+        """One row. `reason` says why the peer is missing. A goal is a ratio, or a `limit` that ours must not exceed."""
         ratio = None if peer is None else (peer / ours if less_is_better else ours / peer)
         if limit is not None:
             goal, met = limit, ours <= limit
@@ -92,7 +92,7 @@ def write_json(whole: dict[str, Any], destination: str) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """The hardware, as far as it can be told."""
+    """Return a description of the hardware."""
     found: dict[str, Any] = {"cpu": _cpu_model(), "cores": os.cpu_count(), "arch": platform.machine(), "gpu": None}
     try:
         import torch

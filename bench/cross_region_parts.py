@@ -64,7 +64,7 @@ def make_model(folder: Path, width: int, layers: int) -> int:
 class Train(NamedTuple):
     root: str
     steps: int
-    period: float  # seconds from one publication to the next: what a larger model's step would take
+    period: float  # seconds from one publication to the next, as a larger model's step would take
     deltas: bool
     rate: float
 

@@ -251,7 +251,7 @@ class Page:
 
 
 class Turn(msgspec.Struct):
-    """What was measured in one turn: episodes a second, and of an open dashboard its updates and processor time."""
+    """The measurements of one turn: episodes a second, and the updates and processor time of an open dashboard."""
 
     episodes: float
     updates: float = 0.0  # a second

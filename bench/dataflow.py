@@ -122,7 +122,7 @@ class Comparison:
         self._lengths = [generator.randint(200, 8000) for _ in range(1024 if quick else 4096)]
 
     def disk(self) -> None:
-        """What any put is bound by."""
+        """Measure the disk, which bounds any put."""
         for name, synced in (("write", False), ("write and sync", True)):
             seconds = statistics.median(ours.disk_write(BYTES, synced=synced) for _ in range(3))
             self._report.add(f"the disk alone: {name}, 302 MB", BYTES / seconds / 1e9, None, unit="GB/s")

@@ -29,12 +29,12 @@ from rillflow.runtime.folder import RunFolder
 from rillflow.types import CompleteTask, Durability, LeaseTasks, SampleMeta, TaskLease
 
 MAIN, STAGE, GROUP = "main", "reference", 8
-LEASE = 600.0  # nobody is to be given up
+LEASE = 600.0  # no node may time out
 
 
 @dataclass
 class Peers:
-    """What a producer or a trainer holds in its process."""
+    """The clients of a producer or a trainer."""
 
     client: DataflowClient
     writer: UnitWriter
@@ -216,7 +216,7 @@ def _produce(root: str, name: str, lengths: Sequence[int], count: int, together:
         mine = peers(folder, client)
         rows = iter([trajectory(length) for length in lengths])
         node = Producers(name, mine.client, mine.writer, [MAIN], lambda lease: {MAIN: next(rows)})
-        await mine.client.units()  # the connection is there
+        await mine.client.units()  # the connection is open
         together.wait(60)
         try:
             await node.run(count, len(lengths))

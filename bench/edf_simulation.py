@@ -144,7 +144,7 @@ class _Run:
 
 
 def simulate(sampler: Sampler, seed: int, world: World | None = None) -> Outcome:
-    """What becomes of the groups that a world with this seed produces."""
+    """Return the fate of the groups that a world with this seed produces."""
     world = world or World()
     run = _Run(sampler, world, np.random.default_rng(seed))
     run.go()

@@ -59,7 +59,7 @@ SERVICES = (("dataflow",), ("unit", "--name", "unit-0"), ("weights",), ("trainer
 
 @dataclass
 class Phase:
-    """What was seen of a while with the same nodes."""
+    """The measurements of a period with the same nodes."""
 
     capacity: float
     nodes: list[str]
@@ -70,7 +70,7 @@ class Phase:
 
 @dataclass
 class Elastic:
-    """What a whole run left."""
+    """The results of a whole run."""
 
     phases: list[Phase]
     balanced: bool
@@ -140,7 +140,7 @@ class Run:
         return asyncio.run(asked())
 
     def playing(self, names: list[str]) -> bool:
-        """Whether these nodes, and no others, are there and have ended an episode each."""
+        """Return whether exactly these nodes are live and have ended an episode each."""
         there = {node.name: node.completed for node in self.told().nodes if node.state == "healthy"}
         return there.keys() == set(names) and all(there.values())
 
@@ -154,7 +154,7 @@ class Run:
             return ledger.execute(query, values).fetchall()
 
     def measure(self, phase: Phase, seconds: float) -> None:
-        """Samples that were accepted in the next so many seconds."""
+        """Count the samples that are accepted in the next `seconds`."""
         time.sleep(SETTLE)
         began, steps = time.time(), self.steps()
         time.sleep(seconds)
@@ -174,7 +174,7 @@ class Run:
     # ------------------------------------------------------------ the end
 
     def stop(self) -> None:
-        """The run, not its processes: the nodes hear of it and end by themselves."""
+        """Stop the run, not its processes: the nodes learn of it and end."""
         self.ask(lambda client: client.stop("measured"))
 
     def code(self, name: str, seconds: float = 60.0) -> int:
@@ -198,7 +198,7 @@ def _endpoint(role: str) -> str:
 
 
 def play(parent: Path, seconds: float, *, step: float = STEP) -> Elastic:
-    """The three phases, each measured for so many seconds."""
+    """Run the three phases, each measured for `seconds`."""
     run = Run(parent)
     usual, slow = ["usual-0", "usual-1", "usual-2"], "slow-0"
     phases = [

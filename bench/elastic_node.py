@@ -20,7 +20,7 @@ STEP_VARIABLE = "ELASTIC_STEP_SECONDS"
 
 
 def pace(seconds: float) -> None:
-    """Every step of an embedded engine in this process takes so long, unless it takes longer by itself."""
+    """Make every step of an embedded engine in this process take at least `seconds`."""
     step = EmbeddedEngine._step
 
     async def paced(engine: EmbeddedEngine) -> None:

@@ -49,7 +49,7 @@ LIMIT = 600.0  # seconds that one side may take
 
 
 class Case(msgspec.Struct, frozen=True):
-    """What a case asks of both sides, and how each runs it best."""
+    """The work of a case for both sides, and the best settings of each."""
 
     steps: int
     tokens: int  # the longest completion
@@ -103,14 +103,15 @@ class Side(msgspec.Struct, frozen=True):
     reward: list[float]
     length: list[float]
     cores: dict[str, float]  # core seconds of a sample, by role, between the steps whose rate is taken
-    heldout: float = 0.0  # what the trained weights get for prompts that nobody has seen
+    heldout: float = 0.0  # reward of the trained weights on held-out prompts
     stale: list[float] = []
 
     def rate(self) -> float:
         return (len(self.ended) - FROM) * BATCH / (self.ended[-1] - self.ended[FROM - 1])
 
     def seconds_to(self, reward: float) -> float | None:
-        """From the first work to the end of the first step at which the reward, averaged over LAST steps, is there."""
+        """Return the seconds until the end of the first step at which the reward, averaged over LAST steps, is
+        reached."""
         for step in range(LAST, len(self.reward) + 1):
             if statistics.mean(self.reward[step - LAST : step]) >= reward:
                 return self.ended[step - 1] - self.begun
@@ -256,7 +257,7 @@ def tell(report: Report, case: str, goal: float | None, pairs: list[tuple[Side, 
         report.add(f"{case}: {name}", mine, peer, unit=unit, goal=goal, less_is_better=less)
 
     both("samples/s", Side.rate, "samples/s", goal)
-    # Who serves what is ready first trains on short answers first: samples alone would not be the same work.
+    # A side that serves ready samples first trains on short answers first: samples alone would not be the same work.
     both("answer tokens/s", lambda s: s.rate() * statistics.mean(s.length[FROM:]), "tokens/s")
     samples = len(pairs[0][0].ended) * BATCH
     both(f"{samples} samples from the first work", lambda s: s.ended[-1] - s.begun, "s", goal, less=True)

@@ -1,4 +1,4 @@
-"""What a model that one of the sides has trained gets for prompts that neither has seen, asked by the same code."""
+"""The held-out reward of a model that one of the sides has trained, measured by the same code."""
 
 from __future__ import annotations
 

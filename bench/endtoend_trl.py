@@ -117,7 +117,7 @@ def rewards(case: str) -> Any:
 
 
 def _answer(messages: list[Any]) -> str | None:
-    """What the policy said at last; a call of a tool, or what it said, is no answer."""
+    """Return the policy's last message, without tool calls and tool results."""
     last = messages[-1]
     return None if last["role"] != "assistant" or last.get("tool_calls") else last.get("content")
 

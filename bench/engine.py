@@ -137,7 +137,8 @@ def compare(case: str, size: int, repeats: int, device: str) -> list[float]:
 
 
 def vllm_rates(python: str | None, threads: int, repeats: int) -> tuple[dict[str, float], str]:
-    """Run `engine_vllm.py` under vLLM's own Python on the same saved model and work; rates, or why there are none."""
+    """Run `engine_vllm.py` under vLLM's own Python on the same saved model and work; rates, or the reason of a
+    failure."""
     if python is None:
         return {}, "vLLM not given: --vllm-python PATH"
     with tempfile.TemporaryDirectory() as folder:

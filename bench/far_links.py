@@ -100,7 +100,7 @@ class Links:
         return process
 
     def broken(self) -> bool:
-        """Whether a process has failed."""
+        """Return whether a process has failed."""
         return any(process.poll() for process in self._processes)
 
     def start_distance(self, port: int, folder: Path) -> None:

@@ -95,7 +95,7 @@ async def kept(turns: int = 20) -> tuple[int, int]:
 
 
 def tiny_engine(context: int) -> EmbeddedEngine:
-    """The tiny policy, told that it may see further than it was trained to: what it says does not matter here."""
+    """The tiny policy with a longer context than it was trained for: its answers do not matter here."""
     model = load_policy_model("tiny", "fp32", pick_device("cpu"))
     model.config.max_position_embeddings = context
     return EmbeddedEngine(model, version=0, slots=2, context=context, queue=16, exact=False)

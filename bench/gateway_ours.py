@@ -54,7 +54,7 @@ class Ours:
         return keys
 
     def close(self) -> list[int]:
-        """Of the last session that was used: its samples, and how many tokens train in each."""
+        """Return the samples of the last session, and the number of trained tokens in each."""
         trained: list[int] = []
         for name in self._opened:
             record = self.gateway.sessions.close(name)

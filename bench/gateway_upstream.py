@@ -26,7 +26,7 @@ def chunked(data: bytes) -> bytes:
 
 
 class Answers:
-    """What is sent, made once: the ids and log-probs for an engine's caller, the text for a chat's."""
+    """The answers, made once: ids and log-probs for an engine's caller, text for a chat's."""
 
     def __init__(self, ids: list[int], texts: list[str]) -> None:
         size = len(ids) // PARTS

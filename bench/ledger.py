@@ -175,7 +175,7 @@ def measure(nodes: int, steps: int, at_once: int, profile: Callable[[], None] = 
     with tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None) as folder:
         run = Run(Path(folder), nodes, steps, at_once)
         try:
-            run.step()  # what is prepared once
+            run.step()  # prepared once
             run.costs.clear()
             profile()
             for _ in range(steps):

@@ -49,7 +49,8 @@ _PATIENCE = 900.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one run: wall seconds of its window, what was trained in it, and each worker's shares of it."""
+    """The measurements of one run: wall seconds of its window, the trained samples, and each worker's shares of
+    time."""
 
     seconds: float
     samples: int

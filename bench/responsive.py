@@ -124,8 +124,7 @@ def body(form: Form, text: str) -> bytes:
 
 
 def send(port: int, key: str, form: Form, first: int, *, told: Connection, stop: Event) -> None:
-    """Send one long text after the other until it is told to stop; tell that it begins, and at the end the seconds of
-    each."""
+    """Send one long text after the other until the test stops; report the start, and at the end the seconds of each."""
     text = words()
     told.send([])
     took: list[float] = []
@@ -191,7 +190,7 @@ def request_bytes(port: int, key: str) -> bytes:
 
 
 class Streams:
-    """All sessions at once; `measure` returns the times between tokens of so many seconds."""
+    """Run all sessions at once; `measure` returns the times between tokens during `seconds`."""
 
     def __init__(self, port: int, keys: list[str]) -> None:
         self._port = port

@@ -40,7 +40,8 @@ from bench.scale_validate import validate
 from bench.scale_world import MODELS, Model, World, by_host, centralised, world_of
 
 BALANCED_AT = 64
-WARM, COUNTED, SAMPLES = 7, 3, 4000  # steps, until the window has passed once; and that count, at least so many samples
+# Steps until the window has passed once, then counted steps, with at least this many samples.
+WARM, COUNTED, SAMPLES = 7, 3, 4000
 MOST_SECONDS = 1800.0  # simulated; where the ledger is full, fewer steps are counted
 CONTROLLER = "one controller"
 VARIANTS: dict[str, Callable[[World, Costs], tuple[World, Costs]]] = {
@@ -91,7 +92,7 @@ def balanced(model: Model, costs: Costs) -> float:
         best = max(best, (outcome.rate, nodes / engines))
         if outcome.decision.branch == "hold":
             break
-        # Half of the way: here whoever samples more takes a GPU from the trainer, which then takes less.
+        # Move half of the way: a GPU for sampling is taken from the trainer, which then consumes less.
         nodes = min(max(1, round((nodes + outcome.decision.target) / 2)), engines - 1)
     return best[1]
 

@@ -99,7 +99,7 @@ class Costs:
 
     @classmethod
     def load(cls, raw: dict[str, Any]) -> Costs:
-        """What `dump` gave, perhaps through JSON."""
+        """Return the costs from the output of `dump`, perhaps through JSON."""
         ledger = {
             name: Curve(tuple(value["sizes"]), tuple(value["costs"])) if isinstance(value, dict) else float(value)
             for name, value in raw["ledger"].items()
@@ -108,13 +108,13 @@ class Costs:
 
 
 def call_and_each(few: tuple[float, float], many: tuple[float, float]) -> tuple[float, float]:
-    """From the costs of a call with few and with many items, as (items, cost): what a call costs, and each item."""
+    """Return the cost of a call and of each item, from the costs of calls with few and with many items."""
     each = max(0.0, (many[1] - few[1]) / (many[0] - few[0]))
     return max(0.0, few[1] - each * few[0]), each
 
 
 class Meter:
-    """The processor time of another process, less what it uses when nobody asks for anything."""
+    """Measure the processor time of another process, less its idle consumption."""
 
     def __init__(self, pid: int) -> None:
         self._clock = (~pid << 3) | 2  # how Linux names the clock of a process
@@ -124,13 +124,13 @@ class Meter:
         self._began = (time.clock_gettime(self._clock), time.perf_counter())
 
     def stop(self, calls: int = 1) -> float:
-        """Seconds since `start`, for each of so many calls."""
+        """Return the seconds since `start` for each of `calls` calls."""
         used = time.clock_gettime(self._clock) - self._began[0]
         passed = time.perf_counter() - self._began[1]
         return max(0.0, used - self.idle * passed) / calls
 
 
 def recorded(bench: str, name: str) -> float:
-    """What another bench has measured, from its file in `bench/results`."""
+    """Return the results of another bench from its file in `bench/results`."""
     rows: Iterable[dict[str, Any]] = json.loads((RESULTS / f"{bench}.json").read_text())["results"]
     return float(next(row["ours"] for row in rows if row["name"] == name))

@@ -183,7 +183,7 @@ async def _trainers_side(load: LedgerLoad) -> dict[str, float]:
 
 
 async def measure_size(nodes: int, calls: int) -> dict[str, float]:
-    """All of it with a new service that has so many nodes."""
+    """Measure everything with a new service that has `nodes` nodes."""
     groups = max(2 * nodes, 16)  # the window has place for the slots of all nodes, and a quarter more
     with tempfile.TemporaryDirectory() as parent:
         policy = {"trainer": {"batch_groups": groups, "steps": 1_000_000}}

@@ -63,7 +63,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the counted steps were like; `busy` are shares of the time of what could have been at work."""
+    """The results of the counted steps; `busy` are shares of the available time."""
 
     seconds: float
     steps: int
@@ -188,7 +188,7 @@ class Simulation:
         return [self._pending.popleft() for _ in range(want)]
 
     def _tell(self) -> None:
-        """There may be tasks: who waits for some asks again in a moment."""
+        """Tasks may be pending: waiting nodes ask again in a moment."""
         if self._waiting and self._pending and not self._told:
             self._told = True
             self.clock.at(max(self.clock.now + NEWS_PAUSE, self.ledger.free), self._wake)
@@ -281,7 +281,7 @@ class Simulation:
         self.clock.at(ended, self._completed, episodes)
 
     def _completed(self, episodes: list[Episode]) -> None:
-        """The ledger has taken them; their node hears of it when they are on the disk."""
+        """The ledger has taken them; their node gets the answer when they are on the disk."""
         for episode in episodes:
             group = episode.group
             group.left -= 1
@@ -354,7 +354,8 @@ class Simulation:
         return ended + size / self.world.ranks / NETWORK + ROUND_TRIP
 
     def _step_seconds(self, samples: list[int]) -> float:
-        """Of the rank with the most tokens: they are balanced as far as the longest sample allows."""
+        """Return the seconds of the rank with the most tokens: ranks are balanced as far as the longest sample
+        allows."""
         longest = max(samples)
         return max(sum(samples) / self.world.ranks, longest) / self.world.device.train_rate
 

@@ -111,7 +111,7 @@ def _gateway(calls: int) -> dict[str, float]:
 
 
 def _gateway_call(tokens: int, calls: int) -> float:
-    """Seconds of a gateway for one call whose answer has so many tokens, over sessions of `TURNS` turns."""
+    """Return the seconds of a gateway for one call whose answer has `tokens` tokens, over sessions of `TURNS` turns."""
     ids, texts = _answer(tokens)
     with ExitStack() as stack:
         upstream = _started(stack, "bench.gateway_upstream", json.dumps({"ids": ids, "texts": texts}))
@@ -158,7 +158,7 @@ def _bodies(said: str, tokens: int) -> list[str]:
 
 
 async def _weights(rounds: int) -> dict[str, float]:
-    """What a weight server does for a node that takes a version: it tells the line, the manifest and the file."""
+    """Measure a weight server for a node that pulls a version: the line, the manifest and the file."""
     with tempfile.TemporaryDirectory() as parent, _serving(Path(parent)) as (url, pid):
         meter = Meter(pid)
         headers = {"authorization": f"Bearer {scoped_token(TOKEN, 'reader')}"}

@@ -12,7 +12,7 @@ from itertools import count
 from typing import Any
 
 Event = Callable[[Any], None]
-_SOON = 1e-6  # of a token: what is left of it takes less than the clock can tell
+_SOON = 1e-6  # of a token: the rest takes less than the clock's resolution
 
 
 class Clock:
@@ -67,7 +67,7 @@ class Engine:
         self._ends: list[tuple[float, int, Any]] = []
         self.at = 0.0  # `work` is that of this time
         self.work = 0.0
-        self.due = float("inf")  # when somebody looks whether a sequence has ended
+        self.due = float("inf")  # the time of the next check for ended sequences
         self.decoded = 0.0  # seconds in which there was a sequence
         self.tokens = 0.0
 
@@ -104,7 +104,7 @@ class Engine:
         return found
 
     def next_end(self) -> float:
-        """When the next will end if nobody comes or goes."""
+        """Return when the next sequence ends if no other begins."""
         if not self._ends:
             return float("inf")
         return self.at + max(0.0, self._ends[0][0] - self.work) * self._step[len(self._ends)]

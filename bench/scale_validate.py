@@ -182,7 +182,7 @@ def _node(root: str, name: str, case: Case, answers: Any) -> None:
 
 
 async def _train(folder: RunFolder, client: Any, case: Case, seconds: float) -> dict[str, float]:
-    """Samples a second in so many seconds after the warm steps, and what the trainer's calls took."""
+    """Return the samples a second during `seconds` after the warm steps, and the seconds of the trainer's calls."""
     reader = PayloadReader(client.units, folder.token, allow_map=False)
     seat, times, ends = Seat(MAIN, client), defaultdict[str, list[float]](list), list[tuple[float, int]]()
     await seat.join()
@@ -209,7 +209,7 @@ async def _train(folder: RunFolder, client: Any, case: Case, seconds: float) -> 
 
 
 async def measured(case: Case, seconds: float) -> dict[str, float]:
-    """A real run of so many seconds."""
+    """Run for `seconds`."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as parent:
         policy = {"trainer": {"batch_groups": case.groups, "steps": 1_000_000}}

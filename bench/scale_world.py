@@ -95,7 +95,7 @@ class World:
 def device_of(model: Model, parts: PartCosts, work: Work) -> Device:
     """A model on H200s."""
     read = BANDWIDTH * READ_SHARE * model.engine_gpus
-    context = work.given_tokens + work.mean_tokens / 2 * (1 + work.sigma**2)  # long episodes are there for longer
+    context = work.given_tokens + work.mean_tokens / 2 * (1 + work.sigma**2)  # long episodes take longer
     small = MODELS["1.7B"]
     rate = recorded("trainer-h200", "1.7b: tokens a second") * small.weights / model.weights
     size = 2 * model.weights
@@ -110,7 +110,7 @@ def device_of(model: Model, parts: PartCosts, work: Work) -> Device:
 
 
 def world_of(gpus: int, model: Model, parts: PartCosts, rollout_gpus: int, work: Work | None = None) -> World:
-    """A run on so many GPUs, of which `rollout_gpus` sample. The batch grows with the GPUs (weak scaling)."""
+    """Return a run on `gpus` GPUs, of which `rollout_gpus` sample. The batch grows with the GPUs (weak scaling)."""
     work = work or Work()
     nodes = max(1, rollout_gpus // model.engine_gpus)
     return World(
@@ -130,7 +130,7 @@ def centralised(world: World) -> World:
 
 
 def by_host(world: World) -> World:
-    """The same run with one node for the engines of a host, where there are so many."""
+    """Return the same run with one node for the engines of a host."""
     engines = max(1, min(GPUS_PER_HOST, world.nodes))
     nodes = max(1, world.nodes // engines)
     return replace(world, nodes=nodes, engines=world.nodes // nodes, relays=max(1, -(-nodes // NODES_PER_RELAY)))

@@ -52,7 +52,7 @@ SHAPES: dict[str, dict[str, int]] = {
         "hidden_size": 64, "intermediate_size": 192, "vocab_size": 2048,
     },
 }  # fmt: skip
-# What of the recipe each way to run ours changes.
+# The overrides of each variant of ours.
 VARIANTS: dict[str, dict[str, Any]] = {
     "compiled": {},
     "eager": {"compile": False},
@@ -123,7 +123,7 @@ class Task:
         return sample, columns
 
     def flops(self, read_R: np.ndarray, weights: int) -> float:
-        """Of a step on rows of which the model reads so many tokens."""
+        """Return the FLOPs of a step on rows of which the model reads `read_R` tokens."""
         heads = self.shape["num_hidden_layers"] * self.shape["num_attention_heads"] * self.shape["head_dim"]
         return float(6 * weights * read_R.sum() + 6 * heads * np.square(read_R.astype(float)).sum())
 
@@ -213,7 +213,7 @@ class Plain:
 
 @dataclass
 class Taken:
-    """What a contender's turns have given."""
+    """The results of a contender's turns."""
 
     speeds: list[float] = field(default_factory=list)  # real tokens a second
     mfus: list[float] = field(default_factory=list)  # percent
@@ -236,7 +236,7 @@ class Meter:
         self.task, self.peak, self.warm, self.steps = task, peak_tflops * 1e12, warm, steps
 
     def turn(self, make: Callable[[], Ours | Plain], taken: Taken) -> None:
-        """Build a contender, warm it up, time its steps, and let go of it. What fails is noted, not raised."""
+        """Build a contender, warm it up, time its steps, and let go of it. A failure is recorded, not raised."""
         contender: Ours | Plain | None = None
         try:
             contender = make()

@@ -102,7 +102,7 @@ def file_size(pieces: Sequence[container.Piece]) -> int:
 
 
 def take(held: Weights, case: Version) -> None:
-    """What a node does with a file that has arrived: decode all, compare what all fingerprints become, then write."""
+    """Do a node's work with a received file: decode all, compare all fingerprints, then write."""
     changes = [change for piece in case.pieces for change in changes_of(piece, held, case.known).items()]
     for name, change in changes:
         assert moved(case.known[name], held[name], change) == case.result[name], name
@@ -114,7 +114,7 @@ def take(held: Weights, case: Version) -> None:
 
 
 class Count(NamedTuple):
-    """Of a pair of versions; entropies in bytes."""
+    """The sizes of a pair of versions; entropies in bytes."""
 
     weights: int
     changed: int
@@ -166,7 +166,7 @@ def _steps(old: np.ndarray, new: np.ndarray) -> np.ndarray:
 
 
 def peer_size(name: str, old: Weights, new: Weights) -> int:
-    """Of a delta that was applied and gave the new weights."""
+    """The times of a delta that was applied and gave the new weights."""
     data = FORMATS[name].encode(bits(old), bits(new))
     held = copied(old)
     FORMATS[name].apply(bits(held), data)
@@ -206,7 +206,7 @@ def sizes(report: Report, rate: float, case: Version) -> None:
 
 
 def whole(report: Report, new: Weights, size: int) -> None:
-    """What the version costs without a delta."""
+    """Return the bytes of the version without a delta."""
     raw = sum(weight.nbytes for weight in new.values())
     squeezed = sum(len(frame.squeeze(np.ascontiguousarray(array))) for array in bits(new).values())
     for peer, theirs in (("whole, raw", raw), ("whole, zstd-1", squeezed)):

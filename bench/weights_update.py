@@ -130,7 +130,7 @@ async def measure(settings: PolicyConfig, arguments: argparse.Namespace, folder:
     await puller.pull()
     await engine.start()
     try:
-        size = publisher.publish()  # of the first, which nobody waits for
+        size = publisher.publish()  # of the first, which delays nothing
         await by_host(engine, puller)
         found: dict[Any, list[Seconds]] = {by_host: [], by_engine: []}
         async with answering(engine, arguments.answers, settings.engine.context - PROMPT):

@@ -55,7 +55,7 @@ Call = Callable[[str, Any], Awaitable[Any]]
 
 
 class Work:
-    """What every service does for a call, whatever carries it."""
+    """The work of every service for a call, whatever carries it."""
 
     def __init__(self) -> None:
         registry = CollectorRegistry()

@@ -58,7 +58,7 @@ def extras() -> tuple[str, ...]:
 ENVIRONMENTS: dict[str, Environment] = {
     # All that the tests, the linters and the documentation need: Rillflow, its extras, and the development tools.
     "dev": Environment(arguments=("pyproject.toml", *extras(), "--group", "dev")),
-    # What a user needs, in the same versions.
+    # The user's packages, in the same versions.
     "rillflow": Environment(arguments=("pyproject.toml",), below="dev"),
     # Tools that install and build: pip itself, and the build backends of packages that come as source.
     "build": Environment("editables hatchling pip setuptools uv wheel"),

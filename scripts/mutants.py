@@ -222,7 +222,7 @@ class Copies:
     def _pytest(self, tree: Path, tests: list[str], seconds: float) -> tuple[int | None, str]:
         """Return pytest's exit code (None if it did not end in time) and what it wrote."""
         environment = {**os.environ, "PYTHONPATH": str(tree / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
-        environment.pop("COVERAGE_PROCESS_CONFIG", None)  # what a mutant executes is nobody's coverage
+        environment.pop("COVERAGE_PROCESS_CONFIG", None)  # lines that a mutant executes do not count as covered
         environment.setdefault("RILLFLOW_DATA", str(self._root.parent / "shared" / "data"))
         command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", *tests]
         with tempfile.TemporaryFile("w+") as output:

@@ -17,7 +17,7 @@ async def count(box: str, item: str) -> str:
     return str(payload["stock"].get(box, {}).get(item, "error: not there"))
 
 
-# AutoGen knows OpenAI's models by name, and has to be told what any other one can do.
+# AutoGen knows OpenAI's models by name, and needs a description of any other one.
 able = {
     "vision": False,
     "function_calling": True,

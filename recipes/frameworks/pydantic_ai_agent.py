@@ -18,6 +18,6 @@ def count(box: str, item: str) -> str:
     return str(payload["stock"].get(box, {}).get(item, "error: not there"))
 
 
-# What it raises when the model misbehaves ends the program with code 1: `ends` in the recipe says what that is worth.
+# An exception when the model misbehaves ends the program with code 1: `ends` in the recipe gives its reward.
 result = agent.run_sync(payload["question"], usage_limits=UsageLimits(request_limit=3))
 Path(os.environ["RILLFLOW_ANSWER"]).write_text(str(result.output))

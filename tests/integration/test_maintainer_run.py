@@ -97,7 +97,7 @@ class Maintained:
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Perhaps nobody has asked for its exit code yet: who started it was killed."""
+    """Return whether it has ended; its exit code may not have been collected, because its parent was killed."""
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 

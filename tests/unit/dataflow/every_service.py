@@ -55,7 +55,7 @@ class Started:
 
 @asynccontextmanager
 async def every_service(folder: Path, token: str) -> AsyncIterator[list[Started]]:
-    """The clocks stand still: what waits for news waits until it comes, or until its client has gone."""
+    """The clocks stand still: a long poll waits until it is woken, or until its client disconnects."""
     clock = FakeClock()
     async with AsyncExitStack() as stack:
         run = await stack.enter_async_context(served(folder, clock=clock, stages=(STAGE,)))
@@ -135,7 +135,7 @@ def _value(kind: msgspec.inspect.Type, known: Mapping[str, Mapping[str, Any]]) -
     return _NEW[type(kind).__name__.removesuffix("Type").lower()]
 
 
-# What fields of these names must hold to mean something to the service that is asked.
+# Values of fields by name that are meaningful to the service.
 NAMED: Mapping[str, Any] = {
     "policy": POLICY,
     "url": "http://127.0.0.1:1",

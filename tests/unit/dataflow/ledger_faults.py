@@ -32,7 +32,7 @@ BAD = st.sampled_from([math.nan, math.inf, -math.inf])
 
 
 class Moody:
-    """A user's filter that hangs when it is told to."""
+    """A user's filter that hangs when the test says so."""
 
     def __init__(self) -> None:
         self.hangs = False
@@ -209,12 +209,12 @@ class FaultyMachine(LedgerMachine):
 
     @rule(node=NODES, want=st.integers(1, 4))
     def lease_to_a_client_that_has_gone(self, node: str, want: int) -> None:
-        """Nobody hears of these leases: they return when their time is over, or the node says what it holds."""
+        """The answer with these leases is lost: they expire, or the node reports which ones it holds."""
         self.world.lease(want, node=node, life=self.life(node))
 
     @rule(who=WHO)
     def serve_a_client_that_has_gone(self, who: int) -> None:
-        """A batch that nobody heard of goes back when its trainer asks under another attempt."""
+        """A batch whose answer was lost goes back when its trainer asks under another attempt."""
         name = self.name(who)
         if self.world.ledger.phase == "training":
             self.streams.pop(name, None)
@@ -259,7 +259,7 @@ class FaultyMachine(LedgerMachine):
         self.world.beside._returned(id(self.moody))
 
     def all_is_well(self) -> None:
-        """While the filter hangs every group fails, and the next prompts are admitted for ever."""
+        """While the filter hangs every group fails, and further prompts are admitted."""
         self.go_on()
 
     # ------------------------------------------------------------ churn
@@ -269,7 +269,7 @@ class FaultyMachine(LedgerMachine):
 
     @rule(number=st.sampled_from([1, 3, 100]), want=st.integers(0, 2))
     def come_and_vanish(self, number: int, want: int) -> None:
-        """Nodes come, the last takes a task or two, and none of them is heard of again in time."""
+        """Nodes join, the last leases a task or two, and none sends a heartbeat in time."""
         for _ in range(number):
             self.come += 1
             self.world.beat((), f"c{self.come}", "x")
@@ -283,7 +283,7 @@ class FaultyMachine(LedgerMachine):
     @precondition(lambda self: self.come)
     @rule(data=st.data(), again=st.booleans())
     def come_back(self, data: st.DataObject, again: bool) -> None:
-        """A node that was gone is heard of again: the same process, or another under its name."""
+        """A node that was gone sends a heartbeat: the same process, or another under its name."""
         name = f"c{data.draw(st.integers(max(1, self.come - 110), self.come))}"
         self.world.beat((), name, "x" if again else "y")
 

@@ -1,6 +1,6 @@
 """A ledger, nodes, storage units, trainers and a stage that come, go, come late and come back.
 
-The machine keeps what it was told in plain sets, and compares after every step.
+The machine keeps the acknowledged facts in plain sets, and compares after every step.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.names = list(found)
         self.lives = {"n0": 0, "n1": 0}
         self.leases: list[tuple[str, TaskLease, dict[str, int]]] = []
-        self.sent: dict[str, tuple[float, list[SampleMeta]]] = {}  # what was accepted of an attempt
+        self.sent: dict[str, tuple[float, list[SampleMeta]]] = {}  # the accepted completion of an attempt
         self.spoiled: set[str] = set()  # attempts that were completed with a reward which is not finite
         self.batches: dict[str, Batch] = {}  # complete, in a trainer's hands
         self.streams: dict[str, tuple[str, int, list[BatchSample]]] = {}  # incomplete: attempt, groups, samples
@@ -115,7 +115,7 @@ class LedgerMachine(RuleBasedStateMachine):
             "spoiled": set(self.spoiled),
             "tokens": dict(self.tokens),
             "lives": dict(self.lives),
-            "leases": list(self.leases),  # an attempt that was told to nobody may be given to another node
+            "leases": list(self.leases),  # an attempt whose answer was lost may be given to another node
             "committed": list(self.committed),
             "batches": dict(self.batches),
             "streams": dict(self.streams),
@@ -127,7 +127,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule()
     def crash(self) -> None:
-        """Killed: what was not committed has never been."""
+        """Killed: uncommitted changes are gone."""
         self.world.crash()
         for name, value in self.kept.items():
             setattr(self, name, value)
@@ -175,7 +175,7 @@ class LedgerMachine(RuleBasedStateMachine):
         return self.world.row("v" if self.unit_v and not old else "u", 0 if old else self.segments)
 
     def send(self, node: str, lease: TaskLease, reward: float, samples: list[SampleMeta]) -> Ack:
-        """Complete an attempt; what it has sent before stands."""
+        """Complete an attempt; an earlier completion of it stands."""
         try:
             ack = self.world.done(lease, reward, samples=samples, node=node)
         except LeaseLost:
@@ -288,7 +288,7 @@ class LedgerMachine(RuleBasedStateMachine):
         return {share for _, shares in self.lines[name] for share in shares}
 
     def look(self, name: str, samples: list[BatchSample]) -> None:
-        """What is served is what was sent, within the bound, of live versions, and not trained before."""
+        """Served samples were sent before, are within the bound, of live versions, and not trained yet."""
         bound = self.world.rules.policies[name].staleness
         heads = self.world.ledger.heads
         for entry in samples:

@@ -212,7 +212,7 @@ def _kept(world: World, news: CommitBatch) -> Any:
 
 
 def _look(world: World) -> Any:
-    """What people and supervisors are told."""
+    """Read the status as people and supervisors do."""
     ledger = world.ledger
     return {
         "status": msgspec.to_builtins(status(ledger, [])),
@@ -309,7 +309,7 @@ class Driver:
         self.call("look")
 
     def run(self, calls: int) -> None:
-        """Make calls until there are so many since `calls` was emptied."""
+        """Make calls until `calls` has `count` entries."""
         weights = {
             self.lease: 5,
             self.play: 10,
@@ -393,7 +393,7 @@ class Driver:
         self.sent |= {one.attempt: one for one in news}
 
     def complete_oddly(self) -> None:
-        """Twice; not finite; of versions that nobody has; into a segment or a unit that is not there."""
+        """Twice; not finite; of unknown versions; into an unknown segment or unit."""
         if not self.leases:
             return
         news = self.news(*self.draw.choice(self.leases[-20:]))
@@ -568,7 +568,7 @@ class Driver:
     def service(self) -> None:
         kind = self.draw.choice(["advance", "write", "crash", "restart", "grace", "look", "look", "score", "score"])
         if kind == "crash":
-            self.call("write")  # what was acknowledged
+            self.call("write")  # the acknowledged calls
         self.call(kind, *((self.draw.randint(0, 9),) if kind == "score" else ()))
 
 

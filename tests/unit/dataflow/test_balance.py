@@ -1,4 +1,4 @@
-"""The balance report from plain rows: the three-zone rule, what a window counts, which nodes are suspect."""
+"""The balance report from plain rows: the three-zone rule, the counts of a window, suspect nodes."""
 
 from __future__ import annotations
 

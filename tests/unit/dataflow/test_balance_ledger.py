@@ -1,4 +1,4 @@
-"""Balance reports over a real database: when they are made, what they keep, what is read without a service."""
+"""Balance reports over a real database: their times, their content, and reading them without a service."""
 
 from __future__ import annotations
 

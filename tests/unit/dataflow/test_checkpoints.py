@@ -46,7 +46,7 @@ async def test_no_commit_copies_the_log(tmp_path, monkeypatch):
 
 
 async def test_the_log_stays_bounded(tmp_path):
-    """Under calls that never pause: each copy lets the log begin anew."""
+    """Under continuous calls each checkpoint resets the log."""
     log = tmp_path / "ledger.sqlite-wal"
     async with served(tmp_path) as run:
         await change(run, 3 * EVERY // 10)

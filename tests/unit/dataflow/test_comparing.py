@@ -1,4 +1,4 @@
-"""What a sample is compared with: its policy's episodes, its own agent's samples, or those of the same turn."""
+"""A sample is compared with its policy's episodes, its agent's samples, or those of the same turn."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ async def test_a_node_that_does_not_know_of_newer_weights_is_told_at_once(tmp_pa
 
 
 async def test_a_look_at_the_engines_waits_for_news(tmp_path):
-    """Nodes hear of new weights when they are there, not at their next look; how loaded an engine is, is no news."""
+    """Nodes learn of new weights at once, not at their next poll; a change of an engine's load wakes no poll."""
     one = EngineInfo("e", "http://127.0.0.1:1", {POLICY: 1}, 64, 1)
     async with served(tmp_path) as run:
         await run.client.engine_beat(one)

@@ -35,7 +35,7 @@ async def asked(url, path, body, *, reset=False):
 
 
 async def ended(run, wait):
-    """Wait until nobody waits for this any more: long before the time of the request is over."""
+    """Wait until no request waits for this, long before the deadline of the request."""
     async with asyncio.timeout(WAIT / 3):
         await run.waits_for(lambda waits: not any(wait in one for one in waits))
 
@@ -50,7 +50,7 @@ async def test_a_node_that_has_gone_takes_no_lease(tmp_path, reset):
         async with asked(run.url, "/tasks/lease", ask, reset=reset):
             await run.waits_for(lambda waits: any("node gone waits" in wait for wait in waits))
         await ended(run, "node gone waits")
-        await run.commit(batch, 1)  # new tasks are there, for version 1
+        await run.commit(batch, 1)  # new tasks are pending, for version 1
         assert run.ledger.nodes.held("gone") == (0, 0)
         assert run.ledger.tasks.running == 0
         assert len((await run.lease()).leases) == 4

@@ -1,4 +1,4 @@
-"""What holds for every route of every service, taken from their own route tables: a new route is covered by itself."""
+"""Properties of every route of every service, taken from their route tables: a new route is covered automatically."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_no_service_is_missed(services):
     sources = Path(rillflow.__file__).parent.rglob("*.py")
     defined = {name for path in sources for name in re.findall(r"^class (\w+)\(\w*Service\):", path.read_text(), re.M)}
     assert defined >= {"DataflowService", "Gateway", "RelayService"}
-    # What `rillflow try --endpoint` asks is for one episode and has a key of its own: see below.
+    # The forwarder of `rillflow try --endpoint` serves one episode and has its own key: see below.
     assert {type(one.service).__name__ for one in services} == defined - {"Forwarder"} | {"Service"}
 
 
@@ -180,7 +180,7 @@ async def assert_ends_with_its_client(one: Started, route: Route[Any, Any]) -> N
 
 
 def has_attempt(body: msgspec.inspect.Type) -> bool:
-    """Whether a body, or each item of a list in it, has an attempt id."""
+    """Return whether a body, or each item of a list in it, has an attempt id."""
     if not isinstance(body, msgspec.inspect.StructType):
         return False
     lists = [field.type.item_type for field in body.fields if isinstance(field.type, msgspec.inspect.ListType)]
@@ -197,8 +197,8 @@ async def test_every_call_that_changes_something_has_an_attempt_id_or_says_why_n
 
 
 async def under_way(run: Served) -> dict[str, dict[str, Any]]:
-    """A run in which everything is in somebody's hands: tasks, a group of a stage, a batch. Returns what each body
-    must name to be about them."""
+    """A run in which everything is leased: tasks, a group of a stage, a batch. Returns the ids that each body must name
+    to be about them."""
     await run.join()
     for lease in (await run.lease(4)).leases:
         await run.done(lease)

@@ -1,4 +1,4 @@
-"""What engines fetch stays in the store: told by a word that counts for a while."""
+"""Versions that engines fetch stay in the store: the announcement counts for a while."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waiting for the disk: whatever goes wrong beside a commit, everyone who waits is told."""
+"""Waiting for the disk: whatever fails beside a commit, every waiting call gets an answer."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ async def test_a_write_that_was_taken_back_leaves_no_change_behind_that_nobody_s
     with pytest.raises(StorageError):
         await soon(first)
     with ledger.db.change():
-        ledger.db.count("second")  # of somebody who is not answered yet
+        ledger.db.count("second")  # of a call that is not answered yet
     await asyncio.sleep(0.05)
     await soon(disk.durable())
     assert syncs == [1]
@@ -340,7 +340,7 @@ def _quick_housekeeping(monkeypatch):
 
 
 class Jumping(FakeClock):
-    """A wall clock that somebody sets."""
+    """A wall clock that the test sets."""
 
     by = 0.0
 
@@ -414,4 +414,4 @@ async def test_news_wake_all_who_wait():
     news.tell()
     await soon(asyncio.gather(*waiting))
     assert news.waiting == 0
-    await soon(news.wait(0.01))  # nobody told: its time is over
+    await soon(news.wait(0.01))  # no report came in time

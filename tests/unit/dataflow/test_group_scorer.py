@@ -131,7 +131,7 @@ async def test_one_that_stays_fails_the_episodes_with_the_line_once(
     tmp_path: Path, unit: FileUnit, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(group: Group) -> list[float]:
-        return [1 / len(one.answer.strip("a")) for one in group]  # the line that is told
+        return [1 / len(one.answer.strip("a")) for one in group]  # the reported line
 
     with caplog.at_level(logging.WARNING, "rillflow.dataflow.group_scorer"):
         async with served(tmp_path, group_reward=of(broken), batch_groups=1) as run:
@@ -139,7 +139,7 @@ async def test_one_that_stays_fails_the_episodes_with_the_line_once(
             await until(lambda: state(run, group) == "failed")
             assert "test_group_scorer.py" in str(run.ledger.db.meta("last_failure"))
     first, *others = (record.getMessage() for record in caplog.records if "has no reward" in record.getMessage())
-    assert "# the line that is told" in first
+    assert "# the reported line" in first
     assert len(others) == 2
     assert "(3 times so far" in others[1]
     assert audit(tmp_path / "ledger.sqlite").balanced

@@ -24,7 +24,7 @@ def numbers(*values: float) -> list[Scored]:
 
 
 def play(world: World, *, groups: int = 1) -> list[str]:
-    """Play so many groups, whose nodes give 0.25 to each episode; return their ids."""
+    """Play `count` groups, whose nodes give 0.25 to each episode; return their ids."""
     leases = world.lease(2 * groups)
     for lease in leases:
         assert world.done(lease, 0.25).accepted

@@ -1,4 +1,5 @@
-"""Nodes of different speed on a real ledger, in simulated time: all capacity is used, and nobody waits for the slow."""
+"""Nodes of different speed on a real ledger, in simulated time: all capacity is used, and no node waits for slow
+ones."""
 
 from __future__ import annotations
 
@@ -100,7 +101,7 @@ def usual(number: int) -> dict[str, Player]:
 
 
 def stream(make_world, groups: int) -> World:
-    """A window of so many groups of four."""
+    """A window of `groups` groups of four."""
     return make_world(staleness=groups // 2 - 1, batch_groups=2, **COMMON)
 
 

@@ -1,4 +1,4 @@
-"""Nodes whose weights lag behind the trainer's, in turns of a clock: what they play is trained, not dropped."""
+"""Nodes whose weights lag behind the trainer's, in turns of a clock: their samples are trained, not dropped."""
 
 from __future__ import annotations
 

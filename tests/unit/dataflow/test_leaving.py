@@ -1,4 +1,4 @@
-"""Nodes that leave: they get no more tasks, what they hand back counts against nobody, and they are not lost."""
+"""Nodes that leave get no more tasks; the tasks that they hand back use up no attempt and are not lost."""
 
 from __future__ import annotations
 

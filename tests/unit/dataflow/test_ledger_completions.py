@@ -43,7 +43,7 @@ def changed(news, **values):
 
 
 def drawn(rng, world, leases):
-    """What nodes might tell of these leases: mostly good news, and all else that may come."""
+    """Reports of nodes on these leases: mostly completions, and every other kind."""
     news = []
     for n, lease in enumerate(leases):
         node = "n0" if n % 3 else "n1"
@@ -60,7 +60,7 @@ def drawn(rng, world, leases):
     ]
     for n in rng.sample(range(len(news)), len(news) // 3):
         news[n] = rng.choice(odd)(news[n])
-    for one in rng.sample(news, len(news) // 4):  # told again, the same or not
+    for one in rng.sample(news, len(news) // 4):  # reported again, the same or not
         news.insert(rng.randrange(len(news) + 1), rng.choice([one, changed(one, seconds=99.0)]))
     return news
 

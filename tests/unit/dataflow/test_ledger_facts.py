@@ -1,4 +1,4 @@
-"""What a ledger's file says of a run's health: counted over the latest groups, read beside the service that writes."""
+"""Facts on a run's health from a ledger's file: counted over the latest groups, read beside the service that writes."""
 
 from __future__ import annotations
 

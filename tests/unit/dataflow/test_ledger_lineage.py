@@ -1,4 +1,4 @@
-"""Versions, rollbacks and restarts: what a trainer or a service that comes back finds."""
+"""Versions, rollbacks and restarts: the state after a restart of a trainer or a service."""
 
 from __future__ import annotations
 

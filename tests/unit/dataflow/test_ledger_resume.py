@@ -1,4 +1,4 @@
-"""What is left after a stop, a restart under other rules, a rollback: each thing once, nothing stuck."""
+"""The state after a stop, a restart under other rules, a rollback: each item once, nothing stuck."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_commit_syncs_the_log_that_it_was_written_to(make_world, monkeypatch):
 
 
 def test_groups_played_by_weights_that_the_line_passed_over_are_played_again(make_world):
-    """Their group became ready while a batch was leased: nobody else looks at it before it is served."""
+    """Their group became ready while a batch was leased: nothing else reads it before it is served."""
     world = make_world(staleness=2)
     for lease in world.lease(4):
         world.done(lease)

@@ -13,7 +13,7 @@ from rillflow.types import RenewBatch
 
 
 def play(world, groups):
-    """Play so many groups, the first that are pending."""
+    """Play the first `count` pending groups."""
     for lease in world.lease(groups * world.rules.group_size):
         world.done(lease)
 

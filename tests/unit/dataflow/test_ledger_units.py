@@ -108,7 +108,7 @@ def test_damaged_rows_are_set_aside_and_their_episodes_played_again(make_world):
     assert (world.group("t000000")[0], world.group("t000001")) == ("playing", ("ready", ""))
     with pytest.raises(LeaseLost):
         world.commit(batch)
-    world.lose(bad.row)  # told twice
+    world.lose(bad.row)  # reported twice
     row = world.ledger.db.one("SELECT * FROM quarantine")
     assert (row["sample"], row["reason"], row["offset"]) == (bad.id, "checksum", bad.row.offset)
     (lease,) = world.lease()
@@ -173,7 +173,7 @@ def test_rows_are_kept_until_no_checkpoint_needs_them(make_world):
     assert live(world) == 8
     world.commit(world.batch())
     assert live(world) == 8
-    world.commit(world.batch(), restorable=1)  # what went into version 1 is never asked for again
+    world.commit(world.batch(), restorable=1)  # the batch of version 1 is never asked for again
     assert live(world) == 4
     world.play_all()
     world.commit(world.batch(), restorable=3)
@@ -267,7 +267,7 @@ def test_a_segment_that_nobody_needs_is_dropped_after_a_while(make_world):
     world.clock.time += 601
     world.ledger.expire()
     assert world.unit() == [0]
-    assert world.unit() == [0]  # told until it is done
+    assert world.unit() == [0]  # repeated until it is done
     lease = world.lease(1, version=2)[0]
     assert not world.done(lease).accepted
     assert world.unit(dropped=[0, 7]) == []

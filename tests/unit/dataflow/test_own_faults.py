@@ -130,7 +130,7 @@ async def test_a_disk_that_fails_once_is_asked_again(tmp_path, monkeypatch):
 
 
 async def test_leases_outlive_a_time_in_which_the_disk_took_nothing(tmp_path, monkeypatch):
-    """Nobody could renew them: their nodes get a full lease again, and report what they have finished."""
+    """They could not be renewed: their nodes get a full lease again, and report finished episodes."""
     monkeypatch.setattr("rillflow.dataflow.service.HOUSEKEEPING", 0.01)
     clock = FakeClock()
     async with served(tmp_path, clock=clock, task_lease=30.0, node_timeout=1e9) as run:

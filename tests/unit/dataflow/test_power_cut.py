@@ -45,7 +45,7 @@ class PoweredWorld(World):
         return self.rows_of[attempt, policy]
 
     def play_all(self, node: str = "n0") -> int:
-        """Play some more than a batch needs: what waits for long would expire."""
+        """Play slightly more than a batch needs: shares that wait long would expire."""
         leases = self.lease(want=6, node=node)
         for lease in leases:
             self.done(lease, node=node)

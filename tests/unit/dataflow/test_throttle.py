@@ -86,7 +86,7 @@ def test_a_slow_node_holds_its_share_of_a_stream(node, others, work, tasks):
         (slow(4), 72 + 5, 5),  # the others' 12 a second do 72 in the 6 seconds that it takes longer
         (slow(4), 72, 0),
         (slow(4), 10, 0),
-        (slow(4, held=3), 10, 3),  # what it has, it keeps
+        (slow(4, held=3), 10, 3),  # it keeps its leases
         (slow(4, idle=0.0), 20, 0),
         (slow(4, idle=1e6), 20, 8),  # long ago: it may have recovered
         (slow(1), 1, 8),
@@ -157,7 +157,7 @@ def test_a_node_whose_episodes_all_fail_gets_one_at_a_time_until_one_succeeds(ma
     told = world.ledger.why_no_tasks("n0", world.ledger.heads)
     assert "its last 8 episodes failed while others' succeed" in told
     world.done(probe)
-    for _ in range(20):  # what it did long ago counts less and less
+    for _ in range(20):  # old results count less and less
         world.done(world.lease(1)[0])
     assert len(world.lease(5)) > 2
 

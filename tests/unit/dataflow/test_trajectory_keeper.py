@@ -210,7 +210,7 @@ async def test_ranks_are_told_of_their_own_tasks(tmp_path: Path, unit: FileUnit)
 
 
 def test_two_trainers_tell_of_one_episode() -> None:
-    """Each of its own policy's samples: the later one finds what the earlier told."""
+    """Each trainer reports its own policy's samples: the later one adds to the earlier report."""
     samples = [
         KeptSample(policy, Row(unit="u", segment=0, offset=n, length=1), 1.0, False, "", None)
         for n, policy in enumerate(("a", "b"))
@@ -314,7 +314,7 @@ async def test_a_file_that_cannot_be_written_costs_no_step(
 async def test_a_disk_that_hangs_holds_up_nobody(
     tmp_path: Path, unit: FileUnit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What waits is bounded; what comes beyond is dropped and counted."""
+    """The queue is bounded; further steps are dropped and counted."""
     monkeypatch.setattr(trajectory_keeper, "CLOSE_DEADLINE", 0.01)
     go = asyncio.Event()
 

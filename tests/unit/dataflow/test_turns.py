@@ -37,7 +37,7 @@ def test_a_turn_goes_on_when_it_is_given_back() -> None:
     turns = Turns(HandClock())
     assert turns.ask("p", "a", 2)
     assert not turns.ask("p", "b", 2)
-    turns.done("p", "b")  # who has none gives none back
+    turns.done("p", "b")  # an engine without a turn gives none back
     assert not turns.ask("p", "b", 2)
     turns.done("p", "a")
     assert turns.ask("p", "b", 2)

@@ -25,7 +25,7 @@ def world(make_world):
 
 
 def beat(world, *found):
-    """The unit beats, says what it has and that nobody writes into it, and drops what it is told to."""
+    """Send a heartbeat that reports the unit's idle segments, and drop those that the answer names."""
     reply = world.ledger.unit_beat(UnitBeat(info=INFO, found=list(found)))
     reply = world.ledger.unit_beat(UnitBeat(info=INFO, closed=reply.idle))
     if reply.drop:

@@ -145,7 +145,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 @dataclass(frozen=True)
 class Kit:
-    """What the tests of this folder use, as one fixture."""
+    """The helpers of this folder's tests, as one fixture."""
 
     build: Callable[..., Any] = build
     ask: Callable[..., Awaitable[Answer]] = ask

@@ -1,4 +1,4 @@
-"""What the engine says of a token is what a plain forward of the model says of it."""
+"""The engine's log-prob of a token equals that of a plain forward of the model."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ async def begun(kit: Any, engine: Any, tokens: list[int], **sampling: Any) -> tu
 
 @torch.no_grad()
 def mixed_logprobs(old: Any, new: Any, answer: Any, switched: int) -> list[float]:
-    """What a plain forward gives that keeps the old model's cache for the first `switched` tokens of the sequence."""
+    """Return the result of a plain forward that keeps the old model's cache for the first `switched` tokens."""
     ids = torch.tensor([answer.prompt + answer.tokens])
     cached = old(ids[:, :switched], use_cache=True)
     later = new(ids[:, switched:], past_key_values=cached.past_key_values, use_cache=True)
@@ -76,7 +76,7 @@ async def test_a_new_request_never_takes_over_what_older_weights_computed(kit: A
         during = await kit.ask(engine, [*shared, 4], max_tokens=5, seed=2)
         assert engine.stats().reused_tokens == reused
         await task
-        # That answer's slot holds old and new: it is no prefix for anybody either.
+        # That answer's slot holds old and new keys: no other request may use it as a prefix.
         after = await kit.ask(engine, [*task.result().prompt, *task.result().tokens], max_tokens=5, seed=2)
         again = await kit.ask(engine, [*shared, 4], max_tokens=5, seed=2)
         assert engine.stats().reused_tokens > reused, "what the new weights computed is reused"

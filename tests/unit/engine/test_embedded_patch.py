@@ -17,7 +17,7 @@ TIED = {"lm_head.weight", "model.embed_tokens.weight"}
 
 
 def changed(model: Any, share: float, seed: int = 0) -> Any:
-    """Change so many of the model's weights, each tensor's at random places."""
+    """Change `count` of the model's weights, at random places of each tensor."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

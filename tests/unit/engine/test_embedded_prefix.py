@@ -1,4 +1,4 @@
-"""What is computed and what is reused, and that exact mode reuses nothing and depends on no neighbour."""
+"""Prefixes are computed once and reused; exact mode reuses nothing and depends on no neighbour."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ async def test_scores_are_those_of_a_plain_forward(kit: Any, family: str, exact:
 
 @pytest.mark.parametrize("on_update", ["refill", "keep"])
 async def test_a_proof_disturbs_no_answer(kit: Any, on_update: str) -> None:
-    """All slots are taken: what they have cached must not be written over."""
+    """All slots are taken: their caches must not be overwritten."""
     model, other = kit.pair()
     async with kit.running(model, slots=2, on_update=on_update) as engine:
         tasks = [asyncio.create_task(kit.ask(engine, kit.prompt(40, n), max_tokens=60, seed=n)) for n in range(2)]

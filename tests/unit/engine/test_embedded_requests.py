@@ -1,4 +1,4 @@
-"""The life of a request: how it ends, what is refused, and that none is left hanging."""
+"""The life of a request: its ends, refusals, and that none is left hanging."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def test_of_long_tailed_lengths_they_are_near_the_best_there_is() -> None:
 
 
 def best(extents: list[int], call: int = 240) -> int:
-    """Of all ways to cut the rows."""
+    """The cost of the best of all ways to cut the rows."""
     cheapest = [0]
     for end in range(1, len(extents) + 1):
         cheapest.append(min(cheapest[begin] + (end - begin) * max(extents[begin:end]) + call for begin in range(end)))

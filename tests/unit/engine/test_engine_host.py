@@ -137,7 +137,7 @@ async def test_errors_of_engines_and_requests_pass() -> None:
 
 
 async def test_real_engine_moves_lossless(kit: Any) -> None:
-    """What the embedded engine drew before the cut is what it delivered, and the rest is drawn elsewhere alike."""
+    """The embedded engine delivered all tokens that it drew before the cut, and the rest is drawn elsewhere alike."""
     model, other = kit.pair()
     asked = kit.request(kit.prompt(10), max_tokens=60, seed=5)
     async with kit.running(model) as engine, kit.running(other) as second:

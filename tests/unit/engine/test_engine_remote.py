@@ -284,7 +284,7 @@ async def test_what_the_engine_said_itself_is_not_undone_by_older_news(world: Wo
 
 
 async def test_newer_weights_are_believed_although_no_token_has_told_of_them(world: World) -> None:
-    """A node that waits for newer weights samples nothing: it hears of them from the roster alone."""
+    """A node that waits for newer weights samples nothing: it learns of them from the roster alone."""
     await world.engine.load({}, 1)
     await collect(world.remote, request())
     world.remote.hear(msgspec.structs.replace(world.remote.known, versions={"p": 3}))

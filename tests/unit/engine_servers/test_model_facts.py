@@ -1,4 +1,4 @@
-"""What is known of a model's weights without reading one."""
+"""Facts on a model's weights without reading one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all engines share that are servers: exact versions, answers that are cut and go on, servers that die."""
+"""Engines that are servers: exact versions, answers that are cut and go on, servers that die."""
 
 from __future__ import annotations
 
@@ -345,7 +345,7 @@ async def test_a_server_that_does_not_start_leaves_nothing_behind() -> None:
 
 
 async def test_new_weights_wait_longer_for_answers_that_come_whole() -> None:
-    """One under a grammar that was cut begins anew: weights that come all the time would never let it end."""
+    """A cut answer under a grammar starts again: continuous updates would never let it end."""
     async with running() as engine:
         grammar = Grammar(kind="regex", text="a")
         task = asyncio.create_task(collect(engine, request(count=2, grammar=grammar), []))

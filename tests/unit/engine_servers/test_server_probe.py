@@ -77,7 +77,7 @@ async def test_a_server_that_cannot_score_is_not_served(monkeypatch: pytest.Monk
 
 
 async def test_a_server_that_comes_back_is_in_doubt_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that serves version 0, and however long it takes: it has started anew, with files from a disk."""
+    """Also one that serves version 0, and however long it takes: it has restarted with files from a disk."""
     monkeypatch.setattr(module, "_FIRST_PAUSE", 0.001)
     monkeypatch.setattr(module, "_WEIGHTS_SECONDS", 0.001)
     async with running() as engine:

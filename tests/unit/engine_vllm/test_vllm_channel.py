@@ -94,7 +94,7 @@ def _output(tokens: list[int], finish: str | None) -> Any:
 
 
 def _scored(tokens: list[int]) -> Any:
-    """What a prompt's tokens have for log-probs: -100 and its place."""
+    """The log-probs of a prompt's tokens: -100 and its place."""
     output = _output([0], "length")
     rows = [{token: SimpleNamespace(logprob=-100.0 - at)} for at, token in enumerate(tokens)]
     output.prompt_logprobs = [None, *rows[1:]]
@@ -102,7 +102,7 @@ def _scored(tokens: list[int]) -> Any:
 
 
 async def _asgi(channel: Channel, llm: FakeLLM, request: web.Request) -> web.StreamResponse:
-    """What uvicorn does for an ASGI application."""
+    """Serve an ASGI application as uvicorn does."""
     socket = web.WebSocketResponse(max_msg_size=16 << 20)  # as uvicorn's
     accepted = False
 

@@ -36,7 +36,7 @@ def test_it_listens_on_loopback_and_shuts_all_its_routes() -> None:
     environment = launch.environment(settings(environment={"OMP_NUM_THREADS": "3"}), "secret")
     assert environment[TOKEN] == "secret"
     assert environment[SHUT]
-    # What vLLM has compiled is kept under its own variables: none may be another at every start.
+    # vLLM caches compiled code by its own variables: none may differ at every start.
     assert not [name for name, value in environment.items() if name.startswith("VLLM_") and "secret" in value]
     assert environment["OMP_NUM_THREADS"] == "3"
     assert "VLLM_SERVER_DEV_MODE" not in environment

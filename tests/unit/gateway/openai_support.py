@@ -34,7 +34,7 @@ class Asking:
 
     @property
     def prompts(self) -> list[str]:
-        """What the engine was given, as text."""
+        """Return the engine's prompt as text."""
         return [self.served.renderer.decode(request.tokens) for request in self.served.engine.requests]
 
     async def chat(self, *messages: Any, **arguments: Any) -> Any:

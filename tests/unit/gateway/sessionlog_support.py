@@ -142,7 +142,7 @@ def view(session: Session) -> dict[str, Any]:
 
 
 def nodes_of(session: Session) -> dict[int, Any]:
-    """The nodes that lead to answers which somebody may have seen."""
+    """Return the nodes that lead to answers which an agent may have seen."""
     found: dict[int, Any] = {}
     for policy, tree in session.trees.items():
         for node in tree.nodes():

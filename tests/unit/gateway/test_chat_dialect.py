@@ -1,4 +1,4 @@
-"""Chat completions with the real OpenAI client: tool styles, reasoning, the stream helper, what is refused."""
+"""Chat completions with the real OpenAI client: tool styles, reasoning, the stream helper, refusals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ THOUGHT = "<think>\nhm, boxes\n</think>\n\n"
 
 
 async def helped(asked: Any, *messages: Any, **arguments: Any) -> tuple[Any, list[Any]]:
-    """What the client's own stream helper makes of a streamed answer, and its events."""
+    """Return the result and the events of the client's own stream helper."""
     async with asked.client.chat.completions.stream(
         model="policy", messages=list(messages) or [USER], **arguments
     ) as stream:

@@ -1,4 +1,4 @@
-"""Who is there and who gets a call: affinity, load, the roster, lost engines and versions."""
+"""The engines of a fleet and the choice among them: affinity, load, the roster, lost engines and versions."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ async def test_a_stranger_at_an_engines_address_is_a_lost_engine(fleet: Fleet) -
 
 
 async def test_an_engine_that_the_roster_forgot_is_asked_whether_it_lives(fleet: Fleet) -> None:
-    """Nobody may have called it for long; what it served then would hold back the node for ever."""
+    """It may not have been called for long; its old version must not hold back the node."""
     service = EngineService(EngineHost("new", {"p": CountingEngine(version=7)}), TOKEN)
     new = info("new", await service.start(), version=7)
     fleet.hear([new, info("old", version=3)], open_engine)

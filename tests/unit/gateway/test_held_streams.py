@@ -51,7 +51,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def text_of(stream: Any) -> str:
-    """What a client makes of the events of any dialect."""
+    """Return the text that a client reads from the events of any dialect."""
     said = []
     async for event in stream:
         if hasattr(event, "choices"):
@@ -100,7 +100,7 @@ async def test_a_stream_that_waits_for_other_calls_of_its_session_begins() -> No
 
 
 class Patient(ScriptedEngine):
-    """Answers nobody before so many calls are at the gateway."""
+    """Answers no call before `calls` calls are at the gateway."""
 
     def __init__(self, gateway: Served, calls: int) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Patient(ScriptedEngine):
 
 
 async def test_three_hundred_calls_at_once_of_a_stock_client_are_all_answered() -> None:
-    """With 64 at work and the others told to come back, 40 had still a 429 after the client's own retries."""
+    """With 64 at work and the others refused, 40 still had a 429 after the client's own retries."""
     async with served() as gateway:
         clients, engine = Clients(gateway), Patient(gateway, 300)
         policies = gateway.gateway._policies

@@ -1,4 +1,4 @@
-"""Long texts keep nobody waiting, and texts that cannot fit are refused, wherever a client may put them."""
+"""Long texts delay no other call, and texts that cannot fit are refused, wherever a client may put them."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ async def test_calls_of_a_session_are_placed_in_the_order_in_which_they_came() -
 
 
 async def test_a_client_that_goes_leaves_its_sessions_turn_to_the_thread() -> None:
-    """Otherwise whoever asks and goes in a loop has all threads."""
+    """Otherwise a client that sends and disconnects in a loop takes all threads."""
     async with slow_gateway() as (gateway, renderer):
         gone = asyncio.create_task(
             gateway.call("POST", chat.PATH, json={"model": "policy"} | LONG_BODIES["message"][1])

@@ -107,7 +107,7 @@ DEPTHS = (50, 200, 900, 5000)
 
 @pytest.mark.parametrize("depth", DEPTHS)
 async def test_depth_within_json_is_answered_or_refused(bench: Served, depth: int) -> None:
-    """Deep enough for the decoder is not always deep enough for the template, which is no reason for a 500."""
+    """The template may refuse nesting that the decoder accepts; this must not give a 500."""
     nested = json.loads("[" * 200 + "]" * 200)  # deeper ones are written by hand
     schema = b'{"a":' * depth + json.dumps(nested if depth == 200 else 1).encode() + b"}" * depth
     for path, tool in (

@@ -192,7 +192,7 @@ async def test_engines_are_told_again_as_long_as_the_reason_holds(made: list[Wor
     world = make(made)
     await world.manager.interrupt("maintenance")
     fresh = EngineHost("e0", {"p": CountingEngine()})
-    world.fleet.add(fresh)  # it was started anew and knows of nothing
+    world.fleet.add(fresh)  # it was restarted and has no reasons
     assert fresh.known.paused == ""
     await world.pass_time(RENEW)
     assert fresh.known.paused == "node-0: maintenance"

@@ -1,4 +1,4 @@
-"""Raw prompts: what was sampled keeps its ids, and no chat's path is taken for theirs."""
+"""Raw prompts: sampled tokens keep their ids, and no chat's path is taken for theirs."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_prompts_that_cannot_be_sampled_from(prompt: str | list[int]) -> None:
 
 
 def opening_renderer() -> tuple[Renderer, int]:
-    """Of a tokenizer that opens every text, and the id that it opens them with."""
+    """A tokenizer that begins every text with a special token, and that token's id."""
     tokenizer = make_tokenizer()
     tokenizer.bos_token = "<|endoftext|>"
     bos = tokenizer.bos_token_id

@@ -78,7 +78,7 @@ async def test_a_client_that_does_not_read_is_cut(choices: int, monkeypatch: pyt
             await asyncio.wait_for(talker.aborted.wait(), 30)
             # The connection is dropped, not left to wait for its reader.
             await until(lambda: not session.at_work and not gateway.gateway._listener.connections)
-            # What was sampled waited in the sockets, in the outbox and between the choices, and nowhere else.
+            # Sampled tokens waited in the sockets, in the outbox and between the choices, and nowhere else.
             assert talker.chunks * len(WORD) * 4096 * 5 < 64 << 20
             nodes = [node for node in session.tree("policy").nodes() if node.kind == "sampled"]
             assert all(node.abandoned for node in nodes)

@@ -1,4 +1,4 @@
-"""Sessions outlive their process: what agents were told is there again, whatever the log was cut at."""
+"""Sessions outlive their process: acknowledged answers are restored, wherever the log was cut."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def moment(player: Player, folder: Path, alive: list[str], touched: str) -> Mome
 
 
 async def play(folder: Path, seed: int, steps: int) -> list[Moment]:
-    """What was, after each acknowledged step."""
+    """The state after each acknowledged step."""
     player = Player(folder, seed)
     alive = [player.open() for _ in range(3)]
     moments: list[Moment] = []

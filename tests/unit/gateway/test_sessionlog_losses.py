@@ -1,4 +1,4 @@
-"""What a session tells its log once and never again: it outlives full disks, restarts in a row and odd numbers."""
+"""Facts that a session logs once survive full disks, repeated restarts and odd numbers."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ async def test_a_session_that_ended_on_a_full_disk_takes_no_call_after_a_restart
     player.sessions.end(name)
     await lose(player)
     disk.full = False
-    await player.log.synced()  # the agent asks again, and is told that its end is kept
+    await player.log.synced()  # the agent asks again, and learns that its end is kept
     again = await after_restart(player, tmp_path)
     assert view(again.sessions.get(name)) == view(session)
     await again.log.close()
@@ -189,7 +189,7 @@ async def test_a_stream_that_cannot_be_noted_as_begun_is_the_same_draw_later(
 
 
 async def test_no_answer_of_a_stream_ends_before_its_beginning_is_kept(tmp_path: Path, disk: Disk) -> None:
-    """Else a crash after it would leave a call of which nobody knows that it was seen."""
+    """Otherwise a crash after it would leave a call that was seen but is not recorded."""
     player = Player(tmp_path, 1)
     session = player.sessions.get(player.open())
     await player.log.synced()

@@ -1,4 +1,4 @@
-"""Answers of a shape: what each dialect may ask for, what the engine is told, and what is refused before it is."""
+"""Structured answers: the requests of each dialect, the engine's grammar, and refusals."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ OTHER = {"type": "function", "function": {"name": "empty"}}
 
 
 def grammar(asked: Any) -> Grammar:
-    """What the last call told the engine."""
+    """Return the engine's request of the last call."""
     found = asked.served.engine.requests[-1].sampling.grammar
     assert found is not None
     return found
 
 
 def accepts(asked: Any, text: str) -> bool:
-    """Whether that grammar takes a whole answer, by the very tokens of the gateway's tokenizer."""
+    """Return whether that grammar accepts a whole answer, by the tokens of the gateway's tokenizer."""
     tree = llguidance.hf.from_tokenizer(asked.served.renderer._tokenizer)
     matcher = llguidance.LLMatcher(tree, compiled(grammar(asked)))
     assert not matcher.is_error(), matcher.get_error()

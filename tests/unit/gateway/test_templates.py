@@ -80,7 +80,7 @@ def test_an_episode_is_one_path_unless_the_template_rewrites_it(published: Publi
 
 @pytest.mark.parametrize(("published", "reasons"), CASES, ids=IDS)
 def test_no_sampled_token_is_changed(published: Published, reasons: bool) -> None:
-    """What was sampled is in the paths of all answers that follow it, id for id."""
+    """Sampled ids are in the paths of all answers that follow them, id for id."""
     for history in ("template", "append"):
         tree = played(published, reasons=reasons, history=history).tree
         for leaf in tree.leaves():

@@ -1,4 +1,4 @@
-"""What of a trajectory goes to trainers."""
+"""The parts of a trajectory that go to trainers."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def task(number: int = 0) -> Task:
 
 
 class Dataflow:
-    """Hands its tasks out as far as they are asked for, and ends the run when it is told to."""
+    """Leases its tasks on request, and ends the run when the test says so."""
 
     def __init__(self, tasks: list[Task], unit: FileUnit | None = None, versions: Mapping[str, int] | None = None):
         self.tasks = tasks
@@ -122,7 +122,7 @@ class Says:
 
 
 class NoEngines:
-    """What a node asks of its engines, without any."""
+    """The interface of a node's engines, without engines."""
 
     own = True
 

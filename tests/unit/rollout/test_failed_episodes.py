@@ -1,4 +1,4 @@
-"""What a node sends of episodes that failed: all that they left, bounded in number and size."""
+"""A node sends the trajectories of failed episodes, bounded in number and size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forks and tokens are metrics of every episode, and an agent that forks at every call is told of once, with why."""
+"""Forks and tokens are metrics of every episode, and an agent that forks at every call is reported once, with why."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ async def test_a_node_that_has_ended_is_left_alone(world: World, weights: Weight
 async def test_a_node_may_end_while_weights_are_handed_over(
     world: World, weights: Weights, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run has ended: what its last trainer hands over for an evaluation finds nobody."""
+    """The run has ended: the weights that its last trainer hands over for an evaluation have no receiver."""
     of = world.engines if when == "refresh" else world.engines.fleet.members["node"].engine
     whole = getattr(of, when)
 

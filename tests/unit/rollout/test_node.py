@@ -21,7 +21,7 @@ from rillflow.types import Ack, CompleteTask, FailTask, HeartbeatReply, LeaseTas
 
 
 class NoEpisodes:
-    """Room for two, and nobody to play them."""
+    """Room for two episodes, without a player."""
 
     finished = waiting = 0
     stopping = resting = False
@@ -283,7 +283,7 @@ async def test_a_record_with_holes_is_never_trained(tmp_path: Path) -> None:
 
 
 async def test_an_episode_that_failed_answers_no_more_calls(tmp_path: Path) -> None:
-    """What it left behind may go on: nothing is sampled for it while the run is told."""
+    """Its open calls may go on: nothing is sampled for it while the run is informed."""
     sessions: list[Episode] = []
     telling, told = asyncio.Event(), asyncio.Event()
 

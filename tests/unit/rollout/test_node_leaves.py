@@ -28,7 +28,7 @@ class FakeClock:
 
 
 class Leavable(Dataflow):
-    """Retires its node when it is told to."""
+    """Retires its node when the test says so."""
 
     leave_in: float | None = None
     left: list[LeaveRun]

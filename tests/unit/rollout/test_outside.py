@@ -256,7 +256,7 @@ async def test_only_what_was_taken_from_the_feed_is_ended_there(tmp_path: Path) 
 
 
 async def test_a_session_outlives_its_node(tmp_path: Path) -> None:
-    """The agent's key, history and lease are the same; its feed connects again by itself."""
+    """The agent's key, history and lease are the same; its feed reconnects."""
     async with World(tmp_path, 1) as world:
         port = int(world.url.rsplit(":", 1)[1])
         feed = Feed(world.url, TOKEN, capacity=1)
@@ -298,7 +298,7 @@ async def test_an_end_that_was_said_is_carried_out_by_the_next_node(tmp_path: Pa
         ending.cancel()
     async with World(tmp_path, 0) as world:
         await world.dataflow.until(1)
-        # And an agent that is still there is told of it.
+        # And an agent that is still connected learns of it.
         async with asking(world.url) as http, http.post("/s/g.0-a/end", json={"reward": 0.5}) as reply:
             assert (reply.status, (await reply.json())["accepted"]) == (200, True)
     assert [(done.attempt, done.reward) for done in world.dataflow.done] == [("g.0-a", 0.5)]

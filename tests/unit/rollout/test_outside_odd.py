@@ -86,7 +86,7 @@ async def test_a_leafs_number_may_be_nonsense(tmp_path: Path) -> None:
 
 
 class Slowly:
-    """A body whose end is sent when it is told."""
+    """A body whose end is sent when the test says so."""
 
     def __init__(self, *parts: bytes) -> None:
         self._parts = parts
@@ -129,7 +129,7 @@ async def test_an_end_that_comes_while_another_is_taken_has_the_same_answer(tmp_
 
 
 async def test_who_has_gone_takes_no_task(tmp_path: Path) -> None:
-    """Its session would be nobody's until its deadline."""
+    """Its session would have no owner until its deadline."""
     async with World(tmp_path, 0) as world:
         world.feed.offer("s", lambda: pytest.fail("it was taken"))
         request = Request("POST", "/sessions", "", {"authorization": f"Bearer {TOKEN}"})

@@ -1,4 +1,4 @@
-"""Who plays is looked at before anything is started."""
+"""The player of a recipe is checked before anything is started."""
 
 from __future__ import annotations
 

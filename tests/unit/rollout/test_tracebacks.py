@@ -25,7 +25,7 @@ async def silent(episode: Episode) -> str:
 
 
 def divides(payload: dict[str, Any]) -> float:
-    return len(payload["question"]) / 0  # the line that is told
+    return len(payload["question"]) / 0  # the reported line
 
 
 async def broken_workflow(episode: Episode) -> float:
@@ -60,7 +60,7 @@ async def test_the_first_traceback_is_logged_and_later_ones_are_counted(
         assert failed.error == f"ZeroDivisionError: division by zero (test_tracebacks.py:{line} in divides)"
     first, second, third = (record.getMessage() for record in caplog.records if "failed" in record.getMessage())
     assert first.count("Traceback (most recent call last)") == 1
-    assert "# the line that is told" in first
+    assert "# the reported line" in first
     assert "_shielded" not in first, "it begins with the user's own line"
     assert second.endswith("(2 times so far; the traceback of the first is above)")
     assert "(3 times so far" in third
@@ -69,7 +69,7 @@ async def test_the_first_traceback_is_logged_and_later_ones_are_counted(
     assert {(error.kind, error.where, error.count) for error in told} == {
         (cause, f"ZeroDivisionError test_tracebacks.py:{line} in divides", 1)
     }
-    assert ["# the line that is told" in error.trace for error in told] == [True, False, False]
+    assert ["# the reported line" in error.trace for error in told] == [True, False, False]
 
 
 def counts(box: str) -> int:

@@ -198,7 +198,7 @@ def test_shares_follow_the_weights_and_some_source_is_always_owed_one(offers):
     for source in offers:
         played_of[source] += mixing.admit(prompt("x", source))
         total = played_of.total()
-        # What was played before all sources were known may be off by one each.
+        # The counts from before all sources were known may be off by one each.
         assert all(played_of[each] - weights[each] / 8 * total <= len(SOURCES) for each in SOURCES)
         assert sum(mixing.get("credits").values()) == pytest.approx(0, abs=1e-6)
 

@@ -1,4 +1,4 @@
-"""What the page on data algorithms shows is what runs."""
+"""The examples of the page on data algorithms run as shown."""
 
 from __future__ import annotations
 

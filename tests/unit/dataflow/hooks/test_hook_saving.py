@@ -17,7 +17,7 @@ from rillflow.errors import RunError
 
 
 class Table(dict):
-    """What the ledger does with changes: a table of (hook, key) and value."""
+    """The ledger's table of changes: (hook, key) and value."""
 
     def save(self, hooks: Hooks) -> int:
         rows = hooks.changes()
@@ -131,7 +131,7 @@ def test_the_inner_sampler_of_replay_is_saved_too(tmp_path):
 
 
 def test_restore_takes_everything_back():
-    """The transaction of the last changes was taken back: what was learnt in it is forgotten."""
+    """The transaction of the last changes was rolled back, and with it the hooks' state."""
     greso, counting = Greso(), Counting()
     hooks, table = Hooks(curators=[("greso", greso)], filters=[("counting", counting)]), Table()
     hooks.observe(GROUP)
@@ -140,7 +140,7 @@ def test_restore_takes_everything_back():
     saved = greso.state(), counting.state()
     hooks.observe(GROUP)
     hooks.verdict(GROUP)
-    hooks.changes()  # told, but the transaction failed
+    hooks.changes()  # observed, but the transaction failed
     hooks.restore(table.rows())
     assert (greso.state(), counting.state()) == saved
     assert hooks.changes() == []
@@ -205,7 +205,7 @@ EVENTS = st.one_of(
 
 
 def play(hooks: Hooks, events, table: Table) -> list[list[bool]]:
-    """What each curator says of the prompts, each asked on its own."""
+    """Return the decision of each curator on the prompts, asked separately."""
     said = []
     for kind, *what in events:
         if kind == "admit":

@@ -1,4 +1,4 @@
-"""What the tests of prompt sources share."""
+"""Helpers for the tests of prompt sources."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ def prompts(count: int) -> list[Prompt]:
 
 
 def ids(source: PromptSource, places: Sequence[int] | None = None) -> list[str]:
-    """Of one epoch, unless places are given."""
+    """Return the prompts of one epoch, or those at the given places."""
     return [source.at(place).id for place in (range(source.length) if places is None else places)]

@@ -23,7 +23,7 @@ def blocks(language):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Where all that the page names lies."""
+    """A folder with all files that the page names."""
     from datasets import Dataset, DatasetDict
 
     rows = [{"id": f"i{number}", "name": f"n{number}", "uid": f"u{number}"} for number in range(5)]

@@ -1,4 +1,4 @@
-"""Payloads: one obvious plain form or a refusal that names the row and the key; what comes out can be sent."""
+"""Payloads: one obvious plain form or a refusal that names the row and the key; the result can be sent."""
 
 from __future__ import annotations
 

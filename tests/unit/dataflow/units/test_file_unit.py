@@ -1,4 +1,4 @@
-"""The file unit: its own name, what it tells about its disk, and damage on that disk."""
+"""The file unit: its name, its report on the disk, and damage on that disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A unit's service: closed routes, exact ranges, shared syncs, and a beat that drops what it is told."""
+"""A unit's service: closed routes, exact ranges, shared syncs, and a heartbeat that drops segments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKEN = "secret"
 
 
 class Ledger:
-    """What a beat reaches."""
+    """The service that receives heartbeats."""
 
     def __init__(self):
         self.beats = []

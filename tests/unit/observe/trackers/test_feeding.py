@@ -128,7 +128,7 @@ def test_a_tracker_that_fails_is_told_once_and_gets_everything_later(sent: Sent)
 
 
 def test_a_tracker_that_hangs_holds_nobody_up(sent: Sent) -> None:
-    """Opening a pipe that nobody reads blocks for ever."""
+    """Opening a pipe without a reader blocks."""
     sent.path.parent.mkdir()
     os.mkfifo(sent.path)
     write(sent.metrics, step(1, 0.1))
