@@ -34,7 +34,7 @@ from rillflow.types import GenerateRequest, Sampling
 from rillflow.weights.pull import Puller
 from rillflow.weights.refresh import Refresher
 from rillflow.weights.store import FolderStore
-from rillflow.weights.transport.objects import FolderSource
+from rillflow.weights.transport.sources import FolderSource
 
 BEHIND = (30, 5, 1)
 UNSEEN = 2

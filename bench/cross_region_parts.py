@@ -24,10 +24,10 @@ from rillflow.engine.follow import follow
 from rillflow.trainer.publisher import Publisher, Retention
 from rillflow.types import GenerateRequest, Sampling
 from rillflow.weights import delta
+from rillflow.weights.manifest import key_of
 from rillflow.weights.pull import Puller
-from rillflow.weights.signing import key_of
 from rillflow.weights.store import FolderStore
-from rillflow.weights.transport.objects import open_source
+from rillflow.weights.transport.sources import open_source
 from rillflow.wire.tokens import scoped_token
 
 POLICY = "policy"

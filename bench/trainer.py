@@ -32,13 +32,12 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from bench.common import Report, parser
 from rillflow.config import TrainerConfig
-from rillflow.trainer.batches import make_rows
+from rillflow.trainer.batches import Databuffer, make_rows
 from rillflow.trainer.forward import PolicyForward
-from rillflow.trainer.graph.databuffer import Databuffer
-from rillflow.trainer.models import prepared
 from rillflow.trainer.optimizer import Optimizer
 from rillflow.trainer.packing import micro_batches
 from rillflow.trainer.parallel.peers import Alone
+from rillflow.trainer.roles import prepared
 from rillflow.types import BatchSample, Row
 
 GOAL_MFU = 45.0  # percent, of the largest model

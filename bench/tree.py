@@ -26,12 +26,10 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from bench.common import Report, interleave, parser
 from bench.trainer import SHAPES
 from rillflow.config import TrainerConfig
-from rillflow.trainer.batches import Rows
+from rillflow.trainer.batches import Databuffer, Rows
 from rillflow.trainer.forward import PolicyForward
-from rillflow.trainer.graph.databuffer import Databuffer
-from rillflow.trainer.layout import MicroBatch
-from rillflow.trainer.models import prepared
-from rillflow.trainer.packing import micro_batches
+from rillflow.trainer.packing import MicroBatch, micro_batches
+from rillflow.trainer.roles import prepared
 
 FRACTIONS = (0.2, 0.5, 0.8, 0.9, 0.95)
 GOAL_AT, GOAL = 0.9, 3.0

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,9 +34,10 @@ from bench.delta_formats import FORMATS, Bits, frame
 from bench.weights_train import RATES, WARM, Folder, Weights
 from rillflow.weights import delta
 from rillflow.weights.delta import container
+from rillflow.weights.delta.container import Part
 from rillflow.weights.delta.pieces import changes_of, joined, piece_of, runs
 from rillflow.weights.fingerprint import fingerprint, moved
-from rillflow.weights.previous import Previous, whole_parts
+from rillflow.weights.previous import Previous
 
 NEAR_BOUND, SPEED, GROWTH = 1 / 1.10, 0.5, 0.8
 # AstraFlow's paper sends 1.5 GB for a version of a model of so many weights; its index has 8 bytes from 2**32 on.
@@ -81,6 +82,10 @@ class Version(NamedTuple):
     result: dict[str, int]
     runs: list[Run]
     pieces: list[container.Piece]
+
+
+def whole_parts(tensors: Mapping[str, torch.Tensor]) -> dict[Part, torch.Tensor]:
+    return {Part(name, 0, tensor.numel()): tensor for name, tensor in tensors.items()}
 
 
 def version(old: Weights, new: Weights) -> Version:

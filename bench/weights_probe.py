@@ -29,14 +29,14 @@ from bench.common import Report, parser
 from rillflow.config import PolicyConfig
 from rillflow.contracts import Change, Engine, Patch
 from rillflow.engine.build import build_engine
-from rillflow.trainer.graph.roles import Roles
+from rillflow.trainer.graph.worker import Prober
 from rillflow.trainer.learner import Learner
 from rillflow.trainer.parallel.peers import Alone
-from rillflow.trainer.probing import Prober
+from rillflow.trainer.roles import Roles
 from rillflow.types import Probe
 from rillflow.weights import probe as probing
+from rillflow.weights.export import SUFFIX, model_from_gguf
 from rillflow.weights.fingerprint import fingerprint
-from rillflow.weights.gguf import SUFFIX, model_from_gguf
 from rillflow.weights.models import DTYPES, pick_device
 
 Weights = dict[str, torch.Tensor]

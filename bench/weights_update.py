@@ -38,7 +38,7 @@ from rillflow.engine.build import build_engine
 from rillflow.types import GenerateRequest, Sampling
 from rillflow.weights.pull import Puller
 from rillflow.weights.store import FolderStore
-from rillflow.weights.transport.objects import FolderSource
+from rillflow.weights.transport.sources import FolderSource
 
 PARTS = ("fetch", "decode", "hand over", "write", "verify", "cut", "probe", "update", "without a token")
 PROMPT = 16  # tokens

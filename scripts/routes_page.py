@@ -11,7 +11,7 @@ from rillflow.engine.routes import EngineRoutes
 from rillflow.gateway.routes import AgentRoutes, ControlRoutes, EngineControlRoutes
 from rillflow.types.route import Route, routes_of
 from rillflow.types.routes import Dataflow, StorageUnits, Updates
-from rillflow.weights.transport.routes import WeightRoutes
+from rillflow.weights.transport.serve import WeightRoutes
 from rillflow.wire.common_routes import Common
 
 TABLES: dict[str, tuple[type, ...]] = {

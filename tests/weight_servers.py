@@ -17,12 +17,10 @@ import pytest
 
 from rillflow.storage import write_atomic
 from rillflow.weights import sealed
-from rillflow.weights.manifest import Line, VersionManifest
+from rillflow.weights.manifest import Line, VersionManifest, key_of, signed
 from rillflow.weights.sealed import FileFacts
-from rillflow.weights.signing import key_of, signed
-from rillflow.weights.transport.partial import PartFile
-from rillflow.weights.transport.serve import WeightService
-from rillflow.weights.transport.shelf import FolderShelf
+from rillflow.weights.transport.cache import PartFile
+from rillflow.weights.transport.serve import FolderShelf, WeightService
 from rillflow.wire.tokens import reader_token, scoped_token
 
 RUN_TOKEN = "the run's token"

@@ -25,7 +25,7 @@ from rillflow.runtime.roles import trainer_role
 from rillflow.trainer import main  # noqa: F401
 from rillflow.trainer.checkpoint import Checkpoints
 from rillflow.trainer.loop import TrainerLoop
-from rillflow.trainer.stream import RemoteStream
+from rillflow.trainer.remote_stream import RemoteStream
 from rillflow.weights import FolderStore, sealed
 from rillflow.weights.delta.file import apply, encode
 

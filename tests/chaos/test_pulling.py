@@ -16,7 +16,7 @@ from killed_publisher import content
 
 from rillflow.errors import RillflowError
 from rillflow.weights.pull import Puller
-from rillflow.weights.transport.objects import FolderSource
+from rillflow.weights.transport.sources import FolderSource
 
 SCRIPT = Path(__file__).with_name("killed_publisher.py")
 LIVES = 4

@@ -126,4 +126,4 @@ async def test_a_relay_without_room_says_so_and_nodes_go_to_the_next_server(tmp_
         ):
             assert (await asyncio.wait_for(source.file(7, NAME), 180)).read_bytes() == DATA
             assert full.process.returncode is None
-            assert "there is no room for" in full.log.read_text()
+            assert "has no room for" in full.log.read_text()

@@ -32,7 +32,7 @@ from rillflow.weights.probe import FP32, ProbeMismatch, prompts
 from rillflow.weights.pull import Pulled, Puller, Transfer
 from rillflow.weights.refresh import Refresher
 from rillflow.weights.store import FolderStore
-from rillflow.weights.transport.objects import FolderSource
+from rillflow.weights.transport.sources import FolderSource
 
 CONTEXT = 320
 

@@ -34,5 +34,5 @@ def test_a_short_run_trains_on_what_vllm_samples(cli: Cli, vllm_python: str) -> 
     assert published >= {".rfd", ".safetensors"}, "deltas, and whole versions between them"
     words = "\n".join(path.read_text() for path in (folder / "logs").glob("rollout-*.log"))
     assert "not loaded" not in words
-    assert "goes to the engine whole" not in words
+    assert "to the engine as a whole" not in words
     assert "decoded by the engine" in words

@@ -9,9 +9,8 @@ from engine_log import LoggedEngine, trained_turns
 from playing import play_episodes
 from rillflow.config import SamplingConfig, TrainerConfig
 from rillflow.gateway.trees.record import Sample
-from rillflow.trainer.batches import make_rows
+from rillflow.trainer.batches import Databuffer, make_rows
 from rillflow.trainer.forward import PolicyForward
-from rillflow.trainer.graph.databuffer import Databuffer
 from rillflow.trainer.learner import Learner
 from rillflow.trainer.parallel.peers import Alone
 from rillflow.types import BatchSample, Row

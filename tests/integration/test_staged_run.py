@@ -17,10 +17,9 @@ from rillflow.config.load import read_resolved
 from rillflow.observe.metrics import read_metrics
 from rillflow.storage import SegmentReader
 from rillflow.storage.records import Place
-from rillflow.trainer.batches import TRAINED_COLUMNS, make_rows
-from rillflow.trainer.graph.databuffer import Databuffer
-from rillflow.trainer.graph.roles import Roles
+from rillflow.trainer.batches import TRAINED_COLUMNS, Databuffer, make_rows
 from rillflow.trainer.parallel.peers import Alone
+from rillflow.trainer.roles import Roles
 from rillflow.types import COLUMNS, BatchSample, Row
 
 pytestmark = pytest.mark.slow

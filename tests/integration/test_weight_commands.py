@@ -14,7 +14,7 @@ from commands import Cli, Started, wait_until
 from rillflow.config import load_recipe
 from rillflow.errors import WireError
 from rillflow.runtime.folder import RunFolder
-from rillflow.weights.signing import key_of, signed
+from rillflow.weights.manifest import key_of, signed
 from rillflow.weights.transport.remote import HttpSource
 from weight_servers import publish, some_bytes
 

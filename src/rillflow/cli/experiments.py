@@ -114,7 +114,7 @@ def fit(
         if resume is not None:
             folder = RunFolder.open(resume)
             if rank is not None:
-                from rillflow.trainer.parallel.address import Place
+                from rillflow.trainer.parallel.launch import Place
 
                 raise typer.Exit(fit_rank(folder, Place(rank, ranks, rendezvous)))
             raise typer.Exit(fit_folder(folder))

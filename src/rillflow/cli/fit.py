@@ -18,7 +18,7 @@ from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.process import STOPPED, child_environment, prepare
 
 if TYPE_CHECKING:
-    from rillflow.trainer.parallel.address import Place
+    from rillflow.trainer.parallel.launch import Place
     from rillflow.trainer.supervised.fit import Progress
 
 console = Console(stderr=True)

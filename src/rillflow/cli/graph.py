@@ -14,11 +14,10 @@ from rillflow.config.load import FIT, read_raw, validate, validated
 from rillflow.config.supervised import FitRecipe
 from rillflow.errors import ConfigError
 from rillflow.storage import write_atomic
+from rillflow.trainer.batches import staged_columns
 from rillflow.trainer.graph.builtin import chain_of
-from rillflow.trainer.graph.drawing import svg
+from rillflow.trainer.graph.drawing import HEADER, svg, table
 from rillflow.trainer.graph.planner import Chain, plan
-from rillflow.trainer.graph.render import HEADER, table
-from rillflow.trainer.staged import staged_columns
 
 _COLOURS = {"actor": "blue", "critic": "yellow", "reference": "magenta", "reward": "green"}
 

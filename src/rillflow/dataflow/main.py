@@ -15,7 +15,7 @@ from rillflow.dataflow.service import DataflowService
 from rillflow.dataflow.sources import open_heldout, open_sources
 from rillflow.storage import disk_errors
 from rillflow.storage.trajectories import FILE, KINDS, Bounds
-from rillflow.weights.invitation import Invitation
+from rillflow.weights.updates import Invitation
 from rillflow.wire.collecting import keep_what_is_there
 from rillflow.wire.tokens import Keyring
 

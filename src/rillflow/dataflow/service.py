@@ -59,9 +59,8 @@ from rillflow.types import (
     Units,
 )
 from rillflow.types.routes import Dataflow
-from rillflow.weights.invitation import Invitation
-from rillflow.weights.signing import key_of
-from rillflow.weights.updates import RunFacts, WeightUpdates
+from rillflow.weights.manifest import key_of
+from rillflow.weights.updates import Invitation, RunFacts, WeightUpdates
 from rillflow.wire import Service
 from rillflow.wire.news import News
 from rillflow.wire.tokens import scoped_token

@@ -11,11 +11,11 @@ from rillflow.clients.fetching import FetchWord, Tell
 from rillflow.clients.turns import Ask, EngineTurn
 from rillflow.config import PolicyConfig
 from rillflow.contracts import Engine
+from rillflow.weights.manifest import key_of
 from rillflow.weights.models import load_policy_model
 from rillflow.weights.pull import Puller
 from rillflow.weights.refresh import Refresher
-from rillflow.weights.signing import key_of
-from rillflow.weights.transport.objects import open_source
+from rillflow.weights.transport.sources import open_source
 
 if TYPE_CHECKING:
     from rillflow.contracts import Tensors
@@ -50,7 +50,7 @@ def follow(
         return tensors
 
     word = FetchWord(tell, policy, name) if tell else None
-    puller = Puller(source, settings.weights.mode, initial=initial, word=word)
+    puller = Puller(source, settings.weights.mode, initial=initial, announce=word)
     return Refresher(
         policy,
         engine,

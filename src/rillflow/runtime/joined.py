@@ -111,7 +111,7 @@ def unit_joined(options: JoinOptions) -> int:
 def trainer_joined(options: JoinOptions, policy: str | None) -> int:
     """Run a trainer of one rank. Its checkpoints and weights are in `options.cache`; it serves the weights itself."""
     from rillflow.trainer.main import Access, run_trainer
-    from rillflow.trainer.parts import NoBatch
+    from rillflow.trainer.stream import NoBatch
 
     _check_reachable(options, "a trainer keeps checkpoints and weights")
     name = _start(options.name or f"trainer-{policy or 'first'}")

@@ -32,7 +32,7 @@ from rillflow.storage.spans import open_spans
 if TYPE_CHECKING:
     from rillflow.config import Recipe
     from rillflow.storage.spans import Spans
-    from rillflow.trainer.parallel.address import Place
+    from rillflow.trainer.parallel.launch import Place
 
 log = logging.getLogger(__name__)
 
@@ -227,7 +227,7 @@ def trainer_role(
 ) -> int:
     """Run one rank of a trainer; without `rank`, all of them. The ranks in `playing` (such as "0,2") also play; by
     default all do, or in an asynchronous run none."""
-    from rillflow.trainer.parallel.address import Place
+    from rillflow.trainer.parallel.launch import Place
 
     recipe = folder.recipe
     if policy not in recipe.policies:
@@ -273,7 +273,7 @@ def _one_rank(folder: RunFolder, policy: str, place: Place, playing: frozenset[i
     from rillflow.trainer.main import Access, run_trainer
     from rillflow.trainer.parallel.launch import LEFT_ALONE
     from rillflow.trainer.parallel.peers import GivenUp, PeerLost
-    from rillflow.trainer.parts import NoBatch
+    from rillflow.trainer.stream import NoBatch
 
     recipe = folder.recipe
     _use_threads(recipe.runtime.threads)

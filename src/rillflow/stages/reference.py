@@ -10,15 +10,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rillflow.config import Recipe
+from rillflow.trainer.batches import REFERENCE, Databuffer
 from rillflow.trainer.forward import PolicyForward
-from rillflow.trainer.graph.databuffer import Databuffer
 from rillflow.trainer.learner import Learner
 from rillflow.trainer.parallel.peers import Alone
-from rillflow.trainer.staged import REFERENCE
 from rillflow.weights.models import load_policy_model, pick_device
 
 if TYPE_CHECKING:
-    from rillflow.trainer.graph.databuffer import Column
+    from rillflow.trainer.batches import Column
 
 
 class ReferenceLogprobs:

@@ -15,18 +15,17 @@ import numpy as np
 
 from rillflow.config import Recipe
 from rillflow.errors import ConfigError
+from rillflow.trainer.batches import SCORE, Databuffer
 from rillflow.trainer.forward import ScalarForward
-from rillflow.trainer.graph.databuffer import Databuffer
 from rillflow.trainer.learner import Learner
-from rillflow.trainer.models import reward_model
 from rillflow.trainer.parallel.peers import Alone
-from rillflow.trainer.staged import SCORE
+from rillflow.trainer.roles import reward_model
 from rillflow.weights.models import load_tokenizer, pick_device
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from rillflow.trainer.graph.databuffer import Column
+    from rillflow.trainer.batches import Column
 
 Over = Literal["last", "mean", "min"]
 

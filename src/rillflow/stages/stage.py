@@ -24,12 +24,11 @@ from rillflow.config import Recipe, StageConfig, resolve_object
 from rillflow.errors import ConfigError, did_you_mean
 from rillflow.stages.reference import ReferenceLogprobs
 from rillflow.stages.reward_model import RewardScores
+from rillflow.trainer.batches import Databuffer, columns_of_stage, staged_columns
 from rillflow.trainer.graph.builtin import chain_of
-from rillflow.trainer.graph.databuffer import Databuffer
-from rillflow.trainer.staged import columns_of_stage, staged_columns
 
 if TYPE_CHECKING:
-    from rillflow.trainer.graph.databuffer import Column
+    from rillflow.trainer.batches import Column
 
 
 class Stage(Protocol):

@@ -23,10 +23,8 @@ from rillflow.config import Recipe
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import DeadlineExceeded, LeaseLost, RunError, StorageError, Unavailable
 from rillflow.stages.stage import Stage
-from rillflow.trainer.batches import columns_of, make_rows
-from rillflow.trainer.graph.databuffer import Databuffer
-from rillflow.trainer.renewal import Renewal
-from rillflow.trainer.staged import payload_name
+from rillflow.trainer.batches import Databuffer, columns_of, make_rows, payload_name
+from rillflow.trainer.remote_stream import Renewal
 from rillflow.types import Batch, CommitStage, LeaseStage, LoseRows, Row, SampleColumns
 from rillflow.wire import Client
 

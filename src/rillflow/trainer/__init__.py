@@ -1,20 +1,22 @@
 """The trainer: leases batches, makes optimizer steps, publishes versions, commits, writes checkpoints.
 
-    stream      what the trainer asks of the dataflow service, behind a small protocol; renewal keeps a batch's lease
-    parts       a batch as it comes in, leased part by part; batches: a part becomes flat arrays (`Rows`)
-    graph       a step as a graph of nodes over databuffers: planner, pipeline, worker, the nodes' functions
-    algorithms  advantages, losses, aggregation: one small file each; whole: where one must see the whole batch first
-    objective   what a model is trained for; learner: a role's model at work; metrics: what a step says of its batch
-    packing     rows become micro-batches without padding; forest: what they share; layout: how the model reads them
-    attention   one small file a backend; forward, heads: log-probs and values from hidden states
-    models      the models of the roles; lora: adapters; optimizer: fp32 masters, whatever computes
-    parallel    ranks as peers: collectives, sharding, launching, redistribution, static data
-    checkpoint  sealed folders of weights, optimizer state and position; slices: any number of ranks reads them
-    publisher   weights on their way to the store, while the next step computes; background: one thing at a time
-    loop        the order of it all; main: wiring; process: what every process that trains does
-    supervised  SFT and reward models on the same graph machinery
+    loop           the order of a step's actions; main builds and runs a trainer; process: torch's settings, signals
+    stream         the batches of a trainer, of one rank or several, part by part; remote_stream: over HTTP
+    batches        a batch as flat arrays (`Rows`), and the databuffers that carry it between nodes
+    graph          a step as a graph of nodes: planner, worker, the functions of the nodes
+    algorithms     one table of compositions; advantages, losses (one file for each formula), aggregations
+    learner        a role's model learns for an objective; metrics: the measurements of a step
+    packing        rows become micro-batches without padding, with common prefixes stored once
+    attention      how a model reads packed rows; forward and heads: log-probs and values from hidden states
+    roles          builds the worker: models, optimizers, learners; lora: adapters; optimizer: fp32 masters
+    parallel       ranks as peers: collectives, launching, sharding, redistribution
+    checkpoint     sealed folders of weights, optimizer state and position, for any number of ranks
+    publisher      weights to the store while the next step computes; background: one piece of work at a time
+    offload        optimizer state in host memory or a file while a worker samples
+    utilisation    model FLOPs utilisation
+    supervised     SFT and reward models on the same step graphs
 
-Names of arrays and tensors end in their shape, one letter an axis:
+Names of arrays and tensors end in their shape, one letter for each axis:
 
     N  all tokens of a part, row after row        R  rows (samples) of the part
     T  trained tokens of a micro-batch            P  its packed tokens      S  its segments

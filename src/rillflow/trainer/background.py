@@ -1,34 +1,44 @@
-"""Work that goes on while the next step computes: one piece at a time, and memory on the host for what it writes.
+"""Writing in the background while the next step computes, and the host memory for it.
 
-Invariants: there is at most one piece under way; what it raises comes out at the next `check` or `settle`, once; a wait
-for it has a deadline.
+Ranks that write into one folder report to rank 0 by small files in it (`hand_in`, `collect`). They do not use the
+network: background threads must not take part in the collectives of the threads that train.
+
+Invariants: at most one piece of work runs; its error is raised once, at the next `check` or `settle`; a wait for it has
+a deadline.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
 import torch
 
-from rillflow.errors import DeadlineExceeded
+from rillflow.errors import DeadlineExceeded, StorageError
+from rillflow.storage import write_atomic
+from rillflow.types.decoding import json_decoder
 from rillflow.weights.codec import unique
 
 if TYPE_CHECKING:
     from rillflow.contracts import Tensors
 
+
 log = logging.getLogger(__name__)
+
 
 DEADLINE = 1800.0
 _LAST_WAIT = 60.0
 
 
 class Background:
-    """A thread for each piece of work. It ends with the process, whatever it is at: what it writes must bear that."""
+    """A thread for each piece of work. It ends with the process at any moment, so its writes must be safe then."""
 
     def __init__(self, what: str, deadline: float = DEADLINE) -> None:
         self._what = what
@@ -47,7 +57,7 @@ class Background:
         def run() -> None:
             try:
                 job()
-            except BaseException as error:  # to be raised where somebody can do something about it
+            except BaseException as error:  # raised again in the thread that trains
                 work.set_exception(error)
             else:
                 work.set_result(None)
@@ -55,12 +65,12 @@ class Background:
         threading.Thread(target=run, name=self._what, daemon=True).start()
 
     def check(self) -> None:
-        """Raise what has gone wrong since."""
+        """Raise the error of the work, if it has ended with one."""
         if not self.busy:
             self.settle()
 
     def settle(self) -> None:
-        """Wait until nothing is under way; raise what has gone wrong."""
+        """Wait until the work has ended; raise its error, if any."""
         work = self._work
         if work is None:
             return
@@ -72,7 +82,7 @@ class Background:
                 raise
             raise DeadlineExceeded(
                 f"{self._what} has not ended within {self._deadline:.0f} s",
-                "the disk is too slow or hangs: check it, and start again: nothing that was acknowledged is lost",
+                "the disk is slow or hangs: check it and start again; nothing that was acknowledged is lost",
             ) from error
         except BaseException:
             self._work = None
@@ -80,7 +90,7 @@ class Background:
         self._work = None
 
     def close(self) -> None:
-        """For who ends because of something else: leave nothing half done if a moment's wait can help it."""
+        """End after an error elsewhere: wait for the work for a moment and log its error."""
         work, self._work = self._work, None
         if work is not None:
             with suppress(TimeoutError):
@@ -88,16 +98,35 @@ class Background:
                     log.error("%s failed: %s", self._what, error)
 
 
+class BackgroundWriter:
+    """A base for classes that write in the background, one piece of work at a time."""
+
+    def __init__(self, what: str, deadline: float = DEADLINE) -> None:
+        self._background = Background(what, deadline)
+
+    def check(self) -> None:
+        """Raise the error of the writing, if it has ended with one."""
+        self._background.check()
+
+    def finish(self) -> None:
+        """Wait until the last piece is durable; raise its error, if any."""
+        self._background.settle()
+
+    def close(self) -> None:
+        """End after an error elsewhere: wait for the writing for a moment."""
+        self._background.close()
+
+
 class HostCopy:
-    """A copy of tensors in the host's memory, or where they are if they are to `stay` there; the next copy reuses its
-    memory. Tied tensors stay tied."""
+    """A copy of tensors in host memory, or with `stay` on their own device. The next copy reuses the memory. Tied
+    tensors stay tied."""
 
     def __init__(self, *, stay: bool = False) -> None:
         self._stay = stay
         self._memory: dict[str, torch.Tensor] = {}
 
     def take(self, tensors: Tensors) -> dict[str, torch.Tensor]:
-        """Good until the next one is taken."""
+        """Return the copies, which are valid until the next call."""
         kept, aliases = unique(tensors)
         self._memory = {name: self._room(name, tensor) for name, tensor in kept.items()}
         for name, tensor in kept.items():
@@ -107,10 +136,42 @@ class HostCopy:
         return self._memory | {alias: self._memory[name] for alias, name in aliases.items()}
 
     def _room(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Pinned where it is filled from a GPU, which is then several times faster."""
+        """Return memory for a tensor. It is pinned for copies from a GPU, which are then several times faster."""
         known = self._memory.get(name)
         if known is not None and known.shape == tensor.shape and known.dtype == tensor.dtype:
             return known
         if self._stay:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+
+
+# ---------------------------------------------------------------- reports of ranks that write into one folder
+
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+_POLL = 0.05  # seconds
+
+
+def hand_in(folder: Path, rank: int, news: msgspec.Struct) -> None:
+    """Write a rank's report, once everything in it is durable."""
+    write_atomic(_path(folder, rank), msgspec.json.encode(news))
+
+
+def collect(folder: Path, rank: int, kind: type[S], patience: float) -> S:
+    """Wait for a rank's report and return it; StorageError after `patience` seconds."""
+    path, deadline = _path(folder, rank), time.monotonic() + patience
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise StorageError(
+                f"rank {rank} has not written its part of {folder} within {patience:.0f} s",
+                "all ranks must see the same run folder; read that rank's log",
+            )
+        time.sleep(_POLL)
+    news = json_decoder(kind).decode(path.read_bytes())
+    path.unlink()
+    return news
+
+
+def _path(folder: Path, rank: int) -> Path:
+    return folder / f".rank{rank:05d}.json"

@@ -1,7 +1,7 @@
-"""Scores of a micro-batch, each row read alone and as the embedded engine's exact mode reads it: the same bits.
+"""Scores of a micro-batch with exactly the bits of the embedded engine's exact mode: each row is read alone.
 
-Rows must not share segments (no trees), and layers must keep to one pass (no recomputing in backward): their keys and
-values go from block to block.
+Rows must not share segments (no trees), and layers must not be recomputed in backward: their keys and values go from
+block to block.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import torch
 from transformers import DynamicCache
 
 from rillflow.engine.embedded.exact import BLOCK, logprob, read_block
-from rillflow.trainer.layout import MicroBatch
+from rillflow.trainer.packing import MicroBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 def exact_scores(model: PreTrainedModel, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs of the targets and the entropies of their distributions, with gradient."""
+    """Return log-probs of the targets and the entropies of their distributions, with gradient."""
     layout = micro.layout
     logits = [
         _logits(model, layout.tokens_P[start : start + length])
@@ -34,7 +34,7 @@ def exact_scores(model: PreTrainedModel, micro: MicroBatch) -> tuple[torch.Tenso
 
 
 def _logits(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
-    """After each token of a row."""
+    """Return the logits after each token of a row."""
     cache = DynamicCache()
     blocks = [read_block(model, cache, tokens[at : at + BLOCK]) for at in range(0, len(tokens), BLOCK)]
     return torch.cat(blocks)[: len(tokens)]

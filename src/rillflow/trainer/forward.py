@@ -16,8 +16,8 @@ from rillflow.errors import ConfigError
 from rillflow.trainer.attention import LOOPS, choose, hidden_states
 from rillflow.trainer.exact import exact_scores
 from rillflow.trainer.heads import PolicyHead
-from rillflow.trainer.layout import MicroBatch
 from rillflow.trainer.lora import adapters_off
+from rillflow.trainer.packing import MicroBatch
 from rillflow.trainer.parallel.sharding import entered
 from rillflow.weights.models import DTYPES
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 class PolicyForward:
-    """Calls a causal language model; without `adapters`, as if LoRA had not been. `exact` gives log-probs that have the
-    bits of an embedded engine in its exact mode, for the time that takes."""
+    """Calls a causal language model; without `adapters`, its LoRA adapters are off. With `exact`, log-probs have
+    exactly the bits of an embedded engine in its exact mode, which is slower."""
 
     def __init__(
         self, model: PreTrainedModel, config: TrainerConfig, *, adapters: bool = True, exact: bool = False
@@ -42,8 +42,8 @@ class PolicyForward:
         self._run = entered(model, self._scores)
 
     def __call__(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs of the targets, with gradient, and the entropy of their distributions, which has one only where
-        the recipe gives an entropy bonus."""
+        """Return log-probs of the targets, with gradient, and the entropies of their distributions, which have a
+        gradient only if the recipe has an entropy bonus."""
         with self._as_asked():
             return self._run(micro)
 
@@ -57,7 +57,7 @@ class PolicyForward:
 
 
 class ScalarForward:
-    """Calls a model whose head `score` gives one number a token."""
+    """Calls a model whose head `score` gives one number for each token."""
 
     def __init__(self, model: PreTrainedModel, config: TrainerConfig) -> None:
         head = getattr(model, "score", None)
@@ -71,13 +71,13 @@ class ScalarForward:
         self._run = entered(model, self._values)
 
     def __call__(self, micro: MicroBatch) -> torch.Tensor:
-        """A float32 value for each trained token, with gradient."""
+        """Return a float32 value for each trained token, with gradient."""
         return self._run(micro)
 
     def _values(self, micro: MicroBatch) -> torch.Tensor:
         hidden_PD = hidden_states(self._model, micro.layout, self._backend)
         values_T1: torch.Tensor = self._head(hidden_PD.index_select(0, micro.select_T))
-        return values_T1.sum(-1).float()  # over one value: not a view, which FSDP would have to guard
+        return values_T1.sum(-1).float()  # a sum over one value: a view would need care under FSDP
 
 
 def _backend(model: PreTrainedModel, config: TrainerConfig) -> str:

@@ -1,11 +1,10 @@
 """Log-probs and entropies from hidden states, without a full-vocabulary fp32 tensor.
 
-The head runs in pieces of some tokens. Forward keeps two numbers a token, the log of the partition sum and the entropy;
-backward makes the piece's logits again. Where memory is not to be saved (`recompute`), forward keeps the probabilities
-instead, and backward needs no logits: in half precision, rounded as their gradients are anyway, and where they are few.
-What a model does to its
-logits (bias, scaling, soft cap) is known by the keys of its config; at construction the result is compared with the
-model's own logits, and a model that does something else runs its own head, piece by piece, recomputed in backward.
+The head runs in pieces of some tokens. Forward keeps two numbers for each token, the log of the partition sum and the
+entropy; backward computes the piece's logits again. Without `recompute`, forward keeps the probabilities instead if
+they are in half precision (their gradients are rounded too) or few, and backward needs no logits. The keys of a model's
+config say how it changes its logits (bias, scaling, soft cap). At construction the result is compared with the model's
+own logits; a model that does something else runs its own head, piece by piece, recomputed in backward.
 
 Axes: T trained tokens, V the vocabulary, D the hidden size.
 """
@@ -30,15 +29,15 @@ if TYPE_CHECKING:
 
     Scores = tuple[torch.Tensor, torch.Tensor]
 
-# Bytes of probabilities that are few.
+# Most bytes of probabilities in full precision that are kept.
 _FEW = 1 << 25
-# How far two ways of computing the same logits may be apart, relative to the largest of them.
+# The tolerated distance of two computations of the same logits, relative to the largest logit.
 _ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What becomes of raw logits before the softmax: times `scale`, then bounded softly by `cap`."""
+    """The change of raw logits before the softmax: times `scale`, then bounded softly by `cap`."""
 
     scale: float = 1.0
     cap: float | None = None
@@ -51,7 +50,7 @@ class Shape:
 
 
 def shape_of(model: PreTrainedModel) -> Shape:
-    """By the keys that models have for it."""
+    """Return the shape from the keys of the model's config."""
     config = model.config.get_text_config()
     scale = (getattr(config, "logit_scale", None) or 1.0) * (getattr(config, "lm_head_multiplier", None) or 1.0)
     return Shape(
@@ -64,7 +63,7 @@ def shape_of(model: PreTrainedModel) -> Shape:
 
 
 class _Piece(NamedTuple):
-    """Some tokens, with what the head's matrix makes of their hidden states."""
+    """Some tokens with the raw logits of their hidden states."""
 
     raw_TV: torch.Tensor
     bias_V: torch.Tensor | None
@@ -73,7 +72,7 @@ class _Piece(NamedTuple):
 
 
 class _Stats(NamedTuple):
-    """Of each token: the log-prob of the target, the log of the partition sum, the entropy."""
+    """For each token the log-prob of the target, the log of the partition sum and the entropy."""
 
     logprob_T: torch.Tensor
     total_T: torch.Tensor
@@ -81,7 +80,7 @@ class _Stats(NamedTuple):
 
 
 class _Slope(NamedTuple):
-    """What backward brings for some tokens: the slopes of their log-probs, and of their entropies if those count."""
+    """The incoming gradients for some tokens: of their log-probs, and of their entropies if those have one."""
 
     logprob_T: torch.Tensor
     entropy_T: torch.Tensor | None
@@ -101,7 +100,7 @@ def _slopes(piece: _Piece, shape: Shape, stats: _Stats, slope: _Slope, dtype: to
     """The gradient with respect to the raw logits, in `dtype`."""
     shaped_TV = shape(piece.raw_TV, piece.bias_V)
     log_TV = torch.addcmul(-stats.total_T[:, None], shaped_TV, piece.temperature_T.reciprocal()[:, None])
-    # Every logit is pulled down by its probability; the target's is pushed up as well.
+    # The gradient is minus the probability for every logit, plus one for the target.
     slope_TV = (log_TV.exp() * -(_pull(log_TV, stats, slope) * _factor(log_TV, piece, shape, stats))).to(dtype)
     own_T1 = stats.logprob_T[:, None]
     push_T1 = slope.logprob_T[:, None] - own_T1.exp() * _pull(own_T1, stats, slope)
@@ -111,7 +110,7 @@ def _slopes(piece: _Piece, shape: Shape, stats: _Stats, slope: _Slope, dtype: to
 
 
 def _shares(piece: _Piece, shape: Shape, total_T: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The probabilities, in `dtype`."""
+    """Return the probabilities, in `dtype`."""
     scaled_TV = shape(piece.raw_TV, piece.bias_V) * piece.temperature_T.reciprocal()[:, None]
     return (scaled_TV - total_T[:, None]).exp().to(dtype)
 
@@ -119,7 +118,8 @@ def _shares(piece: _Piece, shape: Shape, total_T: torch.Tensor, dtype: torch.dty
 def _scaled(
     share_TV: torch.Tensor, stats: _Stats, slope: _Slope, target_T: torch.Tensor, factor_T: torch.Tensor
 ) -> torch.Tensor:
-    """As `_slopes`, from the probabilities, where only log-probs have slopes and nothing bounds the logits."""
+    """Return what `_slopes` does, from the probabilities, if only log-probs have gradients and logits are not
+    capped."""
     pull_T = slope.logprob_T * factor_T
     slope_TV = (share_TV * -pull_T[:, None]).to(share_TV.dtype)
     at_target_T = (pull_T * -torch.expm1(stats.logprob_T)).to(share_TV.dtype)
@@ -128,14 +128,14 @@ def _scaled(
 
 
 def _pull(log_TV: torch.Tensor, stats: _Stats, slope: _Slope) -> torch.Tensor:
-    """The same for all logits of a token, unless its entropy has a slope."""
+    """Return the factor of the probabilities: one for all logits of a token, unless its entropy has a gradient."""
     if slope.entropy_T is None:
         return slope.logprob_T[:, None]
     return slope.logprob_T[:, None] + slope.entropy_T[:, None] * (log_TV + stats.entropy_T[:, None])
 
 
 def _factor(log_TV: torch.Tensor, piece: _Piece, shape: Shape, stats: _Stats) -> torch.Tensor:
-    """How much a raw logit moves what the softmax sees, where the log-probs are these."""
+    """Return the derivative of the softmax's inputs by the raw logits, at these log-probs."""
     scale_T1 = (shape.scale / piece.temperature_T)[:, None]
     if shape.cap is None:
         return scale_T1
@@ -171,7 +171,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _product(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The matrix product in `dtype`; on a GPU nothing is rounded to the factors' dtype in between."""
+    """Return the matrix product in `dtype`; on a GPU without rounding to the factors' dtype in between."""
     if one.is_cuda and one.dtype is not dtype:
         return torch.mm(one, other, out_dtype=dtype)
     return (one @ other).to(dtype)
@@ -264,8 +264,8 @@ def _pieces(count: int, size: int) -> Iterator[slice]:
 class PolicyHead:
     """The head of a causal language model: from hidden states to log-probs of the targets and entropies.
 
-    The entropy has a gradient only where the recipe asks for an entropy bonus. Where the model is sharded, it must be
-    made and called where its weights are whole.
+    The entropy has a gradient only if the recipe has an entropy bonus. The head of a sharded model must be made and
+    called while its weights are gathered.
     """
 
     def __init__(self, model: PreTrainedModel, config: TrainerConfig) -> None:
@@ -300,7 +300,7 @@ class PolicyHead:
         return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
     def _own(self, hidden_TD: torch.Tensor, target_T: torch.Tensor, temperature_T: torch.Tensor) -> Scores:
-        """A piece by the model's own head, whatever that does."""
+        """Compute a piece by the model's own head."""
         logits_TV = own_logits(self._model, hidden_TD)
         wide = torch.promote_types(logits_TV.dtype, torch.float32)
         logprob_T, _, entropy_T = _stats(_Piece(logits_TV.to(wide), None, target_T, temperature_T), Shape())
@@ -308,7 +308,7 @@ class PolicyHead:
 
     @torch.no_grad()
     def _agrees(self) -> bool:
-        """Whether the model's own logits are what the keys of its config say, for small and for large hidden states."""
+        """Return whether the model's logits follow the keys of its config, for small and for large hidden states."""
         weight_VD = self._head.weight
         drawn_TD = torch.randn(4, weight_VD.shape[1], generator=torch.Generator().manual_seed(0))
         drawn_TD = (drawn_TD * torch.tensor([[0.1], [1.0], [10.0], [100.0]])).to(weight_VD.device, weight_VD.dtype)
@@ -319,17 +319,17 @@ class PolicyHead:
 
 
 def own_logits(model: PreTrainedModel, hidden_TD: torch.Tensor) -> torch.Tensor:
-    """What the model makes of these last hidden states."""
+    """Return the model's own logits of these last hidden states."""
     nothing_1T = torch.zeros(1, len(hidden_TD), dtype=torch.long, device=hidden_TD.device)
     with _standing_in(decoder(model), hidden_TD[None]):
-        # The class's own: on a sharded model the hooks of a call are at work already.
+        # The class's own forward: on a sharded model the hooks of a call already run.
         logits_1TV: torch.Tensor = type(model).forward(model, input_ids=nothing_1T, use_cache=False).logits
     return logits_1TV[0]
 
 
 @contextmanager
 def _standing_in(body: torch.nn.Module, hidden_1TD: torch.Tensor) -> Iterator[None]:
-    """Meanwhile the decoder computes nothing and answers with these."""
+    """Let the decoder return these hidden states meanwhile, without computing."""
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
     before = body.__dict__.get("forward")

@@ -1,12 +1,13 @@
-"""A role's model at work: it scores rows, and learns from them.
+"""A role's model scores rows and learns from them, for an objective: `Learner` and `Objective`.
 
-Invariants: the result of an update depends neither on parts and micro-batches nor on ranks (up to float rounding);
-gradients that are not finite are never applied (the optimizer's promise); what is raised before the first update of a
-batch leaves weights and optimizer as they were. After its first update a batch is finished whatever happens: nobody is
-asked any more whether it is still worth its time.
+The loss of an update is the sum of the objective's `loss` over its micro-batches, divided by the sum of its `count`
+over the rows of all ranks. Gradients accumulate as plain sums; the divisor is known after the last rows, and gradients
+are scaled by it before they are clipped.
 
-Gradients accumulate as plain sums; what an update is divided by is known when its last rows are in, and they are scaled
-by it before they are clipped.
+Invariants: the result of an update depends neither on parts and micro-batches nor on ranks, up to float rounding;
+gradients that are not finite are never applied (the optimizer's promise); an error before the first update of a batch
+leaves weights and optimizer as they were. After its first update a batch is always finished: `check` is not called any
+more.
 """
 
 from __future__ import annotations
@@ -19,11 +20,9 @@ import numpy as np
 import torch
 
 from rillflow.config import TrainerConfig
-from rillflow.trainer.graph.databuffer import Databuffer, joined
-from rillflow.trainer.layout import MicroBatch
+from rillflow.trainer.batches import Databuffer, joined
 from rillflow.trainer.metrics import Totals
-from rillflow.trainer.objective import Objective, Seen
-from rillflow.trainer.packing import idle, micro_batches
+from rillflow.trainer.packing import MicroBatch, idle, micro_batches
 from rillflow.trainer.parallel.peers import Peers
 from rillflow.trainer.utilisation import Work, peak
 from rillflow.weights.models import DTYPES
@@ -33,17 +32,70 @@ if TYPE_CHECKING:
 
     from rillflow.trainer.optimizer import Optimizer
 
+
+Measured = tuple[list[torch.Tensor], list[torch.Tensor]]
+Seen = tuple[MicroBatch, torch.Tensor]
+
+
+class Objective:
+    """What a model is trained for. Subclasses override `count` and `loss`, and the other methods if they need to.
+
+    `sums` and `peaks` name the values of `measure`: values that are added up, and values whose maximum is taken. With
+    `surveys` the learner first scores all micro-batches of an update without gradient, then trains for the objective
+    that `fit` returns.
+    """
+
+    sums: tuple[str, ...] = ()
+    peaks: tuple[str, ...] = ()
+    surveys: bool = False
+
+    def prepare(self, data: Databuffer) -> Databuffer:
+        """Add columns that the loss needs and no node makes."""
+        return data
+
+    def columns(self, data: Databuffer) -> list[str]:
+        """Return the columns over tokens that a micro-batch carries: by default all that nodes made."""
+        return [name for name in data.made if name.endswith("_N")]
+
+    def count(self, data: Databuffer) -> float:
+        """Return these rows' share of the loss's divisor."""
+        raise NotImplementedError
+
+    def fit(self, seen: Sequence[Seen], device: torch.device, peers: Peers) -> tuple[Objective, dict[str, float]]:
+        """Return the objective to train for, given every score of an update, and metrics of the fit."""
+        return self, {}
+
+    def loss(self, micro: MicroBatch, score_T: torch.Tensor, entropy_T: torch.Tensor | None) -> torch.Tensor:
+        """Return the sum over the micro-batch's tokens, with gradient."""
+        raise NotImplementedError
+
+    def measure(self, micro: MicroBatch, score_T: torch.Tensor, entropy_T: torch.Tensor | None) -> Measured:
+        """Return the values that `sums` and `peaks` name. Runs without gradient."""
+        return [], []
+
+    def later(self, *, again: bool) -> Objective:
+        """Return the objective of the updates after a batch's first; `again` if an earlier one had the same rows."""
+        return self
+
+    def values(self, sums: dict[str, float], peaks: dict[str, float], tokens: int) -> dict[str, float]:
+        """Return metrics from the measurements of all ranks over `tokens` trained tokens."""
+        return {}
+
+
+# ---------------------------------------------------------------- a model that learns
+
+
 Forward = Callable[[MicroBatch], torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
 
 
-def _go_on() -> None:
-    """Nothing abandons the step."""
+def _no_check() -> None:
+    """Never abandon the step."""
 
 
 class Learner:
-    """A model, how it is run, and its optimizer: None for a model that only scores.
+    """A model with its forward function and its optimizer, which is None for a model that only scores.
 
-    `forward` gives the scores of a micro-batch's trained tokens, a policy's also their entropies.
+    `forward` returns the scores of a micro-batch's trained tokens; that of a policy returns their entropies too.
     """
 
     def __init__(  # noqa: PLR0917 all of a role, in the order it is made
@@ -72,12 +124,12 @@ class Learner:
     # ------------------------------------------------------------ scoring
 
     @torch.no_grad()
-    def infer(self, data: Databuffer, check: Callable[[], None] = _go_on) -> npt.NDArray[np.float32]:
-        """The score of every trained token, 0 elsewhere."""
+    def infer(self, data: Databuffer, check: Callable[[], None] = _no_check) -> npt.NDArray[np.float32]:
+        """Return the score of every trained token, 0 elsewhere, without gradient."""
         score_N = np.zeros(len(data.rows.tokens_N), np.float32)
         started = time.perf_counter()
         scored = [(micro.source_T, self._scores(micro)[0], real) for micro, real in self._micros(data, (), check)]
-        for source_T, score_T, real in scored:  # only now: to read one waits for all that the device has still to do
+        for source_T, score_T, real in scored:  # reading a score waits for the device, so this comes last
             if real:
                 score_N[source_T] = score_T.float().cpu().numpy()
         self._busy += time.perf_counter() - started
@@ -89,24 +141,24 @@ class Learner:
         self,
         parts: Iterable[Databuffer],
         objective: Objective,
-        check: Callable[[], None] = _go_on,
+        check: Callable[[], None] = _no_check,
         *,
         order: Sequence[int] = (0,),
     ) -> dict[str, float]:
-        """Learn from a batch, each part as soon as `parts` yields it, where it is one update; returns its metrics.
+        """Learn from a batch and return its metrics. With one update, each part is used as soon as `parts` yields it.
 
-        `order` is the seed by which mini-batches are drawn: the same on all ranks, another one for each step.
-        `check` is called before every micro-batch and before the first update, and not after it.
+        `order` is the seed of the mini-batches: the same on all ranks, another one for each step. `check` is called
+        before every micro-batch and before the first update, and not after it.
         """
         tally = _Tally(Totals(objective.sums, objective.peaks, self._device))
         for number, update in enumerate(self._updates(parts, order)):
             wanted = objective.later(again=number >= self._config.updates) if number else objective
-            self._update(update, wanted, tally, _go_on if number else check)
+            self._update(update, wanted, tally, _no_check if number else check)
         return self._metrics(objective, tally)
 
     def _updates(self, parts: Iterable[Databuffer], order: Sequence[int]) -> Iterator[Iterable[Databuffer]]:
-        """The rows of each update. Mini-batches are of whole groups, drawn anew in each epoch by the groups' places in
-        the batch, so that they are the same whichever ranks hold their rows."""
+        """Yield the rows of each update. Mini-batches consist of whole groups. Each epoch draws them again, by the
+        groups' places in the batch, so they do not depend on which ranks hold the rows."""
         config = self._config
         if config.updates * config.epochs == 1:
             yield parts
@@ -148,7 +200,7 @@ class Learner:
 
     @torch.no_grad()
     def _survey(self, parts: Sequence[Databuffer], objective: Objective, check: Callable[[], None]) -> list[Seen]:
-        """All scores of an update under the weights as they are, before any gradient."""
+        """Score all micro-batches of an update under the current weights, before any gradient."""
         started = time.perf_counter()
         seen = [
             (micro, self._scores(micro)[0], real)
@@ -161,7 +213,7 @@ class Learner:
     def _accumulate(
         self, data: Databuffer, objective: Objective, tally: _Tally, check: Callable[[], None]
     ) -> torch.Tensor:
-        """Add the gradients of these rows, micro-batch by micro-batch; their loss, not yet divided."""
+        """Add the gradients of these rows, micro-batch by micro-batch; return their loss, not yet divided."""
         started = time.perf_counter()
         summed = torch.zeros((), dtype=torch.float64, device=self._device)
         for micro, real in self._micros(data, objective.columns(data), check):
@@ -178,7 +230,7 @@ class Learner:
         return summed
 
     def _metrics(self, objective: Objective, tally: _Tally) -> dict[str, float]:
-        """Means over the updates, but for what was skipped, which adds up, and the last learning rate."""
+        """Return means over the updates, the sum of skipped ones and the last learning rate."""
         updates = tally.updates
         names = sorted({name for update in updates for name in update})
         of = {name: float(np.mean([update[name] for update in updates if name in update])) for name in names}
@@ -198,8 +250,8 @@ class Learner:
     def _micros(
         self, data: Databuffer, columns: Sequence[str], check: Callable[[], None]
     ) -> Iterator[tuple[MicroBatch, bool]]:
-        """The micro-batches of these rows; where the model is sharded, all ranks run as many as the one with the most,
-        idle ones (False) to fill up."""
+        """Yield the micro-batches of these rows. With a sharded model all ranks run as many as the rank with the most:
+        the others add idle ones (False)."""
         config = self._config
         makers = micro_batches(
             data,
@@ -227,7 +279,7 @@ class Learner:
 
 
 class _Tally:
-    """What adds up over the updates of a batch."""
+    """Sums over the updates of a batch."""
 
     def __init__(self, totals: Totals) -> None:
         self.totals = totals

@@ -1,29 +1,30 @@
-"""The trainer's loop: join, then lease, step, commit, publish, and a checkpoint every so often.
+"""The trainer's loop: join, then lease, step, commit, publish, and a checkpoint every few steps.
 
-Order is what makes a kill at any moment safe:
+The order of actions makes a kill at any moment safe:
 
 1. A version is committed with its batch, then published from a copy of the weights while the next step computes. Its
-   publication has ended before the next version is committed, so the ledger is at most one version ahead of the store.
-   Nobody minds: nodes follow the store's head, and one that hears of a version that is not there yet goes on with what
-   it has as far as the staleness bound allows (with bound 0 it waits). Samples of a version come after its publication,
-   and so after its commit.
-2. The last version of a run is published before it is committed: the commit that ends a run must not be followed by
-   anything that a kill could take away. So is every version when `publish_delay` is 0, and where `publish_first` says
-   so: nodes must have it before they may sample on, or any commit may be the last.
-3. A checkpoint of a version is begun after that version is committed, so a trainer never restarts from weights that
+   publication ends before the next version is committed, so the ledger is at most one version ahead of the store. That
+   is harmless: nodes follow the store's head, and a node that learns of an unpublished version continues with its own
+   as far as the staleness bound allows (with bound 0 it waits). Samples of a version follow its publication, and so its
+   commit.
+2. The last version of a run is published before it is committed, because a kill after the last commit must lose
+   nothing. With `publish_delay` 0 or `publish_first` every version is: nodes may need it before they sample, or any
+   commit may be the last.
+3. The checkpoint of a version begins after that version is committed, so a trainer never restarts from weights that
    the ledger does not know. It may be durable before its version is published.
-4. A restart takes the newest valid checkpoint c, publishes c if the store has not got it whole, joins with c (the
-   ledger returns what was committed after c), rewinds the store to c (later versions become orphans) and goes on above
-   the highest number that store or ledger has ever seen.
+4. A restart loads the newest valid checkpoint c, publishes c if the store lacks it, joins with c (the ledger returns
+   the batches committed after c), rewinds the store to c (later versions become orphans) and continues above the
+   highest number that store or ledger has ever seen.
 
-What fails in the background (a full disk) ends the process before the next commit; nothing of it is visible.
+An error in the background (a full disk) ends the process before the next commit; nothing of it is visible.
 
-A batch that was leased and not committed returns to the stream by itself. One that is lost or cannot be read before
-its update is abandoned, and another is leased. When a commit finds the lease lost, or the answer to it is lost for
-good, this process's weights are on no line: the error ends the process, and its supervisor starts it again at step 4.
+A batch that was leased and not committed returns to the stream. A batch that is lost or cannot be read before its
+update is abandoned, and another is leased. If a commit fails because the lease is lost, or its answer never arrives,
+this process's weights are not part of the lineage: the error ends the process, and its supervisor starts it again at
+step 4.
 
-Every rank runs this loop, with the same decisions in the same order. Rank 0 alone speaks to the ledger and publishes
-(of a sharded model, what all ranks have written); what it finds wrong there ends all.
+Every rank runs this loop, with the same decisions in the same order. Only rank 0 talks to the ledger and publishes (of
+a sharded model, the files that all ranks have written). An error there ends all ranks.
 """
 
 from __future__ import annotations
@@ -43,17 +44,15 @@ from rillflow.contracts import Clock, Generator, SystemClock
 from rillflow.errors import LeaseLost, RillflowError, RunError
 from rillflow.storage import startup
 from rillflow.storage.spans import NoSpans, Spans
+from rillflow.trainer.batches import Part
 from rillflow.trainer.checkpoint import Checkpoints, State, random_state, restore_random
-from rillflow.trainer.graph.databuffer import Part
-from rillflow.trainer.parallel.peers import Alone, Peers
-from rillflow.trainer.parallel.publication import ShardPublisher
-from rillflow.trainer.parts import Parts, RunOver, Stopped
-from rillflow.trainer.profiling import StepProfiler
-from rillflow.trainer.publisher import Publisher, Retention
-from rillflow.trainer.stream import Stream
+from rillflow.trainer.parallel.peers import Alone, Peers, RunOver, Stopped
+from rillflow.trainer.process import StepProfiler
+from rillflow.trainer.publisher import Publisher, Retention, ShardPublisher
+from rillflow.trainer.stream import Parts, StepRecord, Stream
 from rillflow.types import KeptTokens
 from rillflow.weights import FolderStore
-from rillflow.weights.adapters import Adapter
+from rillflow.weights.codec import Adapter
 
 if TYPE_CHECKING:
     from rillflow.contracts import Tensors
@@ -62,31 +61,31 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Batches in a row that may be abandoned: whatever takes them away or damages them does not pass by itself.
+# Consecutive batches that may be abandoned; after that the cause is considered permanent.
 MOST_ABANDONED = 8
-# Built here: msgspec crashes where several threads decode a type for the first time.
+# Built at import: msgspec crashes if several threads decode a type for the first time.
 _KEPT = msgspec.msgpack.Decoder(list[KeptTokens])
 
 
 class Trained(Protocol):
-    """What the loop asks of a worker (`graph.worker`)."""
+    """The part of a worker (`graph.worker`) that the loop uses."""
 
     steps: int
-    generates: bool  # whether its graph asks this trainer's own engine for samples, where it has one
-    kept: list[KeptTokens]  # what the last step tells of episodes that the run may keep, of this rank's rows
+    generates: bool  # whether its graph asks this trainer's own engine for samples
+    kept: list[KeptTokens]  # values of the last step for episodes that the run may keep, of this rank's rows
 
     def step(
         self, parts: Iterable[Part], check: Callable[[], None], publish: Callable[[], None]
     ) -> dict[str, float]: ...
 
     def weights(self, dtype: torch.dtype) -> Tensors:
-        """Whole tensors, at least on rank 0. All ranks call it together."""
+        """Return whole tensors, at least on rank 0. All ranks call it together."""
 
     def shards(self, dtype: torch.dtype) -> Shards:
-        """What this rank has of the weights of a sharded model. All ranks call it together."""
+        """Return this rank's part of a sharded model's weights. All ranks call it together."""
 
     def adapter(self) -> Adapter | None:
-        """The trained adapter of a LoRA policy, which every rank has; None of any other."""
+        """Return the adapter of a LoRA policy, which every rank has; None for any other policy."""
 
     def masters(self) -> Tensors: ...
 
@@ -95,8 +94,8 @@ class Trained(Protocol):
     def restore(self, masters: Tensors, moments: Tensors, steps: int) -> None: ...
 
 
-def _unproven() -> None:
-    """Versions have no probe."""
+def _no_probe() -> None:
+    """Return no probe."""
 
 
 @dataclass(frozen=True)
@@ -107,12 +106,13 @@ class StepReport:
 
 
 class TrainerLoop:
-    """Runs until the dataflow service has no more batches, or `stop` says so.
+    """Runs until the dataflow service has no more batches, or `stop` returns True.
 
-    `in_use` are the versions that live nodes serve, `wanted` those to be kept besides; `published` hears of every
-    change of the store. A `generator` samples while a batch is waited for, if the worker's graph generates. With
-    `shard_deltas` the ranks of a sharded model publish together; otherwise rank 0 does. `probe` makes the probe of the
-    weights as they are; all ranks call it together. `spans` hear when it trains. A `profiler` looks at some steps.
+    `in_use` returns the versions that live nodes serve, `wanted` those that evaluations want kept; `published` is
+    called after every change of the store. A `generator` samples while the loop waits for a batch, if the worker's
+    graph generates. With `shard_deltas` the ranks of a sharded model publish together; otherwise rank 0 does. `probe`
+    makes the probe of the current weights; all ranks call it together. `spans` record when it trains. A `profiler`
+    profiles some steps.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class TrainerLoop:
         wanted: Callable[[], Collection[int]] = tuple,
         published: Callable[[], None] = lambda: None,
         shard_deltas: bool = False,
-        probe: Callable[[], Probe | None] = _unproven,
+        probe: Callable[[], Probe | None] = _no_probe,
         spans: Spans | None = None,
         profiler: StepProfiler | None = None,
     ) -> None:
@@ -158,7 +158,7 @@ class TrainerLoop:
         self._clock = clock or SystemClock()
         self._generator = generator if generator is not None and worker.generates else None
         self._probe = probe
-        self._proof: Probe | None = None  # the probe of the weights as they are
+        self._proof: Probe | None = None  # the probe of the current weights
         self._spans = spans or NoSpans()
         self._profiler = profiler
         self._delayed = config.publish_delay > 0 and not publish_first
@@ -168,7 +168,7 @@ class TrainerLoop:
         self._abandoned = 0
 
     def run(self) -> bool:
-        """Whether it has done what there was to do: False when somebody has stopped it, or another rank."""
+        """Train to the end; return False if this rank or another was stopped."""
         self._begin()
         startup.ready()
         try:
@@ -180,12 +180,12 @@ class TrainerLoop:
             self._checkpoints.close()
             raise
         if self._generator is not None and not stopped:
-            # For the evaluation after the last step, until the run has ended.
+            # The engine serves the evaluation after the last step, until the run has ended.
             self._generator.begin(self._weights(), self._version, self._proof)
         return not stopped
 
     def _train(self) -> bool:
-        """Step after step; whether somebody has stopped it."""
+        """Make steps until the end; return whether the trainer was stopped."""
         try:
             while self._wants_more() and self._train_next():
                 pass
@@ -199,7 +199,7 @@ class TrainerLoop:
         return self._stop()
 
     def _wants_more(self) -> bool:
-        """A policy that has done its steps is finished, though the run goes on while others have not."""
+        """Return whether steps are left. A policy may finish before the others of its run."""
         return not self._stop() and self._worker.steps < self._config.steps
 
     def _weights(self) -> Tensors:
@@ -208,7 +208,7 @@ class TrainerLoop:
     # ------------------------------------------------------------ start and end
 
     def _begin(self) -> None:
-        """Restore, take over the line and learn which version number comes next."""
+        """Restore the checkpoint, take over the lineage and learn the next version number."""
         startup.doing("reading the last checkpoint")
         self._version = self._saved = self._restore()
         startup.doing("publishing the first weights" if self._version == 0 else "taking up the published weights")
@@ -228,16 +228,16 @@ class TrainerLoop:
 
     def _take_over(self, weights: Tensors) -> None:
         if self._store.highest() < self._version:
-            # A store without this version's number: a new run, one whose weights were removed, or one that was ended
-            # between a checkpoint and the publication of its version.
+            # The store lacks this version: the run is new, its weights were removed, or it ended between a checkpoint
+            # and the publication of its version.
             self._store.publish(weights, self._version, parent=None, probe=self._proof)
         else:
             self._store.mend(weights, self._version, self._proof)
         joined = self._stream.join(self._version, self._store.highest())
         if joined.version != self._version:
             raise RunError(
-                f"the ledger stands at version {joined.version}, the checkpoint at {self._version}",
-                "checkpoints and ledger are of different runs: resume with the run's own folder",
+                f"the ledger is at version {joined.version}, the checkpoint at {self._version}",
+                "checkpoints and ledger belong to different runs: resume with the run's own folder",
             )
         orphaned = self._store.rewind(self._version)
         self._next = max(self._store.highest(), joined.highest) + 1
@@ -245,7 +245,7 @@ class TrainerLoop:
         log.info("from version %d; orphaned %s; next version %d", self._version, orphaned, self._next)
 
     def _on_first(self, action: Callable[[], None]) -> None:
-        """What rank 0 does for all; if it fails, all raise."""
+        """Run an action on rank 0 only; if it fails, all ranks raise."""
         error: Exception | None = None
         if self._peers.rank == 0:
             try:
@@ -255,7 +255,7 @@ class TrainerLoop:
         self._peers.agree(error)
 
     def _end(self) -> None:
-        """Nothing is left to be written."""
+        """Write everything that is not written yet."""
         self._publisher.finish()
         if self._version != self._saved:
             self._checkpoint()
@@ -266,7 +266,7 @@ class TrainerLoop:
     # ------------------------------------------------------------ one step
 
     def _train_next(self) -> bool:
-        """One step, or an attempt at one; False when there will be no more batches."""
+        """Make one step, or try to; return False if there will be no more batches."""
         self._publisher.check()
         self._checkpoints.check()
         parts = Parts(
@@ -295,24 +295,24 @@ class TrainerLoop:
         return True
 
     def _check(self) -> None:
-        """Between two micro-batches: whether the step is still worth its time."""
+        """Raise between two micro-batches if the step should be abandoned."""
         if self._stop():
             raise Stopped
         self._stream.check()
 
     def _abandon(self, parts: Parts, error: RillflowError) -> None:
-        """Give the batch up, its gradients are gone already; the next attempt leases another."""
+        """Abandon the batch, whose gradients are already dropped; the next attempt leases another."""
         self._stream.abandon()
         self._abandoned += 1
-        log.warning("batch %s is abandoned: %s", parts.batch.id, error)
+        log.warning("abandoned batch %s: %s", parts.batch.id, error)
         if self._abandoned > MOST_ABANDONED:
             raise RunError(
                 f"{self._abandoned} batches in a row were lost or damaged, the last one: {error.message}",
-                "check the disks and logs of the storage units; `rillflow audit` names what was set aside",
+                "check the disks and logs of the storage units; `rillflow audit` names the rows that were lost",
             ) from error
 
     def _take(self) -> None:
-        """Copy what the step has made, for publication, and what engines must reproduce of it."""
+        """Copy the new weights for publication and make their probe."""
         adapter, probe = self._worker.adapter(), self._probe()
         self._proof = probe
         if self._shards is not None:
@@ -321,15 +321,15 @@ class TrainerLoop:
             weights = self._weights()
             if self._peers.rank == 0:
                 self._publisher.take(weights, probe)
-        elif self._peers.rank == 0:  # a LoRA policy is whole on every rank: nobody else needs to take part
+        elif self._peers.rank == 0:  # a LoRA policy is whole on every rank, so the others need not take part
             self._publisher.take_adapter(adapter, self._weights, probe)
 
     def _finish(self, parts: Parts, metrics: dict[str, float], started: float) -> None:
-        """Commit the batch, publish what was taken and write down what is due."""
+        """Commit the batch, publish the copied weights and write a checkpoint if one is due."""
         version = self._next
-        kept = self._told_by_all()
+        kept = self._kept_by_all()
         if self._shards is not None and self._peers.rank > 0:
-            # Before the commit, as rank 0 may wait for it there; without it, what is written is never sealed.
+            # Before the commit, because rank 0 may wait for it there. Without a commit the files are never sealed.
             self._shards.begin(version, self._version)
         self._on_first(lambda: self._commit_and_publish(parts, version, metrics, started, kept))
         self._version = version
@@ -338,13 +338,13 @@ class TrainerLoop:
             self._checkpoint()
         self._report(StepReport(step=self._worker.steps, version=version, metrics=metrics))
 
-    def _told_by_all(self) -> list[KeptTokens]:
-        """What all ranks tell of the step's episodes, on rank 0."""
+    def _kept_by_all(self) -> list[KeptTokens]:
+        """Gather the values of kept episodes of all ranks on rank 0."""
         if self._peers.size == 1:
             return self._worker.kept
         nothing = [b""] * (self._peers.size - 1)
-        told = self._peers.exchange([msgspec.msgpack.encode(self._worker.kept), *nothing])
-        return [one for said in told if said for one in _KEPT.decode(said)]
+        messages = self._peers.exchange([msgspec.msgpack.encode(self._worker.kept), *nothing])
+        return [one for message in messages if message for one in _KEPT.decode(message)]
 
     def _commit_and_publish(
         self, parts: Parts, version: int, metrics: dict[str, float], started: float, kept: list[KeptTokens]
@@ -353,13 +353,15 @@ class TrainerLoop:
         if first:
             self._publisher.publish(version, self._version)
         self._stream.commit(
-            parts.batch,
-            version,
-            metrics,
-            step=self._clock.monotonic() - started - parts.waited,
-            wait=parts.opening + parts.waited,
-            restorable=min(self._checkpoints.versions(), default=0),
-            kept=kept,
+            StepRecord(
+                batch=parts.batch,
+                version=version,
+                metrics=metrics,
+                step_seconds=self._clock.monotonic() - started - parts.waited,
+                wait_seconds=parts.opening + parts.waited,
+                restorable=min(self._checkpoints.versions(), default=0),
+                kept=kept,
+            )
         )
         if not first:
             self._publisher.begin(version, self._version)

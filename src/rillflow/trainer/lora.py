@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rillflow.errors import ConfigError
-from rillflow.weights.adapters import A, Adapter, B, merged
+from rillflow.weights.codec import LORA_A, LORA_B, Adapter, merged
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,18 +26,19 @@ _BASE = ".base_layer."
 
 
 def wrap(model: PreTrainedModel, config: LoraConfig, seed: int = 0) -> None:
-    """Give the model's linear layers adapters that change nothing yet, and freeze all else. In place."""
+    """Add adapters without effect to the model's linear layers and freeze all other parameters. In place."""
     peft = _peft()
     model.requires_grad_(False)
     wanted = peft.LoraConfig(
         r=config.rank, lora_alpha=config.alpha, target_modules=config.targets, init_lora_weights=False
     )
     try:
-        with warnings.catch_warnings(action="ignore"):  # what it warns of is refused below
+        with warnings.catch_warnings(action="ignore"):  # `_check` refuses what peft warns about
             peft.inject_adapter_in_model(wanted, model, _NAME)
     except ValueError as error:
         raise ConfigError(
-            f"no adapters for this model: {error}", "trainer.lora.targets are names of its linear layers, or all-linear"
+            f"this model cannot have adapters: {error}",
+            "trainer.lora.targets are names of linear layers, or all-linear",
         ) from error
     _check(model)
     _begin(model, seed)
@@ -45,7 +46,7 @@ def wrap(model: PreTrainedModel, config: LoraConfig, seed: int = 0) -> None:
 
 @contextmanager
 def adapters_off(model: PreTrainedModel) -> Iterator[None]:
-    """Meanwhile the model is the one that it was made from; one without adapters stays as it is."""
+    """Disable the adapters of a model meanwhile; without adapters nothing changes."""
     layers = [layer for _, layer in _layers(model)]
     for layer in layers:
         layer.enable_adapters(False)
@@ -57,16 +58,16 @@ def adapters_off(model: PreTrainedModel) -> Iterator[None]:
 
 
 def adapter(model: PreTrainedModel, config: LoraConfig) -> Adapter:
-    """The adapters as they are now, not copied, named by the weights that they change."""
+    """Return the current adapters, not copied, named by the weights that they change."""
     tensors: dict[str, torch.Tensor] = {}
     for name, layer in _layers(model):
-        tensors[f"{name}.weight{A}"] = layer.lora_A[_NAME].weight.detach()
-        tensors[f"{name}.weight{B}"] = layer.lora_B[_NAME].weight.detach()
+        tensors[f"{name}.weight{LORA_A}"] = layer.lora_A[_NAME].weight.detach()
+        tensors[f"{name}.weight{LORA_B}"] = layer.lora_B[_NAME].weight.detach()
     return Adapter(tensors, config.rank, config.alpha)
 
 
 def merged_weights(model: PreTrainedModel, config: LoraConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The weights under the names of the model without adapters, as a reader makes them of a published adapter."""
+    """Return the merged weights under the names of the model without adapters, as readers of a published adapter do."""
     cast: dict[int, torch.Tensor] = {}
     base: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -81,18 +82,18 @@ def _layers(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
 
 
 def _check(model: PreTrainedModel) -> None:
-    """A merged weight is W + scale * B A: other kinds of layers would need other formulas."""
+    """Refuse layers whose merged weight is not W + scale * B A."""
     tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
     for name, layer in _layers(model):
         if type(layer.get_base_layer()) is not torch.nn.Linear:
-            raise ConfigError(f"{name} is no linear layer", "take it out of trainer.lora.targets")
+            raise ConfigError(f"{name} is not a linear layer", "remove it from trainer.lora.targets")
         if tied and layer is model.get_output_embeddings():
-            raise ConfigError(f"{name} shares its weight with the embedding", "take it out of trainer.lora.targets")
+            raise ConfigError(f"{name} shares its weight with the embedding", "remove it from trainer.lora.targets")
 
 
 @torch.no_grad()
 def _begin(model: PreTrainedModel, seed: int) -> None:
-    """A as peft draws it, but the same on every device and rank; B is zero."""
+    """Draw A as peft does, but equal on every device and rank; set B to zero."""
     generator = torch.Generator().manual_seed(seed)
     for _, layer in _layers(model):
         low, high = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight

@@ -1,6 +1,6 @@
-"""Wires a trainer: worker, weight store, checkpoints, the stream of batches, health and metrics.
+"""Builds and runs a trainer: worker, weight store, checkpoints, the stream of batches, health and metrics.
 
-The loop computes in the process's main thread; everything that speaks HTTP lives in a thread of its own.
+The loop computes in the process's main thread; everything that uses HTTP runs in a separate thread.
 """
 
 from __future__ import annotations
@@ -27,26 +27,23 @@ from rillflow.contracts import Generator
 from rillflow.errors import WireError
 from rillflow.storage import read_json, startup, write_json
 from rillflow.storage.spans import Spans
-from rillflow.trainer.aside import MakesRoom
-from rillflow.trainer.batches import columns_of
+from rillflow.trainer.batches import columns_of, staged_columns
 from rillflow.trainer.checkpoint import Checkpoints
 from rillflow.trainer.graph.builtin import Mode
-from rillflow.trainer.graph.worker import build_worker
 from rillflow.trainer.loop import StepReport, TrainerLoop
-from rillflow.trainer.parallel.address import Place
+from rillflow.trainer.offload import OffloadingGenerator
+from rillflow.trainer.parallel.distributed import connect, device_of
+from rillflow.trainer.parallel.launch import Place
 from rillflow.trainer.parallel.peers import Peers
-from rillflow.trainer.parallel.ranks import RankStream
-from rillflow.trainer.parallel.rendezvous import connect, device_of
-from rillflow.trainer.process import prepare_torch, stops_on_signal
-from rillflow.trainer.profiling import StepProfiler
-from rillflow.trainer.staged import staged_columns
-from rillflow.trainer.stream import RemoteStream, Stream
+from rillflow.trainer.process import StepProfiler, prepare_torch, stops_on_signal
+from rillflow.trainer.remote_stream import RemoteStream
+from rillflow.trainer.roles import build_worker
+from rillflow.trainer.stream import RankStream, Stream
 from rillflow.weights import FolderStore
 from rillflow.weights.delta.ahead import Ahead
+from rillflow.weights.manifest import key_of
 from rillflow.weights.models import DTYPES
-from rillflow.weights.signing import key_of
-from rillflow.weights.transport.serve import WeightService
-from rillflow.weights.transport.shelf import FolderShelf
+from rillflow.weights.transport.serve import FolderShelf, WeightService
 from rillflow.weights.transport.upload import uploader
 from rillflow.wire import Client, LoopThread, Service
 from rillflow.wire.collecting import keep_what_is_there
@@ -62,8 +59,8 @@ _SERVED = "weights_server.json"
 
 @dataclass(frozen=True)
 class Access:
-    """What a trainer holds of a run's secrets: the trainer's `token`, the `keyring` that tells who may call it, and the
-    `key` that signs weights."""
+    """A trainer's secrets: its own `token`, the `keyring` of those who may call it, and the `key` that signs
+    weights."""
 
     token: str
     keyring: Keyring
@@ -71,7 +68,7 @@ class Access:
 
     @classmethod
     def of_run(cls, token: str) -> Access:
-        """From the run's own token, the operator's."""
+        """Derive the secrets from the run's own token, the operator's."""
         return cls(scoped_token(token, "trainer"), Keyring.of_run(token), key_of(scoped_token(token, "node")))
 
 
@@ -89,14 +86,13 @@ def run_trainer(
     serve: str | None = None,
     patience: float = math.inf,
 ) -> bool:
-    """Train `policy` until the run has no more batches, or False when SIGTERM came first, to this rank or to another.
+    """Train `policy` until the run has no more batches; return False if SIGTERM came first, on any rank.
 
-    `on_ready` gets the URL of the metrics. A `generator` samples in this process while no
-    step computes. Any error ends the trainer; started again, it goes on from its last checkpoint. Of several ranks each
-    runs this at its own `place`; rank 0 speaks for all of them. If one has a `generator`, all have: their decisions
-    must be the same. `spans` hear what this worker does. A trainer whose `folder` nobody else sees has an address to
-    `serve` its weights at; it stays for those who fetch them until the run has ended, or has not answered for
-    `patience` seconds.
+    `on_ready` gets the URL of the metrics. A `generator` samples in this process while no step computes. Any error ends
+    the trainer; a restarted trainer continues from its last checkpoint. Each of several ranks runs this at its own
+    `place`; rank 0 talks to the services. Either all ranks have a `generator` or none: their decisions must be the
+    same. `spans` record what this worker does. A trainer whose `folder` is not shared serves its weights at the address
+    `serve`; it stays until the run has ended, or has not answered for `patience` seconds.
     """
     stop = threading.Event()
     place = place or Place()
@@ -118,7 +114,7 @@ def run_trainer(
             folder,
             _stream(recipe, policy, wire, peers, stop=stop.is_set, own_samples=generator is not None),
             peers,
-            # Several ranks stop together: their stream tells them when.
+            # Several ranks stop together, through their stream.
             stop=stop.is_set if peers.size == 1 else _never,
             report=Gauges(wire.service.registry, policy),
             generator=generator,
@@ -136,13 +132,13 @@ def run_trainer(
 
 
 class _Wire:
-    """What speaks HTTP, in a thread of its own."""
+    """The HTTP clients and services of a trainer, in a separate thread."""
 
     def __init__(self, dataflow_url: str, access: Access, policy: str) -> None:
         self._policy = policy
         self._keyring = access.keyring
         self._weights: WeightService | None = None
-        self.weights_url = ""  # where this process serves its weights, if it does
+        self.weights_url = ""  # set if this process serves its weights
         self.thread = LoopThread("trainer-wire")
         self.service = Service(f"trainer-{policy}", access.keyring)
         self.dataflow = DataflowClient(Client(dataflow_url, access.token, peer="dataflow"))
@@ -158,17 +154,19 @@ class _Wire:
             on_ready(url)
 
     def serve_weights(self, root: Path, host: str) -> None:
-        """For nodes: they hear where from the dataflow service, which is told when the trainer joins. A trainer that
-        comes back listens where it did before: nodes look for it there."""
+        """Serve weights to nodes, which learn the address from the dataflow service after the trainer has joined.
+
+        A restarted trainer listens at the same port, where nodes look for it.
+        """
         known = root.parent / _SERVED
         port = urlsplit(str(read_json(known)["url"])).port if known.is_file() else 0
         self._weights = WeightService(FolderShelf(root), self._keyring)
         self.weights_url = self.thread.run(self._weights.start(host, port or 0), _CALL)
         write_json(known, {"url": self.weights_url})
-        log.info("weights are served at %s", self.weights_url)
+        log.info("serving weights at %s", self.weights_url)
 
     def wait_for_end(self, stop: threading.Event, patience: float) -> None:
-        """Wait until the run has ended: those who evaluate the last version still fetch it."""
+        """Wait until the run has ended: evaluations of the last version still fetch it."""
         heard = time.monotonic()
         log.info("trained; serving weights until the run has ended")
         while not stop.wait(_LOOK):
@@ -182,11 +180,11 @@ class _Wire:
                     return
 
     def versions_in_use(self) -> list[int]:
-        """Those that live nodes serve."""
+        """Return the versions that live nodes serve."""
         return self.thread.run(self.dataflow.versions_in_use(self._policy), _CALL)
 
     def versions_wanted(self) -> list[int]:
-        """Those that evaluations want kept."""
+        """Return the versions that evaluations want kept."""
         return self.thread.run(self.dataflow.versions_wanted(self._policy), _CALL)
 
     def __exit__(self, *_: object) -> None:
@@ -210,8 +208,8 @@ def _stream(
         policy=policy,
         incarnation=peers.first(uuid.uuid4().hex.encode()).decode(),
         groups=settings.batch_groups,
-        # Which groups come together depends on timing, and with them the rounding of their sum. Who samples by
-        # itself would stop for every part.
+        # Whole batches in deterministic mode: the groups of a part depend on timing, and the rounding of their sum on
+        # the groups. A trainer that samples itself would stop sampling for every part.
         least=0 if recipe.runtime.deterministic or own_samples else settings.stream_groups,
         columns=columns_of(settings),
         staged=staged,
@@ -244,13 +242,13 @@ def build_loop(
     generator: Generator | None = None,
     spans: Spans | None = None,
 ) -> TrainerLoop:
-    """The loop of a policy on its part of the run folder."""
+    """Build the loop of a policy on its part of the run folder."""
     settings = recipe.policies[policy]
     prepare_torch(recipe.seed, recipe.runtime.threads, deterministic=recipe.runtime.deterministic)
     device = device_of(settings.trainer.device, peers.rank)
     worker = build_worker(recipe, policy, peers, device=device, mode=_mode(recipe, generator))
     if generator is not None and recipe.resources.memory == "release":
-        generator = MakesRoom(generator, worker.optimizers(), folder)
+        generator = OffloadingGenerator(generator, worker.optimizers(), folder)
     return TrainerLoop(
         stream,
         worker,
@@ -277,7 +275,7 @@ def build_loop(
 
 
 def _mode(recipe: Recipe, generator: Generator | None) -> Mode:
-    """What this trainer does, which may differ from the recipe: tags change at run time."""
+    """Return this trainer's mode, which may differ from the recipe's because tags change at run time."""
     if generator is None:
         return "asynchronous"
     return "multiplexed" if recipe.mode == "asynchronous" else recipe.mode
@@ -291,13 +289,15 @@ def _sharded(recipe: Recipe, policy: str, peers: Peers) -> bool:
 def _opened(
     recipe: Recipe, policy: str, folder: Path, key: bytes, peers: Peers
 ) -> Iterator[tuple[FolderStore, Callable[[], None]]]:
-    """The policy's store, and what to call when it has changed: rank 0 copies it to the object store that the recipe
-    names, if any. The last versions get some time at the end."""
+    """Open the policy's store; yield it with a function to call after changes.
+
+    Rank 0 copies the store to the recipe's object store, if any, and waits for the last versions at the end.
+    """
     settings, deltas = recipe.policies[policy].weights, recipe.policies[policy].writes_deltas
     store = FolderStore(
         folder / "weights" / policy,
         key,
-        # The ranks of a sharded model find out themselves what has changed.
+        # The ranks of a sharded model find their changes themselves.
         deltas=deltas and not _sharded(recipe, policy, peers),
         fingerprints=deltas,
         snapshot_every=settings.snapshot_every,
@@ -312,26 +312,29 @@ def _opened(
 
 
 def _ready(recipe: Recipe, policy: str, peers: Peers) -> Callable[[], bool]:
-    """Whether deltas can be made at once: what makes them is compiled while the model is loaded and samples come."""
+    """Return a function that says whether the delta encoder is compiled. That happens while the model is loaded."""
     settings = recipe.policies[policy]
     return Ahead(DTYPES[settings.engine.dtype], device_of(settings.trainer.device, peers.rank)).ready
 
 
 def _nothing() -> None:
-    """Nobody copies."""
+    """Do nothing."""
 
 
 def _publishes_first(recipe: Recipe, policy: str, generator: Generator | None) -> bool:
-    """Where a delay would gain nothing, because nodes may not sample on before they have the new weights; and where any
-    commit may be the last, because prompts run out or the target is reached. Where every trainer samples by itself
-    nobody waits for the store."""
+    """Return whether versions are published before they are committed.
+
+    They are if a delay would gain nothing, because nodes must have the new weights before they sample; and if any
+    commit may be the last, because prompts run out or the target is reached. In colocated mode trainers do not wait for
+    the store.
+    """
     alone = generator is not None and recipe.mode == "colocated"
     may_end = recipe.data.epochs is not None or recipe.evaluation.target is not None
     return (recipe.staleness(policy) == 0 and not alone) or may_end
 
 
 class Gauges:
-    """The last step's metrics, as Prometheus gauges."""
+    """Shows the last step's metrics as Prometheus gauges."""
 
     def __init__(self, registry: CollectorRegistry, policy: str) -> None:
         self._registry = registry

@@ -2,9 +2,9 @@
 
 Invariants: gradients are summed over the micro-batches in fp32 and over the ranks; all ranks apply the same update, or
 none; gradients that are not finite are never applied. The masters are
-- the parameters themselves, where those are fp32 and whole;
-- fp32 tensors of which the parameters are copies, where the model computes in bf16;
-- this rank's shards of the parameters, where those are sharded (DTensors): FSDP has summed their gradients already.
+- the parameters themselves, if they are fp32 and whole;
+- fp32 tensors of which the parameters are copies, if the model computes in bf16;
+- this rank's shards of the parameters, if they are sharded (DTensors): FSDP has already summed their gradients.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from rillflow.config import TrainerConfig
     from rillflow.contracts import Tensors
     from rillflow.trainer.parallel.peers import Peers
-    from rillflow.weights.adapters import Adapter
+    from rillflow.weights.codec import Adapter
 
 log = logging.getLogger(__name__)
 
-_SLOPES = ("exp_avg", "exp_avg_sq")
-_MOMENTS = (*_SLOPES, "step")
+_AVERAGES = ("exp_avg", "exp_avg_sq")
+_MOMENTS = (*_AVERAGES, "step")
 
 
 class Optimizer:
-    """Of the model's parameters that train. A bf16 model is made here: its fp32 parameters become copies in bf16."""
+    """Updates the model's trainable parameters. For bf16 it replaces the model's fp32 parameters by bf16 copies."""
 
     def __init__(self, model: PreTrainedModel, config: TrainerConfig, peers: Peers) -> None:
         self.steps = 0
@@ -45,7 +45,7 @@ class Optimizer:
         self._config = config
         self._peers = peers
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        # Adapters stay fp32: they are small, and what they add is smaller still.
+        # Adapters stay fp32: they are small, and their changes even smaller.
         lower = torch.bfloat16 if config.dtype == "bf16" and config.lora is None else None
         self._masters = {name: _master(parameter, lower) for name, parameter in self._parameters.items()}
         self._adamw = torch.optim.AdamW(
@@ -60,7 +60,7 @@ class Optimizer:
     # ------------------------------------------------------------ gradients and updates
 
     def zero(self) -> None:
-        """Forget the gradients."""
+        """Drop the gradients."""
         for tensor in (*self._parameters.values(), *self._masters.values()):
             tensor.grad = None
 
@@ -80,12 +80,12 @@ class Optimizer:
             self._adamw.step()
             self._lower()
         else:
-            log.warning("step %d changes nothing: no gradient, or none that is finite", self.steps + 1)
+            log.warning("step %d is skipped: its gradients are missing or not finite", self.steps + 1)
         self.steps += 1
         return {"grad_norm": float(norm), "lr": lr, "skipped": float(not applied)}
 
     def _gradients(self) -> list[torch.Tensor]:
-        """The masters' gradients, summed over the ranks."""
+        """Return the masters' gradients, summed over the ranks."""
         for parameter, master in self._pairs():
             if isinstance(parameter, DTensor) and parameter.grad is not None:
                 assert isinstance(parameter.grad, DTensor)
@@ -95,7 +95,7 @@ class Optimizer:
         return [master.grad for master in self._masters.values() if master.grad is not None]
 
     def _add_over_ranks(self) -> None:
-        """A rank without rows has no gradients: where another has some, its own are zeros."""
+        """Add gradients over ranks. A rank without rows has none; it adds zeros if another rank has some."""
         there = self._peers.total([float(master.grad is not None) for master in self._masters.values()])
         apart: list[torch.Tensor] = []
         for (parameter, master), ranks in zip(self._pairs(), there, strict=True):
@@ -108,7 +108,7 @@ class Optimizer:
         self._peers.add(apart)
 
     def _norm(self) -> torch.Tensor:
-        """Of the whole gradient, the same on every rank."""
+        """Return the norm of the whole gradient, the same on every rank."""
         shards = [m.grad for p, m in self._pairs() if m.grad is not None and isinstance(p, DTensor)]
         rest = [m.grad for p, m in self._pairs() if m.grad is not None and not isinstance(p, DTensor)]
         norm = get_total_norm(rest)
@@ -118,7 +118,7 @@ class Optimizer:
         return torch.tensor(math.sqrt(square), device=next(iter(self._masters.values())).device)
 
     def _lower(self) -> None:
-        """The parameters become what the masters are."""
+        """Copy the masters into the lower-precision parameters."""
         pairs = [(p, m) for p, m in self._pairs() if p.dtype != m.dtype]
         if pairs:
             torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
@@ -129,8 +129,10 @@ class Optimizer:
     # ------------------------------------------------------------ weights and state
 
     def weights(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """The current weights as engines load them, whole, tied ones under each of their names; good until the next
-        update. With LoRA, adapters are merged. Where the model is sharded all ranks must ask."""
+        """Return the current weights as engines load them: whole, tied ones under each of their names, adapters merged.
+
+        They are valid until the next update. All ranks of a sharded model must call this.
+        """
         if self._config.lora is not None:
             return lora.merged_weights(self._model, self._config.lora, dtype)
         own, aliases = self._state()
@@ -138,21 +140,21 @@ class Optimizer:
         return cast | {alias: cast[name] for alias, name in aliases.items()}
 
     def shards(self, dtype: torch.dtype) -> Shards:
-        """The same as far as this rank holds it. All ranks must ask."""
+        """Return this rank's part of the weights. All ranks must call this."""
         return shards_of(*self._state(), dtype, self._peers)
 
     def adapter(self) -> Adapter | None:
-        """What changes with LoRA; good until the next update."""
+        """Return the adapter with LoRA, else None; valid until the next update."""
         return None if self._config.lora is None else lora.adapter(self._model, self._config.lora)
 
     def masters(self) -> dict[str, torch.Tensor]:
-        """The exact weights, each tied one once; with LoRA only the adapters. Sharded ones are DTensors."""
+        """Return the exact weights, each tied one once; with LoRA only the adapters. Sharded ones are DTensors."""
         if self._config.lora is not None:
             return {name: master.detach() for name, master in self._masters.items()}
         return self._state()[0]
 
     def moments(self) -> dict[str, torch.Tensor]:
-        """AdamW's state, by `moment/parameter`, sharded as the parameter is; empty before the first step."""
+        """Return AdamW's state, by `moment/parameter`, sharded as the parameter is; empty before the first step."""
         state = self._adamw.state
         return {
             f"{moment}/{name}": state[master][moment]
@@ -165,12 +167,12 @@ class Optimizer:
 
     @torch.no_grad()
     def restore(self, masters: Tensors, moments: Tensors, steps: int) -> None:
-        """Continue exactly from what `masters`, `moments` and `steps` were. Of a sharded one, this rank's shard."""
+        """Continue exactly from these `masters`, `moments` and `steps`; of a sharded tensor, from this rank's shard."""
         own = {name: _local(tensor) for name, tensor in self.masters().items()}
         given = {name: _local(tensor) for name, tensor in masters.items()}
         if {name: t.shape for name, t in own.items()} != {name: t.shape for name, t in given.items()}:
             raise CheckpointError(
-                "the checkpoint is of another model", "resume with the recipe the run was started with"
+                "the checkpoint belongs to another model", "resume with the recipe the run was started with"
             )
         for name, tensor in given.items():
             own[name].copy_(tensor)
@@ -179,10 +181,11 @@ class Optimizer:
         self.steps = steps
 
     def idle(self) -> list[torch.Tensor]:
-        """What nothing but an update needs: the moments, and the masters where those are not the model itself."""
+        """Return the tensors that only an update needs: the moments, and masters that are not the model's
+        parameters."""
         state = self._adamw.state
-        slopes = [state[master][slope] for master in self._masters.values() if master in state for slope in _SLOPES]
-        return slopes + [master for parameter, master in self._pairs() if parameter.dtype != master.dtype]
+        averages = [state[master][name] for master in self._masters.values() if master in state for name in _AVERAGES]
+        return averages + [master for parameter, master in self._pairs() if parameter.dtype != master.dtype]
 
     def _adamw_state(self, moments: Tensors) -> dict[str, Any]:
         state = {
@@ -193,8 +196,8 @@ class Optimizer:
         return {"state": state, "param_groups": self._adamw.state_dict()["param_groups"]}
 
     def _state(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """The model's state with masters in place of copies, each tied tensor once, and for each other name of a tied
-        one the name that stands for it."""
+        """Return the model's state with masters in place of copies, each tied tensor once, and for each other name of a
+        tied tensor the name under which it is stored."""
         masters = {id(self._parameters[name]): master for name, master in self._masters.items()}
         first: dict[int, str] = {}
         kept: dict[str, torch.Tensor] = {}
@@ -209,7 +212,7 @@ class Optimizer:
 
 
 def _master(parameter: torch.nn.Parameter, lower: torch.dtype | None) -> torch.Tensor:
-    """The fp32 tensor that updates are applied to. With `lower`, the parameter becomes a copy of that dtype."""
+    """Return the fp32 tensor that updates are applied to. With `lower`, the parameter becomes a copy of that dtype."""
     if isinstance(parameter, DTensor):
         return _local(parameter.detach())
     if lower is None:
@@ -221,7 +224,7 @@ def _master(parameter: torch.nn.Parameter, lower: torch.dtype | None) -> torch.T
 
 
 def _adding_to(master: torch.Tensor) -> Callable[[torch.Tensor], None]:
-    """A hook that takes the gradient of each micro-batch over into the master's, in fp32."""
+    """Return a hook that adds the gradient of each micro-batch to the master's, in fp32."""
 
     def add(parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
@@ -239,7 +242,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _like(shard: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor that is sharded as the parameter is."""
+    """Return this rank's part as a tensor that is sharded as the parameter is."""
     if not isinstance(parameter, DTensor):
         return shard
     return DTensor.from_local(

@@ -1,28 +1,176 @@
-"""Rows become micro-batches under a budget of tokens, packed end to end.
+"""Rows become micro-batches under a budget of tokens: packed row after row without padding, as a forest of segments.
+
+A segment is a run of tokens. A segment without a parent begins a row; a segment with a parent continues where its
+parent ends and attends to all tokens of its ancestors. Without prefix sharing every row is one segment.
+
+With trees, common prefixes of rows are stored once. Rows are ordered so that each shares the most with the row before
+it (`sorted_rows`). A row leaves the path of the row before it at its *fork*, the number of tokens that it shares; its
+tokens from there on are its branch. Branches are stored in the order of their rows, which is depth first: a segment's
+descendants follow it without a gap. The budget counts a shared prefix once.
 
 Invariants: every row that trains is in exactly one micro-batch; the same rows give the same micro-batches; only a
-micro-batch of one row may pass the budget. With trees the budget counts tokens as the model reads them: what rows of a
-micro-batch share is counted once.
+micro-batch of one row may exceed the budget; parents come before their children; a token's position is its distance
+from the beginning of its row; a token attends to itself, to earlier tokens of its segment and to its ancestors only.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from rillflow.trainer.batches import Rows
-from rillflow.trainer.forest import Forest, grown, shared_with_previous, sorted_rows
-from rillflow.trainer.graph.databuffer import Databuffer
-from rillflow.trainer.layout import Layout, MicroBatch, runs
+from rillflow.trainer.batches import Databuffer, Rows
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from rillflow.trainer.batches import Ints
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The packed tokens and their segments.
+
+    `tokens_P` and `position_P` are on the device. Segment s is `[start_S[s], start_S[s] + length_S[s])` of P; its
+    parent is `parent_S[s]`, or -1.
+    """
+
+    tokens_P: torch.Tensor
+    position_P: torch.Tensor
+    start_S: Ints
+    length_S: Ints
+    parent_S: Ints
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A layout and the trained tokens in it.
+
+    The hidden state at packed position `select_T` gives the score of the trained token `target_T`, whose row (of `rows`
+    in this micro-batch) is `row_T`. `columns` are over the same tokens: `old_T`, `temperature_T`, …. `source_T` is the
+    token's place in the databuffer, `depth_T` its place in its row, `kept_T` the key of its sample
+    (`batches.sample_key`) or 0. A token that several rows share appears once for each row that trains it.
+    """
+
+    layout: Layout
+    select_T: torch.Tensor
+    target_T: torch.Tensor
+    row_T: torch.Tensor
+    rows: int
+    columns: Mapping[str, torch.Tensor]
+    source_T: Ints
+    depth_T: Ints
+    kept_T: Ints
+
+
+def runs(first: Ints, count: Ints) -> Ints:
+    """Return `first[i], first[i] + 1, …`, `count[i]` numbers for each i, one run after the other."""
+    before = np.cumsum(count) - count
+    run: Ints = np.arange(int(count.sum())) + np.repeat(first - before, count)
+    return run
+
+
+# ---------------------------------------------------------------- common prefixes
+
+
+# A shorter common prefix saves less than one more segment costs (8 tokens in 8 short rows: about 6 % of a step).
+WORTHWHILE = 16
+
+
+def sorted_rows(tokens_N: npt.NDArray[np.int32], start_R: Ints, length_R: Ints) -> Ints:
+    """Return row numbers in lexicographic order of tokens: rows with a common prefix are adjacent, shorter ones
+    first."""
+    text = tokens_N.astype(">i4").tobytes()  # big-endian bytes of non-negative numbers compare like the numbers
+    keys = [text[4 * a : 4 * (a + n)] for a, n in zip(start_R.tolist(), length_R.tolist(), strict=True)]
+    return np.array(sorted(range(len(keys)), key=keys.__getitem__), dtype=np.int64)
+
+
+def shared_with_previous(tokens_N: npt.NDArray[np.int32], start_R: Ints, length_R: Ints) -> Ints:
+    """Return the length of each row's common prefix with the row before it; 0 for the first row."""
+    shared_R = np.zeros(len(start_R), dtype=np.int64)
+    spans = list(zip(start_R.tolist(), length_R.tolist(), strict=True))
+    for row, ((a, n), (b, m)) in enumerate(pairwise(spans), start=1):
+        least = min(n, m)
+        differ = tokens_N[a : a + least] != tokens_N[b : b + least]
+        first = int(differ.argmax()) if least else 0
+        shared_R[row] = first if least and differ[first] else least
+    return shared_R
+
+
+@dataclass(frozen=True)
+class Forest:
+    """Branches of rows. The branch of row r holds its tokens from `fork_R[r]` on and begins at `begin_R[r]` of P; the
+    tokens before the fork are on the path of row `parent_R[r]` (-1: the fork is 0)."""
+
+    length_R: Ints
+    fork_R: Ints
+    parent_R: Ints
+    begin_R: Ints
+
+    @property
+    def tokens(self) -> int:
+        return int((self.length_R - self.fork_R).sum())
+
+    def locate(self, row_T: Ints, depth_T: Ints) -> Ints:
+        """Return the place in P of the token at `depth_T` of row `row_T`."""
+        row_T = row_T.copy()
+        while (above_T := depth_T < self.fork_R[row_T]).any():
+            row_T[above_T] = self.parent_R[row_T[above_T]]
+        return self.begin_R[row_T] + depth_T - self.fork_R[row_T]
+
+    def segments(self) -> tuple[Ints, Ints, Ints]:
+        """Return `start_S`, `length_S`, `parent_S` of a layout: branches, cut where another branch leaves them."""
+        own = np.flatnonzero(self.length_R > self.fork_R)
+        hung = own[self.parent_R[own] >= 0]
+        last_of_parent = self.locate(self.parent_R[hung], self.fork_R[hung] - 1)
+        tokens = self.tokens
+        start_S = np.union1d(self.begin_R[own], last_of_parent + 1)
+        start_S = start_S[start_S < tokens]
+        length_S = np.diff(start_S, append=tokens)
+        # A segment continues the one before it, unless a branch begins with it.
+        parent_S = np.arange(len(start_S)) - 1
+        parent_S[np.searchsorted(start_S, self.begin_R[own])] = -1
+        parent_S[np.searchsorted(start_S, self.begin_R[hung])] = (
+            np.searchsorted(start_S, last_of_parent, side="right") - 1
+        )
+        return _merged(start_S, length_S, parent_S)
+
+
+def _merged(start_S: Ints, length_S: Ints, parent_S: Ints) -> tuple[Ints, Ints, Ints]:
+    """Join segments with their only child, as in calls of one conversation: attention then needs fewer passes."""
+    children_S = np.bincount(parent_S[parent_S >= 0], minlength=len(parent_S))
+    # An only child follows its parent without a gap.
+    keep_S = (parent_S < 0) | (children_S[parent_S] > 1)
+    number_S = np.cumsum(keep_S) - 1
+    parent_S = np.where(parent_S < 0, -1, number_S[parent_S])[keep_S]
+    return start_S[keep_S], np.add.reduceat(length_S, np.flatnonzero(keep_S)), parent_S
+
+
+def grown(length_R: Ints, shared_R: Ints, worthwhile: int = WORTHWHILE) -> Forest:
+    """Build the forest of rows, each of which shares `shared_R` tokens with the one before it."""
+    fork_R = np.zeros_like(length_R)
+    parent_R = np.full_like(length_R, -1)
+    path: list[tuple[int, int]] = []  # the branches (row, fork) on the path of the row before, from the root on
+    for row, shared in enumerate(shared_R.tolist()):
+        while path and path[-1][1] >= shared:
+            path.pop()
+        fork = shared
+        if path and shared - path[-1][1] < worthwhile:
+            fork = path.pop()[1]  # the branch's own fork, which is a cut already
+        parent_R[row], fork_R[row] = (path[-1][0], fork) if path else (-1, 0)
+        path.append((row, int(fork_R[row])))
+    new_R = length_R - fork_R
+    return Forest(length_R, fork_R, parent_R, np.cumsum(new_R) - new_R)
+
+
+# ---------------------------------------------------------------- micro-batches
+
 
 # Columns that every micro-batch has.
 ALWAYS = ("old_N", "temperature_N")
@@ -38,10 +186,10 @@ def micro_batches(
     in_order: bool = False,
     on: bool = False,
 ) -> list[Callable[[], MicroBatch]]:
-    """The micro-batches of the rows that train something, collated when they are called for.
+    """Return functions that collate the micro-batches of the rows that train.
 
-    `columns` (of tokens, `…_N`) come out as `…_T`. `on` takes the score of a token at the token itself, not at the one
-    before it. `in_order` keeps the rows' order.
+    `columns` over tokens (`…_N`) come out as `…_T`. With `on`, the score of a token is read at the token itself, not at
+    the one before it. `in_order` keeps the rows' order.
     """
     rows = data.rows
     read_R = input_length(rows, on=on)
@@ -56,8 +204,7 @@ def micro_batches(
 
 
 def idle(columns: Sequence[str], device: torch.device) -> MicroBatch:
-    """A micro-batch of one token that nothing depends on: all its columns are 0. For ranks that have nothing to do but
-    must take part."""
+    """Return a micro-batch of one token without effect, for ranks that have no rows but must take part in a pass."""
     one = torch.zeros(1, dtype=torch.int64, device=device)
     first = np.zeros(1, dtype=np.int64)
     values = {_of_trained(name): torch.zeros(1, device=device) for name in (*ALWAYS, *columns)}
@@ -75,7 +222,8 @@ def idle(columns: Sequence[str], device: torch.device) -> MicroBatch:
 
 
 def input_length(rows: Rows, *, on: bool = False) -> Ints:
-    """How many tokens of each row the model must read: those before the last trained one; with `on`, that one too."""
+    """Return the tokens of each row that the model must read: those before the last trained one; with `on`, that
+    too."""
     trained = np.concatenate([[-1], np.flatnonzero(rows.mask_N)])
     last_R = trained[np.searchsorted(trained, rows.start_R + rows.length_R) - 1]
     return np.where(last_R >= rows.start_R, last_R - rows.start_R + on, 0)
@@ -85,9 +233,9 @@ def input_length(rows: Rows, *, on: bool = False) -> Ints:
 
 
 def pack(length_R: Ints, shared_R: Ints, budget: int, *, in_order: bool = False) -> list[Ints]:
-    """Row numbers of each micro-batch: of about equal tokens, or in the rows' own order.
+    """Return the row numbers of each micro-batch: of about equal tokens, or in the rows' own order.
 
-    Each row shares its first `shared_R` tokens with the one before it; those that hang together stay together.
+    Each row shares its first `shared_R` tokens with the one before it; rows that share a prefix stay together.
     """
     if not len(length_R):
         return []
@@ -106,8 +254,8 @@ def pack(length_R: Ints, shared_R: Ints, budget: int, *, in_order: bool = False)
 
 
 def _cuts(length_R: Ints, fork_R: Ints, budget: int, *, apart: bool) -> list[int]:
-    """The rows with which a part begins: those with which the budget would be passed; `apart`, also those that share
-    nothing with the row before them."""
+    """Return the first row of each part: a part ends before the budget is exceeded; with `apart`, also before a row
+    that shares nothing with the row before it."""
     cuts: list[int] = []
     held = 0
     for row, (length, fork) in enumerate(zip(length_R.tolist(), fork_R.tolist(), strict=True)):
@@ -119,7 +267,7 @@ def _cuts(length_R: Ints, fork_R: Ints, budget: int, *, apart: bool) -> list[int
 
 
 def _balanced(size: Ints, budget: int) -> list[list[int]]:
-    """The largest items first, each to the micro-batch that holds the least; to a new one when that is too full."""
+    """Assign the largest items first, each to the micro-batch that holds the least, or to a new one if that is full."""
     least = -(-int(np.minimum(size, budget).sum()) // budget)
     held = [(0, number) for number in range(least)]
     packs: list[list[int]] = [[] for _ in held]
@@ -141,7 +289,7 @@ def _balanced(size: Ints, budget: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class _Source:
-    """What all micro-batches of a part are collated from."""
+    """The data that all micro-batches of a part are collated from."""
 
     data: Databuffer
     read_R: Ints
@@ -151,7 +299,7 @@ class _Source:
 
 
 def _collate(of: _Source, index_B: Ints, shared_B: Ints) -> MicroBatch:
-    """The micro-batch of the rows `index_B`, of which each shares `shared_B` tokens with the one before it."""
+    """Collate the rows `index_B`, each of which shares `shared_B` tokens with the one before it."""
     rows, device = of.data.rows, of.device
     forest = grown(of.read_R[index_B], shared_B)
     row_T, depth_T = _trained(rows, index_B)
@@ -185,7 +333,7 @@ def _layout(of: _Source, forest: Forest, index_B: Ints) -> Layout:
 
 
 def _trained(rows: Rows, index_B: Ints) -> tuple[Ints, Ints]:
-    """Of each trained token of these rows: its row (of B) and its place in it."""
+    """Return the row (of B) of each trained token of these rows, and the token's place in it."""
     length_B = rows.length_R[index_B]
     depth = runs(np.zeros_like(length_B), length_B)
     row = np.repeat(np.arange(len(index_B)), length_B)

@@ -1,243 +1,298 @@
-"""What a trainer asks of the dataflow service.
+"""The batches of a trainer: the stream that it asks for them, the stream of several ranks, and a batch in parts.
 
-`Stream` is the blocking view that the loop uses and tests imitate; `RemoteStream` is the real one: an async client in
-a thread of its own, every call with a deadline. While a batch is in hand that thread renews its lease, so that a step
-may take longer than a lease.
+`Stream` is the blocking view of the dataflow service that the loop uses; `remote_stream.RemoteStream` is the real one.
+`RankStream` joins the streams of several ranks. Rank 0 leases; the others learn under which attempt, and each leases
+and reads its own part of the batch, so no row passes through another rank. `Parts` leases one batch part by part under
+one attempt until it is complete.
+
+Invariants: every group of a batch is read exactly once, in the order in which the parts were served. All ranks see the
+same parts (their own rows of them, perhaps none), the same end and the same errors: a rank that loses the batch, cannot
+read it or was asked to stop takes all of them out of the step. Every wait is bounded, and time spent waiting for parts
+is not counted as time of the step.
 """
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Sequence
-from typing import Protocol
+import logging
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
-from rillflow.clients.payloads import READ_DEADLINE, Arrays, DamagedRows
-from rillflow.errors import DeadlineExceeded, LeaseLost, Unavailable
-from rillflow.trainer.batches import TRAINED_COLUMNS, make_rows
-from rillflow.trainer.graph.databuffer import Part
-from rillflow.trainer.renewal import Renewal
-from rillflow.trainer.staged import payload_name, with_staged
-from rillflow.types import (
-    Ack,
-    Batch,
-    BatchReply,
-    CommitBatch,
-    JoinTrainer,
-    KeptTokens,
-    LeaseBatch,
-    LoseRows,
-    RenewBatch,
-    Row,
-    TrainerJoined,
-)
-from rillflow.wire import LoopThread
+import msgspec
 
-CALL_DEADLINE = 60.0
-_GRACE = 1.0  # for a call that has a deadline of its own
-_LONGEST_GRACE = 16.0  # where the service needs longer to put a batch together
+from rillflow.clients.payloads import DamagedRows
+from rillflow.contracts import Clock, Generator
+from rillflow.errors import CorruptData, DeadlineExceeded, LeaseLost
+from rillflow.storage.spans import NoSpans, Spans
+from rillflow.trainer.batches import Part, no_rows, nothing_staged
+from rillflow.trainer.parallel.peers import Alone, Peers, RunOver, Stopped
+from rillflow.types import Batch, BatchReply, KeptTokens, Probe, TrainerJoined
+
+if TYPE_CHECKING:
+    from rillflow.contracts import Tensors
+
+log = logging.getLogger(__name__)
+
+# Seconds that one call waits for a part: short, so that a signal is noticed soon.
+POLL = 1.0
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """A step to commit: its batch, the version that it made, and its measurements.
+
+    `restorable` is the oldest version that a checkpoint can restore. `kept` are values for episodes that the run keeps.
+    """
+
+    batch: Batch
+    version: int
+    metrics: dict[str, float]
+    step_seconds: float
+    wait_seconds: float
+    restorable: int
+    kept: Sequence[KeptTokens] = ()
 
 
 class Stream(Protocol):
     """The dataflow service, seen by one trainer of one policy. It holds at most one batch at a time."""
 
     def join(self, checkpoint: int, published: int) -> TrainerJoined:
-        """This trainer takes over from version `checkpoint`; `published` is the highest in its weight store."""
+        """Take over from version `checkpoint`; `published` is the highest version in the weight store."""
 
     def lease(self, version: int, attempt: str, wait: float, have: int) -> BatchReply:
-        """What follows after the first `have` groups of the attempt's batch, or none after about `wait` seconds.
+        """Return what follows after the first `have` groups of the attempt's batch, or no batch after `wait` seconds.
 
-        Asking again is safe. A new attempt gives an earlier batch up. LeaseLost when the batch, or for `have` 0 the
-        right to ask for one, is no longer this trainer's.
+        The call can be repeated. A new attempt abandons an earlier batch. LeaseLost if this trainer no longer has the
+        batch, or for `have` 0 no longer the right to ask for one.
         """
 
     def read(self, part: Batch) -> Part:
-        """The rows of a part, verified. Rows that are damaged have been reported when this raises DamagedRows."""
+        """Return the verified rows of a part. DamagedRows names damaged rows, which have been reported."""
 
     def check(self) -> None:
-        """Tell that the step goes on; LeaseLost when the batch in hand is known to be lost."""
+        """Report that the step goes on; LeaseLost if the batch is known to be lost."""
 
     def abandon(self) -> None:
-        """The batch in hand is not worked on any more."""
+        """Stop renewing the lease of the batch."""
 
-    def commit(
-        self,
-        batch: Batch,
-        version: int,
-        metrics: dict[str, float],
-        *,
-        step: float,
-        wait: float,
-        restorable: int,
-        kept: Sequence[KeptTokens] = (),
+    def commit(self, record: StepRecord) -> None:
+        """Commit batch and version together; LeaseLost if this trainer no longer has the batch."""
+
+
+# ---------------------------------------------------------------- several ranks
+
+
+class RankStream:
+    """The stream of one rank of several; `own` asks for this rank's rows.
+
+    A step of a `sharded` model calls `check` equally often on all ranks, so they agree on errors there: a rank that
+    left alone would leave the others inside the model. Without sharding the others notice at their next collective.
+    `staged` are the columns that stages added.
+    """
+
+    def __init__(
+        self, own: Stream, peers: Peers, *, stop: Callable[[], bool], sharded: bool, staged: Sequence[str] = ()
     ) -> None:
-        """Trained and version move together; LeaseLost when the batch is no longer this trainer's."""
+        self._own = own
+        self._peers = peers
+        self._stop = stop
+        self._sharded = sharded
+        self._staged = staged
+
+    def join(self, checkpoint: int, published: int) -> TrainerJoined:
+        """Join the run. Only rank 0 calls this."""
+        return self._own.join(checkpoint, published)
+
+    def lease(self, version: int, attempt: str, wait: float, have: int) -> BatchReply:
+        """Lease this rank's part under the attempt of rank 0. Collective."""
+        if self._stop():
+            self._peers.agree(Stopped())
+        reply = self._asked(version, attempt, wait, have) if self._peers.rank == 0 else _NO_REPLY
+        news = _REPLY.decode(self._peers.first(_without_samples(reply)))
+        if news.batch is None:
+            return news
+        if self._peers.rank:
+            reply = self._asked(version, news.batch.attempt, 0.0, have)
+        if any(self._peers.highest([reply.batch is None])):
+            # The next call under the same attempt gets the same answer.
+            return BatchReply(batch=None, phase=news.phase, waiting_for="the dataflow service to answer every rank")
+        assert reply.batch is not None
+        return BatchReply(batch=_up_to(reply.batch, news.batch), phase=news.phase)
+
+    def _asked(self, version: int, attempt: str, wait: float, have: int) -> BatchReply:
+        try:
+            return self._own.lease(version, attempt, wait, have)
+        except LeaseLost as error:
+            self._peers.agree(error)
+            raise
+
+    def read(self, part: Batch) -> Part:
+        """Read this rank's rows. Collective, also for ranks without samples in this part."""
+        try:
+            rows = self._own.read(part) if part.samples else self._no_part()
+        except DamagedRows as error:
+            self._peers.agree(error)
+            raise
+        self._peers.agree(None)
+        return rows
+
+    def _no_part(self) -> Part:
+        return nothing_staged(self._staged) if self._staged else no_rows()
+
+    def check(self) -> None:
+        error = self._error()
+        if self._sharded or error is not None:
+            self._peers.agree(error)
+
+    def _error(self) -> Exception | None:
+        if self._stop():
+            return Stopped()
+        try:
+            self._own.check()
+        except LeaseLost as error:
+            return error
+        return None
+
+    def abandon(self) -> None:
+        self._own.abandon()
+
+    def commit(self, record: StepRecord) -> None:
+        """Commit the step. Only rank 0 calls this."""
+        self._own.commit(record)
 
 
-class Dataflow(Protocol):
-    """The calls of `clients.dataflow.DataflowClient` that a trainer needs."""
-
-    async def join(self, news: JoinTrainer) -> TrainerJoined: ...
-
-    async def lease_batch(self, ask: LeaseBatch) -> BatchReply: ...
-
-    async def renew_batch(self, news: RenewBatch) -> Ack: ...
-
-    async def lose_rows(self, news: LoseRows) -> Ack: ...
-
-    async def commit(self, news: CommitBatch) -> Ack: ...
+_NO_REPLY = BatchReply(batch=None, phase="training")
+# Built at import: msgspec crashes if several threads decode a type for the first time.
+_REPLY = msgspec.msgpack.Decoder(BatchReply)
 
 
-class Reader(Protocol):
-    """The call of `clients.payloads.PayloadReader` that a trainer needs."""
+def _without_samples(reply: BatchReply) -> bytes:
+    batch = reply.batch and msgspec.structs.replace(reply.batch, samples=[])
+    return msgspec.msgpack.encode(msgspec.structs.replace(reply, batch=batch))
 
-    async def read_samples(self, samples: Sequence[Sequence[Row]], columns: Sequence[str]) -> list[Arrays]: ...
+
+def _up_to(own: Batch, news: Batch) -> Batch:
+    """Return the groups that rank 0 knows. If the batch has grown since, the rest comes with the next part."""
+    samples = [sample for sample in own.samples if sample.member < news.groups]
+    return msgspec.structs.replace(own, samples=samples, groups=news.groups, complete=news.complete)
 
 
-class RemoteStream:
-    """`Stream` over the wire. A fresh `incarnation` for every start of the trainer; `least` as in `LeaseBatch`,
-    `weights_url` as in `JoinTrainer`. `staged` are the columns that stages have added.
+# ---------------------------------------------------------------- one batch, part by part
 
-    One `rank` of several leases and reads its own part of each batch; only rank 0 renews, joins and commits.
+
+class NoBatch(DeadlineExceeded):
+    """No batch arrived for `batch_wait` seconds. A restarted trainer would wait as long again."""
+
+
+class Parts:
+    """The parts of one batch. Iterate once, after `open` has returned True.
+
+    A trainer that also rolls out has a `generator`, which samples with `weights` after it has reproduced their `probe`.
+    It samples while a part is waited for and at no other time: a part that arrives preempts it. In `spans` the worker
+    is at `train` except while it waits. All ranks of a trainer go through equally many parts.
     """
 
     def __init__(
         self,
-        thread: LoopThread,
-        dataflow: Dataflow,
-        reader: Reader,
-        *,
-        policy: str,
-        incarnation: str,
-        groups: int,
-        least: int = 0,
-        columns: Sequence[str] = TRAINED_COLUMNS,
-        staged: Sequence[str] = (),
-        weights_url: str = "",
-        rank: int = 0,
-        ranks: int = 1,
-    ) -> None:
-        self._thread = thread
-        self._dataflow = dataflow
-        self._reader = reader
-        self._policy = policy
-        self._incarnation = incarnation
-        self._groups = groups
-        self._least = least
-        self._columns = (*columns, *map(payload_name, staged))
-        self._staged = staged
-        self._weights_url = weights_url
-        self._rank = rank
-        self._ranks = ranks
-        self._grace = _GRACE
-        self._renewal: Renewal | None = None
-        self._renewing: asyncio.Task[None] | None = None
-
-    def join(self, checkpoint: int, published: int) -> TrainerJoined:
-        news = JoinTrainer(
-            policy=self._policy,
-            incarnation=self._incarnation,
-            checkpoint=checkpoint,
-            published=published,
-            weights=self._weights_url,
-        )
-        return self._thread.run(self._dataflow.join(news), CALL_DEADLINE)
-
-    # ------------------------------------------------------------ leasing
-
-    def lease(self, version: int, attempt: str, wait: float, have: int) -> BatchReply:
-        ask = LeaseBatch(
-            policy=self._policy,
-            incarnation=self._incarnation,
-            attempt=attempt,
-            groups=self._groups,
-            version=version,
-            wait=wait,
-            have=have,
-            least=self._least,
-            rank=self._rank,
-            ranks=self._ranks,
-        )
-        asked = time.monotonic()
-        try:
-            reply = self._thread.run(self._dataflow.lease_batch(ask), wait + self._grace)
-        except (Unavailable, DeadlineExceeded, TimeoutError):
-            # The service may be restarting. The loop asks again until its own deadline, with the same attempt: had
-            # a batch been leased to it, that batch comes again. Or the batch is large: as short a wait would miss it
-            # every time.
-            self._grace = min(2.0 * self._grace, _LONGEST_GRACE)
-            return BatchReply(batch=None, phase="training", waiting_for="the dataflow service to answer")
-        if reply.batch is not None:
-            self._grace = min(max(_GRACE, 2.0 * (time.monotonic() - asked - wait)), _LONGEST_GRACE)
-        if reply.batch is not None and self._rank == 0:
-            self._thread.run(self._renew(reply.batch), CALL_DEADLINE)
-        return reply
-
-    def check(self) -> None:
-        if self._renewal is None:
-            return
-        if self._renewal.lost is not None:
-            raise self._renewal.lost
-        self._renewal.heard()
-
-    def abandon(self) -> None:
-        self._thread.run(self._let_go(), CALL_DEADLINE)
-
-    async def _renew(self, batch: Batch) -> None:
-        """Begin anew: an answer is a sign that the loop lives."""
-        await self._let_go()
-        self._renewal = Renewal(self._dataflow.renew_batch, batch)
-        self._renewing = asyncio.create_task(self._renewal.run(), name=f"renew-{batch.id}")
-
-    async def _let_go(self) -> None:
-        if self._renewing is not None:
-            self._renewing.cancel()
-            await asyncio.wait({self._renewing})
-        self._renewal = self._renewing = None
-
-    # ------------------------------------------------------------ reading and committing
-
-    def read(self, part: Batch) -> Part:
-        wanted = [[sample.row, *sample.extra] for sample in part.samples]
-        try:
-            columns = self._thread.run(self._reader.read_samples(wanted, self._columns), READ_DEADLINE + _GRACE)
-            rows = make_rows(part.samples, columns, part.policy, part.version, frozenset(part.keep))
-            return with_staged(rows, part.samples, columns, self._staged) if self._staged else rows
-        except DamagedRows as error:
-            news = LoseRows(rows=list(error.rows), reason=error.message)
-            self._thread.run(self._dataflow.lose_rows(news), CALL_DEADLINE)
-            raise
-
-    def commit(
-        self,
-        batch: Batch,
+        stream: Stream,
         version: int,
-        metrics: dict[str, float],
         *,
-        step: float,
-        wait: float,
-        restorable: int,
-        kept: Sequence[KeptTokens] = (),
+        patience: float,
+        stop: Callable[[], bool],
+        clock: Clock,
+        peers: Peers | None = None,
+        generator: Generator | None = None,
+        weights: Callable[[], Tensors] = dict,
+        probe: Probe | None = None,
+        spans: Spans | None = None,
     ) -> None:
-        news = CommitBatch(
-            policy=self._policy,
-            incarnation=self._incarnation,
-            batch=batch.id,
-            attempt=batch.attempt,
-            version=version,
-            metrics=metrics,
-            step_seconds=step,
-            wait_seconds=wait,
-            restorable=restorable,
-            kept=list(kept),
-        )
-        self.abandon()  # not to be renewed after it was committed
+        self._stream = stream
+        self._version = version
+        self._patience = patience
+        self._stop = stop
+        self._clock = clock
+        self._peers = peers or Alone()
+        self._generator = generator
+        self._weights = weights
+        self._probe = probe
+        self._spans = spans or NoSpans()
+        self._attempt = uuid.uuid4().hex
+        self._batch: Batch | None = None
+        self.opening = 0.0  # seconds until the first part arrived
+        self.waited = 0.0  # seconds of waiting for later parts
+
+    @property
+    def batch(self) -> Batch:
+        """Return the batch as last reported."""
+        assert self._batch is not None, "no batch is leased yet"
+        return self._batch
+
+    def open(self) -> bool:
+        """Wait for the first part; return False if none will come. LeaseLost: another trainer has taken over."""
+        asked = self._clock.monotonic()
         try:
-            ack = self._thread.run(self._dataflow.commit(news), CALL_DEADLINE)
+            self._batch = self._next(have=0)
         except LeaseLost as error:
-            raise LeaseLost(error.message, _RESTARTS) from error
-        if not ack.accepted:
-            raise LeaseLost(f"batch {batch.id} was not committed: {ack.reason}", _RESTARTS)
+            # Perhaps only this attempt is lost: it may have leased a batch in a lost answer, and lost the batch since.
+            log.warning("no batch yet, asking under a new attempt: %s", error)
+            self._attempt = uuid.uuid4().hex
+            self._batch = self._next(have=0)
+        self.opening = self._clock.monotonic() - asked
+        return self._batch is not None
 
+    def __iter__(self) -> Iterator[Part]:
+        """Yield the parts. LeaseLost if the batch is lost, DamagedRows if it cannot be read, Stopped."""
+        samples = 0
+        while True:
+            part = self.batch
+            samples += len(part.samples)
+            if part.samples or self._peers.size > 1:
+                yield self._stream.read(part)
+            if part.complete:
+                if not self._peers.total([samples])[0]:
+                    raise CorruptData(f"batch {part.id} has no samples", "check the ledger with `rillflow audit`")
+                return
+            asked = self._clock.monotonic()
+            self._batch = self._next(have=part.groups)
+            self.waited += self._clock.monotonic() - asked
+            if self._batch is None:
+                raise Stopped if self._stop() else RunOver
 
-_RESTARTS = "the trainer restarts by itself, from its last checkpoint"
+    def _next(self, have: int) -> Batch | None:
+        """Return what follows after `have` groups; None if nothing will. NoBatch names the missing condition."""
+        self._spans.end("train")
+        try:
+            return self._wait(have) if self._generator is None else self._generate(self._generator, have)
+        finally:
+            self._spans.begin("train")
+
+    def _generate(self, generator: Generator, have: int) -> Batch | None:
+        with self._spans.doing("switch"):
+            generator.begin(self._weights(), self._version, self._probe)
+        try:
+            return self._wait(have)
+        finally:
+            with self._spans.doing("switch"):
+                generator.end()
+
+    def _wait(self, have: int) -> Batch | None:
+        deadline = self._clock.monotonic() + self._patience
+        while not self._stop():
+            left = deadline - self._clock.monotonic()
+            reply = self._stream.lease(self._version, self._attempt, max(min(POLL, left), 0.0), have)
+            if reply.batch is not None and (reply.batch.groups > have or reply.batch.complete):
+                return reply.batch
+            if reply.phase != "training":
+                log.info("the run is %s", reply.phase)
+                return None
+            if self._peers.highest([left <= 0])[0]:
+                raise self._no_batch(reply)
+        return None
+
+    def _no_batch(self, reply: BatchReply) -> NoBatch:
+        return NoBatch(
+            f"no batch within {self._patience:.0f} s, waiting for {reply.waiting_for or 'samples'}",
+            "read the rollout nodes' logs; if all groups have equal rewards, stop earlier (trainer.steps) "
+            "or train without dataflow.filters; trainer.batch_wait sets how long a trainer waits",
+        )

@@ -1,12 +1,12 @@
 """Model FLOPs utilisation (MFU): the share of its devices' peak arithmetic that a trainer uses.
 
-Counted is the work that the model needs for the tokens it reads, as in the PaLM report: two operations for each weight
-and token in the forward pass, four in the backward pass (two where the weight is frozen), and attention by the pairs of
-tokens that see each other. The output layer is counted for trained tokens only, a mixture's experts as far as a token
-uses them. Not counted are recomputation, embeddings, norms, the optimizer, and attention that is not full.
+The work is counted as in the PaLM report: two operations for each weight and token in the forward pass, four in the
+backward pass (two if the weight is frozen), and attention by the pairs of tokens that see each other. The output layer
+counts for trained tokens only, a mixture's experts as far as a token uses them. Recomputation, embeddings, norms, the
+optimizer and attention that is not full do not count.
 
-The peak is that of the device's data sheet in its 16-bit type without sparsity. Devices that are not in the table,
-processors, and passes in fp32 have none that a program could rely on: a matrix product is timed once instead.
+The peak is that of the device's data sheet in its 16-bit type without sparsity. For other devices, CPUs and passes in
+fp32 the peak is the measured speed of a matrix product.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from rillflow.trainer.layout import Layout, MicroBatch
+from rillflow.trainer.packing import Layout, MicroBatch
 
-# Operations a second in bf16 (fp16 where the device has no bf16), dense; by the first words that a device's name holds.
+# Dense operations per second in bf16 (fp16 if the device has no bf16), by words of the device's name; the first match
+# counts.
 PEAKS = {
     "GB200": 2500e12,
     "B200": 2250e12,
@@ -48,7 +49,7 @@ PEAKS = {
     "T4": 65e12,
     "MI300X": 1307e12,
 }
-_SIZES = {"cuda": 4096, "cpu": 512}  # of the matrices whose product is timed
+_SIZES = {"cuda": 4096, "cpu": 512}  # rows of the matrices whose product is timed
 _TIMES = 8
 
 
@@ -60,7 +61,7 @@ class Work:
         config = whole.get_text_config() if hasattr(whole, "get_text_config") else whole
         embedding, head = _weight(model, "get_input_embeddings"), _weight(model, "get_output_embeddings")
         used = _used_experts(config)
-        self._body = self._trained = 0.0  # weights that every token meets, and those of them that train
+        self._body = self._trained = 0.0  # weights that every token uses, and those of them that train
         for name, weight in model.named_parameters():
             if weight.ndim >= 2 and weight is not embedding and weight is not head:
                 size = weight.numel() * (used if "experts" in name else 1.0)
@@ -74,7 +75,7 @@ class Work:
         return 2 * self._weights(micro, self._body, self._head) + self._pair * pairs(micro.layout)
 
     def backward(self, micro: MicroBatch) -> float:
-        """The gradients of what each weight is given, of all weights; and of the weights that train."""
+        """Return the operations for gradients of all layers' inputs and of the weights that train."""
         trained = 2 * self._weights(micro, self._trained, self._head_trained)
         return self.forward(micro) + self._pair * pairs(micro.layout) + trained
 
@@ -90,7 +91,7 @@ def _weight(model: torch.nn.Module, getter: str) -> torch.Tensor | None:
 
 
 def _used_experts(config: Any) -> float:
-    """Return the share of a mixture's experts that a token passes; 1 for a model without experts."""
+    """Return the share of a mixture's experts that a token uses; 1 for a model without experts."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     there = next((found for name in names if (found := getattr(config, name, None))), None)
     used = getattr(config, "num_experts_per_tok", None)
@@ -108,7 +109,7 @@ def _operations_of_a_pair(config: Any) -> float:
 
 
 def pairs(layout: Layout) -> float:
-    """Return how many pairs of tokens see each other: each token sees itself and all before it in its row."""
+    """Return the number of pairs of tokens that see each other: each token sees itself and all before it in its row."""
     depth_S = np.zeros(len(layout.length_S))
     for segment in np.flatnonzero(layout.parent_S >= 0):
         parent = layout.parent_S[segment]
@@ -118,7 +119,7 @@ def pairs(layout: Layout) -> float:
 
 
 def peak(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the operations a second that a device can do at most."""
+    """Return the most operations per second of a device."""
     known = known_peak(torch.cuda.get_device_name(device)) if device.type == "cuda" and dtype != torch.float32 else None
     return _measured(device, dtype) if known is None else known
 
@@ -130,7 +131,7 @@ def known_peak(name: str) -> float | None:
 
 @lru_cache
 def _measured(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the operations a second of a matrix product, the fastest of several."""
+    """Return the operations per second of a matrix product, the fastest of several."""
     size = _SIZES.get(device.type, _SIZES["cuda"])
     matrix = torch.ones(size, size, dtype=dtype, device=device)
     best = float("inf")

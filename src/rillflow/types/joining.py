@@ -25,7 +25,7 @@ class RunRecipe(Wire, frozen=True):
 
 
 class WeightsKey(Wire, frozen=True):
-    """The key with which a trainer signs weights (`weights.signing`)."""
+    """The key with which a trainer signs weights (`weights.manifest`)."""
 
     key: bytes
 

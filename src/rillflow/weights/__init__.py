@@ -1,6 +1,16 @@
-"""Weights on disk and in memory: immutable versions of a policy (`store`), sealed folders, and loading models.
+"""Weights on disk and in memory: immutable versions of a policy, their transport to nodes, and loading models.
 
-`models` is the one place through which trainers and engines load a policy, so that version 0 is the same for all.
+manifest     what a store's files say: manifests, the line, signatures, the sources that readers use
+sealed       folders whose files appear together, by one rename
+codec        tensors to bytes and back, shared tensors once; low-rank adapters
+delta        bit-exact deltas of tensors; fingerprint: sums that follow a change
+store        the weight store that a trainer writes; folder: as its readers see it; previous: the last version
+route        the cheapest chain to a version, and which versions must stay
+pull         from the weights that a node holds to the newest; held: a node's copy; refresh: engines on the head
+probe        log-probs that an engine must reproduce before it serves a version
+updates      which engines update when, and what a joining process must know
+transport    files over HTTP, relays and object stores
+models       loads policies, for trainers and engines, so version 0 is the same for all; export: Hugging Face folders
 """
 
 from __future__ import annotations
@@ -16,7 +26,7 @@ __all__ = ["FolderStore", "Line"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the store when it is asked for: it needs torch, which servers and relays of weights do not."""
+    """Import the store lazily: it needs torch, which servers and relays of weights do not."""
     if name != "FolderStore":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from rillflow.weights.store import FolderStore

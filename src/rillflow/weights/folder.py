@@ -1,7 +1,7 @@
-"""The folder of a weight store as its readers see it. `store` says what is in it, and writes it.
+"""The folder of a weight store as its readers see it. `store` describes and writes it.
 
-Invariants: nothing is returned that does not match the manifests; a version that is there in parts (deltas, an adapter)
-is put together, so that who pulls it need not know.
+Invariants: everything that is returned matches the manifests; a version stored as deltas or an adapter is returned as a
+whole.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import torch
 
 from rillflow.errors import CorruptData, WeightsError
 from rillflow.types import Probe
-from rillflow.weights import sealed, signing
-from rillflow.weights.adapters import Adapter, merged
-from rillflow.weights.codec import assembled, decode
-from rillflow.weights.manifest import EMPTY, FOLDER_NAME, HEAD, Entry, Line, VersionManifest, folder_name
+from rillflow.weights import sealed
+from rillflow.weights.codec import Adapter, assembled, decode, merged
+from rillflow.weights.manifest import EMPTY, FOLDER_NAME, HEAD, Entry, Line, VersionManifest, folder_name, parse_line
 
 
 class Folder:
@@ -27,31 +26,31 @@ class Folder:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._seen: tuple[object, Line] = (None, EMPTY)  # which file, and what is in it: threads see both or neither
-        self._base: tuple[str, dict[str, torch.Tensor]] | None = None  # by the hash of its manifest
+        self._seen: tuple[object, Line] = (None, EMPTY)  # the file's identity and its line, assigned together
+        self._base: tuple[str, dict[str, torch.Tensor]] | None = None  # with the hashes of its files
 
     def line(self) -> Line:
-        """Head, orphans and what there is. Cheap enough to poll: the file is read only when it has been replaced."""
+        """Return head, orphans and entries. Cheap to poll: the file is read only after it has been replaced."""
         path = self._folder / HEAD
         try:
             stat = path.stat()
             file = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
             seen, line = self._seen
             if file != seen:
-                line = self._filled(signing.parse_line(path.read_bytes(), b"", str(path)))
+                line = self._filled(parse_line(path.read_bytes(), b"", str(path)))
                 self._seen = file, line
         except FileNotFoundError:
             return EMPTY
         return line
 
     def _filled(self, line: Line) -> Line:
-        """Lines once had no entries: they are in the manifests."""
+        """Fill in entries from the manifests, for lines of earlier releases, which had none."""
         if line.head is None or line.entries:
             return line
         return msgspec.structs.replace(line, entries=self._entries({}))
 
     def _entries(self, known: Mapping[int, Entry]) -> dict[int, Entry]:
-        """Of all versions that are there and have a valid manifest; those that are `known` are not looked at again."""
+        """Return the entries of all versions with a valid manifest; those in `known` are not read again."""
         entries = {}
         for version in self.versions():
             with suppress(CorruptData, WeightsError):
@@ -62,14 +61,14 @@ class Folder:
         return self.line().head
 
     def versions(self) -> list[int]:
-        """The versions that can be pulled, orphaned ones included, in ascending order."""
+        """Return the versions that can be pulled, including orphaned ones, in ascending order."""
         names = os.listdir(self._folder) if self._folder.is_dir() else []
         return sorted(int(match[1]) for match in map(FOLDER_NAME.fullmatch, names) if match)
 
     def highest(self) -> int:
-        """The highest number ever used, orphaned, pruned and never committed versions included; -1 when none was.
+        """Return the highest number ever used, also by orphaned, pruned and uncommitted versions; -1 if none was.
 
-        What a killed writer left half written was never visible, so its number was not used.
+        A partial version of a killed writer was never visible, so its number is free.
         """
         line = self.line()
         return max({-1 if line.head is None else line.head, *line.orphaned, *self.versions()})
@@ -77,27 +76,27 @@ class Folder:
     def manifest(self, version: int) -> VersionManifest:
         folder = self.path(version)
         if not folder.is_dir():
-            raise WeightsError(f"version {version} is not in {self._folder}", "it was pruned or never published")
+            raise WeightsError(f"version {version} is not in {self._folder}", "it was removed or never published")
         manifest = sealed.read_manifest(folder, VersionManifest)
         if manifest.version != version:
             raise CorruptData(f"{folder} holds version {manifest.version}", "the folder was renamed or damaged")
         return manifest
 
     def probe(self, version: int) -> Probe | None:
-        """What an engine must reproduce of a version; None: nothing."""
+        """Return the probe of a version, or None."""
         return self.manifest(version).probe
 
     def path(self, version: int) -> Path:
         return self._folder / folder_name(version)
 
     def pull(self, version: int) -> dict[str, torch.Tensor]:
-        """All tensors of a version; CorruptData when one bit differs from what was published."""
+        """Return all tensors of a version; CorruptData if one bit differs from the published ones."""
         manifest = self.manifest(version)
         adapter = self._adapter(manifest)
         return merged(self._base_of(manifest), adapter) if adapter is not None else dict(self._put_together(manifest))
 
     def adapter(self, version: int) -> Adapter | None:
-        """What a version published of itself, if that is an adapter."""
+        """Return the adapter of a version, or None for a version of all weights."""
         return self._adapter(self.manifest(version))
 
     def _adapter(self, manifest: VersionManifest) -> Adapter | None:
@@ -105,7 +104,7 @@ class Folder:
         return None if facts is None else Adapter(self._read(manifest), facts.rank, facts.alpha)
 
     def _put_together(self, manifest: VersionManifest) -> Mapping[str, torch.Tensor]:
-        """From the newest whole version, delta by delta."""
+        """Build a version from the newest whole one, delta by delta."""
         first, *deltas = reversed(list(self._chain(manifest)))
         if not deltas:
             return self._read(first)
@@ -121,12 +120,12 @@ class Folder:
                 held.advance([Step(step, [folder / name for name in step.delta_files])])
             except WeightsError as error:
                 raise CorruptData(
-                    f"{folder} does not fit the versions before it: {error}", "one was changed"
+                    f"{folder} does not fit the versions before it: {error}", "one of them was changed"
                 ) from error
         return held.tensors
 
     def _chain(self, manifest: VersionManifest) -> Iterator[VersionManifest]:
-        """The version and those before it whose deltas it needs, to a whole one."""
+        """Yield the version and its predecessors whose deltas it needs, back to a whole one."""
         yield manifest
         while not manifest.full_files:
             base = manifest.delta_of
@@ -140,7 +139,7 @@ class Folder:
             return self.manifest(version)
         except WeightsError as error:
             raise CorruptData(
-                f"version {by.version} belongs to {version}, which is not there", "it was removed"
+                f"version {by.version} needs version {version}, which does not exist", "it was removed"
             ) from error
 
     def _read(self, manifest: VersionManifest) -> dict[str, torch.Tensor]:
@@ -149,11 +148,11 @@ class Folder:
         return assembled(manifest, {n: decode(sealed.read_file(folder, n, manifest), str(folder / n)) for n in names})
 
     def _base_of(self, manifest: VersionManifest) -> dict[str, torch.Tensor]:
-        """The full version that an adapter belongs to. It is kept: every version of the policy has the same."""
+        """Return the base of an adapter. It is cached: all versions of the policy have the same base."""
         assert manifest.adapter is not None
         base = self._needed(manifest.adapter.base, manifest)
         if base.adapter is not None:
-            raise CorruptData(f"version {base.version} is a base and an adapter", "the manifest was changed")
+            raise CorruptData(f"version {base.version} is both a base and an adapter", "the manifest was changed")
         key = str(sorted((name, facts.sha256) for name, facts in base.files.items()))
         if self._base is None or self._base[0] != key:
             self._base = (key, dict(self._put_together(base)))

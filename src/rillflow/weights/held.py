@@ -1,8 +1,8 @@
 """The weights that a node holds on its host: the published tensors of one version, bit for bit.
 
-Invariants: what is held is the whole of one published version, whose fingerprints are known; a delta is decoded and
-its result compared with the manifest before the first bit is changed, so one that is damaged, or of another base,
-changes nothing. Names that share a tensor (tied weights) share it here too, and a patch names it once.
+Invariants: a node holds one whole published version, with known fingerprints; a delta is decoded and its result
+compared with the manifest before the first bit changes, so a damaged delta, or one of another base, changes nothing.
+Names that share a tensor (tied weights) share it here too, and a patch names it once.
 """
 
 from __future__ import annotations
@@ -25,48 +25,49 @@ if TYPE_CHECKING:
     from rillflow.contracts import Tensors
     from rillflow.weights.delta.container import Piece
 
-# What computes on weights is imported when it is needed: its compiler takes longer to load than all the rest.
+# Modules that compute on weights are imported lazily: their compiler takes long to load.
 
 S = TypeVar("S")
 T = TypeVar("T")
 
-_THREADS = 4  # pieces that are decoded at once
+_THREADS = 4  # pieces that are decoded concurrently
 _MODULUS = 1 << 64  # of fingerprints
-_DENSE = 1 / 8  # of a tensor: where more has changed, all of it is sent on
+_DENSE = 1 / 8  # if a larger share of a tensor has changed, a patch has all of it
 
 
 class Step(NamedTuple):
-    """One delta on the way: the manifest of the version it leads to, and its verified files."""
+    """One delta of a route: the manifest of the version that it makes, and its verified files."""
 
     manifest: VersionManifest
     paths: Sequence[Path]
 
 
 class _Moved(NamedTuple):
-    """What a piece makes of a tensor: the change, and what that adds to the fingerprint."""
+    """The change of a tensor by a piece, and its contribution to the fingerprint."""
 
     change: Change
     gained: int
 
 
 class Held:
-    """`tensors` has aliases too; it and what patches point to are valid until the next change. Not for two threads."""
+    """The held weights, for one thread. `tensors`, with aliases, and the tensors of patches are valid until the next
+    change."""
 
     def __init__(self) -> None:
         self.version: int | None = None
         self.tensors: dict[str, torch.Tensor] = {}
-        self.fingerprints: dict[str, int] = {}  # none where no manifest told them and no delta came yet
+        self.fingerprints: dict[str, int] = {}  # empty until a manifest gives them or a delta needs them
         self._facts: Mapping[str, TensorFacts] = {}
         self._flat: dict[str, torch.Tensor] = {}  # without aliases; the memory of `tensors`
 
     def forget(self) -> None:
-        """Hold nothing: the next version comes whole."""
+        """Drop the weights: the next version must be whole."""
         self.version, self.tensors, self.fingerprints, self._facts, self._flat = None, {}, {}, {}, {}
 
     def replace(self, tensors: Tensors, manifest: VersionManifest, *, verified: bool = False) -> None:
-        """Hold these tensors, which nobody else may change. CorruptData when they are not what the manifest says.
+        """Hold these tensors, which must not be changed elsewhere. CorruptData if they differ from the manifest.
 
-        With `verified` they come from files with the manifest's hashes: then what it says of them is believed.
+        With `verified` they come from files with the manifest's hashes, and its fingerprints are not computed again.
         """
         unique = {name: tensors[name].contiguous() for name in manifest.tensors if name in tensors}
         if {name: tensor_facts(tensor) for name, tensor in unique.items()} != manifest.tensors:
@@ -86,12 +87,12 @@ class Held:
         self.version = manifest.version
 
     def advance(self, steps: Sequence[Step]) -> Patch:
-        """Go on from the version that is held, step by step; the patch is of all steps together.
+        """Apply these steps to the held version; return one patch of all steps.
 
-        CorruptData for a damaged step, WeightsError for one of another base: the steps before it have been taken.
+        CorruptData for a damaged step, WeightsError for one of another base: the steps before it have been applied.
         """
         if self.version is None:
-            raise WeightsError("nothing is held that a delta could change", "take a whole version first")
+            raise WeightsError("a delta needs held weights", "pull a whole version first")
         base, taken = self.version, [self._take(step) for step in steps]
         names = dict.fromkeys(name for changes in taken for name in changes)
         changes = {
@@ -111,7 +112,7 @@ class Held:
         changes: dict[str, list[Change]] = defaultdict(list)
         now = dict(self.fingerprints)
         for found in _at_once(self._moved, container.read(step.paths)):
-            for name, one in found.items():  # the parts of a tensor begin at whole words: what they add is a sum
+            for name, one in found.items():  # parts of a tensor begin at whole words, so their contributions add up
                 changes[name].append(one.change)
                 now[name] = (now[name] + one.gained) % _MODULUS
         for name, known in manifest.tensor_fingerprints().items():
@@ -126,8 +127,8 @@ class Held:
     def _check(self, manifest: VersionManifest) -> None:
         if manifest.delta_of != self.version:
             raise WeightsError(
-                f"the delta of version {manifest.version} is from {manifest.delta_of}, version {self.version} is held",
-                "take another way to it",
+                f"the delta of version {manifest.version} needs version {manifest.delta_of}, not {self.version}",
+                "use another route",
             )
         if self._facts != manifest.tensors:
             raise CorruptData(
@@ -135,7 +136,7 @@ class Held:
             )
 
     def _moved(self, piece: Piece) -> dict[str, _Moved]:
-        """Of each tensor that the piece changes; the tensors themselves are not touched."""
+        """Return the change of each tensor by a piece, without changing the tensors."""
         from rillflow.weights.delta.pieces import changes_of
         from rillflow.weights.fingerprint import moved
 
@@ -145,7 +146,7 @@ class Held:
     def _write(self, changes: Mapping[str, Sequence[Change]], version: int, now: dict[str, int]) -> None:
         from rillflow.weights.fingerprint import bits_of
 
-        self.version = None  # should writing fail, nothing whole is held
+        self.version = None  # if writing fails, no whole version is held
         for name, of_tensor in changes.items():
             held_N = bits_of(self._flat[name])
             for index_K, value_K in of_tensor:
@@ -153,7 +154,7 @@ class Held:
         self.version, self.fingerprints = version, now
 
     def _joined(self, name: str, changes: Sequence[Change]) -> Change:
-        """One change that is as good as all of them: the places that any has changed, with what they have now."""
+        """Join changes into one: all changed places, with their current values."""
         flat = self._flat[name]
         if len(changes) == 1 and changes[0].index_K is not None:
             return changes[0]
@@ -165,7 +166,7 @@ class Held:
 
 
 def _merged(places: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All places that are in any of these, in order: it takes time for them, not for all weights."""
+    """Return the union of these places, in order, in time proportional to the places."""
     from rillflow.weights.delta.cpu.union import union
 
     return torch.from_numpy(reduce(union, (index_K.numpy() for index_K in places)))
@@ -178,8 +179,8 @@ def _fingerprints(tensors: Tensors) -> dict[str, int]:
 
 
 def _at_once(work: Callable[[S], T], items: Sequence[S]) -> list[T]:
-    """Of every item, several at a time: the codec's loops leave the interpreter to others."""
-    if len(items) < 2:  # a thread that must wait for the interpreter would take longer
+    """Map `work` over items in threads: the codec's loops release the interpreter."""
+    if len(items) < 2:  # a thread would take longer, waiting for the interpreter
         return [work(item) for item in items]
     with ThreadPoolExecutor(_THREADS, "held") as pool:
         return list(pool.map(work, items))

@@ -1,24 +1,33 @@
-"""What the files of a weight store say of themselves: a manifest in each version, and the line of all of them.
+"""The metadata of a weight store, its signatures, and the protocol of the sources that readers get files from.
 
-    v00000012/manifest.json    of a version: its tensors and files
-    head.json                  the line: which version lives, and what there is to get to it
+    v00000012/manifest.json    a version's tensors and files
+    head.json                  the line: the live version, and the files that lead to it
 
-Invariants: a file's name says what it is: `delta*` turns the version `delta_of` into this one, all other files are the
-version itself, whole (or an adapter). Both kinds may be there. Whatever a reader does not find in the line it must not
-ask for; what it finds may have been removed since, and then it looks at the line again.
+Files named `delta*` turn the version `delta_of` into this one. All other files are the whole version, or an adapter. A
+version may have both kinds. A reader asks only for versions that the line lists; if one has been removed since, the
+reader looks at the line again.
+
+Signatures are HMAC-SHA256 of canonical JSON, with a key derived from the node's token. With the key a reader can verify
+that this run's trainer published a version, whatever carried the files: the manifest is signed and holds the hashes of
+all files. Without a key only hashes are checked. Not protected against: holders of that token; a carrier that shows an
+outdated line, or the versions of another policy of the same run.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import re
 from collections.abc import Mapping
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Protocol, TypeVar
 
 import msgspec
 
 from rillflow.errors import CorruptData
 from rillflow.types import Probe
-from rillflow.weights.sealed import FileFacts, Manifest
+from rillflow.types.decoding import json_decoder
+from rillflow.weights.sealed import FILE_NAME, FileFacts, Manifest
 
 DELTA = "delta"
 HEAD = "head.json"
@@ -39,7 +48,7 @@ class TensorFacts(msgspec.Struct, frozen=True):
 
 
 class AdapterFacts(msgspec.Struct, frozen=True):
-    """What a manifest says of an adapter: `base` is the version whose weights it belongs to."""
+    """An adapter's facts in a manifest; `base` is the version that it changes."""
 
     rank: int
     alpha: float
@@ -47,10 +56,13 @@ class AdapterFacts(msgspec.Struct, frozen=True):
 
 
 class VersionManifest(Manifest, frozen=True, kw_only=True):
-    """`aliases` names tensors that are the same as another one (tied weights) and are stored once. With `adapter` the
-    tensors are an adapter's. `fingerprints` (16 hexadecimal digits, `weights.fingerprint`) are of the tensors, however
-    one comes by them. `probe` is what an engine must reproduce before it serves the version. `signature` is made with
-    the run's key, of everything else in the manifest."""
+    """The manifest of a version.
+
+    `aliases` names tensors that equal another one (tied weights) and are stored once. With `adapter` the tensors are
+    those of an adapter. `fingerprints` (16 hexadecimal digits, `weights.fingerprint`) identify the tensors, however a
+    reader got them. An engine must reproduce `probe` before it serves the version. `signature` covers everything else
+    in the manifest, with the run's key.
+    """
 
     version: int
     parent: int | None
@@ -69,7 +81,7 @@ class VersionManifest(Manifest, frozen=True, kw_only=True):
 
     @property
     def full_files(self) -> Mapping[str, FileFacts]:
-        """Of the whole version, or of the adapter that it is."""
+        """Return the files of the whole version, or of the adapter."""
         return {name: facts for name, facts in self.files.items() if not name.startswith(DELTA)}
 
     @property
@@ -81,22 +93,22 @@ class VersionManifest(Manifest, frozen=True, kw_only=True):
         )
 
     def tensor_fingerprints(self) -> dict[str, int]:
-        """As numbers; versions of a run without deltas have none. CorruptData when one is no number."""
+        """Return fingerprints as numbers; versions of a run without deltas have none. CorruptData if one is invalid."""
         try:
             return {name: int(text, 16) for name, text in self.fingerprints.items()}
         except ValueError as error:
             raise CorruptData(
-                f"a fingerprint of version {self.version} is no number", "the manifest was changed"
+                f"a fingerprint of version {self.version} is not a number", "the manifest was changed"
             ) from error
 
 
 def as_hexadecimal(fingerprints: Mapping[str, int]) -> dict[str, str]:
-    """As manifests have them."""
+    """Return fingerprints in the manifests' form."""
     return {name: f"{value:016x}" for name, value in fingerprints.items()}
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """What the line says of a version: bytes of its two kinds of files (0: it has none) and the delta's base."""
+    """The line's entry of a version: bytes of its two kinds of files (0: none) and the delta's base."""
 
     delta_of: int | None = None
     delta_bytes: int = 0
@@ -104,7 +116,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Line(msgspec.Struct, frozen=True):
-    """The live head, the versions that are no ancestors of anything that lives, and what can be pulled."""
+    """The live head, the orphaned versions, and the versions that can be pulled."""
 
     head: int | None
     orphaned: frozenset[int]
@@ -112,4 +124,86 @@ class Line(msgspec.Struct, frozen=True):
     signature: str = ""
 
 
-EMPTY = Line(head=None, orphaned=frozenset())  # of a policy that has published nothing
+EMPTY = Line(head=None, orphaned=frozenset())  # the line of a policy that has published nothing
+
+
+# ---------------------------------------------------------------- signatures
+
+
+S = TypeVar("S", Line, VersionManifest)
+
+_PURPOSE = b"rillflow weights"
+
+
+def key_of(node_token: str) -> bytes:
+    """Derive the key from a run's node token; an empty key without a token."""
+    return hmac.digest(node_token.encode(), _PURPOSE, "sha256") if node_token else b""
+
+
+def signed(value: S, key: bytes) -> S:
+    """Return the value with a signature of all its other fields, or with an empty one without a key."""
+    return msgspec.structs.replace(value, signature=_signature(value, key) if key else "")
+
+
+def check_signature(value: S, key: bytes, what: str) -> None:
+    """Raise CorruptData if `value` is not signed with the key; without a key do nothing. `what` names it in
+    messages."""
+    if key and not hmac.compare_digest(_signature(value, key).encode(), value.signature.encode()):
+        raise CorruptData(
+            f"{what} is not signed with this run's key" if value.signature else f"{what} is not signed",
+            "it was changed on the way, or it belongs to another run: check where weights are pulled from",
+        )
+
+
+def parse_line(data: bytes, key: bytes, what: str) -> Line:
+    """Parse a line, validate it and check its signature."""
+    try:
+        line = json_decoder(Line).decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CorruptData(f"{what} is not a valid line: {error}", "it is damaged") from error
+    check_signature(line, key, what)
+    return line
+
+
+def parse_manifest(data: bytes, version: int, key: bytes, what: str) -> VersionManifest:
+    """Parse the manifest of a version, validate it and check its signature and the names of its files."""
+    try:
+        manifest = json_decoder(VersionManifest).decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CorruptData(f"{what} is not a valid manifest: {error}", "it is damaged") from error
+    check_signature(manifest, key, what)
+    if manifest.version != version:
+        raise CorruptData(f"{what} belongs to version {manifest.version}", "it was moved or changed")
+    if not all(FILE_NAME.fullmatch(name) for name in manifest.files):
+        raise CorruptData(f"{what} has files with invalid names", "it was changed")
+    return manifest
+
+
+def _signature(value: Line | VersionManifest, key: bytes) -> str:
+    canonical = msgspec.to_builtins(msgspec.structs.replace(value, signature=""), str_keys=True, order="sorted")
+    return hmac.new(key, msgspec.json.encode(canonical), hashlib.sha256).hexdigest()
+
+
+# ---------------------------------------------------------------- sources
+
+
+class WeightSource(Protocol):
+    """A source of a policy's published files: a folder, an object store, a weight server, a relay.
+
+    Its answers are verified: sizes and hashes always, signatures if it has the key; CorruptData otherwise.
+    """
+
+    async def line(self, known: Line | None = None, wait: float = 0.0) -> Line:
+        """Return the line; with `known`, as soon as it differs from it, or after `wait` seconds."""
+
+    async def manifest(self, version: int) -> VersionManifest:
+        """Return the manifest of a version; WeightsError if the source does not have it."""
+
+    async def file(self, version: int, name: str) -> Path:
+        """Return a local file with the content: the original, or a copy that stays until `forget`. Bytes that were
+        fetched before are not fetched again."""
+
+    async def forget(self, version: int) -> None:
+        """Release the version's files: this reader no longer needs them."""
+
+    async def close(self) -> None: ...

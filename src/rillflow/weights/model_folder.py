@@ -1,4 +1,4 @@
-"""Where a policy's model is. Apart from `models`, which loads it, because a look at the folder needs no torch."""
+"""Finds a policy's model folder. Separate from `models`, which loads it, because this needs no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def model_folder(name: str) -> Path:
-    """Where the model is: the shipped `tiny`, a folder, or a hub name `org/name` passed through as it is."""
+    """Return the model's folder: that of the shipped `tiny`, the given folder, or a hub name `org/name` unchanged."""
     folder = _TINY if name == "tiny" else Path(name).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -21,7 +21,7 @@ def model_folder(name: str) -> Path:
     if _HUB_NAME.fullmatch(name):
         return Path(name)
     raise ConfigError(
-        f"there is no model folder {name}",
+        f"model folder {name} does not exist",
         "policies.*.model is `tiny`, the path of a Hugging Face model folder, or a hub name `org/name`; hub models are "
         "best downloaded first (`hf download org/name --local-dir FOLDER`) and named by their folder",
     )

@@ -1,7 +1,7 @@
-"""Loading a policy's model and tokenizer. Trainer and engine both come here, so version 0 is the same for all.
+"""Loads a policy's model and tokenizer, for trainers and engines alike, so version 0 is the same for all.
 
-Invariants: weights are read from safetensors only, no code of a model repository is run, and nothing is fetched from
-a hub unless the name has the form `org/name` and no folder of that name exists.
+Invariants: weights are read from safetensors only; code of a model repository is never run; a hub is used only for a
+name of the form `org/name` that is not an existing folder.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SCORE = "score.weight"
 
 
 def load_policy_model(name: str, dtype: Dtype, device: torch.device) -> PreTrainedModel:
-    """The causal language model, without dropout, ready for training or serving."""
+    """Load the causal language model, without dropout, for training or serving."""
     from transformers import AutoModelForCausalLM
 
     model, found = _load(
@@ -42,7 +42,8 @@ def load_policy_model(name: str, dtype: Dtype, device: torch.device) -> PreTrain
 
 
 def load_scalar_model(name: str, dtype: Dtype, device: torch.device) -> tuple[PreTrainedModel, bool]:
-    """The model with a head of one output, `score`, without dropout; and whether that head is new: not in the files."""
+    """Load the model with a head of one output, `score`, without dropout; return whether that head is new (not in the
+    files)."""
     from transformers import AutoModelForSequenceClassification
 
     model, found = _load(
@@ -61,20 +62,23 @@ def load_scalar_model(name: str, dtype: Dtype, device: torch.device) -> tuple[Pr
 
 
 def _choose_products(dtype: Dtype, device: torch.device) -> None:
-    """On ARM torch (2.13) gives products of fp32 to oneDNN, which takes some 60 microseconds longer for each than the
-    BLAS it has too: as long as a small one takes. Those of bf16 are better there. It is one choice for the process."""
+    """Choose the library for matrix products on ARM, once for the process.
+
+    torch (2.13) gives fp32 products to oneDNN, which takes about 60 microseconds longer for each than torch's BLAS, as
+    long as a small product takes. For bf16 oneDNN is faster.
+    """
     if device.type == "cpu" and platform.machine() == "aarch64":
         torch.backends.mkldnn.set_flags(dtype != "fp32")  # type: ignore[no-untyped-call]
 
 
 def _refuse_invented(name: str, found: dict[str, Any], apart: str = "") -> None:
-    """Weights that a file does not hold would be drawn at random, other ones in every process."""
+    """Refuse files that lack weights: these would be drawn at random, differently in every process."""
     missing = sorted(str(key) for key in (*found.get("missing_keys", ()), *found.get("mismatched_keys", ())))
     missing = [key for key in missing if key != apart]
     if missing:
         raise ConfigError(
             f"the files of {name} lack {len(missing)} weights that its config.json asks for, such as {missing[0]}",
-            "download the model again: files and config.json must be of the same causal language model",
+            "download the model again: files and config.json must belong to the same causal language model",
         )
 
 
@@ -98,13 +102,13 @@ def _load(kind: Any, name: str, **options: Any) -> Any:
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto` is the GPU where there is one; a device that is not there is a ConfigError."""
+    """Return a device; `auto` is the GPU if there is one. ConfigError for a device that does not exist."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"there is no device {name!r}", "one of: auto, cpu, cuda, cuda:0 …") from error
+        raise ConfigError(f"unknown device {name!r}", "one of: auto, cpu, cuda, cuda:0 …") from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device {name} is not there: {torch.cuda.device_count()} GPUs found", "use auto or cpu")
+        raise ConfigError(f"device {name} does not exist: found {torch.cuda.device_count()} GPUs", "use auto or cpu")
     return device

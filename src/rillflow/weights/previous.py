@@ -1,7 +1,7 @@
-"""The version that was published last, kept in memory: what the next delta begins with.
+"""The version that was published last, kept in memory as the base of the next delta.
 
-It lies where its tensors came from: those of a GPU stay there, so that only what has changed leaves it. Invariant: what
-is held is a copy, bit for bit what was published as `version`, whatever the caller does to its own tensors.
+It stays on the device of its tensors, so only changes leave a GPU. Invariant: it is a copy, bit for bit what was
+published as `version`, whatever the caller does to its own tensors.
 """
 
 from __future__ import annotations
@@ -21,20 +21,16 @@ Parts = Mapping[Part, torch.Tensor]
 _BATCH = 16 * RUN  # weights that are joined at once on a GPU
 
 
-def whole_parts(tensors: Mapping[str, torch.Tensor]) -> dict[Part, torch.Tensor]:
-    """Tensors as parts that are all of them."""
-    return {Part(name, 0, tensor.numel()): tensor for name, tensor in tensors.items()}
-
-
 def sums_of(weights: Parts, *, compiled: bool = True) -> dict[Part, int]:
-    """What parts add to the fingerprints of their tensors; without compiled loops where they are not there yet."""
+    """Return the parts' contributions to the fingerprints of their tensors, without compiled loops if not
+    `compiled`."""
     given = [(tensor, part.first * tensor.element_size() // WORD) for part, tensor in weights.items()]
     return dict(zip(weights, fingerprints(given) if compiled else [plain(*one) for one in given], strict=True))
 
 
 class Difference(NamedTuple):
-    """`sums` are what the new parts add to their tensors' fingerprints, `runs` the fingerprints of the new runs;
-    `changed` counts weights."""
+    """A difference of two versions. `sums` are the new parts' contributions to their tensors' fingerprints, `runs` the
+    fingerprints of the new runs; `changed` counts weights."""
 
     pieces: list[Piece]
     sums: dict[Part, int]
@@ -50,7 +46,7 @@ class _Run:
 
 
 class Previous:
-    """Its tensors are parts: all of a tensor, or what one rank has of it."""
+    """The last version in parts: whole tensors, or one rank's parts of them."""
 
     def __init__(self) -> None:
         self.version: int | None = None
@@ -59,14 +55,14 @@ class Previous:
         self._sums: dict[Part, int] = {}
 
     def fits(self, weights: Parts, aliases: Mapping[str, str]) -> bool:
-        """Whether these are the same parts: names, ties, dtypes and shapes."""
+        """Return whether these are the same parts: names, ties, dtypes and shapes."""
         return self._facts == _facts(weights, aliases)
 
     def difference(self, weights: Parts, most: float) -> Difference | None:
-        """What turns the held version into these weights, which fit; None when that takes more than `most` bytes."""
+        """Return what turns this version into the fitting `weights`; None if that takes more than `most` bytes."""
         pieces: list[Piece] = []
         fingerprints_of_runs: list[int] = []
-        split: list[Part] = []  # of runs of several parts: their sums are not those of the runs
+        split: list[Part] = []  # parts that share a run, so that their sums are not those of the run
         sums = dict(self._sums)
         size = changed = 0
         for some in _batches(self._runs):
@@ -93,8 +89,8 @@ class Previous:
         sums: Mapping[Part, int],
         fingerprints: Sequence[int] = (),
     ) -> None:
-        """Copy these parts, into the memory that is there if they fit. `fingerprints` are those of the runs, if they
-        are known: of a `Difference` to these parts."""
+        """Copy these parts, into the same memory if they fit. `fingerprints` are those of the runs, if they are known
+        from a `Difference` to these parts."""
         self.version = None
         if not self.fits(weights, aliases):
             self._runs = [_Run(parts, _room(weights, parts), None) for parts in runs(weights)]
@@ -109,8 +105,8 @@ class Previous:
 
 
 def _batches(runs: Sequence[_Run]) -> Iterator[list[_Run]]:
-    """Runs whose deltas are made at once: on a GPU as many as need no more than so much memory to be joined. Tensors
-    that are runs of their own need none."""
+    """Yield runs whose deltas are made together: on a GPU as many as `_BATCH` weights of joined tensors allow. Tensors
+    that are runs by themselves need no joining."""
     some: list[_Run] = []
     joined_weights = 0
     for run in runs:
@@ -125,7 +121,7 @@ def _batches(runs: Sequence[_Run]) -> Iterator[list[_Run]]:
 
 
 def _alike(one: _Run, other: _Run) -> bool:
-    """Whether the GPU takes both in one call."""
+    """Return whether the GPU encodes both in one call."""
     known = (one.fingerprint is None) == (other.fingerprint is None)
     coded = one.weights.dtype in DTYPES and other.weights.dtype in DTYPES
     return known and coded and one.weights.is_cuda and one.weights.device == other.weights.device
@@ -147,6 +143,6 @@ def _facts(weights: Parts, aliases: Mapping[str, str]) -> object:
 
 
 def _room(weights: Parts, parts: Sequence[Part]) -> torch.Tensor:
-    """For the weights of a run."""
+    """Return memory for the weights of a run."""
     first = weights[parts[0]]
     return torch.empty(sum(part.weights for part in parts), dtype=first.dtype, device=first.device)

@@ -1,12 +1,11 @@
-"""Weights that prove themselves: a version carries its trainer's own log-probs of a few prompts, and an engine serves
-it only after it has reproduced them.
+"""Probes: a version carries its trainer's log-probs of a few prompts, and an engine must reproduce them to serve it.
 
-Fingerprints say that the right bytes lie where they were written. A probe says that the engine computes with them: that
-they lie in the right places, that whatever the engine derives from them is new too, and that it is the same model.
+Fingerprints prove that the right bytes are in memory. A probe proves that the engine computes with them: the tensors
+are in the right places, everything that the engine derives from them is new too, and the model is the same.
 
 Invariants: all versions of a policy have the same prompts, so an engine that still computes with an earlier version
-reproduces that version's probe; the verdict depends on the mean over all tokens, so a single token that rounding moves
-far (a router that chooses another expert) does not fail it.
+reproduces that version's probe; the verdict depends on the mean over all tokens, so one token that rounding moves far
+(a router that chooses another expert) does not fail it.
 """
 
 from __future__ import annotations
@@ -30,23 +29,23 @@ Scores = Sequence[Sequence[float]]
 Cause = Literal["numerics", "stale weights", "wrong weights", "cut distribution"]
 
 PROMPTS, TOKENS = 4, 32
-# How far log-probs may be apart: their mean distance as a share of the spread of the trainer's. Rounding moves logits
-# in proportion to their size, and the spread grows with it, so one number serves small and large models. In fp32 up to
+# The tolerated mean distance of log-probs, as a share of the spread of the trainer's. Rounding moves logits in
+# proportion to their size, and the spread grows with it, so one number serves small and large models. In fp32 up to
 # 3e-6 was measured on a CPU; the rest is room for GPUs that multiply in TF32. bf16 keeps 8 bits: vLLM and the trainer
-# were 0.04 nats apart on an H200 (SmolLM2-135M, sampled tokens). Both this and the share for a quantised cache or model
-# are chosen with room to spare, since a false alarm stops a run.
+# were 0.04 nats apart on an H200 (SmolLM2-135M, sampled tokens). The tolerances of bf16 and of quantised caches or
+# models are generous, because a false alarm stops a run.
 FP32, BF16, QUANTISED = 0.01, 0.1, 0.4
 _QUANTISED = ("quantization", "kv-cache-dtype")  # in arguments of vLLM's and SGLang's command lines
 _LEAST_SPREAD = 0.1  # nats: a model that finds all tokens alike still rounds
-_A_LITTLE = 4.0  # times the tolerance: as far as different kernels come apart
-_ALIKE, _SLOPE = 0.95, 0.1  # how well a straight line fits, and how far from 1 its slope is, where logits were scaled
+_A_LITTLE = 4.0  # times the tolerance: the distance between different kernels
+_ALIKE, _SLOPE = 0.95, 0.1  # logits were scaled if they correlate this well with a slope this far from 1
 
 
 def prompts(vocabulary: int, context: int) -> list[list[int]]:
-    """Return the prompts of a policy's probes: drawn once and for all, since nobody needs to understand them.
+    """Return the prompts of a policy's probes: random ids from a fixed seed.
 
     Ids come from the vocabulary's second to fourth eighth: special tokens, placeholders of images and padding of the
-    embedding lie at its ends. A prompt leaves room for the one token that servers sample after it.
+    embedding are at its ends. A prompt leaves room for the one token that servers sample after it.
     """
     length = max(2, min(TOKENS, context - 1))
     drawn = np.random.default_rng(0).integers(vocabulary // 8, max(vocabulary // 2, 2), (PROMPTS, length))
@@ -54,7 +53,7 @@ def prompts(vocabulary: int, context: int) -> list[list[int]]:
 
 
 def tolerance_of(settings: PolicyConfig) -> float:
-    """Return the tolerance of a policy's probes: the recipe's, else that of the coarsest numbers on the way."""
+    """Return the tolerance of a policy's probes: the recipe's, else that of the coarsest number format involved."""
     if isinstance(settings.weights.probe, float):
         return settings.weights.probe
     if any(word in argument for argument in settings.engine.server.arguments for word in _QUANTISED):
@@ -63,7 +62,7 @@ def tolerance_of(settings: PolicyConfig) -> float:
 
 
 class ProbeMismatch(WeightsError):
-    """An engine does not reproduce a version's probe: it must not serve it."""
+    """An engine does not reproduce a version's probe, so it must not serve it."""
 
     def __init__(self, version: int, probe: Probe, scores: Scores, earlier: Mapping[int, Probe] | None = None) -> None:
         self.version, self.probe, self.scores = version, probe, scores
@@ -73,7 +72,7 @@ class ProbeMismatch(WeightsError):
 
 
 def check(version: int, probe: Probe, scores: Scores) -> None:
-    """Raise ProbeMismatch when an engine's log-probs of the probe's tokens are not those of `version`."""
+    """Raise ProbeMismatch if an engine's log-probs of the probe's tokens are not those of `version`."""
     if not _reproduced(probe, scores):
         raise ProbeMismatch(version, probe, scores)
 
@@ -85,7 +84,7 @@ class Diagnosis(NamedTuple):
 
 
 def diagnose(probe: Probe, scores: Scores, earlier: Mapping[int, Probe]) -> Diagnosis:
-    """Name the likeliest cause of a mismatch. `earlier` are the probes of versions that the engine may still hold."""
+    """Return the likeliest cause of a mismatch. `earlier` are the probes of versions that the engine may still hold."""
     want_T, got_T = _flat(probe.logprobs), _flat(scores)
     if want_T.shape != got_T.shape or np.isnan(got_T).any():
         return Diagnosis("wrong weights", "its log-probs are not numbers, or not one for each token", _WRONG)
@@ -115,7 +114,7 @@ _STALE = (
     "the update (of a LoRA policy, its adapter) did not reach what the engine computes with; restart the engine, and "
     "report the model if it happens again"
 )
-_CUT = "take temperature, top_p, top_k and a generation config out of the server's arguments"
+_CUT = "remove temperature, top_p, top_k and a generation config from the server's arguments"
 _WRONG = (
     "tensors are missing, outdated, in each other's places or of another model: compare policies.*.model with what the "
     "server was started with, then restart the engine"
@@ -125,7 +124,7 @@ _WRONG = (
 def distance(probe: Probe, scores: Scores) -> float:
     """Return the mean distance of an engine's log-probs from the probe's, as a share of the spread of the probe's.
 
-    Where one is missing or not finite, the distance is within no tolerance.
+    If a log-prob is missing or not finite, the distance exceeds every tolerance.
     """
     want_T, got_T = _flat(probe.logprobs), _flat(scores)
     if want_T.shape != got_T.shape:
@@ -138,7 +137,7 @@ def _reproduced(probe: Probe, scores: Scores) -> bool:
 
 
 def _slope(want_T: Floats, got_T: Floats) -> float:
-    """How much the engine's log-probs grow with the trainer's; 1 where they do not lie on a line."""
+    """Return the slope of the engine's log-probs over the trainer's; 1 if they are not on a line."""
     if min(want_T.std(), got_T.std()) == 0.0 or np.corrcoef(want_T, got_T)[0, 1] < _ALIKE:
         return 1.0
     return float(np.polyfit(want_T, got_T, 1)[0])

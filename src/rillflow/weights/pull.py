@@ -1,12 +1,12 @@
-"""From the weights that a node holds to the newest ones, by the cheapest way, while its engine goes on sampling.
+"""Pulls the newest weights, from the version that a node holds, by the cheapest route, while its engine samples.
 
-For an engine that decodes deltas by itself, deltas that lead from the version it serves to the head are only fetched.
-The node's own copy then stays where it is. Only a pull that needs whole weights moves it on.
+For an engine that decodes deltas itself, the deltas from its version to the head are only fetched. The node's own copy
+then stays at its version until a pull needs whole weights.
 
-Invariants: what is pulled is the head of the line, whole and verified, or deltas whose files are verified, or an error
-is raised; what is held is a whole version, or nothing. The way is planned anew, from the newest line, when a file on it
-is gone or damaged, and when the head was orphaned meanwhile. A damaged or lost file is not asked for again for a while:
-there may be a way without it.
+Invariants: a pull returns the head of the line, whole and verified, or deltas in verified files, or raises an error; a
+node holds a whole version, or nothing. A new route is planned from the newest line if a file on the route is missing or
+damaged, or if the head was orphaned meanwhile. A damaged or missing file is avoided for a while: there may be a route
+without it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ from msgspec.structs import replace
 
 from rillflow.contracts import Clock, Deltas, Patch, SystemClock
 from rillflow.errors import ConfigError, CorruptData, RillflowError, WeightsError
-from rillflow.weights.adapters import Adapter, merged
-from rillflow.weights.codec import read_version
+from rillflow.weights.codec import Adapter, merged, read_version
 from rillflow.weights.held import Held, Step
-from rillflow.weights.manifest import Entry, Line, VersionManifest
+from rillflow.weights.manifest import Entry, Line, VersionManifest, WeightSource
 from rillflow.weights.route import Mode, Route, route
-from rillflow.weights.source import WeightSource
 from rillflow.wire import in_thread
 
 if TYPE_CHECKING:
@@ -40,26 +38,29 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-AVOID_SECONDS = 10.0  # before a file that was damaged or gone is asked for again
-_PLANS = 8  # before a pull is given up: every one was spoilt by something else
-_AT_ONCE = 8  # files on the way: a far source takes longer to answer than to send a delta
-_ROOT = 0  # what every engine has when it starts: the model's own weights
+AVOID_SECONDS = 10.0  # before a damaged or missing file is asked for again
+_PLANS = 8  # routes that a pull tries before it fails
+_AT_ONCE = 8  # files fetched concurrently: a distant source takes longer to answer than to send a delta
+_ROOT = 0  # the version that every engine starts with: the model's own weights
 
 Kind = Literal["delta", "full"]
-Word = Callable[[int], AbstractAsyncContextManager[None]]
+Announce = Callable[[int], AbstractAsyncContextManager[None]]
 
 
 class _Step(NamedTuple):
-    """One step of a way: a version whole, or what changes another one into it."""
+    """One step of a route: a whole version, or a delta."""
 
     version: int
     kind: Kind
 
 
 class Transfer(NamedTuple):
-    """One pull; kind `held` if nothing had to be fetched. Seconds: `fetch` of the download, `verify` until it was
-    decoded, verified and in the host's copy, `apply` of the engine's patch or load, `pause` of that without a token.
-    With `by_engine` the engine decodes the deltas: then that is part of `apply`, and `verify` is 0."""
+    """Measurements of one pull; kind `held` if nothing had to be fetched.
+
+    Seconds: `fetch` of the download, `verify` of decoding, verifying and copying on the host, `apply` of the engine's
+    patch or load, `pause` of the part of it without a token. With `by_engine` the engine decodes the deltas: that is
+    part of `apply`, and `verify` is 0.
+    """
 
     version: int
     base: int | None
@@ -82,8 +83,10 @@ class Transfer(NamedTuple):
 
 
 class Pulled(NamedTuple):
-    """A version, whole; and, where it came by deltas alone, what has changed. Good until the next pull. `probe` is what
-    an engine must reproduce of it. With `deltas`, which the engine decodes, there are neither tensors nor a patch."""
+    """A whole version and, if it came by deltas alone, the changes. Valid until the next pull.
+
+    An engine must reproduce `probe`. With `deltas`, which the engine decodes, there are neither tensors nor a patch.
+    """
 
     version: int
     tensors: Tensors
@@ -93,8 +96,8 @@ class Pulled(NamedTuple):
     deltas: Deltas | None = None
 
 
-class _Spoilt(Exception):
-    """The way is no good, because of one of its steps if that is named; another one may be."""
+class _RouteFailed(Exception):
+    """A route failed, because of `step` if that is given; another route may work."""
 
     def __init__(self, cause: RillflowError, step: _Step | None = None) -> None:
         super().__init__(str(cause))
@@ -102,23 +105,26 @@ class _Spoilt(Exception):
 
 
 class _Found(NamedTuple):
-    """The files of one step of the way."""
+    """The files of one step."""
 
     manifest: VersionManifest
     paths: Mapping[str, Path]
 
 
 class _Ready(NamedTuple):
-    """All files of a way, and the seconds that this took."""
+    """All files of a route, and the seconds that fetching them took."""
 
     found: Mapping[int, _Found]
     seconds: float
 
 
 class Puller:
-    """Of one policy, on one node. `initial` gives the model's own weights: where they are the root of the line, a new
-    node need not fetch it. `word` is entered around the way to a version that nothing keeps in the store for this node:
-    one that does not begin with what it serves. One pull at a time."""
+    """Pulls the weights of one policy on one node, one pull at a time.
+
+    `initial` returns the model's own weights: if they are the root of the line, a new node need not fetch it.
+    `announce` is entered around a route that does not start from the version that the node serves: the announcement
+    keeps the version in the store.
+    """
 
     def __init__(
         self,
@@ -126,55 +132,57 @@ class Puller:
         mode: Mode = "auto",
         *,
         initial: Callable[[], Tensors] | None = None,
-        word: Word | None = None,
+        announce: Announce | None = None,
         clock: Clock | None = None,
     ) -> None:
         self._source = source
-        self._word = word
+        self._announce = announce
         self._mode: Mode = mode
         self._initial = initial
         self._clock = clock or SystemClock()
         self._held = Held()
-        self._behind = False  # whether the engine has been given deltas that the copy here has not
+        self._behind = False  # whether the engine has received deltas that this copy has not
         self._line: Line | None = None
         self._avoid: dict[_Step, float] = {}
         self._fetched: set[int] = set()
 
     async def head(self) -> int | None:
-        """The version to be on, as the source says now."""
+        """Return the head of the source's line."""
         self._line = await self._source.line()
         return self._line.head
 
     async def changed(self, seconds: float) -> None:
-        """Returns once the line is another than at the last look, or after so many seconds."""
+        """Wait until the line changes, at most `seconds`."""
         self._line = await self._source.line(self._line, seconds)
 
     async def probe(self, version: int) -> Probe | None:
-        """That of a version; None if it has none. WeightsError if the version is not there any more."""
+        """Return the probe of a version, or None. WeightsError if the version no longer exists."""
         return (await self._source.manifest(version)).probe
 
     async def close(self) -> None:
         await self._source.close()
 
     async def pull(self, serves: int | None = None) -> Pulled:
-        """The head; as deltas, where they lead to it from `serves`, the version of an engine that decodes them by
-        itself. CorruptData or WeightsError when there is no way to it now; WireError when nobody can be asked."""
+        """Pull the head; as deltas, if they lead to it from `serves`, the version of an engine that decodes deltas.
+
+        CorruptData or WeightsError if there is no route to it now; WireError if no source answers.
+        """
         cause: RillflowError | None = None
         for _ in range(_PLANS):
             line = self._line = await self._source.line()
             try:
                 return await self._reach(line, serves)
-            except _Spoilt as spoilt:
-                cause = spoilt.cause
-                await self._note(spoilt)
+            except _RouteFailed as failed:
+                cause = failed.cause
+                await self._note(failed)
             except (WeightsError, CorruptData) as error:
                 if await self._source.line() == line:
-                    raise cause or error from error  # there is no way: what has spoilt the others says more
+                    raise cause or error from error  # no route is left: the first cause says more
                 cause = error
-            log.info("the way to version %s is planned anew: %s", line.head, cause)
-        raise WeightsError(f"no way to the newest version was good: {cause}", "is the source damaged?") from cause
+            log.info("planning another route to version %s: %s", line.head, cause)
+        raise WeightsError(f"no route to the newest version worked: {cause}", "is the source damaged?") from cause
 
-    # ------------------------------------------------------------ one plan
+    # ------------------------------------------------------------ one route
 
     async def _reach(self, line: Line, serves: int | None) -> Pulled:
         if line.head is None:
@@ -184,8 +192,8 @@ class Puller:
         if direct is not None and serves is not None and manifest.fingerprints:
             return await self._deltas(line, manifest, direct, serves)
         way = await self._plan(line, line.head if manifest.adapter is None else manifest.adapter.base)
-        word = self._word if way.snapshot is not None or self._behind else None
-        async with nullcontext() if word is None else word(line.head):
+        announce = self._announce if way.snapshot is not None or self._behind else None
+        async with nullcontext() if announce is None else announce(line.head):
             return await self._go(line, line.head, manifest, way)
 
     async def _go(self, line: Line, head: int, manifest: VersionManifest, way: Route) -> Pulled:
@@ -208,7 +216,7 @@ class Puller:
         return Pulled(head, tensors, patch, transfer, manifest.probe)
 
     def _direct(self, line: Line, head: int, serves: int) -> Route | None:
-        """Return the way of deltas from the engine's version to the head, if that is the best way."""
+        """Return the route of deltas from the engine's version to the head, if that is the best one."""
         try:
             way = route(self._usable(line.entries), serves, head, self._mode)
         except WeightsError:
@@ -227,13 +235,13 @@ class Puller:
         return Pulled(head, {}, None, transfer, manifest.probe, deltas)
 
     async def _plan(self, line: Line, want: int) -> Route:
-        """A new node may find that it holds the root already."""
+        """Plan the route to `want`. A new node may find that it holds the root already."""
         entries = self._usable(line.entries)
         await self._begin_at_the_root(entries, want)
         return route(entries, self._held.version, want, self._mode)
 
     async def _ready(self, line: Line, head: int, way: Route) -> _Ready:
-        """What is held is not touched yet."""
+        """Fetch the files of a route. The held weights do not change yet."""
         began = time.perf_counter()
         steps = [_Step(version, "delta") for version in way.deltas]
         if way.snapshot is not None:
@@ -241,11 +249,11 @@ class Puller:
         found = await self._fetch(steps)
         seconds = time.perf_counter() - began
         if head in (await self._source.line()).orphaned:
-            raise _Spoilt(WeightsError(f"version {head} was orphaned while it was fetched"))
+            raise _RouteFailed(WeightsError(f"version {head} was orphaned while it was fetched"))
         return _Ready({one.manifest.version: one for one in found}, seconds)
 
     def _usable(self, entries: Mapping[int, Entry]) -> dict[int, Entry]:
-        """What the line offers, without what is avoided at present."""
+        """Return the line's entries without the files that are avoided now."""
         now = self._clock.monotonic()
         self._avoid = {step: until for step, until in self._avoid.items() if until > now}
         usable = dict(entries)
@@ -256,7 +264,7 @@ class Puller:
         return usable
 
     async def _begin_at_the_root(self, entries: Mapping[int, Entry], want: int) -> None:
-        """Hold the model's own weights, where they are what was published first and lead to `want`."""
+        """Hold the model's own weights, if they are the root of the line and lead to `want`."""
         if self._initial is None or self._held.version is not None:
             return
         try:
@@ -267,12 +275,12 @@ class Puller:
             if manifest.fingerprints:
                 await in_thread(lambda: self._held.replace(initial(), manifest))
         except (WeightsError, CorruptData, ConfigError) as error:
-            log.info("the model's own weights are not taken for version %d: %s", _ROOT, error)
+            log.info("the model's own weights are not used as version %d: %s", _ROOT, error)
 
     # ------------------------------------------------------------ files
 
     async def _fetch(self, steps: Sequence[_Step]) -> list[_Found]:
-        """The files of all steps, several at once."""
+        """Fetch the files of all steps, several at once."""
         gate = asyncio.Semaphore(_AT_ONCE)
 
         async def fetch(step: _Step) -> _Found:
@@ -289,30 +297,30 @@ class Puller:
 
     async def _files(self, version: int, kind: Kind) -> _Found:
         self._fetched.add(version)
-        with _blaming(_Step(version, kind)):
+        with _failing(_Step(version, kind)):
             manifest = await self._source.manifest(version)
             names = manifest.delta_files if kind == "delta" else manifest.full_files
             if not names:
                 raise WeightsError(f"version {version} has no {kind} files any more", "look at the line again")
             return _Found(manifest, {name: await self._source.file(version, name) for name in names})
 
-    async def _note(self, spoilt: _Spoilt) -> None:
-        if spoilt.step is not None:
-            self._avoid[spoilt.step] = self._clock.monotonic() + AVOID_SECONDS
-            await self._source.forget(spoilt.step.version)
+    async def _note(self, failed: _RouteFailed) -> None:
+        if failed.step is not None:
+            self._avoid[failed.step] = self._clock.monotonic() + AVOID_SECONDS
+            await self._source.forget(failed.step.version)
 
     async def _forget(self, keep: Collection[int] = ()) -> None:
-        """Files stay while a pull that failed may go on with them."""
+        """Release fetched files after a successful pull. After a failed one the next pull may use them."""
         for version in self._fetched - set(keep):
             self._fetched.discard(version)
             await self._source.forget(version)
 
-    # ------------------------------------------------------------ in threads: all this takes long
+    # ------------------------------------------------------------ slow work, in threads
 
     def _take(self, way: Route, found: Mapping[int, _Found]) -> Patch | None:
         if way.snapshot is not None:
-            with _blaming(_Step(way.snapshot, "full")):
-                self._held.forget()  # not two whole copies at once
+            with _failing(_Step(way.snapshot, "full")):
+                self._held.forget()  # to avoid two whole copies in memory
                 self._held.replace(read_version(*found[way.snapshot]), found[way.snapshot].manifest, verified=True)
         if not way.deltas:
             return None
@@ -320,29 +328,29 @@ class Puller:
             steps = [found[version] for version in way.deltas]
             return self._held.advance([Step(manifest, list(paths.values())) for manifest, paths in steps])
         except (CorruptData, WeightsError) as error:
-            # The steps before the bad one have been taken: it is the first that leads on from what is held.
+            # The steps before the bad one have been applied, so it is the first one after the held version.
             at = self._held.version
             bad = next((one for one in steps if at is None or one.manifest.version > at), steps[-1])
             if way.snapshot is None and all(path.exists() for path in bad.paths.values()):
-                # The file has its hash: rather what is held is not what the line calls so. Begin with a whole version.
+                # The file has its hash, so the held weights are not what the line says. Start with a whole version.
                 self._held.forget()
-                raise _Spoilt(error) from error
-            raise _Spoilt(error, _Step(bad.manifest.version, "delta")) from error
+                raise _RouteFailed(error) from error
+            raise _RouteFailed(error, _Step(bad.manifest.version, "delta")) from error
 
     def _merge(self, found: _Found) -> dict[str, torch.Tensor]:
-        """An adapter in what is held, which is the version that all adapters of the policy belong to."""
+        """Merge an adapter into the held version, which is the base of all adapters of the policy."""
         facts = found.manifest.adapter
         assert facts is not None
-        with _blaming(_Step(found.manifest.version, "full")):
+        with _failing(_Step(found.manifest.version, "full")):
             return merged(self._held.tensors, Adapter(read_version(*found), facts.rank, facts.alpha))
 
 
 @contextmanager
-def _blaming(step: _Step) -> Iterator[None]:
-    """What goes wrong here is this step's fault. A file may be removed while it is read."""
+def _failing(step: _Step) -> Iterator[None]:
+    """Turn errors into _RouteFailed of this step. A file may be removed while it is read."""
     try:
         yield
     except (CorruptData, WeightsError) as error:
-        raise _Spoilt(error, step) from error
+        raise _RouteFailed(error, step) from error
     except OSError as error:
-        raise _Spoilt(CorruptData(f"version {step.version} cannot be read: {error}"), step) from error
+        raise _RouteFailed(CorruptData(f"version {step.version} cannot be read: {error}"), step) from error

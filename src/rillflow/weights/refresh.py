@@ -1,12 +1,12 @@
-"""Keeps an engine on the head of its policy's weights. A broken version is skipped, the old one stays.
+"""Keeps an engine on the head of its policy's weights. A broken version is skipped, and the old one stays.
 
-An engine that decodes deltas by itself gets their files; any other one gets what has changed, decoded on this host.
+An engine that decodes deltas gets their files; any other engine gets the changes, decoded on this host. If an engine
+cannot decode deltas, the log says why, and they are decoded here from then on.
 
-Invariants: everything but the change itself happens while the engine samples; an engine that serves another version
-than a patch is for, or refuses it, gets the whole version. Where an engine cannot decode deltas the log says why, and
-they are decoded here from then on. An engine that `doubts` samples nothing before it has
-reproduced the probe of the version it has, the one that it started with included; one that does not reproduce it gets
-the whole version too, and where that fails as well it is tried again after a while, or when there is a newer version.
+Invariants: the engine samples during everything but the change itself; an engine that serves another version than the
+patch's base, or refuses the patch, gets the whole version. An engine that `doubts` samples only after it has reproduced
+the probe of its version, also of the one that it started with. An engine that does not reproduce it gets the whole
+version; if that fails too, the version is tried again after a while, or a newer one is.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from rillflow.weights.pull import Pulled, Transfer
 log = logging.getLogger(__name__)
 
 _KEPT = 100
-# Seconds that a source has to tell of news; then the engine is looked at again, which may have lost weights.
+# Seconds to wait for a change of the line; then the engine is checked again, which may have lost its weights.
 _LOOK = 2.0
-_AWAY = 1.0  # between two looks when the source cannot be asked
-_REPEAT = 60.0  # before the log has the same complaint again
-_AGAIN = 10.0  # before an engine is given a version again whose probe it did not reproduce
+_AWAY = 1.0  # seconds between two attempts if the source does not answer
+_REPEAT = 60.0  # seconds before the log repeats a complaint
+_AGAIN = 10.0  # seconds before an engine gets a version again whose probe it did not reproduce
 _ROOT = 0  # the version that every engine starts with
-# What a source, a disk or an engine has to say; a shared folder may be away for a moment too.
+# Errors of sources, disks and engines; a shared folder may be away for a moment too.
 _TROUBLE = (RillflowError, OSError)
 
 Turn = Callable[[], AbstractAsyncContextManager[None]]
 
 
 class Supply(Protocol):
-    """Where an engine's weights come from: `pull.Puller`, or `StoreSupply`."""
+    """The supply of an engine's weights: `pull.Puller`, or `StoreSupply`."""
 
     async def head(self) -> int | None: ...
 
@@ -56,7 +56,7 @@ class Supply(Protocol):
 
 
 class StoreSupply:
-    """A store whose versions are simply read, whole: one in this process's memory."""
+    """A supply from a store whose versions are read whole, such as one in this process's memory."""
 
     def __init__(self, store: WeightStore) -> None:
         self._store = store
@@ -80,16 +80,16 @@ class StoreSupply:
         await asyncio.sleep(seconds)
 
     async def close(self) -> None:
-        """Nothing was opened."""
+        """Do nothing: nothing was opened."""
 
 
 class Transfers:
-    """The last pulls, and the sums of all."""
+    """The last pulls, and sums over all of them."""
 
     def __init__(self) -> None:
         self.last: deque[Transfer] = deque(maxlen=_KEPT)
         self.loads = self.delta_loads = self.bytes = 0
-        self.proven = self.refuted = 0  # probes that the engine reproduced, and that it did not
+        self.proven = self.refuted = 0  # probes that the engine reproduced, and those that it did not
         self.fetch = self.verify = self.apply = self.pause = 0.0
 
     def add(self, transfer: Transfer) -> None:
@@ -104,11 +104,11 @@ class Transfers:
 
 
 class Refresher:
-    """Pulls the head when it differs from what the engine serves, also when it moved back to an older line.
+    """Pulls the head if it differs from the engine's version, also after a rewind to an older version.
 
-    `turn` is entered around every change of weights, so that not all engines of a policy pause at once; but not at the
-    first look, when the engine serves nobody yet. `on_load` is called after each, `spans` hear of it. With `doubts` the
-    engine samples from proven weights alone. `trouble` says why it samples nothing.
+    `turn` is entered around every change of weights, so that not all engines of a policy pause at once; not at the
+    first one, when the engine serves nothing yet. `on_load` is called after each change, and `spans` record it. With
+    `doubts` the engine samples only from proven weights. `trouble` says why it does not sample.
     """
 
     def __init__(
@@ -129,9 +129,9 @@ class Refresher:
         self._said: dict[str, float] = {}
         self._one_at_a_time = asyncio.Lock()
         self._serving = False
-        self._served = engine.version  # the last one that it was known to have
+        self._served = engine.version  # the last version that it is known to have
         self._refused = ""  # why the engine does not decode deltas
-        self._failed: tuple[int, float] | None = None  # the version that did not prove right, and until when it rests
+        self._failed: tuple[int, float] | None = None  # the version with a failed probe, and when to try it again
         self.trouble = ""
         if doubts:
             engine.doubt()
@@ -140,7 +140,7 @@ class Refresher:
         self.transfers = Transfers()
 
     async def refresh(self) -> bool:
-        """Whether a new version was loaded."""
+        """Load the head if it is new; return whether a version was loaded."""
         async with self._one_at_a_time:
             head: int | None = None
             try:
@@ -152,28 +152,28 @@ class Refresher:
                 await self._mistrust(error)
                 return False
             except _TROUBLE as error:
-                # The head may have moved on while it was read; a really broken version stays in the log.
+                # The head may have changed while it was read. A version that is really broken stays in the log.
                 self._complain("no newer version loaded" if head is None else f"version {head} not loaded", error)
                 return False
             finally:
                 self._serving = True
 
     async def _has(self, head: int) -> bool:
-        """Whether the engine serves the head already. What it started with is proven first."""
+        """Return whether the engine serves the head already. The version that it started with is proven first."""
         if self._engine.version != head:
             return False
         if not self._engine.proven:
             try:
                 await self._engine.prove(await self._supply.probe(head))
             except ProbeMismatch as error:
-                log.warning("policy %s: version %d goes to the engine whole: %s", self._policy, head, error)
+                log.warning("policy %s: sending version %d to the engine as a whole: %s", self._policy, head, error)
                 return False
             self._note_good(head)
             self.on_load()
         return True
 
     async def _give(self, pulled: Pulled) -> bool:
-        if await self._has(pulled.version):  # the line went back to it meanwhile
+        if await self._has(pulled.version):  # the store was rewound to it meanwhile
             return False
         async with self._turn() if self._turn is not None and self._serving else nullcontext():
             began, paused = time.perf_counter(), self._engine.stats().load_seconds
@@ -192,7 +192,7 @@ class Refresher:
         return True
 
     def _decodes_from(self) -> int | None:
-        """Return the version whose deltas the engine decodes; None: they are decoded here."""
+        """Return the version from which the engine decodes deltas; None if they are decoded here."""
         engine = self._engine
         if not isinstance(engine, DecodesDeltas):
             return None
@@ -202,11 +202,11 @@ class Refresher:
 
     def _refuse(self, why: str) -> None:
         self._refused = why
-        log.info("policy %s: deltas are decoded on the node's host: %s", self._policy, why)
+        log.info("policy %s: decoding deltas on the node's host: %s", self._policy, why)
 
     async def _decoded(self, pulled: Pulled) -> bool:
-        """Whether the engine could decode the deltas. A reason that is not the server's end holds for good: a try for
-        every version would cost two updates each time."""
+        """Return whether the engine decoded the deltas. Any reason but the server's death is permanent: trying again
+        for every version would cost two updates each time."""
         engine, deltas = self._engine, pulled.deltas
         assert isinstance(engine, DecodesDeltas)
         assert deltas is not None
@@ -215,20 +215,24 @@ class Refresher:
         try:
             await engine.apply_deltas(deltas, pulled.version, pulled.probe)
         except (WeightsError, EngineError) as error:
-            log.warning("policy %s: version %d goes to the engine whole: %s", self._policy, pulled.version, error)
+            log.warning(
+                "policy %s: sending version %d to the engine as a whole: %s", self._policy, pulled.version, error
+            )
             if not isinstance(error, EngineLost | ProbeMismatch):
                 self._refuse(error.message)
             return False
         return True
 
     async def _patched(self, pulled: Pulled) -> bool:
-        """Whether the engine could take what has changed alone."""
+        """Return whether the engine applied the patch."""
         if pulled.patch is None or pulled.patch.base != self._engine.version:
             return False
         try:
             await self._engine.patch(pulled.patch, pulled.version, pulled.probe)
         except (WeightsError, EngineError) as error:
-            log.warning("policy %s: version %d goes to the engine whole: %s", self._policy, pulled.version, error)
+            log.warning(
+                "policy %s: sending version %d to the engine as a whole: %s", self._policy, pulled.version, error
+            )
             return False
         return True
 
@@ -240,11 +244,11 @@ class Refresher:
         self._said.clear()
 
     def _rests(self, head: int) -> bool:
-        """Whether this version has failed a moment ago: to load it again and again would gain nothing."""
+        """Return whether the probe of this version failed a moment ago, so that it is not loaded again yet."""
         return self._failed is not None and self._failed[0] == head and self._clock.monotonic() < self._failed[1]
 
     async def _mistrust(self, error: ProbeMismatch) -> None:
-        """Say what is wrong, to the log and to the run: the engine serves nothing until weights prove right."""
+        """Report a failed probe in the log and to the run: the engine samples nothing until a probe succeeds."""
         self._failed = error.version, self._clock.monotonic() + _AGAIN
         self.transfers.refuted += 1
         earlier: dict[int, Probe] = {}
@@ -257,18 +261,18 @@ class Refresher:
         )
 
     async def run(self, every: float) -> None:
-        """Follow the head for ever, with so many seconds between two looks at least."""
+        """Follow the head until cancelled, with at least `every` seconds between two looks."""
         while True:
             await self.refresh()
             await asyncio.sleep(every)
             try:
                 await self._supply.changed(_LOOK)
             except _TROUBLE as error:
-                self._complain("the weights cannot be looked for", error)
+                self._complain("the weight source does not answer", error)
                 await asyncio.sleep(_AWAY)
 
     def _complain(self, what: str, error: Exception) -> None:
-        """Nodes that are behind ask several times a second: what was said is not said again for a while."""
+        """Log a complaint. Nodes that are behind ask several times a second, so it is not repeated for a while."""
         if not self._engine.proven:
             why = error.message if isinstance(error, RillflowError) else str(error)
             self.trouble = f"policy {self._policy}: {what}: {why}"
@@ -284,5 +288,5 @@ class Refresher:
 
 
 def troubles(refreshers: Iterable[Refresher]) -> str:
-    """Why some of their engines sample nothing."""
+    """Return why some of their engines do not sample."""
     return "; ".join(refresher.trouble for refresher in refreshers if refresher.trouble)

@@ -1,21 +1,25 @@
-"""The way to a version: from what one has, by deltas, or from a whole version and the deltas after it.
+"""The cheapest route to a version, and which versions stay in a weight store. Pure functions.
 
-A version has one delta at most, so there is one chain of deltas that ends at it; a way begins somewhere on this chain.
+A route starts from the version that a reader holds, or from a whole version, and applies deltas. A version has at most
+one delta, so one chain of deltas ends at it, and a route begins somewhere on this chain.
+
+Invariant: if a version stays, everything that it is built from stays: the whole version at the start of its chain,
+every delta since then, and the base of an adapter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Literal, NamedTuple
 
 from rillflow.errors import WeightsError
-from rillflow.weights.manifest import Entry
+from rillflow.weights.manifest import Entry, Line
 
 Mode = Literal["auto", "full", "delta"]
 
 
 class Route(NamedTuple):
-    """First the whole version `snapshot` (None: what one has), then the deltas of the versions `deltas`, in order."""
+    """The whole version `snapshot` (None: the version that the reader holds), then the deltas of `deltas`, in order."""
 
     snapshot: int | None
     deltas: tuple[int, ...]
@@ -23,17 +27,17 @@ class Route(NamedTuple):
 
 
 def route(entries: Mapping[int, Entry], have: int | None, want: int, mode: Mode = "auto") -> Route:
-    """The way from `have` (None: nothing) to `want` that costs the fewest bytes.
+    """Return the route from `have` (None: nothing) to `want` with the fewest bytes.
 
-    With mode `delta` it begins with what one has wherever that is possible, with `full` never, and then it takes as few
-    deltas as possible. WeightsError when there is no way.
+    With mode `delta` it starts from `have` if that is possible, with mode `full` never, and then it has as few deltas
+    as possible. WeightsError if there is no route.
     """
     if have == want:
         return Route(None, (), 0)
     ways = list(_ways(entries, have if mode != "full" else None, want))
     if not ways:
         raise WeightsError(
-            f"there is no way to version {want} from {'nothing' if have is None else f'version {have}'}",
+            f"no route leads to version {want} from {'nothing' if have is None else f'version {have}'}",
             "the weight store has lost files that it needs: look at the newest line again, or restart the trainer, "
             "which writes its version whole",
         )
@@ -41,7 +45,7 @@ def route(entries: Mapping[int, Entry], have: int | None, want: int, mode: Mode 
 
 
 def _ways(entries: Mapping[int, Entry], have: int | None, want: int) -> Iterator[Route]:
-    """Walks the chain backwards, from `want` to where it ends."""
+    """Yield the routes, walking the chain backwards from `want`."""
     deltas: tuple[int, ...] = ()
     cost, at = 0, want
     while True:
@@ -52,7 +56,7 @@ def _ways(entries: Mapping[int, Entry], have: int | None, want: int) -> Iterator
             return
         if entry.full_bytes:
             yield Route(at, deltas, cost + entry.full_bytes)
-        # A line is data: one that does not lead back must not be followed forever.
+        # Lines come from outside: an entry that does not lead back must not cause an endless loop.
         if not entry.delta_bytes or entry.delta_of is None or entry.delta_of >= at:
             return
         deltas, cost, at = (at, *deltas), cost + entry.delta_bytes, entry.delta_of
@@ -62,3 +66,52 @@ def _cost(way: Route, mode: Mode) -> tuple[int, ...]:
     if mode == "delta":
         return int(way.snapshot is not None), way.bytes, len(way.deltas)
     return (len(way.deltas), way.bytes) if mode == "full" else (way.bytes, len(way.deltas))
+
+
+# ---------------------------------------------------------------- retention
+
+
+def in_reach(live: Collection[int], in_use: Collection[int], retain: int) -> set[int]:
+    """Return the live versions from the oldest that a node serves on: nodes catch up by their deltas.
+
+    At most the newest `retain`: a node that is further behind, or on an orphaned version, pulls a whole version.
+    """
+    used = [version for version in in_use if version in live]
+    return {version for version in sorted(live)[-retain:] if used and version >= min(used)}
+
+
+def with_needs(kept_versions: Collection[int], entries: Mapping[int, Entry], bases: Mapping[int, int]) -> set[int]:
+    """Return these versions and all versions that they are built from; `bases` are those of adapters."""
+    needed: set[int] = set()
+    ahead = list(kept_versions)
+    while ahead:
+        version = ahead.pop()
+        if version in needed:
+            continue
+        needed.add(version)
+        entry = entries.get(version)
+        if version in bases:
+            ahead.append(bases[version])
+        elif entry is not None and not entry.full_bytes and entry.delta_of is not None:
+            ahead.append(entry.delta_of)
+    return needed
+
+
+def kept_versions(
+    line: Line,
+    there: Collection[int],
+    bases: Mapping[int, int],
+    *,
+    keep: int,
+    protect: Collection[int],
+    in_use: Collection[int],
+    retain: int,
+) -> set[int]:
+    """Return the versions to keep, of those that are `there`: the head, the newest `keep` live ones, those in
+    `protect`, those by which nodes catch up, and the versions that all these are built from."""
+    live = sorted(version for version in there if version not in line.orphaned)
+    wanted = {*live[-keep:], *protect} if keep else set(protect)
+    wanted |= in_reach(live, in_use, retain)
+    if line.head is not None:
+        wanted.add(line.head)
+    return with_needs(wanted, line.entries, bases) & set(there)

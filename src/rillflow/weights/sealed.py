@@ -1,7 +1,7 @@
 """Sealed folders: files and a manifest of their hashes that appear together, whole, by one rename.
 
-Invariants: a sealed folder is never changed after the rename; what a crash or a full disk leaves behind has a name
-that starts with a dot, so no reader takes it for a folder; a reader gets the bytes that were written or CorruptData.
+Invariants: a sealed folder is never changed after the rename; leftovers of a crash or a full disk have names that start
+with a dot, so no reader uses them; a reader gets the bytes that were written or CorruptData.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class FileFacts(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What every manifest says; users of sealed folders add their own facts in a subclass."""
+    """The facts of every manifest; users of sealed folders add their own in a subclass."""
 
     files: dict[str, FileFacts]
 
@@ -42,23 +42,23 @@ M = TypeVar("M", bound=Manifest)
 
 
 class AlreadySealed(StorageError):
-    """The folder exists: what is sealed is never written again."""
+    """The folder exists: sealed folders are never written again."""
 
 
 Content = bytes | Iterable[bytes | memoryview]
 
 
 def plain(files: dict[str, FileFacts]) -> Manifest:
-    """A manifest that says no more than it must."""
+    """Return a manifest of files alone."""
     return Manifest(files=files)
 
 
 def seal(
     target: Path, files: Iterable[tuple[str, Content]], describe: Callable[[dict[str, FileFacts]], Manifest] = plain
 ) -> Manifest:
-    """Write `files` and the manifest that `describe` makes of them so that `target` appears at once or not at all.
+    """Write `files` and the manifest that `describe` makes of them, so that `target` appears at once or not at all.
 
-    AlreadySealed when `target` is there; DiskFull when the disk is, with nothing left behind.
+    AlreadySealed if `target` exists; DiskFull if the disk is full, with nothing left behind.
     """
     temporary = unfinished(target, str(os.getpid()))
     with cleaned(temporary, target):
@@ -69,13 +69,13 @@ def seal(
 
 
 def unfinished(target: Path, writer: str) -> Path:
-    """Where the files of `target` lie until they are all there."""
+    """Return the temporary folder of `target`, until all files are written."""
     return target.with_name(f".{target.name}.{writer}{_TEMPORARY}")
 
 
 @contextmanager
 def cleaned(temporary: Path, target: Path) -> Iterator[None]:
-    """Whatever is raised leaves nothing behind, and says what to do."""
+    """Remove the temporary folder after an error; disk errors get a hint."""
     with disk_errors(target):
         try:
             yield
@@ -85,13 +85,13 @@ def cleaned(temporary: Path, target: Path) -> Iterator[None]:
 
 
 def fill(folder: Path, files: Iterable[tuple[str, Content]]) -> dict[str, FileFacts]:
-    """Write files into a folder that is not sealed yet; each is durable before the next one begins."""
+    """Write files into an unsealed folder; each is durable before the next one begins."""
     folder.mkdir(parents=True, exist_ok=True)
     return {name: _write(folder / name, content) for name, content in files}
 
 
 def close(temporary: Path, target: Path, manifest: Manifest) -> None:
-    """The manifest, then the rename that makes it all visible."""
+    """Write the manifest, then rename the folder, which makes it visible."""
     _write(temporary / MANIFEST, as_text(manifest))
     fsync_folder(temporary)
     _rename(temporary, target)
@@ -99,7 +99,7 @@ def close(temporary: Path, target: Path, manifest: Manifest) -> None:
 
 
 def as_text(value: msgspec.Struct) -> bytes:
-    """For people too: one line for each fact, in an order that depends on nothing but the facts."""
+    """Return readable JSON: one line for each fact, in an order that depends on the facts alone."""
     ordered = msgspec.to_builtins(value, str_keys=True, order="sorted")
     return msgspec.json.format(msgspec.json.encode(ordered), indent=2) + b"\n"
 
@@ -126,7 +126,7 @@ def _rename(temporary: Path, target: Path) -> None:
 
 
 def read_manifest(folder: Path, kind: type[M]) -> M:
-    """The manifest, validated; CorruptData when it is missing, torn or not of this kind."""
+    """Read and validate the manifest; CorruptData if it is missing, torn or of another kind."""
     try:
         return json_decoder(kind).decode((folder / MANIFEST).read_bytes())
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -134,7 +134,7 @@ def read_manifest(folder: Path, kind: type[M]) -> M:
 
 
 def read_file(folder: Path, name: str, manifest: Manifest) -> bytes:
-    """The file's bytes, whose size and hash are those of the manifest."""
+    """Read a file and check its size and hash against the manifest."""
     facts = _facts(folder, name, manifest)
     with _readable(folder / name):
         data = (folder / name).read_bytes()
@@ -143,7 +143,7 @@ def read_file(folder: Path, name: str, manifest: Manifest) -> bytes:
 
 
 def verify_file(folder: Path, name: str, manifest: Manifest) -> None:
-    """The same check, block by block, for who then reads only parts of the file."""
+    """Check a file's size and hash block by block, for readers of parts of the file."""
     facts = _facts(folder, name, manifest)
     with _readable(folder / name):
         size, digest = (folder / name).stat().st_size, file_hash(folder / name)
@@ -152,7 +152,7 @@ def verify_file(folder: Path, name: str, manifest: Manifest) -> None:
 
 def _facts(folder: Path, name: str, manifest: Manifest) -> FileFacts:
     facts = manifest.files.get(name)
-    # A manifest is data: it must not make a reader open anything outside its folder.
+    # Manifests come from outside: a name must not make a reader open a file outside the folder.
     if facts is None or not FILE_NAME.fullmatch(name) or (folder / name).is_symlink():
         raise CorruptData(f"{folder} does not hold a file {name!r}", "the manifest is damaged")
     return facts
@@ -174,7 +174,7 @@ def _compare(path: Path, facts: FileFacts, size: int, digest: str) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Take a sealed folder away; readers see it whole or not at all."""
+    """Remove a sealed folder; readers see it whole or not at all."""
     gone = unfinished(folder, str(os.getpid()))
     with disk_errors(folder):
         os.rename(folder, gone)
@@ -182,10 +182,10 @@ def remove(folder: Path) -> None:
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Clear what killed writers left. Only the one writer of a folder may call this."""
+    """Remove leftovers of killed writers. Only the folder's writer may call this."""
     for path in parent.glob(f".*{_TEMPORARY}"):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
-        else:  # of `write_atomic`
+        else:  # a leftover of `write_atomic`
             with suppress(OSError):
                 path.unlink()

@@ -3,16 +3,16 @@
     v00000012/model.safetensors, manifest.json      sealed: whole or absent, never changed
     v00000013/delta.rfd, manifest.json              what turns version 12 into 13; at times it is whole too
     v00000014/adapter.safetensors, manifest.json    of a LoRA policy: the adapter alone, and which version it belongs to
-    head.json                                       the line: head, orphans, and what there is of every version
+    head.json                                       the line: head, orphans, and the files of every version
 
-Invariants: a version number is used once, also after pruning; `head.json` moves only after the version it names is in
-place, and names nothing that is being removed; what `pull` returns matches the manifests, and is always whole: readers
-need not know of deltas and adapters; whatever is kept, all that it is made of is kept; a version is written again only
-by `mend`, when it is damaged. There is one writer (the policy's trainer) and any number of readers, which need nothing
-but the files.
+Invariants: a version number is used once, also after pruning; `head.json` changes only after the version it names is in
+place, and names nothing that is being removed; `pull` returns whole versions that match the manifests, so readers need
+not know about deltas and adapters; everything that a kept version is built from is kept; a version is written again
+only by `mend`, if it is damaged. The store has one writer (the policy's trainer) and any number of readers, which need
+only the files.
 
-A store with a key signs what it writes, and does not check signatures: who can write into this folder can read the
-run's token beside it. Those who get the files by other ways check them (`signing`).
+A store with a key signs its manifests and lines, and does not check signatures: anyone who can write into this folder
+can read the run's token beside it. Readers that get the files by other ways check them (`manifest`).
 """
 
 from __future__ import annotations
@@ -29,13 +29,11 @@ import torch
 
 from rillflow.errors import CorruptData, WeightsError
 from rillflow.storage import write_atomic
-from rillflow.weights import sealed, signing
-from rillflow.weights.adapters import Adapter
-from rillflow.weights.codec import encode, tensor_facts, unique
+from rillflow.weights import sealed
+from rillflow.weights.codec import Adapter, encode, tensor_facts, unique
 from rillflow.weights.folder import Folder
-from rillflow.weights.manifest import DELTA, HEAD, AdapterFacts, Line, VersionManifest, as_hexadecimal
-from rillflow.weights.retention import kept
-from rillflow.weights.route import route
+from rillflow.weights.manifest import DELTA, HEAD, AdapterFacts, Line, VersionManifest, as_hexadecimal, signed
+from rillflow.weights.route import kept_versions, route
 
 if TYPE_CHECKING:
     from rillflow.contracts import Tensors
@@ -45,12 +43,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# A delta that is not smaller than this part of the whole version is not worth its decoding.
+# A delta must be smaller than this share of the whole version.
 WORTH = 0.8
 
 
 class Publication(NamedTuple):
-    """What a publication took. `changed` is the part of the weights that the delta changes; without one it is 1."""
+    """Measurements of a publication. `changed` is the share of the weights that the delta changes; 1 without a
+    delta."""
 
     seconds: float
     delta_bytes: int
@@ -63,9 +62,12 @@ def _always() -> bool:
 
 
 class FolderStore(Folder):
-    """With `deltas` it keeps a copy of what it published last, and writes whole versions only at the beginning, every
-    `snapshot_every` versions, where a delta would not help, and until what makes deltas is `ready`: nobody waits for
-    that. With `fingerprints` others make the deltas. Without either, versions have no fingerprints: nobody needs them.
+    """The store that a trainer writes.
+
+    With `deltas` it keeps a copy of the version that it published last. It then writes whole versions only at the
+    beginning, every `snapshot_every` versions, if a delta would not be smaller, and until the delta encoder is `ready`.
+    With `fingerprints` alone, the ranks of a sharded model make the deltas. Without either, versions have no
+    fingerprints.
     """
 
     def __init__(
@@ -84,18 +86,18 @@ class FolderStore(Folder):
         self._fingerprints = deltas or fingerprints
         self._snapshot_every = snapshot_every
         self.ready = ready
-        self.copying: Collection[int] = ()  # versions that somebody copies elsewhere now: they stay meanwhile
+        self.copying: Collection[int] = ()  # versions that are being copied elsewhere; they are not pruned
 
     @property
     def deltas(self) -> bool:
-        """Whether it writes any."""
+        """Return whether the store writes deltas."""
         return self._previous is not None
 
     # ------------------------------------------------------------ writing
 
     def publish(self, tensors: Tensors, version: int, parent: int | None, probe: Probe | None = None) -> Publication:
-        """Write a version and make it the head. `parent` is the head it was trained from; None for a root. `probe` is
-        what engines have to reproduce of it."""
+        """Write a version and make it the head. `parent` is the head that it was trained from, None for a root. Engines
+        have to reproduce `probe`."""
         self._check_new(version, parent)
         done = self._write(tensors, version, parent, probe=probe)
         self._move(version, self.line().orphaned)
@@ -104,20 +106,20 @@ class FolderStore(Folder):
     def publish_adapter(
         self, adapter: Adapter, version: int, parent: int | None, base: int, probe: Probe | None = None
     ) -> Publication:
-        """The same for a version that is an adapter of `base`, a full one."""
+        """Publish a version that is an adapter of `base`, a full version."""
         self._check_new(version, parent)
         if self.manifest(base).adapter is not None:
-            raise WeightsError(f"version {base} is an adapter itself", "adapters belong to a version of all weights")
+            raise WeightsError(f"version {base} is an adapter itself", "the base must be a version of all weights")
         facts = AdapterFacts(adapter.rank, adapter.alpha, base)
         done = self._write(adapter.tensors, version, parent, facts, probe)
         self._move(version, self.line().orphaned)
         return done
 
     def mend(self, tensors: Tensors, version: int, probe: Probe | None = None) -> bool:
-        """Write `version` again if it is missing, damaged or of other tensors than these; whether it was.
+        """Write `version` again if it is missing, damaged or has other tensors; return whether it was written.
 
-        For a trainer that begins again at `version`: what nodes are to pull must be there, with the probe that this
-        trainer has made of it. The next delta begins here.
+        A trainer that restarts at `version` calls this: nodes must be able to pull it, with the probe of this trainer.
+        The next delta starts from it.
         """
         try:
             pulled = self.pull(version)
@@ -126,23 +128,23 @@ class FolderStore(Folder):
                 self._replace(msgspec.structs.replace(self.manifest(version), probe=probe))
                 return False
         except (CorruptData, WeightsError) as error:
-            log.warning("version %d is written again: %s", version, error)
+            log.warning("writing version %d again: %s", version, error)
         if self.path(version).exists():
             sealed.remove(self.path(version))
         self._write(tensors, version, parent=None, probe=probe)
         line = self.line()
         if line.head is not None:
-            self._move(line.head, line.orphaned, anew={version})
+            self._move(line.head, line.orphaned, rewritten={version})
         return True
 
     def _hold(self, tensors: Tensors, version: int) -> None:
-        """What was read back, as the base of the next delta."""
+        """Keep tensors that were read back, as the base of the next delta."""
         if self._previous is not None:
             single, aliases = unique(tensors)
             self._previous.hold(_parts(single), aliases, version, self._sums(single))
 
     def _sums(self, tensors: Tensors) -> dict[Part, int]:
-        """The fingerprints of these tensors."""
+        """Return the fingerprints of these tensors."""
         from rillflow.weights.previous import sums_of
 
         compiled = self.ready()
@@ -192,7 +194,7 @@ class FolderStore(Folder):
         return Publication(time.perf_counter() - started, entry.delta_bytes, entry.full_bytes, share)
 
     def _difference(self, tensors: Tensors, aliases: Mapping[str, str], parent: int | None) -> Difference | None:
-        """From the parent, if it is in memory, of the same tensors, and if that saves something."""
+        """Return the difference from the parent if that is in memory, has the same tensors and saves bytes."""
         previous = self._previous
         if previous is None or parent is None or previous.version != parent or not self.ready():
             return None
@@ -202,16 +204,16 @@ class FolderStore(Folder):
         return previous.difference(weights, WORTH * sum(tensor.nbytes for tensor in tensors.values()))
 
     def _signed(self, manifest: VersionManifest) -> VersionManifest:
-        return signing.signed(manifest, self._key)
+        return signed(manifest, self._key)
 
     def publish_filled(self, temporary: Path, manifest: VersionManifest) -> None:
-        """The same for a version whose files were written into `temporary` by several writers."""
+        """Publish a version whose files several writers have written into `temporary`."""
         self._check_new(manifest.version, manifest.parent)
         sealed.close(temporary, self.path(manifest.version), self._signed(manifest))
         self._move(manifest.version, self.line().orphaned)
 
     def whole_is_due(self, parent: int) -> bool:
-        """Whether the version after `parent` is to be whole: there have been enough deltas since the last one."""
+        """Return whether the version after `parent` must be whole, after `snapshot_every` deltas."""
         try:
             deltas = route(self.line().entries, None, parent, "full").deltas
         except WeightsError:
@@ -219,29 +221,29 @@ class FolderStore(Folder):
         return len(deltas) + 1 >= self._snapshot_every
 
     def rewind(self, version: int) -> list[int]:
-        """Make `version` the head again; versions after it are orphaned (returned: those that were not before)."""
+        """Make `version` the head again and orphan the versions after it; return the newly orphaned ones."""
         self.manifest(version)
         sealed.remove_leftovers(self._folder)
         line = self.line()
         if version in line.orphaned:
-            raise WeightsError(f"version {version} is orphaned", "rewind to a version of the live line")
+            raise WeightsError(f"version {version} is orphaned", "rewind to a version of the live lineage")
         known = {*self.versions(), version if line.head is None else line.head} - line.orphaned
         orphaned = sorted(number for number in known if number > version)
-        self._sign_anew()
-        # A writer that was killed while it mended a version may have left a line that does not know of it.
+        self._sign_again()
+        # A writer that was killed while it mended a version may have left a line without it.
         there = self.versions()
         if self._next_line(version, line.orphaned.union(orphaned), there) != line:
-            self._move(version, line.orphaned.union(orphaned), anew=there)
+            self._move(version, line.orphaned.union(orphaned), rewritten=there)
         return orphaned
 
-    def _sign_anew(self) -> None:
-        """Versions that were published with another key or none: this writer answers for them."""
+    def _sign_again(self) -> None:
+        """Sign versions that were published with another key or none."""
         for version in self.versions() if self._key else []:
             with suppress(CorruptData):
                 self._replace(self.manifest(version))
 
     def _replace(self, manifest: VersionManifest) -> None:
-        """Write the manifest of a version that is there again, signed, where it differs."""
+        """Replace the manifest of an existing version, signed, if it differs."""
         again = self._signed(manifest)
         if again != self.manifest(manifest.version):
             write_atomic(self.path(manifest.version) / sealed.MANIFEST, sealed.as_text(again))
@@ -249,20 +251,22 @@ class FolderStore(Folder):
     def prune(
         self, keep: int, protect: Collection[int] = (), in_use: Collection[int] = (), retain: int = 64
     ) -> list[int]:
-        """Remove orphaned and old versions, never the head, the newest `keep`, those in `protect`, those by which nodes
-        on the versions `in_use` catch up (of the newest `retain`), those that somebody is `copying`, or what any of
-        these needs. Returns what is gone."""
+        """Remove orphaned and old versions and return them.
+
+        The head stays, and the newest `keep` versions, those in `protect`, those by which nodes on the versions
+        `in_use` catch up (of the newest `retain`), those in `copying`, and all versions that these are built from.
+        """
         line, there, protect = self.line(), self.versions(), {*protect, *self.copying}
-        stays = kept(line, there, self._bases(line), keep=keep, protect=protect, in_use=in_use, retain=retain)
+        stays = kept_versions(line, there, self._bases(line), keep=keep, protect=protect, in_use=in_use, retain=retain)
         gone = [version for version in there if version not in stays]
         if gone and line.head is not None:
             self._move(line.head, line.orphaned, without=gone)
-        for version in reversed(gone):  # nothing is taken away before what is made of it
+        for version in reversed(gone):  # a version is removed before the ones that it is built from
             sealed.remove(self.path(version))
         return gone
 
     def _bases(self, line: Line) -> dict[int, int]:
-        """Of the versions that are adapters, what they belong to. Those with a delta are none."""
+        """Return the bases of the versions that are adapters. Versions with a delta are not."""
         bases = {}
         for version in self.versions():
             if (entry := line.entries.get(version)) is not None and entry.delta_bytes:
@@ -277,29 +281,29 @@ class FolderStore(Folder):
         if version <= highest or version < 0:
             raise WeightsError(
                 f"version {version} cannot be published: the highest number used is {highest}",
-                "version numbers are never used twice: take one above `highest()`",
+                "version numbers are never used twice: use one above `highest()`",
             )
         if parent is not None and parent != self.head():
             raise WeightsError(
                 f"version {version} comes from {parent}, but the head is {self.head()}",
-                "another trainer has taken over this policy: stop this one",
+                "another trainer has taken this policy over: stop this one",
             )
 
     def _move(
-        self, head: int, orphaned: Collection[int], *, anew: Collection[int] = (), without: Collection[int] = ()
+        self, head: int, orphaned: Collection[int], *, rewritten: Collection[int] = (), without: Collection[int] = ()
     ) -> None:
-        write_atomic(self._folder / HEAD, sealed.as_text(self._next_line(head, orphaned, anew, without)))
+        write_atomic(self._folder / HEAD, sealed.as_text(self._next_line(head, orphaned, rewritten, without)))
 
     def _next_line(
-        self, head: int, orphaned: Collection[int], anew: Collection[int] = (), without: Collection[int] = ()
+        self, head: int, orphaned: Collection[int], rewritten: Collection[int] = (), without: Collection[int] = ()
     ) -> Line:
-        """Entries of versions that were written `anew` are looked up; others are as they were."""
-        known = {version: entry for version, entry in self.line().entries.items() if version not in anew}
+        """Return the next line. Entries of versions that were `rewritten` are read again; others stay."""
+        known = {version: entry for version, entry in self.line().entries.items() if version not in rewritten}
         entries = {version: entry for version, entry in self._entries(known).items() if version not in without}
-        return signing.signed(Line(head=head, orphaned=frozenset(orphaned), entries=entries), self._key)
+        return signed(Line(head=head, orphaned=frozenset(orphaned), entries=entries), self._key)
 
 
-# What computes on weights is imported when it is needed: its compiler takes longer to load than all the rest.
+# Modules that compute on weights are imported lazily: their compiler takes long to load.
 
 
 def _previous() -> Previous:

@@ -1,24 +1,76 @@
-"""Who updates weights when: the engines of a run, their turns to update, and the versions that must stay in the store.
+"""Which engines update their weights when, which versions must stay in the store, and what a joining process must know.
 
 Invariants: at most half of a policy's engines update at once, so the policy is always sampled; a version that an engine
-serves or downloads is listed as in use. Everything is kept in memory, because every engine repeats itself within
-seconds: what a dead engine held expires, and an engine that gets no answer goes ahead.
+serves or downloads is listed as in use. All state is in memory, because every engine repeats its reports within
+seconds: the entries of a dead engine expire, and an engine that gets no answer goes ahead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
+from rillflow import __version__
+from rillflow.config import Recipe
+from rillflow.config.secrets import masked
 from rillflow.contracts import Clock, SystemClock
-from rillflow.errors import BadRequest
+from rillflow.errors import BadRequest, StorageError
+from rillflow.storage import read_json, write_json
 from rillflow.types import Ack, AskTurn, EngineInfo, Engines, LookEngines, RunRecipe, TellFetch, TurnReply, WeightsKey
 from rillflow.types.routes import Updates
-from rillflow.weights.invitation import Invitation
 from rillflow.wire import Service
 from rillflow.wire.news import News
+from rillflow.wire.tokens import Keyring
+
+
+class Invitation:
+    """The answer to a process that joins a run without its folder: the recipe, and where weights are served now.
+
+    It holds no secrets: passwords are removed from URLs, and keys, variables and headers with secret names are masked
+    (`config.secrets`). A process that joins takes the variables from its own environment. Of the run's tokens it gets
+    digests only.
+    """
+
+    def __init__(self, recipe: Recipe, folder: Path, keyring: Keyring) -> None:
+        self._recipe = masked(recipe.model_dump(mode="json"))
+        self._folder = folder
+        self._keyring = keyring
+
+    def answer(self) -> RunRecipe:
+        return RunRecipe(
+            recipe=self._recipe,
+            version=__version__,
+            weights=self._url("weights"),
+            folder=str(self._folder.resolve()),
+            digests=self._keyring.digests,
+            trainers={policy: url for policy in self._recipe["policies"] if (url := self._url(f"weights-{policy}"))},
+        )
+
+    def serves(self, policy: str, url: str) -> None:
+        """Record where the trainer of `policy` serves its weights; empty: they are in the run's folder."""
+        path = self._path(f"weights-{policy}")
+        if url:
+            write_json(path, {"url": url})
+        else:
+            path.unlink(missing_ok=True)
+
+    def _path(self, process: str) -> Path:
+        return self._folder / "endpoints" / f"{process}.json"
+
+    def _url(self, process: str) -> str:
+        """Read a process's URL. It is read every time: a weight server may be started at any time, and elsewhere."""
+        path = self._path(process)
+        try:
+            return str(read_json(path)["url"]) if path.is_file() else ""
+        except (StorageError, KeyError, TypeError):
+            return ""
+
+
+# ---------------------------------------------------------------- updates
+
 
 SILENT_SECONDS = 5.0  # after which an engine that sends no beat is left out
 TURN_SECONDS = 5.0  # until a turn expires; an engine that needs longer asks again
@@ -39,7 +91,7 @@ class EngineRoster:
         self._news = 0
 
     def forget(self, name: str) -> None:
-        """Drop an engine that was told that the run has ended."""
+        """Drop an engine that knows that the run has ended."""
         self._heard.pop(name, None)
 
     def hear(self, info: EngineInfo) -> Engines:
@@ -48,7 +100,7 @@ class EngineRoster:
             raise BadRequest("an engine tells its name and where it listens", "a name of 1 to 200 characters and a URL")
         engines = self.engines()
         if info.name not in self._heard and len(self._heard) >= _MOST:
-            raise BadRequest(f"there are {_MOST} engines already", "are names drawn anew with each start?")
+            raise BadRequest(f"the run has {_MOST} engines already", "does each start of an engine have a new name?")
         self._heard[info.name] = (self._clock.monotonic(), info)
         others = [one for one in engines.engines if one.name != info.name]
         return Engines(engines=[*others, info], news=self._look())
@@ -59,7 +111,7 @@ class EngineRoster:
         return Engines(engines=[info for _, info in self._heard.values()], news=self._look())
 
     def _look(self) -> int:
-        """Return the number of the last change that is news. An engine's load changes all the time and is none."""
+        """Return the number of the last change that readers wait for. Changes of an engine's load do not count."""
         notable = {name: (info.url, info.versions, info.paused) for name, (_, info) in self._heard.items()}
         self._news += notable != self._notable
         self._notable = notable
@@ -109,7 +161,7 @@ class Fetches:
         key = (news.policy, news.engine)
         self._drop_expired()
         if key not in self._until and len(self._until) >= _MOST:
-            raise BadRequest(f"{_MOST} engines are fetching already", "are names drawn anew with each start?")
+            raise BadRequest(f"{_MOST} engines are fetching already", "does each start of an engine have a new name?")
         self._until[key] = (self._clock.monotonic() + FETCH_SECONDS, news.version)
 
     def versions(self, policy: str) -> list[int]:
@@ -123,9 +175,9 @@ class Fetches:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What updates depend on and somebody else knows: the ledger.
+    """Facts of the ledger that updates depend on.
 
-    `serving` has the versions that nodes with engines of their own serve of a policy, `wanted` those that evaluations
+    `serving` returns the versions that nodes with their own engines serve of a policy, `wanted` those that evaluations
     want kept.
     """
 
@@ -136,7 +188,7 @@ class RunFacts:
 
 
 class WeightUpdates:
-    """Answers the routes of `Updates` on the service of another part. `key` is what trainers sign weights with."""
+    """Answers the routes of `Updates` on the service of another part. Trainers sign weights with `key`."""
 
     def __init__(
         self, facts: RunFacts, invitation: Invitation | None = None, clock: Clock | None = None, *, key: bytes = b""
@@ -167,11 +219,11 @@ class WeightUpdates:
             if engine.trouble:
                 yield f"engine {engine.name}: {engine.trouble[:_SHOWN]}"
         for ask in list(self._waiting.values()):
-            yield f"{ask.engine} waits to change the weights of {ask.policy}: others do so now"
+            yield f"{ask.engine} waits to update the weights of {ask.policy}: other engines update now"
 
     async def _recipe(self) -> RunRecipe:
         if self.invitation is None:
-            raise BadRequest("this service has no recipe to tell", "start it with `rillflow dataflow RUN`")
+            raise BadRequest("this service has no recipe", "start it with `rillflow dataflow RUN`")
         return self.invitation.answer()
 
     async def _weights_key(self) -> WeightsKey:
@@ -228,9 +280,9 @@ class WeightUpdates:
         return {policy: self._facts.wanted(policy) for policy in self._facts.policies}
 
     def _sampling(self, policy: str) -> int:
-        """Return how many sample by themselves: engine processes if the run has any, else its nodes."""
+        """Return the number of engines of a policy: engine processes if the run has any, else its nodes."""
         return len(self._roster.serving(policy) or self._facts.serving(policy))
 
     def _check(self, policy: str) -> None:
         if policy not in self._facts.policies:
-            raise BadRequest(f"there is no policy {policy!r:.80}", f"one of: {', '.join(self._facts.policies)}")
+            raise BadRequest(f"unknown policy {policy!r:.80}", f"one of: {', '.join(self._facts.policies)}")

@@ -6,10 +6,18 @@ import numpy as np
 import pytest
 from oracle_batches import SEEDS, Padded, random_batch
 
-from rillflow.trainer.algorithms.advantages.groups import CONVENTIONS, Groups, centred, leave_one_out, normalised
-from rillflow.trainer.algorithms.advantages.returns import gae, outcome_rewards, returns_to_go
-from rillflow.trainer.algorithms.advantages.shaping import soft_overlong
-from rillflow.trainer.algorithms.advantages.whitening import whiten
+from rillflow.trainer.algorithms.advantages import (
+    CONVENTIONS,
+    Groups,
+    centred,
+    gae,
+    leave_one_out,
+    normalised,
+    outcome_rewards,
+    returns_to_go,
+    soft_overlong,
+    whiten,
+)
 
 pytestmark = pytest.mark.oracle
 

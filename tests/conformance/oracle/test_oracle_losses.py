@@ -7,25 +7,23 @@ import pytest
 import torch
 from oracle_batches import SEEDS, Padded, random_batch
 
-from rillflow.trainer.algorithms.aggregation import (
+from rillflow.trainer.algorithms.common import (
     Aggregation,
+    Loss,
+    WholeRows,
     counting_idle,
     seq_mean_token_mean,
     seq_mean_token_sum,
     seq_mean_token_sum_norm,
     token_mean,
 )
-from rillflow.trainer.algorithms.common import Loss, WholeRows
 from rillflow.trainer.algorithms.losses.cispo import CispoLoss
-from rillflow.trainer.algorithms.losses.clip import Clip, ClippedLoss
+from rillflow.trainer.algorithms.losses.clip import Clip, ClippedLoss, value_loss
 from rillflow.trainer.algorithms.losses.decoupled import decoupled
-from rillflow.trainer.algorithms.losses.entropy import with_entropy_bonus
 from rillflow.trainer.algorithms.losses.gspo import RowClippedLoss
-from rillflow.trainer.algorithms.losses.kl import KL, k3_unbounded
-from rillflow.trainer.algorithms.losses.reinforce import ReinforceLoss
+from rillflow.trainer.algorithms.losses.reinforce import ReinforceLoss, row_weights, token_weights
 from rillflow.trainer.algorithms.losses.sapo import SapoLoss
-from rillflow.trainer.algorithms.losses.truncation import row_weights, token_weights
-from rillflow.trainer.algorithms.losses.value import value_loss
+from rillflow.trainer.algorithms.losses.terms import KL, k3_unbounded, with_entropy_bonus
 from rillflow.trainer.heads import Shape, _Piece, _stats
 
 pytestmark = pytest.mark.oracle

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rillflow.trainer.supervised.losses import pair_losses, pair_slopes
+from rillflow.trainer.supervised.functions import pair_losses, pair_slopes
 
 pytestmark = [pytest.mark.needs("oracle"), pytest.mark.oracle]
 

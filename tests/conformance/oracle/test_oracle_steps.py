@@ -18,13 +18,11 @@ from oracle_batches import SEEDS, Padded, random_batch
 from rillflow.config import TrainerConfig
 from rillflow.contracts import SystemClock
 from rillflow.trainer.algorithms import ALGORITHMS
-from rillflow.trainer.batches import Rows, make_rows
+from rillflow.trainer.batches import Databuffer, Rows, make_rows
 from rillflow.trainer.graph.builtin import chain_of
-from rillflow.trainer.graph.databuffer import Databuffer
-from rillflow.trainer.graph.pipeline import Pipeline
-from rillflow.trainer.graph.step import Step
-from rillflow.trainer.layout import MicroBatch
+from rillflow.trainer.graph.worker import Pipeline, Step
 from rillflow.trainer.learner import Learner
+from rillflow.trainer.packing import MicroBatch
 from rillflow.trainer.parallel.peers import Alone
 from rillflow.types import BatchSample, Row
 

@@ -17,7 +17,7 @@ from rillflow.config import load_recipe
 from rillflow.runtime.folder import RunFolder
 from rillflow.trainer.checkpoint import Checkpoints, State
 from rillflow.weights import FolderStore, export
-from rillflow.weights.adapters import Adapter
+from rillflow.weights.codec import Adapter
 from rillflow.weights.model_folder import model_folder
 from rillflow.weights.models import load_policy_model, load_tokenizer
 

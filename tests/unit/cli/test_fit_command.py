@@ -51,7 +51,7 @@ def test_dry_run_prints_only_what_has_a_meaning() -> None:
         (["sft", "data.train={path: /nowhere/rows.jsonl}"], "cannot read the prompts /nowhere/rows.jsonl"),
         (["sft", "data.heldout={path: /nowhere/rows.jsonl}"], "cannot read the prompts /nowhere/rows.jsonl"),
         (["stf"], "did you mean 'sft'"),
-        (["sft", "model=nowhere"], "there is no model folder nowhere"),
+        (["sft", "model=nowhere"], "model folder nowhere does not exist"),
         (["sft", "trainer.nodes=[nothing]"], "there is no function 'nothing'"),
     ],
 )

@@ -22,5 +22,5 @@ def test_what_a_relay_needs(
 
 @pytest.mark.parametrize("url", ["", "ftp://host", "host:80", "/a/folder"])
 async def test_an_upstream_is_a_url(tmp_path: Path, url: str) -> None:
-    with pytest.raises(WeightsError, match="no list of URLs"):
+    with pytest.raises(WeightsError, match="not a list of URLs"):
         RelayShelf([url], "t", tmp_path)

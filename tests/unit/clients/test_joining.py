@@ -19,7 +19,7 @@ from rillflow.config import load_recipe, write_resolved
 from rillflow.errors import ConfigError, RunError
 from rillflow.types import RunRecipe
 from rillflow.types.routes import Updates
-from rillflow.weights.invitation import Invitation
+from rillflow.weights.updates import Invitation
 from rillflow.wire import Service
 from rillflow.wire.tokens import SCOPES, Keyring, scoped_token
 

@@ -37,8 +37,7 @@ from rillflow.storage import write_json
 from rillflow.types import AskTurn, UnitBeat, UnitBeatReply
 from rillflow.types.route import Route
 from rillflow.weights.transport.relay import RelayService, RelayShelf
-from rillflow.weights.transport.serve import WeightService
-from rillflow.weights.transport.shelf import NOTHING, FolderShelf
+from rillflow.weights.transport.serve import NOTHING, FolderShelf, WeightService
 from rillflow.wire import Service
 from rillflow.wire.tokens import scoped_token
 

@@ -10,8 +10,7 @@ import pytest
 
 from dataflow_world import World, sample
 from rillflow.errors import BadRequest
-from rillflow.trainer.algorithms.advantages.agents import at_grpo, dr_mas
-from rillflow.trainer.algorithms.advantages.groups import Groups
+from rillflow.trainer.algorithms.advantages import Groups
 from rillflow.types import BatchSample, SampleMeta, TaskLease
 
 # agent, turn, reward of each sample of the two episodes: the writer's rewards are ten times the critic's.
@@ -64,10 +63,11 @@ def test_turns_are_compared_with_the_same_turn(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("grouping", ["agent", "turn"])
 def test_it_is_the_grouping_of_the_algorithms(tmp_path: Path, grouping: str) -> None:
+    """Dr. MAS compares an agent with itself, AT-GRPO an agent's turn with the same turn of other episodes."""
     batch = played(tmp_path, grouping).batch().samples
-    agents, turns = np.array([s.agent for s in batch]), np.array([s.turn for s in batch])
-    prompts, rewards = np.array([s.group for s in batch]), np.array([s.reward for s in batch])
-    keys = dr_mas(prompts, agents) if grouping == "agent" else at_grpo(prompts, turns, agents)
+    rewards = np.array([s.reward for s in batch])
+    named = [(s.group, s.agent) if grouping == "agent" else (s.group, s.agent, s.turn) for s in batch]
+    keys = np.array([sorted(set(named)).index(name) for name in named])
     theirs = Groups.of(rewards, keys)
     assert np.allclose([s.group_mean for s in batch], theirs.mean_R)
     assert np.allclose([s.group_std for s in batch], theirs.std_R)

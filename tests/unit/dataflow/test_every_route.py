@@ -25,7 +25,7 @@ from rillflow.gateway.routes import AgentRoutes, ControlRoutes, EngineControlRou
 from rillflow.types import CommitStage, LeaseStage, Row, SampleColumns
 from rillflow.types.route import MSGPACK, Route, routes_of
 from rillflow.types.routes import Dataflow, StorageUnits, Updates
-from rillflow.weights.transport.routes import WeightRoutes
+from rillflow.weights.transport.serve import WeightRoutes
 from rillflow.wire.common_routes import Common
 from rillflow.wire.tokens import OPENS, SCOPES, scoped_token
 

@@ -93,7 +93,7 @@ async def test_who_waits_gets_a_turn_as_soon_as_it_is_free(tmp_path: Path) -> No
         waiting = asyncio.create_task(run.client.turn(AskTurn(policy=POLICY, engine="n1", wait=30.0)))
         async with asyncio.timeout(20):
             waits: list[str] = []
-            while not any("n1 waits to change the weights" in why for why in waits):
+            while not any("n1 waits to update the weights" in why for why in waits):
                 waits = (await run.client.status()).waits
             await run.client.turn(AskTurn(policy=POLICY, engine="n0", done=True))
             assert (await waiting).granted

@@ -18,7 +18,7 @@ from rillflow.types import Probe
 from rillflow.weights.pull import Puller
 from rillflow.weights.refresh import Refresher, StoreSupply
 from rillflow.weights.store import FolderStore
-from rillflow.weights.transport.objects import FolderSource
+from rillflow.weights.transport.sources import FolderSource
 
 
 class Learner:

@@ -15,11 +15,11 @@ from test_embedded_probe import is_silent, moved, probe_of
 
 from rillflow.contracts import UNKNOWN
 from rillflow.engine.host import EngineHost
-from rillflow.weights.adapters import A, Adapter, B
+from rillflow.weights.codec import LORA_A, LORA_B, Adapter
 from rillflow.weights.pull import Puller
 from rillflow.weights.refresh import Refresher, troubles
 from rillflow.weights.store import FolderStore
-from rillflow.weights.transport.objects import FolderSource
+from rillflow.weights.transport.sources import FolderSource
 
 
 class FakeClock:
@@ -83,7 +83,7 @@ async def test_an_engine_of_another_model_gets_the_published_weights(
         world.publish()
         with caplog.at_level(logging.WARNING):
             assert await world.refresher.refresh()
-        assert "version 0 goes to the engine whole: version 0 is not served, wrong weights" in caplog.text
+        assert "version 0 to the engine as a whole: version 0 is not served, wrong weights" in caplog.text
         await world.serves(0)
 
 
@@ -150,7 +150,7 @@ async def test_a_patch_that_does_not_prove_right_is_followed_by_the_whole(
         with caplog.at_level(logging.WARNING):
             monkeypatch.setattr(world.engine._core._weights, "write", lambda writes: None)
             assert await world.refresher.refresh()
-        assert "goes to the engine whole" in caplog.text
+        assert "to the engine as a whole" in caplog.text
         await world.serves(1)
 
 
@@ -167,7 +167,7 @@ async def test_an_adapter_that_does_not_arrive_is_stale_weights(
         with torch.no_grad():
             weight += 0.5 * high @ low
         world.store.publish_adapter(
-            Adapter({name + A: low, name + B: high}, 2, 1.0), 1, 0, base=0, probe=probe_of(world.model)
+            Adapter({name + LORA_A: low, name + LORA_B: high}, 2, 1.0), 1, 0, base=0, probe=probe_of(world.model)
         )
         with monkeypatch.context() as spoilt:
             spoilt.setattr("rillflow.weights.pull.merged", lambda base, adapter: base)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rillflow.errors import ConfigError
-from rillflow.weights.gguf import model_from_gguf
+from rillflow.weights.export import model_from_gguf
 from rillflow.weights.models import load_policy_model, load_tokenizer
 
 

@@ -12,7 +12,7 @@ from rillflow.errors import ConfigError
 from rillflow.runtime.maintaining import place_at
 from rillflow.types import RunRecipe
 from rillflow.types.routes import Updates
-from rillflow.weights.invitation import Invitation
+from rillflow.weights.updates import Invitation
 from rillflow.wire import Service
 from rillflow.wire.tokens import Keyring, scoped_token
 

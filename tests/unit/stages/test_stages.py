@@ -12,12 +12,10 @@ from transformers import AutoModelForSequenceClassification
 from rillflow.config import Recipe, load_recipe
 from rillflow.errors import ConfigError, GraphError
 from rillflow.stages import build_stage, check_stages
-from rillflow.trainer.batches import make_rows
+from rillflow.trainer.batches import GIVES, Databuffer, make_rows, staged_columns
 from rillflow.trainer.graph.builtin import chain_of
-from rillflow.trainer.graph.databuffer import Databuffer
-from rillflow.trainer.graph.roles import Roles
 from rillflow.trainer.parallel.peers import Alone
-from rillflow.trainer.staged import GIVES, staged_columns
+from rillflow.trainer.roles import Roles
 from rillflow.types import BatchSample, Row
 from rillflow.weights.model_folder import model_folder
 from rillflow.weights.models import load_tokenizer
@@ -104,14 +102,14 @@ def sampled(rows: int = 6, seed: int = 0) -> Databuffer:
     ("overrides", "said"),
     [
         ([stages("{r: {kind: referense}}")], "stage r has the unknown kind 'referense'"),
-        ([stages("{r: {kind: reference}}")], "stage r writes reference_N, which nothing reads: the recipe has no KL"),
+        ([stages("{r: {kind: reference}}")], "stage r writes reference_N, but the recipe has no KL"),
         ([KL, stages("{a: {kind: reference}, b: {kind: reference}}")], "stages a and b both write reference_N"),
         ([KL, stages("{r: {kind: reference, model: tiny}}")], "stage r has no option 'model'"),
         ([stages("{s: {kind: reward_model}}")], "stage s needs `model`"),
         ([stages("{s: {kind: reward_model, model: tiny, options: {wieght: 2}}}")], "stage s has no option 'wieght'"),
         (
             [stages("{s: {kind: reward_model, model: tiny}}"), "trainer.step_rewards=own"],
-            "stage s scores samples, and step_rewards=own reads rewards of answers",
+            "stage s scores samples, but step_rewards=own reads rewards of answers",
         ),
         (
             [KL, stages("{r: {kind: reference}}"), "trainer.nodes=[reference_logprobs]"],

@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from rillflow.trainer.checkpoint import Checkpoints, State
-from rillflow.trainer.parallel.address import Place
-from rillflow.trainer.parallel.rendezvous import connect
+from rillflow.trainer.parallel.distributed import connect
+from rillflow.trainer.parallel.launch import Place
 
 
 def main(rank: int, ranks: int, rendezvous: str, folder: str, task: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ from rillflow.trainer.batches import Rows, make_rows
 from rillflow.trainer.checkpoint import Checkpoints, State
 from rillflow.trainer.loop import TrainerLoop
 from rillflow.trainer.parallel.peers import Peers
+from rillflow.trainer.stream import StepRecord
 from rillflow.types import Batch, BatchReply, KeptTokens, Probe, TrainerJoined
 from rillflow.weights import FolderStore
-from rillflow.weights.adapters import Adapter
+from rillflow.weights.codec import Adapter
 from rillflow.weights.store import Publication
 
 
@@ -170,26 +171,17 @@ class Ledger:
     def abandon(self) -> None:
         self.abandoned += 1
 
-    def commit(
-        self,
-        batch: Batch,
-        version: int,
-        metrics: dict[str, float],
-        *,
-        step: float,
-        wait: float,
-        restorable: int,
-        kept: Sequence[KeptTokens] = (),
-    ) -> None:
+    def commit(self, record: StepRecord) -> None:
+        batch, version = record.batch, record.version
         self.note(f"commit {batch.id} {version}")
         if batch.id in self.refuse:
             raise LeaseLost("the lease is gone")
         assert version not in self.used
         self.used.add(version)
         self.live.append((int(batch.id[1:]), version))
-        self.restorable.append(restorable)
-        self.kept.append(list(kept))
-        self.metrics.append(metrics)
+        self.restorable.append(record.restorable)
+        self.kept.append(list(record.kept))
+        self.metrics.append(record.metrics)
         self.before("committed")
 
 

@@ -10,7 +10,7 @@ from trainer_helpers import VOCAB, random_rows
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from rillflow.trainer.batches import Rows
-from rillflow.trainer.layout import MicroBatch
+from rillflow.trainer.packing import MicroBatch
 
 CPU = torch.device("cpu")
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, Qwen3ForSequenceClassification
 from rillflow.config import TrainerConfig
 from rillflow.errors import ConfigError
 from rillflow.trainer.forward import PolicyForward, ScalarForward
-from rillflow.trainer.layout import Layout, MicroBatch
+from rillflow.trainer.packing import Layout, MicroBatch
 
 
 def micro(lengths: tuple[int, ...] = (7, 4, 9), seed: int = 0) -> MicroBatch:

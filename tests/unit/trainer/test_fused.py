@@ -23,6 +23,7 @@ from rillflow.config import TrainerConfig
 from rillflow.errors import ConfigError
 from rillflow.trainer.attention import hidden_states
 from rillflow.trainer.attention.loops import _backward, _forward
+from rillflow.trainer.batches import Databuffer
 from rillflow.trainer.exponential import exponential
 from rillflow.trainer.forward import PolicyForward
 from rillflow.trainer.fused import fuse
@@ -30,7 +31,6 @@ from rillflow.trainer.fused.ahead import compile_ahead
 from rillflow.trainer.fused.gates import _gate_all, _gate_all_backward
 from rillflow.trainer.fused.heads import _turn, _turn_back
 from rillflow.trainer.fused.norms import norm_rows, norm_rows_backward
-from rillflow.trainer.graph.databuffer import Databuffer
 from rillflow.trainer.packing import micro_batches
 from rillflow.trainer.softmax import _shared, _summed
 from rillflow.weights.delta.jit import loosely

@@ -16,7 +16,7 @@ from rillflow.config import TrainerConfig
 from rillflow.errors import CheckpointError, DiskFull, LeaseLost, RunError
 from rillflow.trainer.checkpoint import Checkpoints
 from rillflow.trainer.loop import StepReport, TrainerLoop
-from rillflow.trainer.parts import NoBatch
+from rillflow.trainer.stream import NoBatch
 from rillflow.types import BatchReply
 from rillflow.weights import FolderStore
 

@@ -8,7 +8,7 @@ from loop_world import Crash, Ledger, crash_at, start
 from pydantic import ValidationError
 
 from rillflow.config import TrainerConfig
-from rillflow.trainer.profiling import StepProfiler
+from rillflow.trainer.process import StepProfiler
 
 
 def steps_in(path: Path) -> set[str]:
@@ -35,7 +35,7 @@ def test_a_profile_that_cannot_be_written_ends_nothing(tmp_path: Path, caplog: p
     ledger = Ledger(3)
     start(tmp_path, ledger, profiler=StepProfiler.of("1", tmp_path / "profiles", rank=0))
     assert len(ledger.live) == 3
-    assert "no profile" in caplog.text
+    assert "the profile was not written" in caplog.text
 
 
 def test_a_trainer_that_fails_stops_its_profiler(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from rillflow.errors import DeadlineExceeded, DiskFull, Unavailable
 from rillflow.trainer.background import Background, HostCopy
 from rillflow.trainer.publisher import Publisher, Retention
 from rillflow.weights import FolderStore
-from rillflow.weights.adapters import Adapter, merged
+from rillflow.weights.codec import Adapter, merged
 
 WIDE = 256
 

@@ -1,4 +1,4 @@
-"""`rillflow trainer` with several ranks: real processes, collectives and storage; only the ledger is imitated."""
+"""Runs with several ranks, in real processes, have the curve of one rank, also after a resume on other ranks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from commands import Warm
 from cutting import cut
 from forked_command import ForkedCommand, fork_command
 from needs import require
+from rillflow.config import write_resolved
 from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.process import GIVE_UP, STOPPED
 from rillflow.trainer.checkpoint import Checkpoints
 from rillflow.types import CommitBatch
 from rillflow.weights import FolderStore
-from rillflow.weights.signing import check, key_of
+from rillflow.weights.manifest import check_signature, key_of
 from rillflow.wire import LoopThread
 from soak import repetitions
 
@@ -162,7 +163,7 @@ def test_ranks_of_a_sharded_model_publish_deltas(trainers: Trainers, tmp_path: P
         assert "weights_delta_bytes" in run.peer.commits[-1].metrics
         store = FolderStore(run.folder.weights("p"))
         assert set(store.manifest(4).files) == {"delta-00000.rfd", "delta-00001.rfd"}
-        check(store.manifest(4), key_of(run.folder.token_of("node")), "the version")
+        check_signature(store.manifest(4), key_of(run.folder.token_of("node")), "the version")
         masters = Checkpoints(run.folder.checkpoints("p"), 2).load(4).masters
         pulled = store.pull(4)
         assert all(torch.equal(pulled[name], tensor.bfloat16()) for name, tensor in masters.items())
@@ -212,8 +213,8 @@ def test_a_killed_rank_takes_all_down_with_a_clear_log(
         ranks[victim].kill()
         assert run.ends(60.0) == 128 + signal.SIGKILL
         assert gone(list(ranks.values()))
-        assert f"rank {victim} ended with code -9: all end, to begin anew" in run.log()
-        assert "was left alone" in run.log(2)
+        assert f"rank {victim} ended with code -9: all ranks end and are restarted" in run.log()
+        assert "lost its peers" in run.log(2)
 
 
 @pytest.mark.chaos
@@ -273,3 +274,39 @@ def test_a_commit_that_came_too_late_ends_all_ranks(trainers: Trainers, tmp_path
         run.peer.on_commit = refuse
         assert run.ends() not in (0, 3)
         assert "too late" in run.log()
+
+
+SHORT: list[dict[str, Any]] = [
+    {"ranks": 4, "sharding": "fsdp", "steps": 4},
+    {"ranks": 2, "sharding": "none", "steps": 8},
+    {"ranks": 1, "sharding": "none", "steps": STEPS},
+]
+LONG: list[dict[str, Any]] = [
+    {"ranks": 4, "sharding": "fsdp", "steps": 3},
+    {"ranks": 2, "sharding": "fsdp", "steps": 6},
+    {"ranks": 4, "sharding": "none", "steps": 9},
+    {"ranks": 1, "sharding": "none", "steps": STEPS},
+]
+LIVES = repetitions(SHORT, LONG)
+
+
+def go_on(trainers: Trainers, run: Run, **trainer: Any) -> None:
+    """Another life of the trainer, under a recipe that was changed."""
+    recipe = run.folder.recipe.model_dump()
+    recipe["policies"]["p"]["trainer"] |= trainer
+    write_resolved(type(run.folder.recipe).model_validate(recipe), run.folder.root / "recipe.yaml")
+    assert trainers.start(run.folder).wait(400) == 0, run.log()
+
+
+@pytest.mark.soak
+def test_four_ranks_then_two_then_one(trainers: Trainers, tmp_path: Path) -> None:
+    """With a critic, whose state is in the checkpoints, too."""
+    ppo: dict[str, Any] = {"algorithm": "ppo", "critic": {"lr": 2e-3}, "checkpoint_every": 2}
+    expected = trainers.curve(tmp_path / "one", **ppo)
+    with trainers.started(tmp_path / "other", STEPS, **{**CALM, **ppo, **LIVES[0]}) as run:
+        assert run.ends() == 0, run.log()
+        for life in LIVES[1:]:
+            go_on(trainers, run, **life)
+        assert [commit.version for commit in run.peer.commits] == list(range(1, STEPS + 1))
+        got = [commit.metrics for commit in run.peer.commits], run.weights()
+    assert_same_curves(got, expected)

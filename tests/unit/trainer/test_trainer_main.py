@@ -23,7 +23,8 @@ from rillflow.config import Recipe, load_recipe
 from rillflow.errors import LeaseLost
 from rillflow.trainer.checkpoint import Checkpoints
 from rillflow.trainer.main import Access, _publishes_first, run_trainer
-from rillflow.trainer.stream import RemoteStream
+from rillflow.trainer.remote_stream import RemoteStream
+from rillflow.trainer.stream import StepRecord
 from rillflow.types import CommitBatch
 from rillflow.weights import FolderStore
 from rillflow.wire import Client, LoopThread
@@ -182,7 +183,7 @@ def test_the_batch_in_hand_is_renewed_and_no_other(tmp_path: Path, thread: LoopT
         assert batch is not None
         wait_until(lambda: len(peer.renewed) >= 6)
         assert {(news.batch, news.attempt) for news in peer.renewed} == {("0", "a")}
-        stream.commit(batch, 1, {}, step=0.1, wait=0.1, restorable=0)
+        stream.commit(StepRecord(batch, 1, {}, 0.1, 0.1, 0))
         done = len(peer.renewed)
         assert stream.lease(1, "b", 0.0, 0).batch is not None
         wait_until(lambda: len(peer.renewed) >= done + 2)

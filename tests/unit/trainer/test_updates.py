@@ -14,8 +14,7 @@ from written_out import SETTINGS
 
 from peer_threads import as_peers
 from rillflow.config import TrainerConfig
-from rillflow.trainer.batches import Rows, no_rows
-from rillflow.trainer.graph.databuffer import Databuffer
+from rillflow.trainer.batches import Databuffer, Rows, no_rows
 from rillflow.trainer.graph.worker import Worker
 from rillflow.trainer.learner import Learner
 from rillflow.trainer.parallel.peers import Alone, Peers

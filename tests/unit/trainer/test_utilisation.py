@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from trainer_helpers import small_model
 
-from rillflow.trainer.layout import Layout, MicroBatch
+from rillflow.trainer.packing import Layout, MicroBatch
 from rillflow.trainer.utilisation import Work, known_peak, pairs, peak
 
 

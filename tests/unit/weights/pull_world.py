@@ -10,7 +10,7 @@ import torch
 from rillflow.errors import RillflowError
 from rillflow.weights.manifest import Line, VersionManifest
 from rillflow.weights.store import FolderStore
-from rillflow.weights.transport.objects import FolderSource
+from rillflow.weights.transport.sources import FolderSource
 
 Weights = dict[str, torch.Tensor]
 

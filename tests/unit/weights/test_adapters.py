@@ -11,7 +11,7 @@ import torch
 
 from rillflow.errors import CorruptData, WeightsError
 from rillflow.weights import FolderStore
-from rillflow.weights.adapters import Adapter, merged
+from rillflow.weights.codec import Adapter, merged
 
 RANK, ALPHA = 2, 6.0
 
@@ -110,7 +110,7 @@ def test_a_damaged_base_or_adapter_is_refused(tmp_path: Path, version: int, chan
 def test_a_base_that_was_removed_is_a_clear_error(tmp_path: Path) -> None:
     filled(tmp_path / "w", 1)
     os.rename(tmp_path / "w" / "v00000000", tmp_path / "gone")
-    with pytest.raises(CorruptData, match="belongs to 0, which is not there"):
+    with pytest.raises(CorruptData, match="needs version 0, which does not exist"):
         FolderStore(tmp_path / "w").pull(1)
 
 

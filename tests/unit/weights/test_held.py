@@ -108,7 +108,7 @@ def test_a_step_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     trainer.publish(4)
     held = holding(trainer)
     good = trainer.store.manifest(1)
-    with pytest.raises(WeightsError, match="version 0 is held"):
+    with pytest.raises(WeightsError, match="needs version 1, not 0"):
         held.advance([step(trainer, 2)])
     for wrong in (
         {"fingerprints": good.fingerprints | {"up": "0" * 16}},

@@ -15,7 +15,7 @@ from pull_world import Source, Trainer, same
 from rillflow.errors import CorruptData, Unavailable, WeightsError
 from rillflow.storage import file_hash
 from rillflow.weights import pull, sealed
-from rillflow.weights.adapters import Adapter
+from rillflow.weights.codec import Adapter
 from rillflow.weights.pull import Puller
 from rillflow.weights.store import FolderStore
 
@@ -317,7 +317,7 @@ async def test_a_line_that_says_something_else_than_a_manifest(tmp_path: Path) -
     text = sealed.as_text(msgspec.structs.replace(world.store.manifest(2), delta_of=0))
     (path / "manifest.json").write_bytes(text)
     async with asyncio.timeout(30):
-        with pytest.raises(WeightsError, match="is from 0"):
+        with pytest.raises(WeightsError, match="needs version 0, not 1"):
             await world.puller.pull()
 
 
@@ -345,7 +345,7 @@ async def test_what_a_new_node_fetches_is_told_and_not_pruned_under_it(tmp_path:
         told.append(version)
         yield
 
-    world.puller = Puller(world.source, clock=world.clock, word=word)
+    world.puller = Puller(world.source, clock=world.clock, announce=word)
     world.trainer.publish(3)
 
     def prune(version: int, name: str) -> None:

@@ -13,7 +13,7 @@ from pull_world import Source, Trainer, Weights, same
 
 from rillflow.contracts import UNKNOWN, Deltas
 from rillflow.errors import EngineLost, RillflowError, WeightsError
-from rillflow.weights.adapters import Adapter
+from rillflow.weights.codec import Adapter
 from rillflow.weights.held import Held, Step
 from rillflow.weights.pull import Puller
 from rillflow.weights.refresh import Refresher
@@ -108,8 +108,8 @@ async def test_an_engine_that_refuses_gets_the_whole_version_and_then_patches(
     world.engine.trouble = WeightsError("steps has a dtype that is not coded as a delta")
     with caplog.at_level(logging.INFO):
         assert await world.follow() == ["deltas", "whole"]
-    assert "version 3 goes to the engine whole: steps has a dtype" in caplog.text
-    assert "deltas are decoded on the node's host: steps has a dtype" in caplog.text
+    assert "sending version 3 to the engine as a whole: steps has a dtype" in caplog.text
+    assert "decoding deltas on the node's host: steps has a dtype" in caplog.text
     assert await world.follow() == ["patch"]
     assert not world.refresher.transfers.last[-1].by_engine
 
@@ -129,7 +129,7 @@ async def test_an_engine_that_cannot_decode_says_why_once(tmp_path: Path, caplog
     with caplog.at_level(logging.INFO):
         assert await world.follow() == ["whole"]
         assert await world.follow() == ["patch"]
-    assert caplog.text.count("decoded on the node's host: its ranks hold parts of 5 tensors") == 1
+    assert caplog.text.count("decoding deltas on the node's host: its ranks hold parts of 5 tensors") == 1
 
 
 async def test_an_engine_without_a_version_gets_the_whole_one(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_full_takes_what_deltas_it_must() -> None:
     ],
 )
 def test_no_way(entries: dict[int, Entry]) -> None:
-    with pytest.raises(WeightsError, match="no way to version 9"):
+    with pytest.raises(WeightsError, match="no route leads to version 9"):
         route(entries, 3, 9)
 
 

@@ -9,9 +9,18 @@ import msgspec
 import pytest
 
 from rillflow.errors import CorruptData
-from rillflow.weights.manifest import Entry, Line, TensorFacts, VersionManifest
+from rillflow.weights.manifest import (
+    Entry,
+    Line,
+    TensorFacts,
+    VersionManifest,
+    check_signature,
+    key_of,
+    parse_line,
+    parse_manifest,
+    signed,
+)
 from rillflow.weights.sealed import FileFacts, as_text
-from rillflow.weights.signing import check, key_of, parse_line, parse_manifest, signed
 
 KEY = key_of("the run's token")
 LINE = Line(head=11, orphaned=frozenset({9, 10, 3}), entries={11: Entry(full_bytes=5), 2: Entry(delta_of=1)})
@@ -60,18 +69,18 @@ def test_every_field_of_a_manifest_is_signed(field: str) -> None:
     other = {"version": 12, "parent": 3, "created": 1.0, "files": {}, "tensors": {}, "aliases": {}, "fingerprints": {}}
     changed = msgspec.structs.replace(signed(MANIFEST, KEY), **{field: other[field]})
     with pytest.raises(CorruptData, match="not signed with this run's key"):
-        check(changed, KEY, "it")
+        check_signature(changed, KEY, "it")
 
 
 def test_another_runs_key_is_refused() -> None:
     with pytest.raises(CorruptData, match="not signed with this run's key"):
-        check(signed(LINE, key_of("another token")), KEY, "it")
+        check_signature(signed(LINE, key_of("another token")), KEY, "it")
 
 
 def test_no_token_is_no_key() -> None:
     assert key_of("") == b""
     assert signed(LINE, b"") == LINE
-    check(LINE, b"", "it")
+    check_signature(LINE, b"", "it")
 
 
 @pytest.mark.parametrize(
@@ -93,12 +102,12 @@ def test_what_is_no_line_is_refused(data: bytes) -> None:
 @pytest.mark.parametrize("name", ["../model", "/etc/hostname", ".hidden", "a/b", ""])
 def test_a_manifest_names_plain_files_only(name: str) -> None:
     odd = signed(msgspec.structs.replace(MANIFEST, files={name: FileFacts("ab", 7)}), KEY)
-    with pytest.raises(CorruptData, match="names files"):
+    with pytest.raises(CorruptData, match="invalid names"):
         parse_manifest(as_text(odd), 11, KEY, "it")
 
 
 def test_a_manifest_of_another_version_is_refused() -> None:
-    with pytest.raises(CorruptData, match="is of version 11"):
+    with pytest.raises(CorruptData, match="belongs to version 11"):
         parse_manifest(as_text(signed(MANIFEST, KEY)), 12, KEY, "it")
 
 

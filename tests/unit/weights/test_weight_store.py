@@ -14,7 +14,7 @@ import torch
 
 from rillflow.contracts import WeightStore
 from rillflow.errors import CorruptData, DiskFull, WeightsError
-from rillflow.weights import FolderStore, codec, signing
+from rillflow.weights import FolderStore, codec, folder
 from rillflow.weights.folder import Folder
 from rillflow.weights.manifest import Line
 
@@ -196,7 +196,7 @@ def test_threads_that_look_at_once_do_not_see_an_old_head_for_good(
     store = FolderStore(tmp_path)
     store.publish({"w": torch.zeros(1)}, 0, None)
     has_read, may_go_on = threading.Event(), threading.Event()
-    parse = signing.parse_line
+    parse = folder.parse_line
 
     def slowly(data: bytes, key: bytes, what: str) -> Line:
         if threading.current_thread() is slow:
@@ -213,7 +213,7 @@ def test_threads_that_look_at_once_do_not_see_an_old_head_for_good(
 
     reader = Watched(tmp_path)
     slow = threading.Thread(target=reader.line)
-    monkeypatch.setattr(signing, "parse_line", slowly)
+    monkeypatch.setattr(folder, "parse_line", slowly)
     slow.start()
     assert has_read.wait(60)
     store.publish({"w": torch.ones(1)}, 1, 0)

@@ -18,10 +18,8 @@ from hypothesis import strategies as st
 from rillflow.errors import CorruptData, WeightsError
 from rillflow.weights import FolderStore
 from rillflow.weights.fingerprint import fingerprint
-from rillflow.weights.manifest import Entry, Line
-from rillflow.weights.retention import kept
-from rillflow.weights.route import route
-from rillflow.weights.signing import check, key_of
+from rillflow.weights.manifest import Entry, Line, check_signature, key_of
+from rillflow.weights.route import kept_versions, route
 
 SHAPE = (40, 50)
 
@@ -182,7 +180,7 @@ import asyncio, sys, torch
 from pathlib import Path
 from rillflow.weights import FolderStore
 from rillflow.weights.pull import Puller
-from rillflow.weights.transport.objects import FolderSource
+from rillflow.weights.transport.sources import FolderSource
 
 async def follow():
     store, node = FolderStore(Path(sys.argv[1])), Puller(FolderSource(Path(sys.argv[1])), initial=lambda: {})
@@ -315,9 +313,9 @@ def test_a_folder_of_before_there_were_deltas(tmp_path: Path) -> None:
     assert same(store.pull(1), weights(1))
     assert not store.mend(weights(1), 1)
     store.rewind(1)
-    check(store.line(), key_of("token"), "the line")
+    check_signature(store.line(), key_of("token"), "the line")
     for version in range(2):
-        check(store.manifest(version), key_of("token"), "a version")
+        check_signature(store.manifest(version), key_of("token"), "a version")
     store.publish(weights(2), 2, 1)
     assert files(tmp_path, 2) == DELTA
     assert same(FolderStore(tmp_path).pull(2), weights(2))
@@ -328,12 +326,12 @@ def test_what_is_written_with_a_key_is_signed(tmp_path: Path) -> None:
     store = opened(tmp_path, key=key)
     for version in range(3):
         store.publish(weights(version), version, store.head())
-        check(store.line(), key, "the line")
-        check(store.manifest(version), key, "a version")
+        check_signature(store.line(), key, "the line")
+        check_signature(store.manifest(version), key, "a version")
     store.prune(1)
-    check(FolderStore(tmp_path).line(), key, "the line")
+    check_signature(FolderStore(tmp_path).line(), key, "the line")
     with pytest.raises(CorruptData):
-        check(store.line(), key_of("another"), "the line")
+        check_signature(store.line(), key_of("another"), "the line")
 
 
 # ---------------------------------------------------------------- retention
@@ -410,7 +408,7 @@ versions = st.sets(st.integers(0, 15), max_size=3)
 def test_whatever_is_kept_can_be_put_together(
     line: Line, keep: int, protect: set[int], in_use: set[int], retain: int
 ) -> None:
-    stays = kept(line, line.entries, {}, keep=keep, protect=protect, in_use=in_use, retain=retain)
+    stays = kept_versions(line, line.entries, {}, keep=keep, protect=protect, in_use=in_use, retain=retain)
     assert line.head in stays
     assert protect & set(line.entries) <= stays
     for version in stays:

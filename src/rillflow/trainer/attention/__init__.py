@@ -11,7 +11,7 @@ from rillflow.trainer.attention import padded
 from rillflow.trainer.attention.flex import flex
 from rillflow.trainer.attention.interface import NAME
 from rillflow.trainer.attention.joined import LOOPS, joined
-from rillflow.trainer.layout import Layout
+from rillflow.trainer.packing import Layout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -20,7 +20,7 @@ __all__ = ["LOOPS", "choose", "decoder", "hidden_states"]
 
 
 def hidden_states(model: PreTrainedModel, layout: Layout, backend: str) -> torch.Tensor:
-    """`hidden_PD`: the last hidden states of the model without its head, after its final norm."""
+    """Return `hidden_PD`, the last hidden states of the model without its head, after its final norm."""
     body = decoder(model)
     if backend == "padded":
         return padded.hidden_states(body, layout)
@@ -29,7 +29,7 @@ def hidden_states(model: PreTrainedModel, layout: Layout, backend: str) -> torch
     read: torch.Tensor = body(
         input_ids=layout.tokens_P[None],
         position_ids=layout.position_P[None],
-        # A mask of four dimensions is taken as made already; nobody reads it.
+        # transformers accepts a mask of four dimensions as it is; no layer reads it.
         attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=layout.tokens_P.device),
         use_cache=False,
         packed=_packed(layout, backend),
@@ -46,7 +46,7 @@ def _packed(layout: Layout, backend: str) -> Any:
 
 
 def decoder(model: PreTrainedModel) -> Any:
-    """The model without its head: what `hidden_states` calls, and all that it calls."""
+    """Return the model without its head, the only part that `hidden_states` calls."""
     inner: Any = model
     if hasattr(inner, "get_base_model"):
         inner = inner.get_base_model()
@@ -61,7 +61,8 @@ def choose(
     dtype: torch.dtype | None = None,
     trees: bool = False,
 ) -> str:
-    """The backend for a model that computes in `dtype`: what is `wanted` if it can be, with "auto" the fastest."""
+    """Return the backend for a model that computes in `dtype`: the `wanted` one, or with "auto" the fastest
+    possible."""
     body = decoder(model)
     reason = _unpackable(body)
     if wanted == "auto":
@@ -84,7 +85,7 @@ def choose(
 
 
 def _unpackable(body: Any) -> str:
-    """Why this model cannot read packed rows; empty: it can."""
+    """Return why this model cannot read packed rows; empty if it can."""
     config, name = body.config, type(body).__name__
     if not getattr(body, "_supports_attention_backend", False):
         return f"{name} does not take its attention from outside"
@@ -101,7 +102,7 @@ def _unpackable(body: Any) -> str:
 
 
 def _no_flash(body: Any, dtype: torch.dtype) -> str:
-    """Why flash attention cannot run; empty: it can."""
+    """Return why flash attention cannot run; empty if it can."""
     if dtype not in {torch.bfloat16, torch.float16}:
         return f"flash attention computes in bf16, not in {dtype}"
     size = _head_size(body)
@@ -109,7 +110,7 @@ def _no_flash(body: Any, dtype: torch.dtype) -> str:
 
 
 def _no_loops(device: torch.device, dtype: torch.dtype) -> str:
-    """Why the compiled loops cannot run; empty: they can."""
+    """Return why the compiled loops cannot run; empty if they can."""
     if device.type != "cpu" or dtype != torch.float32:
         return f"the loops compute in fp32 on a CPU, not in {dtype} on {device.type}"
     return ""

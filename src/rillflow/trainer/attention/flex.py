@@ -1,7 +1,7 @@
 """Attention of a forest by torch's flex attention: one block-sparse mask for the whole pack.
 
-In depth-first order a token sees another one exactly if that comes not after it and its own place is before the end of
-what hangs on the other's segment.
+In depth-first order a token sees another one exactly if the other is not after it, and its own place is before the end
+of the other's segment's descendants.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from rillflow.trainer.attention.passes import subtree_ends
 from rillflow.trainer.attention.spans import Heads
-from rillflow.trainer.layout import Layout
+from rillflow.trainer.packing import Layout
 
 
 class Flex(NamedTuple):

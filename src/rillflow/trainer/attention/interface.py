@@ -1,8 +1,8 @@
-"""How a transformers model reaches our attention: by its registry of attention functions, under one name.
+"""Connects transformers models to our attention, through their registry of attention functions.
 
-What a layer needs to know of a micro-batch travels as a keyword argument, `packed`, through the model's own calls, so
-that recomputing a layer in the backward pass finds it again. A call without it gets torch's attention with the mask
-that the model made: whoever else uses the model notices nothing.
+A micro-batch's layout travels as the keyword argument `packed` through the model's own calls, so a layer that is
+recomputed in the backward pass finds it again. A call without it gets torch's attention with the model's mask, so other
+users of the model see no difference.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rillflow.errors import ConfigError
 from rillflow.trainer.attention.spans import Heads
 
 NAME = "rillflow"
-# What a layer may ask for that we do not compute. A model that asks for it would be trained wrongly.
+# Options of a layer that we do not compute. A model that uses one would be trained wrongly.
 _REFUSED = ("sliding_window", "softcap", "s_aux", "position_bias")
 
 Attention = Callable[[Heads, float], torch.Tensor]
@@ -37,7 +37,8 @@ def attend(
     packed: Attention | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`query`, `key`, `value` are [1, heads, tokens, head size]; the answer is [1, tokens, heads, head size]."""
+    """Attend; `query`, `key`, `value` are [1, heads, tokens, head size], the result is [1, tokens, heads, head
+    size]."""
     if packed is None:
         shown: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
@@ -52,7 +53,7 @@ def attend(
 
 
 def check(module: torch.nn.Module, dropout: float, options: Mapping[str, Any]) -> None:
-    """ConfigError where a layer asks for what we do not compute."""
+    """Raise ConfigError if a layer uses an option that we do not compute."""
     asked = [name for name in _REFUSED if options.get(name) is not None]
     if dropout:
         asked.append("dropout")

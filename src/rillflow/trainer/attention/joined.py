@@ -1,8 +1,7 @@
-"""Attention of a forest as one operator: its passes by a kernel, joined by their log-sum-exps.
+"""Attention of a forest as one operator: a kernel computes its passes, which are joined by their log-sum-exps.
 
-Nothing of a shared prefix is ever copied for those that share it, and only queries, keys, values, the result and its
-log-sum-exps are kept for the backward pass, as flash attention does for plain rows. To torch.compile the operator is a
-black box: no graph breaks at it.
+A shared prefix is never copied, and only queries, keys, values, the result and its log-sum-exps are kept for the
+backward pass, as in flash attention. The operator is opaque to torch.compile, so no graph breaks at it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from rillflow.trainer.attention.plain import Plain
 from rillflow.trainer.attention.sdpa import Fused
 from rillflow.trainer.attention.spans import Found, Heads, Kernel, Spans, accumulating
 from rillflow.trainer.attention.varlen import Flash
-from rillflow.trainer.layout import Layout
+from rillflow.trainer.packing import Layout
 
 if TYPE_CHECKING:
     from rillflow.trainer.batches import Ints
@@ -27,7 +26,7 @@ KERNELS: dict[str, Kernel] = {"fused": Fused(), "plain": Plain(), "flash": Flash
 # Not pass by pass, and no operator: its one table has the paths of all spans, and nothing of it is compiled by torch.
 # Imported when it is needed, with its compiler.
 LOOPS = "loops"
-_TABLES = 4  # of each pass: where queries are, where keys are, edges of spans of queries, edges of spans of keys
+_TABLES = 4  # for each pass: places of queries and of keys, edges of spans of queries and of keys
 _ROUND = 128
 
 
@@ -67,7 +66,7 @@ def joined(layout: Layout, kernel: str) -> Joined:
 
 
 def _cuts(at_C: Ints, count_C: Ints, layout: Layout) -> torch.Tensor:
-    """The sizes of the pieces that the spans cut all tokens into: every second one is a span. On the host."""
+    """Return the sizes of the pieces that spans cut all tokens into, on the host: every second piece is a span."""
     edges = np.stack([at_C, at_C + count_C], axis=1).reshape(-1)
     return torch.from_numpy(np.diff(edges, prepend=0, append=len(layout.tokens_P)).astype(np.int64))
 
@@ -77,7 +76,7 @@ def _edges(count_C: Ints) -> torch.Tensor:
 
 
 def _rounded(count_C: Ints) -> int:
-    """The most of a span, rounded up: what is compiled for it serves more batches."""
+    """Return the longest span's length, rounded up, so that compiled code serves more batches."""
     return -(-int(count_C.max()) // _ROUND) * _ROUND
 
 
@@ -88,7 +87,7 @@ class _Step(NamedTuple):
 
 
 def _steps(tables: Sequence[torch.Tensor], most: Sequence[int]) -> Iterator[_Step]:
-    """The first is causal and of all tokens."""
+    """Yield the passes. The first is causal and covers all tokens."""
     for number in range(len(tables) // _TABLES):
         query_cuts, key_cuts, query_edges, key_edges = tables[number * _TABLES : (number + 1) * _TABLES]
         spans = Spans(query_edges, key_edges, most[2 * number], most[2 * number + 1], causal=number == 0)
@@ -96,7 +95,7 @@ def _steps(tables: Sequence[torch.Tensor], most: Sequence[int]) -> Iterator[_Ste
 
 
 def _pieces(part: torch.Tensor, cuts: list[int]) -> list[torch.Tensor]:
-    """Views of the spans."""
+    """Return views of the spans."""
     return list(torch.split(part, cuts)[1::2])
 
 
@@ -122,7 +121,7 @@ def _attention(
     whole = run.forward(heads, own.spans, scale)
     for step in above:
         _join(whole, step.query_cuts, run.forward(_heads(heads, step), step.spans, scale))
-    return whole.out.contiguous(), whole.lse.contiguous()  # what is compiled relies on it
+    return whole.out.contiguous(), whole.lse.contiguous()  # compiled code relies on contiguous results
 
 
 def _heads(heads: Heads, step: _Step) -> Heads:
@@ -131,7 +130,7 @@ def _heads(heads: Heads, step: _Step) -> Heads:
 
 
 def _join(whole: Found, cuts: list[int], some: Found) -> None:
-    """Add what some queries have found among further keys."""
+    """Join the results of some queries over further keys into `whole`."""
     before = _picked(whole.lse, cuts)
     share = torch.sigmoid(some.lse - before)[..., None]  # of the further keys in the softmax over both
     exact = accumulating(whole.out.dtype)

@@ -25,7 +25,7 @@ from rillflow.weights.delta.jit import compiled, inlined, loosely
 from rillflow.weights.delta.vectors import LANES
 
 if TYPE_CHECKING:
-    from rillflow.trainer.layout import Layout
+    from rillflow.trainer.packing import Layout
 
 Array = npt.NDArray[Any]
 Float = Any  # a float32

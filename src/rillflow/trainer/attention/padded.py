@@ -1,7 +1,7 @@
-"""Rows of like length padded to the longest of them: what any causal model can read.
+"""Rows of similar length, padded to the longest of them, for any causal model.
 
-Padding comes after every real token, where a causal model's outputs at real tokens do not depend on it, so no mask is
-needed and the fast causal kernels can run.
+Padding follows every real token, so a causal model's outputs at real tokens do not depend on it: no mask is needed, and
+the fast causal kernels can run.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from rillflow.errors import ConfigError
-from rillflow.trainer.layout import Layout, runs
+from rillflow.trainer.packing import Layout, runs
 
 if TYPE_CHECKING:
     from rillflow.trainer.batches import Ints
 
-# Rows much shorter than the longest begin a new pass once the present one has so many tokens.
+# Rows shorter than this share of the longest begin a new pass, once the current one has enough tokens.
 _LIKE = 0.85
 _ENOUGH = 1024
 
@@ -49,7 +49,7 @@ def _read(
 
 
 def _alike(length_S: Ints) -> Iterator[Ints]:
-    """Segment numbers in parts, longest first."""
+    """Yield segment numbers in parts of similar length, longest first."""
     order = np.argsort(-length_S, kind="stable")
     while len(order):
         longest = length_S[order[0]]

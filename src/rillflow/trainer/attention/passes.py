@@ -1,9 +1,9 @@
-"""The attention of a forest as a few passes over packed tokens, none of which needs a mask.
+"""The attention of a forest as a few passes over packed tokens, without a mask.
 
-In depth-first order everything that hangs on a segment follows it without a gap. So each token's attention falls into
-parts: its own segment, causally, and each of its ancestors, in full. A *pass* is one such part for many tokens at
-once, spans of queries against spans of keys: the first pass has every segment against itself, pass d + 1 all that hangs
-on segments of depth d against those. Their results are joined by their log-sum-exp (`joined.py`).
+In depth-first order a segment's descendants follow it without a gap. So each token's attention has two parts: its own
+segment, causally, and each of its ancestors, in full. A *pass* computes one such part for many tokens, spans of queries
+against spans of keys: the first pass has every segment against itself, pass d + 1 the descendants of segments of depth
+d against those segments. Results are joined by their log-sum-exps (`joined.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rillflow.trainer.layout import Layout
+from rillflow.trainer.packing import Layout
 
 if TYPE_CHECKING:
     from rillflow.trainer.batches import Ints
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Pass:
     """Span c has `query_C[c]` queries, which begin at `query_at_C[c]` of the packed tokens, and `key_C[c]` keys, which
-    begin at `key_at_C[c]`. In the first pass, which is causal, all tokens take part, and queries and keys are the same.
+    begin at `key_at_C[c]`. The first pass is causal and covers all tokens; its queries and keys are the same.
     """
 
     query_C: Ints
@@ -32,7 +32,7 @@ class Pass:
 
 
 def subtree_ends(layout: Layout) -> Ints:
-    """Where in P that ends which hangs on each segment."""
+    """Return the end in P of each segment's descendants."""
     end_S = layout.start_S + layout.length_S
     for segment in range(len(end_S) - 1, -1, -1):
         parent = layout.parent_S[segment]

@@ -1,4 +1,4 @@
-"""The kernel of devices without a fused one for the dtype: products of matrices, some queries at a time."""
+"""The kernel for devices without a fused one for the dtype: matrix products, some queries at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from rillflow.trainer.attention.spans import Found, Heads, Spans, accumulating
 
-# Most scores (queries times keys times heads) that exist at once.
+# Most scores (queries times keys times heads) in memory at once.
 _SCORES = 1 << 27
 
 
@@ -39,7 +39,7 @@ class Plain:
 
 
 def _blocks(spans: Spans, heads: int) -> Iterator[tuple[slice, slice, int | None]]:
-    """Queries, their keys, and in causal spans how many keys come before the first of the queries."""
+    """Yield queries, their keys, and in causal spans the number of keys before the first query."""
     query_edges, key_edges = spans.query_edges.tolist(), spans.key_edges.tolist()
     for c in range(len(query_edges) - 1):
         start, end = query_edges[c], query_edges[c + 1]
@@ -58,12 +58,12 @@ def _scores(query: torch.Tensor, key: torch.Tensor, before: int | None, scale: f
 
 
 def _heads_first(packed: torch.Tensor, shared: int) -> torch.Tensor:
-    """[tokens, heads, …] as [heads of keys, tokens times the heads that share one, …]."""
+    """Return [tokens, heads, …] as [key heads, tokens times the query heads that share one, …]."""
     split = packed.reshape(len(packed), shared, -1, *packed.shape[2:])
     return split.transpose(0, 1).flatten(1, 2)
 
 
 def _heads_last(split: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The way back, to as many tokens as `like` has."""
+    """Undo `_heads_first`, for as many tokens as `like` has."""
     back = split.reshape(len(split), len(like), -1, *split.shape[2:])
     return back.transpose(0, 1).flatten(1, 2)

@@ -1,7 +1,7 @@
-"""The kernel of the CPU: torch's fused attention, span by span.
+"""The CPU kernel: torch's fused attention, span by span.
 
-Spans are views of the packed tensors, so nothing is copied or padded; only short ones are computed several at once,
-padded to the longest. Padding comes last, where no causal query of a real token sees it.
+Spans are views of the packed tensors, so nothing is copied or padded. Only short spans are computed several at once,
+padded at the end to the longest, where no causal query of a real token sees the padding.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
-# Spans below this length go together with others that are not much shorter, so many tokens at once.
+# Spans below this length are computed together with spans of similar length, up to `_AT_ONCE` tokens.
 _SHORT = 128
 _LIKE = 0.75
 _AT_ONCE = 4096
@@ -48,13 +48,13 @@ class Fused:
 
 
 class _One:
-    """A span alone."""
+    """A single span."""
 
     def __init__(self, start: int, end: int) -> None:
         self._at = slice(start, end)
 
     def take(self, packed: torch.Tensor, *, blank: bool = False) -> torch.Tensor:
-        """[tokens, heads, …] as [spans, heads, tokens of a span, …]; `blank` has 0 for padding."""
+        """Return [tokens, heads, …] as [spans, heads, tokens of a span, …]; with `blank`, padding is 0."""
         return packed[self._at].transpose(0, 1)[None]
 
     def put(self, packed: torch.Tensor, values: torch.Tensor) -> None:
@@ -62,7 +62,7 @@ class _One:
 
 
 class _Several:
-    """Spans of like length, padded to the longest."""
+    """Spans of similar length, padded to the longest."""
 
     def __init__(self, start_B: Ints, length_B: Ints) -> None:
         within_L = np.arange(length_B.max())
@@ -86,7 +86,7 @@ class _Several:
 
 
 def _calls(spans: Spans) -> Iterator[tuple[_One | _Several, _One | _Several]]:
-    """The queries and keys of each call."""
+    """Yield the queries and keys of each call."""
     query_edges, key_edges = spans.query_edges.numpy(), spans.key_edges.numpy()
     length_C = np.diff(query_edges)
     short_C = (length_C < _SHORT) & spans.causal
@@ -98,7 +98,7 @@ def _calls(spans: Spans) -> Iterator[tuple[_One | _Several, _One | _Several]]:
 
 
 def _alike(index: Ints, length_C: Ints) -> Iterator[Ints]:
-    """`index` in parts of like length."""
+    """Yield `index` in parts of similar length."""
     index = index[np.argsort(-length_C[index], kind="stable")]
     while len(index):
         longest = length_C[index[0]]

@@ -1,4 +1,4 @@
-"""What a kernel is asked: attention within spans of packed tokens, with the log-sum-exps that let parts be joined."""
+"""The interface of attention kernels: attention within spans of packed tokens, with log-sum-exps to join parts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class Heads(NamedTuple):
-    """[tokens, heads, head size]; several heads of queries may share one of keys and values. Or gradients of them."""
+    """Queries, keys and values [tokens, heads, head size], or their gradients. Query heads may share a key head."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -16,15 +16,15 @@ class Heads(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What queries find, `out` [queries, heads, head size], and the log-sum-exp of their scores [queries, heads]."""
+    """The result `out` [queries, heads, head size] and the log-sum-exp of the scores [queries, heads]."""
 
     out: torch.Tensor
     lse: torch.Tensor
 
 
 class Spans(NamedTuple):
-    """Spans end to end. Their edges (int32, one more than there are spans) are where the kernel wants them; `…_most`
-    is no less than the longest has tokens. In causal spans queries and keys are the same tokens."""
+    """Adjacent spans. Their edges (int32, one more than spans) are on the device that the kernel needs; `…_most` is at
+    least the length of the longest. In causal spans queries and keys are the same tokens."""
 
     query_edges: torch.Tensor
     key_edges: torch.Tensor
@@ -37,9 +37,10 @@ class Kernel(Protocol):
     def forward(self, heads: Heads, spans: Spans, scale: float) -> Found: ...
 
     def backward(self, grad: torch.Tensor, heads: Heads, whole: Found, spans: Spans, scale: float) -> Heads:
-        """`grad` is of `whole.out`. `whole` is what the queries find in all: these spans may be only a part of it."""
+        """Return gradients; `grad` is that of `whole.out`, the result over all keys. These spans may be a part of
+        them."""
 
 
 def accumulating(dtype: torch.dtype) -> torch.dtype:
-    """What sums over values of `dtype` are kept in."""
+    """Return the dtype in which sums over values of `dtype` are computed."""
     return dtype if dtype.itemsize >= 4 else torch.float32

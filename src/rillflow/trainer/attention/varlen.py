@@ -1,7 +1,7 @@
-"""The kernel of NVIDIA GPUs: flash attention over spans of any length, in half precision.
+"""The kernel for NVIDIA GPUs: flash attention over spans of any length, in half precision.
 
-These are the operators that `torch.nn.attention.varlen` stands on. They are called as they are because joining needs
-their backward with a log-sum-exp that is not their own.
+These are the operators below `torch.nn.attention.varlen`. They are called directly, because joined passes need their
+backward with the log-sum-exp of all passes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Flash:
     def backward(self, grad: torch.Tensor, heads: Heads, whole: Found, spans: Spans, scale: float) -> Heads:
         edges = (spans.query_edges, spans.key_edges, spans.query_most, spans.key_most)
         found = (whole.out, whole.lse.t().contiguous())
-        # Only dropout, of which there is none, reads the random state.
+        # Only dropout, which is off, reads the random state.
         state = torch.zeros(2, dtype=torch.uint64, device=grad.device)
         grads = torch.ops.aten._flash_attention_backward(
             grad, *heads, *found, *edges, 0.0, spans.causal, state, state, scale=scale

@@ -1,7 +1,7 @@
-"""A trainer's step as a graph of nodes: what a user needs to add one."""
+"""A trainer's step as a graph of nodes: the names that a user's own node needs."""
 
-from rillflow.trainer.graph.databuffer import Databuffer
-from rillflow.trainer.graph.registry import function
-from rillflow.trainer.graph.step import Step
+from rillflow.trainer.batches import Databuffer
+from rillflow.trainer.graph.nodes import function
+from rillflow.trainer.graph.worker import Step
 
 __all__ = ["Databuffer", "Step", "function"]

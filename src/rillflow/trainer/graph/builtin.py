@@ -1,9 +1,9 @@
-"""The graph of every algorithm, from what its section of the recipe asks for.
+"""The graph of every algorithm, built from the recipe's trainer section.
 
-    fetch or generate ─▶ scores of models (what the options need) ─▶ rewards ─▶ advantages ─▶ train ─▶ publish
+    fetch or generate ─▶ scores of models (if an option needs them) ─▶ rewards ─▶ advantages ─▶ train ─▶ publish
 
-Advantages come from the statistics of groups, of the whole batch or from a critic (GAE); losses differ inside the
-train node. What a user adds by `trainer.nodes` finds its place by the columns it reads and makes.
+Advantages come from the statistics of groups, from the whole batch or from a critic (GAE). Losses differ inside the
+train node. The planner places a user's nodes (`trainer.nodes`) by the columns that they read and make.
 """
 
 from __future__ import annotations
@@ -15,13 +15,10 @@ from typing import Literal
 
 from rillflow.config import NodeConfig, TrainerConfig
 from rillflow.errors import GraphError
-from rillflow.trainer.graph.checks import STATISTICS, check_staged
-from rillflow.trainer.graph.functions import needs_proximal
-from rillflow.trainer.graph.functions.advantages import chosen
-from rillflow.trainer.graph.nodes import Node, make_node
-from rillflow.trainer.graph.planner import Chain, plan
-from rillflow.trainer.graph.registry import REGISTRY, Registry
-from rillflow.trainer.staged import REFERENCE, SCORE
+from rillflow.trainer.batches import REFERENCE, SCORE
+from rillflow.trainer.graph.functions.advantages import advantage_function
+from rillflow.trainer.graph.nodes import REGISTRY, Node, Registry, make_node
+from rillflow.trainer.graph.planner import STATISTICS, Chain, check_staged, plan
 
 Mode = Literal["asynchronous", "colocated", "multiplexed"]
 
@@ -33,8 +30,10 @@ def chain_of(
     staged: Mapping[str, str] = MappingProxyType({}),
     registry: Registry = REGISTRY,
 ) -> Chain:
-    """The chain that a trainer runs: the recipe's own graph, or the algorithm's with the recipe's nodes. `staged` are
-    the columns that come with the samples, each with the name of the stage that has made it."""
+    """Return the chain that a trainer runs: the recipe's own graph, or the algorithm's with the recipe's nodes.
+
+    `staged` are the columns that come with the samples, each with the name of the stage that made it.
+    """
     if config.graph is not None:
         nodes = [make_node(each, registry) for each in config.graph]
         chain = plan(_with_staged(nodes, staged), registry, ranks=config.ranks)
@@ -43,12 +42,12 @@ def chain_of(
         if source.kind == "generate" and mode == "asynchronous":
             raise GraphError(
                 f"node {source.id} generates, but in asynchronous mode rollout nodes do that",
-                "take the function fetch instead, or set mode: colocated",
+                "use the function fetch instead, or set mode: colocated",
             )
         if source.kind == "fetch" and mode == "colocated":
             raise GraphError(
-                f"node {source.id} fetches, but in colocated mode nobody plays unless the step generates",
-                "take the function generate instead, or set mode: asynchronous or multiplexed",
+                f"node {source.id} fetches, but in colocated mode episodes are played only by a step that generates",
+                "use the function generate instead, or set mode: asynchronous or multiplexed",
             )
         return chain
     nodes = [make_node(each, registry) for each in (*builtin(config, mode, staged), *config.nodes)]
@@ -58,7 +57,7 @@ def chain_of(
 
 
 def builtin(config: TrainerConfig, mode: Mode = "asynchronous", staged: Collection[str] = ()) -> list[NodeConfig]:
-    """The algorithm's own nodes, as a recipe would write them, but for those whose columns are `staged`."""
+    """Return the algorithm's own nodes, as a recipe would write them, without those whose columns are `staged`."""
     return [NodeConfig(function=name) for name in _names(config, mode, staged)]
 
 
@@ -77,15 +76,25 @@ def _names(config: TrainerConfig, mode: Mode, staged: Collection[str]) -> Iterat
         yield "punish_overlong"
     if config.kl is not None and config.kl.where == "reward":
         yield "kl_reward"
-    yield chosen(config)
+    yield advantage_function(config)
     if critic:
         yield "train_critic"
     yield "train_actor"
     yield "publish"
 
 
+def needs_proximal(config: TrainerConfig) -> bool:
+    """Return whether the batch is scored under the actor's weights before its first update.
+
+    Losses clip around the log-probs that the engine recorded, which needs no such pass. Truncated importance sampling
+    needs it, and decoupled PPO with more than one update.
+    """
+    several = config.updates * config.epochs > 1
+    return config.truncate is not None or (config.algorithm == "decoupled_ppo" and several)
+
+
 def _with_staged(nodes: list[Node], staged: Collection[str]) -> list[Node]:
-    """The source gives, beside what it declares, what came with the samples."""
+    """Let the source declare the columns that come with the samples."""
     return [
         replace(node, function=replace(node.function, gives=(*node.function.gives, *staged)))
         if node.is_source
@@ -95,7 +104,7 @@ def _with_staged(nodes: list[Node], staged: Collection[str]) -> list[Node]:
 
 
 def _regrouped(nodes: list[Node], registry: Registry) -> list[Node]:
-    """Rewards made anew need statistics of their groups anew: the ledger's are of the rewards as played."""
+    """Add `group_statistics` if a node changes rewards: the ledger's statistics belong to the rewards as played."""
     working = [node for node in nodes if not node.is_source]
     changed = any("reward_R" in node.gives for node in working)
     given = any(column in node.gives for node in working for column in STATISTICS)

@@ -1,8 +1,9 @@
-"""A chain as an SVG: boxes coloured by role and numbered in the order in which they run, arrows with their columns.
+"""Shows a chain: as a table in text, and as an SVG with boxes coloured by role and arrows labelled with columns.
 
-Boxes stand in layers from left to right, each as far left as its arrows allow. An arrow over several layers gets a
-slot of its own in each of them, so that it passes between boxes and never through one. What nodes make is drawn in
-full; what everybody may read of the rows, and mere orders, only where a box would have no other arrow.
+Boxes are numbered in the order in which they run. They stand in layers from left to right, each as far left as its
+arrows allow. An arrow over several layers gets a slot in each of them, so it passes between boxes and never through
+one. Columns that nodes make are drawn in full. Columns of the fetched rows, and edges without columns, are drawn only
+if a box would have no other arrow.
 """
 
 from __future__ import annotations
@@ -15,6 +16,42 @@ from itertools import pairwise
 from rillflow.trainer.graph.nodes import Node
 from rillflow.trainer.graph.planner import Chain, Edge
 
+HEADER = ("node", "role", "kind", "reads", "makes", "per")
+
+
+def table(chain: Chain) -> list[tuple[str, ...]]:
+    """Return a row for each node, in the order in which they run; the columns are those of HEADER."""
+    made: set[str] = set()
+    rows: list[tuple[str, ...]] = []
+    for node in chain.nodes:
+        read = [*node.reads, *(name for name in node.optional if name in made)]
+        rows.append((node.id, node.role, node.kind, ", ".join(read), _makes(node), _per(node)))
+        made |= set(node.gives)
+    return rows
+
+
+def text(chain: Chain) -> str:
+    """Return the table with aligned columns, for logs and errors."""
+    rows: Sequence[tuple[str, ...]] = [HEADER, *table(chain)]
+    widths = [max(len(row[place]) for row in rows) for place in range(len(HEADER))]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(lines)
+
+
+def _makes(node: Node) -> str:
+    own = ", ".join(node.function.gives)
+    return (f"rows, {own}" if own else "rows") if node.is_source else own
+
+
+def _per(node: Node) -> str:
+    """Return how often a node runs, and its number of ranks if that is not all."""
+    often = node.function.scope if node.on_columns else "part" if node.is_source else "step"
+    return often if node.ranks is None else f"{often}, {node.ranks} ranks"
+
+
+# ---------------------------------------------------------------- the drawing
+
+
 _BOX_W, _BOX_H = 178.0, 54.0
 _SLOT_H = 34.0  # of an arrow that passes a layer
 _GAP_X, _GAP_Y = 128.0, 24.0
@@ -22,7 +59,7 @@ _MARGIN = 28.0
 _CHAR = 6.7  # width of a character of a label
 _MOST_NAMES = 3
 _SWEEPS = 8
-# Of each role: stroke and fill.
+# Stroke and fill of each role.
 _COLOURS = {
     "actor": ("#2563a8", "#e8f1fb"),
     "critic": ("#b4540a", "#fdf0e3"),
@@ -42,11 +79,11 @@ _STYLE = """
 
 @dataclass
 class _Slot:
-    """A place in a layer: of a node, or of an arrow that passes."""
+    """A place in a layer, for a node or for an arrow that passes."""
 
     layer: int
     height: float
-    y: float = 0.0  # of its middle
+    y: float = 0.0  # the middle
     before: list[_Slot] = field(default_factory=list)
     after: list[_Slot] = field(default_factory=list)
 
@@ -83,12 +120,12 @@ def svg(chain: Chain) -> str:
     )
 
 
-# ---------------------------------------------------------------- what is drawn
+# ---------------------------------------------------------------- which edges are drawn
 
 
 def _drawn(chain: Chain) -> list[Edge]:
-    """Columns that nodes make; rows, from the source to who reads nothing else; an order where no longer way implies
-    it, for a node without any other arrow."""
+    """Return the edges to draw: columns that nodes make; rows, from the source to nodes that read nothing else; and an
+    order that no longer path implies, for nodes without another arrow."""
     source = chain.nodes[0].id
     made = [edge for edge in chain.edges if edge.columns and edge.before != source]
     fed = {edge.after for edge in made}
@@ -114,7 +151,7 @@ def _rows(edge: Edge) -> Edge:
 
 
 def _implied(chain: Chain) -> set[tuple[str, str]]:
-    """Pairs that are in order also by a way over others."""
+    """Return the pairs of nodes that a path over other nodes connects too."""
     after: dict[str, set[str]] = {node.id: set() for node in chain.nodes}
     for edge in chain.edges:
         after[edge.before].add(edge.after)
@@ -128,7 +165,7 @@ def _implied(chain: Chain) -> set[tuple[str, str]]:
 
 
 def _depths(chain: Chain, edges: Sequence[Edge]) -> dict[str, int]:
-    """How many arrows at most lead to a node."""
+    """Return the length of the longest path of arrows to each node."""
     depth: dict[str, int] = {}
     for node in chain.nodes:
         depth[node.id] = max((depth[edge.before] + 1 for edge in edges if edge.after == node.id), default=0)
@@ -136,7 +173,7 @@ def _depths(chain: Chain, edges: Sequence[Edge]) -> dict[str, int]:
 
 
 def _path(start: _Slot, end: _Slot) -> list[_Slot]:
-    """From box to box, with a slot in every layer between."""
+    """Return the slots from box to box, one in every layer between."""
     path = [start, *(_Slot(layer, _SLOT_H) for layer in range(start.layer + 1, end.layer)), end]
     for before, after in pairwise(path):
         before.after.append(after)
@@ -144,7 +181,7 @@ def _path(start: _Slot, end: _Slot) -> list[_Slot]:
     return path
 
 
-# ---------------------------------------------------------------- where
+# ---------------------------------------------------------------- placement
 
 
 def _layers(boxes: Sequence[_Slot], paths: Sequence[Sequence[_Slot]]) -> list[list[_Slot]]:
@@ -153,7 +190,7 @@ def _layers(boxes: Sequence[_Slot], paths: Sequence[Sequence[_Slot]]) -> list[li
 
 
 def _arrange(layers: Sequence[list[_Slot]]) -> None:
-    """Order the slots of each layer by where their neighbours are, forwards and backwards, and centre the layers."""
+    """Order the slots of each layer by their neighbours' places, forwards and backwards, and centre the layers."""
     for layer in layers:
         _stack(layer)
     for sweep in range(_SWEEPS):
@@ -172,7 +209,7 @@ def _middle(slots: Sequence[_Slot], default: float) -> float:
 
 
 def _stack(layer: Sequence[_Slot]) -> None:
-    """One under the other, around 0."""
+    """Place slots under each other, centred on 0."""
     y = -(sum(slot.height for slot in layer) + _GAP_Y * (len(layer) - 1)) / 2
     for slot in layer:
         slot.y = y + slot.height / 2
@@ -186,7 +223,7 @@ def _box(number: int, node: Node, slot: _Slot) -> str:
     stroke, fill = _COLOURS[node.role]
     x, y = slot.x, slot.y - slot.height / 2
     what = f"{node.role} · {node.kind}" + (f" · {node.ranks} ranks" if node.ranks else "")
-    # A long name is squeezed into its box.
+    # A long name is condensed to fit its box.
     fit = f' textLength="{_BOX_W - 50:.0f}" lengthAdjust="spacingAndGlyphs"' if len(node.id) > 17 else ""
     return (
         f'<rect x="{x:.1f}" y="{y:.1f}" width="{_BOX_W}" height="{_BOX_H}" rx="9" fill="{fill}" stroke="{stroke}" '
@@ -212,7 +249,7 @@ def _arrows(paths: Mapping[Edge, Sequence[_Slot]]) -> tuple[list[str], list[str]
 
 
 def _points(path: Sequence[_Slot]) -> list[tuple[float, float]]:
-    """Ends of the curves and of the straight pieces between: each slot that is passed gives two."""
+    """Return the ends of the curves and of the straight pieces between them: two for each slot on the way."""
     start, *passed, end = path
     points = [(start.x + _BOX_W, _port(start, start.after, path[1]))]
     for slot in passed:
@@ -221,7 +258,8 @@ def _points(path: Sequence[_Slot]) -> list[tuple[float, float]]:
 
 
 def _port(box: _Slot, others: Sequence[_Slot], other: _Slot) -> float:
-    """Where the arrow to or from `other` touches a side of the box: arrows in the order of where they come from."""
+    """Return where the arrow to or from `other` touches a side of the box; arrows keep the order of their other
+    ends."""
     place = sorted(others, key=lambda slot: slot.y).index(other)
     return box.y + (place + 1) * box.height / (len(others) + 1) - box.height / 2
 

@@ -1,47 +1,58 @@
-"""`Peers` over torch.distributed: messages by gloo, tensors by gloo or NCCL.
+"""`Peers` over torch.distributed (messages by gloo, tensors by gloo or NCCL), and how ranks find each other.
 
-Every collective begins with a meeting: each rank sends one frame of a fixed size that says at which collective it is
-and whether it has failed. So a rank that gives a step up takes the others with it wherever they are, and ranks that
-have lost each other get an error that says who is where instead of a mixture of two collectives. Small messages travel
-in the frame itself. Every wait ends at the deadline of its process group; a dead peer ends it at once.
+Every collective begins with an all-gather of one fixed-size frame, which holds the kind of the collective and whether
+the rank has failed. So a rank that abandons a step takes the others with it wherever they are, and ranks that are out
+of step get an error that names their collectives. Small messages travel in the frame itself. Every wait ends at the
+deadline of its process group; a dead peer ends it at once.
 
-Messages are bytes: nothing here (un)pickles. What is not protected: whoever can reach the ports of the ranks can join
-them, so they listen on the interface of the rendezvous only, which is loopback unless somebody chose another.
+Ranks meet at a TCP store whose address all of them know, then connect to each other. They listen only on the interface
+that leads to that address. Messages are bytes and nothing is pickled. Not protected against: messages have no token, so
+anyone who can reach the ports can join. On loopback, the default, nothing can be reached from outside; on several hosts
+only trusted machines may reach the network.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import reduce
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, cast
 
 import msgspec
 import numpy as np
+import psutil
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGloo, TCPStore
 
 from rillflow.errors import ErrorBody, RillflowError, RunError, to_body
-from rillflow.trainer.parallel.peers import GivenUp, PeerLost, Stopped
+from rillflow.storage import startup
+from rillflow.trainer.parallel.launch import Place, listen, parse
+from rillflow.trainer.parallel.peers import Alone, GivenUp, PeerLost, Peers, Stopped
+from rillflow.weights.models import pick_device
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-    from torch._C._distributed_c10d import ProcessGroup
+
 
 _FRAME = 1024
 _HEAD = struct.Struct("<BBq")  # failed, which collective, bytes of the message
 _ROOM = _FRAME - _HEAD.size
-_LONGEST = 240  # characters of an error's message and of its hint: they must fit into a frame
-_PLACE = re.compile(r"^\[\S+\.\w+:\d+\] ")  # in the backend's own source
+_LONGEST = 240  # bytes of an error's message and of its hint: they must fit into a frame
+_PLACE = re.compile(r"^\[\S+\.\w+:\d+\] ")  # a place in the backend's source
 _KINDS = ("total", "highest", "first", "everyone", "exchange", "add", "agree")
-# Built here: msgspec crashes where several threads decode a type for the first time.
+# Built at import: msgspec crashes if several threads decode a type for the first time.
 _ERROR = msgspec.msgpack.Decoder(ErrorBody)
 _BUCKET = 64 << 20  # bytes of small tensors that are added at once
 
 
 class Distributed:
-    """For one thread. `tensors` is the group that adds tensors, where it is another than that of the messages."""
+    """Peers for one thread. `tensors` is the group that adds tensors; by default it is the group of the messages."""
 
     def __init__(self, rank: int, size: int, messages: ProcessGroup, tensors: ProcessGroup | None = None) -> None:
         self.rank = rank
@@ -106,7 +117,7 @@ class Distributed:
     # ------------------------------------------------------------ meetings
 
     def _meet(self, kind: str, message: bytes, error: Exception | None = None) -> list[bytes]:
-        """What every rank says at this collective; raises where one has failed, or is at another."""
+        """Return the messages of all ranks at this collective; raise if a rank has failed or is at another one."""
         if error is not None:
             message = _body(error)
         head = _HEAD.pack(error is not None, _KINDS.index(kind), len(message))
@@ -125,7 +136,7 @@ class Distributed:
         return said
 
     def _gathered(self, kind: str, message: bytes, size: int) -> list[bytes]:
-        """`size` bytes of every rank, beginning with its message."""
+        """Return `size` bytes of every rank, padded messages."""
         own = torch.frombuffer(bytearray(message.ljust(size, b"\0")), dtype=torch.uint8)
         all_of = [torch.empty(size, dtype=torch.uint8) for _ in range(self.size)]
         with self._bounded(kind):
@@ -133,7 +144,7 @@ class Distributed:
         return [row.numpy().tobytes() for row in all_of]
 
     def _raise(self, failed: dict[int, bytes], own: Exception | None) -> NoReturn:
-        """The same decision everywhere: who wants to stop comes first, then the lowest rank."""
+        """Raise the same error everywhere: Stopped first, else that of the lowest rank."""
         bodies = {rank: _ERROR.decode(body) for rank, body in failed.items()}
         rank = min(bodies, key=lambda rank: (bodies[rank].kind != Stopped.__name__, rank))
         if rank == self.rank and own is not None:
@@ -144,23 +155,24 @@ class Distributed:
 
     @contextmanager
     def _bounded(self, kind: str) -> Iterator[None]:
-        """What the backends raise when a deadline has passed or a peer has gone."""
+        """Turn a backend's error (a deadline, a dead peer) into PeerLost."""
         try:
             yield
         except RuntimeError as error:
-            raise left_alone(self.rank, self.size, f"at `{kind}`", error) from error
+            raise peer_lost(self.rank, self.size, f"at `{kind}`", error) from error
 
 
-def left_alone(rank: int, size: int, where: str, error: RuntimeError) -> PeerLost:
-    """What a backend raises when a peer has gone or its deadline has passed, in our words."""
+def peer_lost(rank: int, size: int, where: str, error: RuntimeError) -> PeerLost:
+    """Return a backend's error (a deadline, a dead peer) as PeerLost."""
     why = _PLACE.sub("", str(error)).partition(". ")[0]
     return PeerLost(
-        f"rank {rank} of {size} was left alone {where}: {why}", "another rank has died or hangs: its log says why"
+        f"rank {rank} of {size} lost its peers {where}: {why}", "another rank has died or hangs: read its log"
     )
 
 
 def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Neighbours of one dtype and device, up to so many bytes: few large sums are faster than many small ones."""
+    """Yield adjacent tensors of one dtype and device, up to `_BUCKET` bytes: few large sums are faster than many
+    small."""
     bucket: list[torch.Tensor] = []
     size = 0
     for tensor in tensors:
@@ -188,3 +200,117 @@ def _out_of_step(what: str) -> RunError:
         f"the ranks are out of step: {what}",
         "nodes of a step graph must call the same methods of `peers` in the same order on every rank",
     )
+
+
+# ---------------------------------------------------------------- how ranks find each other
+
+
+# Seconds to wait for a rank within a step: longer than any publication or checkpoint should take.
+PATIENCE = 600.0
+# Seconds to wait at the start, when ranks load their libraries or are started by hand.
+START = 300.0
+_GLOO = "gloo/"  # in the messages of gloo's errors, which have no class of their own
+
+
+def host_store(server: socket.socket, patience: float = PATIENCE) -> TCPStore:
+    """Serve the store on `server` while the returned object lives."""
+    host, port = server.getsockname()[:2]
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=patience),
+        master_listen_fd=server.detach(),
+    )
+
+
+@contextmanager
+def connect(place: Place, device: torch.device, *, start: float = START, patience: float = PATIENCE) -> Iterator[Peers]:
+    """Yield the peers once all ranks have connected, within `start` seconds; also set torch's default process group.
+
+    Rank 0 hosts the store if nothing answers at the address.
+    """
+    if place.ranks == 1:
+        yield Alone()
+        return
+    startup.doing("waiting for the other ranks")
+    host, port = parse(place.rendezvous)
+    hosted = host_store(listen(host, port)) if place.rank == 0 and not _answers(host, port) else None
+    address = _address_towards(host, port)
+    _use_interface(address)
+    try:
+        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=start))
+        messages = _messages(store, place, address, start)
+        tensors = _default_group(store, place, device, patience)
+    except RuntimeError as error:
+        raise PeerLost(
+            f"rank {place.rank} of {place.ranks} has not connected to all others within {start:.0f} s: {error}",
+            "start every rank with the same --ranks and --rendezvous, each with its own --rank",
+        ) from error
+    messages._set_default_timeout(timedelta(seconds=patience))  # type: ignore[attr-defined]
+    try:
+        yield Distributed(place.rank, place.ranks, messages, tensors)
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or _GLOO in str(error):
+            raise peer_lost(place.rank, place.ranks, "inside a sharded model", error) from error
+        raise
+    # After an error the groups stay: the others may be in the middle of a collective, and the process ends anyway.
+    dist.destroy_process_group()
+    del hosted
+
+
+def device_of(wanted: str, rank: int) -> torch.device:
+    """Return a rank's device; `cuda` without a number gives each rank of a host its own GPU."""
+    device = pick_device(wanted)
+    if str(device) == "cuda":
+        return torch.device("cuda", rank % torch.cuda.device_count())
+    return device
+
+
+def _messages(store: TCPStore, place: Place, address: str, start: float) -> ProcessGroup:
+    """Make a separate group, so that messages never mix with the traffic of sharded models."""
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = timedelta(seconds=start)
+    # It has the methods of a group; torch's stubs lack them.
+    return cast(ProcessGroup, ProcessGroupGloo(PrefixStore("messages", store), place.rank, place.ranks, options))
+
+
+def _default_group(store: TCPStore, place: Place, device: torch.device, patience: float) -> ProcessGroup:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=PrefixStore("tensors", store),
+        rank=place.rank,
+        world_size=place.ranks,
+        timeout=timedelta(seconds=patience),
+        device_id=device if device.type == "cuda" else None,
+    )
+    return dist.distributed_c10d._get_default_group()
+
+
+def _answers(host: str, port: int) -> bool:
+    try:
+        with socket.create_connection((host, port), timeout=1.0):
+            return True
+    except OSError:
+        return False
+
+
+def _address_towards(host: str, port: int) -> str:
+    """Return this machine's address on the route to the rendezvous. Sends nothing."""
+    family, *_, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        address: str = probe.getsockname()[0]
+        return address
+
+
+def _use_interface(address: str) -> None:
+    """Set the interface of torch's default group in the environment, unless the user has set one."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)

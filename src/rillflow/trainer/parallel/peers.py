@@ -1,6 +1,6 @@
-"""What the ranks of a trainer say to each other. All of them call the same methods in the same order.
+"""Collectives among the ranks of a trainer. All ranks call the same methods in the same order.
 
-Invariant: every rank gets the same answer, bit for bit, so that no two of them ever decide differently.
+Invariant: every rank gets exactly the same answer, so no two ranks ever decide differently.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 
 class Stopped(Exception):
-    """Somebody asked the trainer to end: the step in progress is given up."""
+    """The trainer was asked to end: the step in progress is abandoned."""
 
 
 class RunOver(Stopped):
-    """The run has ended before the batch was complete: there is nothing left to do."""
+    """The run ended before the batch was complete: the trainer has nothing left to do."""
 
 
 class PeerLost(RunError):
-    """Another rank has gone or hangs: this one can only end, and all are started anew."""
+    """Another rank has died or hangs: this one must end too, and all are restarted."""
 
 
 class GivenUp(LeaseLost):
-    """Another rank has given the batch up, or ends."""
+    """Another rank abandoned the batch, or ends."""
 
 
 class Peers(Protocol):
@@ -38,34 +38,33 @@ class Peers(Protocol):
     def size(self) -> int: ...
 
     def total(self, values: Sequence[float]) -> list[float]:
-        """The sum over all ranks of each value, in float64."""
+        """Return the sum of each value over all ranks, in float64."""
 
     def highest(self, values: Sequence[float]) -> list[float]:
-        """The maximum over all ranks of each value."""
+        """Return the maximum of each value over all ranks."""
 
     def first(self, message: bytes) -> bytes:
-        """What rank 0 says; what the others say is not heard."""
+        """Return the message of rank 0; the others' messages are ignored."""
 
     def everyone(self, message: bytes) -> list[bytes]:
-        """What each rank says, in their order. For small things: every rank gets all of it."""
+        """Return the messages of all ranks, in order. For small messages: every rank gets all of them."""
 
     def exchange(self, messages: Sequence[bytes | memoryview]) -> list[bytes]:
-        """`messages[r]` goes to rank r; the answer holds what each rank had for this one."""
+        """Send `messages[r]` to rank r; return each rank's message for this one."""
 
     def add(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Each tensor becomes its sum over all ranks, in place."""
+        """Replace each tensor by its sum over all ranks, in place."""
 
     def agree(self, error: Exception | None) -> None:
-        """Raises on every rank when one of them comes here with an error: that error there, GivenUp or Stopped
-        elsewhere.
+        """Raise on every rank if one of them calls this with an error: that error there, GivenUp or Stopped elsewhere.
 
-        The one exception to "the same methods": a rank with an error meets the others wherever they are, and they
-        raise at their next call of any method.
+        The only exception to "the same methods": a rank may call this with an error at any time, and the others raise
+        at their next call of any method.
         """
 
 
 class Alone:
-    """One rank, which has nobody to ask."""
+    """The peers of a single rank."""
 
     rank = 0
     size = 1
@@ -91,3 +90,11 @@ class Alone:
     def agree(self, error: Exception | None) -> None:
         if error is not None:
             raise error
+
+
+def share(rows: int, rank: int, ranks: int) -> tuple[int, int]:
+    """Return the first row of a rank and the row after its last, cut as `torch.chunk` does; the last ranks may have
+    none."""
+    size = -(-rows // ranks)
+    start = min(rank * size, rows)
+    return start, min(start + size, rows)

@@ -1,10 +1,12 @@
 """Moves databuffers between stages that hold the data on different numbers of ranks.
 
-A stage of k ranks holds its rows on k ranks spread evenly (`holders`), so that between k and 2 k every holder keeps
-half of its rows; the others have the same columns without rows. The global order is that of the ranks, and within a
-rank that of its rows. Invariants: the global order stays; rows go with all of their
-columns, bit for bit; every rank of the new stage gets a run of rows with about the same number of tokens; no row passes
-through a rank that neither had it nor gets it; between stages of equal size nothing moves.
+A stage of k ranks holds its rows on k evenly spread ranks (`holders`), so from k to 2 k ranks every holder keeps half
+of its rows; the other ranks have the same columns without rows. The global order is that of the ranks, and within a
+rank that of its rows.
+
+Invariants: the global order stays; rows move with all of their columns, bit for bit; every rank of the new stage gets a
+run of rows with about the same number of tokens; a row is sent only to the rank that gets it; between stages of equal
+size nothing moves.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import msgspec
 import numpy as np
 
 from rillflow.errors import GraphError
-from rillflow.trainer.graph.databuffer import Databuffer, from_columns
+from rillflow.trainer.batches import Databuffer, from_columns
 from rillflow.trainer.parallel.peers import Peers
 
 if TYPE_CHECKING:
@@ -32,12 +34,12 @@ class _Column(msgspec.Struct, frozen=True, array_like=True):
     data: bytes
 
 
-# Built here: msgspec crashes where several threads decode a type for the first time.
+# Built at import: msgspec crashes if several threads decode a type for the first time.
 _COLUMNS = msgspec.msgpack.Decoder(list[_Column])
 
 
 class Redistribution:
-    """Counts the bytes that have left this rank for others, and those that came from them."""
+    """Moves data, and counts the bytes that this rank has sent to others and received from them."""
 
     def __init__(self, peers: Peers) -> None:
         self.sent = 0
@@ -45,7 +47,7 @@ class Redistribution:
         self._peers = peers
 
     def move(self, data: Databuffer, now: int, to: int) -> Databuffer:
-        """This rank's rows in a stage of `to` ranks; `data` are those in the stage of `now`. Of all ranks together."""
+        """Return this rank's rows in a stage of `to` ranks; `data` are its rows in the stage of `now`. Collective."""
         if now == to:
             return data
         self._check(data, now, to)
@@ -58,16 +60,16 @@ class Redistribution:
 
     def _check(self, data: Databuffer, now: int, to: int) -> None:
         if not (1 <= now <= self._peers.size and 1 <= to <= self._peers.size):
-            raise GraphError(f"data cannot move from {now} to {to} ranks", f"there are {self._peers.size} of them")
+            raise GraphError(f"data cannot move from {now} to {to} ranks", f"the trainer has {self._peers.size} ranks")
         if len(data) and self._peers.rank not in (own := holders(now, self._peers.size)):
             raise GraphError(f"rank {self._peers.rank} holds rows in a stage of {now} ranks", f"these do: {own}")
 
     def _owners(self, length_R: Ints, to: int) -> Ints:
-        """Which rank gets each row: by where its middle lies among all tokens, so that no rank needs to know more of
-        the others' rows than how many tokens they have. Rows without tokens count as one."""
+        """Return the rank that gets each row, by the place of the row's middle among all tokens. So a rank needs to
+        know only the others' numbers of tokens. Rows without tokens count as one."""
         weight_R = np.maximum(length_R, 1)
         tokens = self._peers.everyone(msgspec.msgpack.encode(int(weight_R.sum())))
-        of_rank = [msgspec.msgpack.decode(said, type=int) for said in tokens]
+        of_rank = [msgspec.msgpack.decode(message, type=int) for message in tokens]
         before, whole = sum(of_rank[: self._peers.rank]), max(sum(of_rank), 1)
         twice_middle_R = 2 * (before + np.cumsum(weight_R)) - weight_R
         owner_R: Ints = np.array(holders(to, self._peers.size))[twice_middle_R * to // (2 * whole)]
@@ -75,7 +77,7 @@ class Redistribution:
 
 
 def holders(stage: int, ranks: int) -> list[int]:
-    """The ranks that hold the rows of a stage of so many."""
+    """Return the ranks that hold the rows of a stage of `stage` ranks."""
     return [place * ranks // stage for place in range(stage)]
 
 
@@ -95,10 +97,12 @@ def _unpacked(message: bytes) -> Columns:
 
 
 def _joined(pieces: list[Columns], before: Databuffer) -> Databuffer:
-    """The pieces in the order of the ranks they came from; without any, the columns that were there, empty."""
+    """Join the pieces in the order of their ranks; without any, return the former columns, empty."""
     if not pieces:
         return before.taking(np.empty(0, np.int64))
     if any(piece.keys() != pieces[0].keys() for piece in pieces):
-        raise GraphError("ranks hold different columns", "nodes make the same columns on every rank, if need be empty")
-    # Copied even where it is one piece: what was received is read-only.
+        raise GraphError(
+            "ranks hold different columns", "nodes must make the same columns on every rank, even empty ones"
+        )
+    # A single piece is copied too: received bytes are read-only.
     return from_columns({name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]})

@@ -1,12 +1,11 @@
-"""Models whose weights lie in shards, one on each rank (FSDP2).
+"""Models that are sharded over the ranks (FSDP2).
 
-Every decoder layer is gathered when it computes and let go of afterwards; the rest (embeddings, the last norm, the
+Every decoder layer is gathered when it computes and resharded afterwards; the rest (embeddings, the last norm, the
 head) is gathered for the whole pass, so tied embeddings stay one weight. Gradients are summed over ranks, never
-averaged: what a batch's loss is divided by is the trainer's business. They are reduced after every backward pass: to
-wait for the last micro-batch would save messages, but would hold a whole gradient on every rank, which is what sharding
-is there to avoid. So every rank runs the same number of passes.
+averaged: the learner scales them. They are reduced after every backward pass: waiting for the last micro-batch would
+save messages but keep a whole gradient on every rank. So every rank runs the same number of passes.
 
-Masters are the fp32 shards; in bf16 each weight is cast when it is gathered, and gradients are reduced in fp32.
+The masters are the fp32 shards. In bf16 each weight is cast when it is gathered, and gradients are reduced in fp32.
 """
 
 from __future__ import annotations
@@ -24,9 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from rillflow.config import TrainerConfig
 from rillflow.errors import ConfigError
-from rillflow.trainer.models import decoder_layers
-from rillflow.trainer.parallel.peers import Peers
-from rillflow.trainer.slices import share
+from rillflow.trainer.parallel.peers import Peers, share
 from rillflow.weights.codec import tensor_facts
 from rillflow.weights.delta.container import Part
 from rillflow.weights.delta.pieces import can_begin
@@ -43,14 +40,15 @@ _ENTRY = "rillflow_entry_{}"
 
 
 def shard(model: PreTrainedModel, config: TrainerConfig, peers: Peers, device: torch.device | None = None) -> None:
-    """Turn a model that is the same on every rank into shards on `device`, if the recipe wants it.
+    """Shard a model that is the same on every rank onto `device`, if the recipe asks for it and there are several
+    ranks.
 
-    What trains of it is fp32. Without a rank to share with there is nothing to shard.
+    Its trainable parameters must be fp32.
     """
     if config.sharding == "none" or peers.size == 1:
         return
     if any(parameter.requires_grad and parameter.dtype != torch.float32 for parameter in model.parameters()):
-        raise ConfigError("a model to be sharded must be loaded in fp32", "its shards are the masters")
+        raise ConfigError("a model to be sharded must be loaded in fp32", "load it in fp32: its shards are the masters")
     device = device or next(model.parameters()).device
     mesh = init_device_mesh(device.type, (peers.size,))
     precision = MixedPrecisionPolicy(
@@ -64,14 +62,14 @@ def shard(model: PreTrainedModel, config: TrainerConfig, peers: Peers, device: t
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            # By plain sums: gloo has no others.
+            # Plain sums: gloo supports no other reduction.
             module.set_force_sum_reduction_for_comms(True)
 
 
 def entered(model: nn.Module, run: Callable[P, T]) -> Callable[P, T]:
-    """`run`, as a forward pass of the model itself: inside, the weights of a sharded model are whole.
+    """Return `run` as a forward pass of the model itself: inside, the weights of a sharded model are gathered.
 
-    Backward must begin at what it returns.
+    Backward must begin at its result.
     """
     if not isinstance(model, FSDPModule):
         return run
@@ -82,14 +80,24 @@ def entered(model: nn.Module, run: Callable[P, T]) -> Callable[P, T]:
     def entry(*args: P.args, **kwargs: P.kwargs) -> T:
         given: T = getattr(model, name)(*args, **kwargs)
         if not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(given)):
-            model.reshard()  # no backward pass will: what was gathered would outlive the next update
+            model.reshard()  # no backward pass will: gathered weights would outlive the next update
         return given
 
     return entry
 
 
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the blocks that a decoder repeats, in order."""
+    kinds = set(model._no_split_modules or ())
+    found = [module for module in model.modules() if type(module).__name__ in kinds]
+    if found:
+        return found
+    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=len, default=[])
+
+
 class Shards(NamedTuple):
-    """What one rank has of a model's weights: `parts` of tensors; `tensors` and `aliases` are of the whole model."""
+    """One rank's `parts` of a model's tensors; `tensors` and `aliases` describe the whole model."""
 
     parts: dict[Part, torch.Tensor]
     tensors: dict[str, TensorFacts]
@@ -97,8 +105,8 @@ class Shards(NamedTuple):
 
 
 def shards_of(tensors: Tensors, aliases: Mapping[str, str], dtype: torch.dtype, peers: Peers) -> Shards:
-    """This rank's part of each tensor. Rank 0 has those that are not sharded, and those whose shards do not begin at
-    multiples of 8 bytes, which all ranks gather together."""
+    """Return this rank's part of each tensor. Rank 0 has tensors that are not sharded, and tensors whose shards do not
+    begin at multiples of 8 bytes, which all ranks gather together."""
     parts: dict[Part, torch.Tensor] = {}
     facts: dict[str, TensorFacts] = {}
     for name, tensor in tensors.items():
@@ -111,7 +119,7 @@ def shards_of(tensors: Tensors, aliases: Mapping[str, str], dtype: torch.dtype, 
 
 
 def _own(tensor: torch.Tensor, peers: Peers) -> tuple[int, torch.Tensor]:
-    """The first weight of this rank's part, and the part."""
+    """Return the place of the first weight of this rank's part, and the part."""
     if isinstance(tensor, DTensor):
         row = math.prod(tensor.shape[1:])
         firsts = [share(tensor.shape[0], rank, peers.size)[0] * row for rank in range(peers.size)]
@@ -122,8 +130,8 @@ def _own(tensor: torch.Tensor, peers: Peers) -> tuple[int, torch.Tensor]:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor of a shard, which all ranks must ask for together; others as they are.
+    """Return the full tensor of a shard, which all ranks must ask for together; other tensors as they are.
 
-    In the host's memory: taken one after the other, the device never holds more than one of them besides the shards.
+    It is in host memory: the device never holds more than one full tensor besides the shards.
     """
     return tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else tensor

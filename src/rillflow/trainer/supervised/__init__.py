@@ -1,13 +1,9 @@
-"""Supervised training on the trainer's own machinery: answers, reward models and process reward models.
+"""Supervised training on the trainer's step graphs: answers (SFT), reward models and process reward models.
 
-shapes      what a row may look like
-texts       rows to tokens, with what is trained or scored marked
-examples    a source's rows, any of them as a databuffer
-losses      of pairs and steps, and how good scores are
-functions   the nodes of the step graphs
-assembly    model, learner and step graph of a run
-evaluation  held-out rows
-journal     metrics.jsonl
-fit         the order of it all; export: the finished model; main: one rank's process
-reward_model  a finished reward model at work
+examples      the accepted rows, and a source's rows as databuffers
+texts         conversations and texts to tokens, with the trained or scored tokens marked
+functions     losses, nodes of the step graphs, evaluation of held-out rows
+fit           the run: batches, checkpoints, metrics.jsonl
+main          one rank's process; the exported model
+reward_model  a trained reward model in use
 """

@@ -1,35 +1,31 @@
-"""The rows of a source as tokens, and any of them as a databuffer.
+"""The rows of supervised training: their accepted shapes, and a source's rows as tokens and databuffers.
 
-A group is what one row of the source gives: the row itself, the rows of a conversation that its template rewrites, or
-the two of a pair. Invariants: every row of a source is looked at before training begins, and one that cannot be used is
-an error that names it; groups that are too long are left out whole, and counted.
+A row that fits no shape is refused with the name of its key. Unknown keys are ignored: datasets have more columns than
+a task needs. Messages have OpenAI's form; arguments of tool calls may be JSON text or, as in many datasets, an object.
+
+A group holds the training rows of one row of the source: the row itself, the rows of a conversation that its template
+rewrites, or the two rows of a pair.
+
+Invariants: every row of a source is read before training begins, and an unusable row is an error that names it; groups
+that are too long are left out as a whole, and counted.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
+import msgspec
 import numpy as np
 
 from rillflow.config.supervised import FitRecipe, Task
 from rillflow.contracts import PromptSource
-from rillflow.errors import DataError
+from rillflow.errors import DataError, RillflowError
+from rillflow.gateway.dialects.chat import ChatMessage, to_message
 from rillflow.gateway.trees.messages import Message, message
-from rillflow.trainer.batches import Rows
-from rillflow.trainer.graph.databuffer import Databuffer
-from rillflow.trainer.supervised.shapes import (
-    Answered,
-    Demonstration,
-    LabelledSteps,
-    Pair,
-    Said,
-    Stepwise,
-    one_of,
-    read_messages,
-    read_row,
-)
+from rillflow.trainer.batches import Databuffer, Rows
 from rillflow.trainer.supervised.texts import Saying, Writer, Written
 
 if TYPE_CHECKING:
@@ -38,6 +34,111 @@ if TYPE_CHECKING:
     from rillflow.trainer.batches import Ints
 
     Column = npt.NDArray[Any]
+
+
+# Text is used as it is; messages are written by the chat template.
+Said = str | list[ChatMessage]
+Tools = list[dict[str, Any]]
+Label = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+class Demonstration(msgspec.Struct):
+    """A row of `sft`: a conversation, or a prompt and its completion."""
+
+    messages: list[ChatMessage] | None = None
+    prompt: Said | None = None
+    completion: Said | None = None
+    tools: Tools | None = None
+
+
+class Answered(msgspec.Struct, kw_only=True):
+    """A row for a trained reward model: an answer and its question."""
+
+    answer: Said
+    prompt: Said | None = None
+    messages: list[ChatMessage] | None = None
+    tools: Tools | None = None
+
+
+class Pair(msgspec.Struct, kw_only=True):
+    """A row of `reward`: two answers to one question, the first of which is better, by `margin` if that is known."""
+
+    chosen: Said
+    rejected: Said
+    prompt: Said | None = None
+    messages: list[ChatMessage] | None = None
+    tools: Tools | None = None
+    margin: float = 0.0
+
+
+class Step(msgspec.Struct, kw_only=True):
+    text: str | None = None
+    messages: list[ChatMessage] | None = None
+
+
+class LabelledStep(Step, kw_only=True):
+    """A step with its quality, from 0 to 1."""
+
+    label: Label
+
+
+class Stepwise(msgspec.Struct, kw_only=True):
+    """A row for a trained process reward model: a question and the steps towards its answer."""
+
+    steps: Sequence[Step]
+    prompt: Said | None = None
+    text: str | None = None
+    messages: list[ChatMessage] | None = None
+    tools: Tools | None = None
+
+
+class LabelledSteps(Stepwise, kw_only=True):
+    """A row of `process_reward`."""
+
+    steps: list[LabelledStep]
+
+
+Shape = TypeVar("Shape", bound=msgspec.Struct)
+
+
+def read_row(payload: Mapping[str, Any], shape: type[Shape], where: str) -> Shape:
+    """Return the row; DataError, with its place `where`, if it does not have this shape."""
+    try:
+        return msgspec.convert(_as_text(dict(payload)), shape)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise DataError(f"{where}: {error}", f"a row may have {', '.join(sorted(shape.__struct_fields__))}") from None
+
+
+def one_of(row: Any, names: Sequence[str], where: str) -> Any:
+    """Return the value of the only key that is given; DataError if none or several are."""
+    given = [value for value in (getattr(row, name) for name in names) if value is not None]
+    if len(given) != 1:
+        raise DataError(f"{where}: {len(given)} of {', '.join(names)} are given", "give exactly one of them")
+    return given[0]
+
+
+def read_messages(given: Sequence[ChatMessage], where: str) -> list[Message]:
+    try:
+        return [to_message(place, message) for place, message in enumerate(given)]
+    except RillflowError as error:
+        raise DataError(f"{where}: {error.message}", "only text can be learned from") from error
+
+
+def _as_text(value: Any) -> Any:
+    """Convert the arguments of tool calls to JSON text, OpenAI's form."""
+    if isinstance(value, list):
+        return [_as_text(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    called = value.get("function")
+    if isinstance(called, dict) and isinstance(called.get("arguments"), dict):
+        written = json.dumps(called["arguments"], ensure_ascii=False)
+        return value | {"function": called | {"arguments": written}}
+    return {key: _as_text(item) for key, item in value.items()}
+
+
+# ---------------------------------------------------------------- groups of rows as tokens
+
 
 SEPARATOR = "\n"
 
@@ -70,13 +171,13 @@ class Examples:
         return np.array([group.tokens for group in self.groups], dtype=np.int64)
 
     def take(self, wanted: Sequence[int]) -> Databuffer:
-        """The rows of these groups, end to end; their members are their numbers here, the same on every rank."""
+        """Return the rows of these groups; a row's member is its group's number here, the same on every rank."""
         groups = [self.groups[index] for index in wanted]
         return _databuffer(groups, np.array(wanted, dtype=np.int64), self.groups[0].columns)
 
 
 def read_examples(source: PromptSource, origin: str, recipe: FitRecipe, writer: Writer, longest: int) -> Examples:
-    """Every row of the source, written; DataError for the first that cannot be."""
+    """Read every row of the source; DataError for the first that cannot be used."""
     read = _READERS[recipe.task]
     groups: list[Example] = []
     for index in range(source.length):
@@ -100,9 +201,9 @@ def _demonstration(payload: Any, recipe: FitRecipe, writer: Writer, where: str) 
         last = recipe.train_on == "last" or row.messages is None
         rows = writer.conversation(_conversation(row, where), row.tools, last=last, where=where)
     for written in rows:
-        written.marked = [place for place in written.marked if place > 0]  # nothing comes before the first token
+        written.marked = [place for place in written.marked if place > 0]  # the first token has no context
     if not any(written.marked for written in rows):
-        raise DataError(f"{where}: it has nothing to learn", "an answer of at least one token is needed")
+        raise DataError(f"{where}: it has nothing to learn", "give an answer of at least one token")
     return Example(rows)
 
 
@@ -123,7 +224,7 @@ def _pair(payload: Any, recipe: FitRecipe, writer: Writer, where: str) -> Exampl
         for answer in (row.chosen, row.rejected)
     ]
     if rows[0].tokens == rows[1].tokens:
-        raise DataError(f"{where}: chosen and rejected are the same", "leave the row out: it teaches nothing")
+        raise DataError(f"{where}: chosen and rejected are the same", "remove the row: it teaches nothing")
     return Example(rows, {"chosen_R": np.array([True, False]), "margin_R": np.full(2, row.margin)})
 
 
@@ -134,7 +235,7 @@ def _labelled(payload: Any, recipe: FitRecipe, writer: Writer, where: str) -> Ex
 
 
 def write_answer(row: Answered, writer: Writer, where: str) -> Written:
-    """The text that a reward model scores, in training and at work."""
+    """Write the text that a reward model scores, in training and in use."""
     if row.prompt is not None and row.messages is not None:
         raise DataError(f"{where}: it has both a prompt and messages", "give one of them")
     asked = row.messages if row.prompt is None else row.prompt
@@ -142,7 +243,7 @@ def write_answer(row: Answered, writer: Writer, where: str) -> Written:
 
 
 def write_steps(row: Stepwise, writer: Writer, separator: str, where: str) -> Written:
-    """The text whose steps a process reward model scores, in training and at work."""
+    """Write the text whose steps a process reward model scores, in training and in use."""
     if not row.steps:
         raise DataError(f"{where}: it has no steps", "give at least one")
     prompt = _saying(one_of(row, ("prompt", "text", "messages"), where), where)
@@ -172,7 +273,7 @@ _READERS: dict[Task, Callable[[Any, FitRecipe, Writer, str], Example]] = {
 
 
 def _databuffer(groups: Sequence[Example], member_G: Ints, like: Mapping[str, Column]) -> Databuffer:
-    """`like` has the columns that each group has: there may be no groups."""
+    """Build a databuffer of these groups, perhaps none. `like` has the columns of every group."""
     written = [row for group in groups for row in group.rows]
     rows_G = np.array([len(group.rows) for group in groups], dtype=np.int64)
     length_R = np.array([len(row.tokens) for row in written], dtype=np.int64)

@@ -1,33 +1,202 @@
-"""Supervised training from its first step to an exported model: `rillflow fit`.
+"""A supervised run from its first step to its last checkpoint (`rillflow fit`).
 
-Every rank runs this, on its own share of each batch. Order is what makes a kill at any moment safe: what a step has to
-say is written before the checkpoint of that step, and what was written about steps after the checkpoint is taken back
-when a run goes on from it. Which rows are in a batch follows from the step's number alone.
+Every rank runs this, on its own share of each batch. The order of actions makes a kill at any moment safe: the metrics
+of a step are written before its checkpoint, and a run that continues from a checkpoint removes the metrics of later
+steps from `metrics.jsonl`.
+
+Invariants: the lines of `metrics.jsonl` belong to the live weights, each once, numbered (`seq`) from 1, so a tracker
+gets each of them once. A batch is a pure function of the seed and its number, so a run continues exactly from its step,
+on any number of ranks; every row is in exactly one batch of each epoch; the ranks' parts of a batch are disjoint, cover
+it and are balanced by tokens.
 """
 
 from __future__ import annotations
 
 import hashlib
+import heapq
+import json
 import logging
-from collections.abc import Callable, Mapping
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+
+from rillflow.config import PolicyConfig
 from rillflow.config.supervised import FitRecipe
+from rillflow.errors import DataError
+from rillflow.storage import disk_errors, write_atomic
+from rillflow.trainer.algorithms import ALGORITHMS
 from rillflow.trainer.checkpoint import Checkpoints, State, random_state, restore_random
-from rillflow.trainer.parallel.dataloader import StaticBatches
-from rillflow.trainer.parallel.peers import Peers, Stopped
-from rillflow.trainer.supervised.assembly import Trained
-from rillflow.trainer.supervised.evaluation import evaluate
+from rillflow.trainer.forward import PolicyForward, ScalarForward
+from rillflow.trainer.graph.planner import plan
+from rillflow.trainer.graph.worker import Worker
+from rillflow.trainer.learner import Learner
+from rillflow.trainer.optimizer import Optimizer
+from rillflow.trainer.parallel.peers import Alone, Peers, Stopped
+from rillflow.trainer.parallel.sharding import shard
+from rillflow.trainer.roles import policy_model, scalar_model
 from rillflow.trainer.supervised.examples import Examples
-from rillflow.trainer.supervised.journal import Journal
+from rillflow.trainer.supervised.functions import evaluate, graph_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from rillflow.trainer.batches import Ints
+
 
 log = logging.getLogger(__name__)
 
 
+class Journal:
+    """The file `metrics.jsonl`: one line for each step and each evaluation of held-out rows."""
+
+    def __init__(self, path: Path, now: Callable[[], float] = time.time) -> None:
+        self._path = path
+        self._now = now
+        self._lines = len(self.read())
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the lines, without a partial line that a crash left."""
+        lines = self._path.read_bytes().splitlines(keepends=True) if self._path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith(b"\n")]
+
+    def take_back(self, step: int) -> None:
+        """Remove the lines of later steps."""
+        lines = [line for line in self.read() if line["step"] <= step]
+        self._lines = len(lines)
+        write_atomic(self._path, b"".join(json.dumps(line).encode() + b"\n" for line in lines))
+
+    def add(self, step: int, values: Mapping[str, float], event: str | None = None) -> None:
+        self._lines += 1
+        kind = {} if event is None else {"event": event}
+        line = {"step": step, "seq": self._lines, "time": self._now(), **kind, **values}
+        with disk_errors(self._path), open(self._path, "ab") as file:
+            file.write(json.dumps(line).encode() + b"\n")
+
+    def sync(self) -> None:
+        """Make the added lines durable."""
+        if self._path.exists():
+            with disk_errors(self._path), open(self._path, "ab") as file:
+                os.fsync(file.fileno())
+
+
+# ---------------------------------------------------------------- which rows are in a batch
+
+
+class StaticBatches:
+    """Endless batches of row numbers, in a new order every epoch unless `shuffle` is off. The last batch of an epoch
+    may be smaller.
+
+    `lengths` are the rows' tokens, by which ranks are balanced; by default all rows count the same.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        batch_size: int,
+        seed: int,
+        peers: Peers | None = None,
+        lengths: Sequence[int] | Ints | None = None,
+        *,
+        shuffle: bool = True,
+    ) -> None:
+        if count < 1 or batch_size < 1:
+            raise DataError(f"{count} rows cannot be cut into batches of {batch_size}", "give at least one row")
+        if lengths is not None and len(lengths) != count:
+            raise DataError(f"got {len(lengths)} lengths for {count} rows", "give one for each row")
+        self._count = count
+        self._batch_size = batch_size
+        self._seed = seed
+        self._shuffle = shuffle
+        self._peers: Peers = peers or Alone()
+        self._length_R: Ints = np.ones(count, np.int64) if lengths is None else np.asarray(lengths, np.int64)
+        self._order: tuple[int, Ints] = (-1, np.empty(0, np.int64))
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return -(-self._count // self._batch_size)
+
+    def epoch(self, step: int) -> int:
+        return step // self.batches_per_epoch
+
+    def batch(self, step: int) -> Ints:
+        """Return all rows of batch number `step`."""
+        begin = step % self.batches_per_epoch * self._batch_size
+        return self._epoch_order(self.epoch(step))[begin : begin + self._batch_size]
+
+    def take(self, step: int) -> Ints:
+        """Return this rank's rows of batch number `step`, perhaps none."""
+        return self.part_of(step, self._peers.rank, self._peers.size)
+
+    def part_of(self, step: int, rank: int, ranks: int) -> Ints:
+        row_B = self.batch(step)
+        own_B: Ints = row_B[balanced(self._length_R[row_B], ranks) == rank]
+        return own_B
+
+    def _epoch_order(self, epoch: int) -> Ints:
+        if not self._shuffle:
+            return np.arange(self._count)
+        if self._order[0] != epoch:
+            self._order = epoch, np.random.default_rng((self._seed, epoch)).permutation(self._count)
+        return self._order[1]
+
+
+def balanced(length_B: Ints, ranks: int) -> Ints:
+    """Return a rank for each row: the longest rows first, each to the rank with the fewest tokens."""
+    owner_B = np.empty(len(length_B), np.int64)
+    loads = [(0, rank) for rank in range(ranks)]
+    for row in np.argsort(-length_B, kind="stable").tolist():
+        load, rank = loads[0]
+        owner_B[row] = rank
+        heapq.heapreplace(loads, (load + int(length_B[row]), rank))
+    return owner_B
+
+
+# ---------------------------------------------------------------- model, learner and step graph
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The worker of a step graph with one model that learns."""
+
+    worker: Worker
+    learner: Learner
+    model: PreTrainedModel
+
+
+def assemble(recipe: FitRecipe, peers: Peers, device: torch.device) -> Trained:
+    config = recipe.trainer
+    # Only the shards of a sharded model reach the device.
+    loaded_on = torch.device("cpu") if config.sharding == "fsdp" and peers.size > 1 else device
+    model, role = _model(recipe, loaded_on)
+    shard(model, config, peers, device)
+    optimizer = Optimizer(model, config, peers)
+    forward: Callable[..., Any] = (PolicyForward if role == "actor" else ScalarForward)(model, config)
+    learner = Learner(role, model, forward, optimizer, config, peers, in_order=recipe.runtime.deterministic)
+    chain = plan(graph_of(recipe), ranks=peers.size)
+    # A worker requires an algorithm; no node of these graphs uses it.
+    worker = Worker(chain, {role: learner}, ALGORITHMS[config.algorithm](config), config, peers)
+    return Trained(worker, learner, model)
+
+
+def _model(recipe: FitRecipe, device: torch.device) -> tuple[PreTrainedModel, str]:
+    if recipe.task == "sft":
+        settings = PolicyConfig(model=recipe.model, trainer=recipe.trainer)
+        return policy_model(settings, device, seed=recipe.seed), "actor"
+    return scalar_model(recipe.model, device, recipe.trainer, seed=recipe.seed), "reward"
+
+
+# ---------------------------------------------------------------- the run
+
+
 @dataclass(frozen=True)
 class Progress:
-    """What a run says of itself after each step: `values` of the last step, `heldout` of the last evaluation."""
+    """The progress after a step: `values` of the last step, `heldout` of the last evaluation."""
 
     step: int
     steps: int
@@ -76,14 +245,14 @@ class Fit:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of the whole run."""
+        """Return the optimizer steps of the whole run."""
         bounds = [self._recipe.trainer.steps] if self._recipe.bounded else []
         if self._recipe.data.epochs is not None:
             bounds.append(self._recipe.data.epochs * self._batches.batches_per_epoch)
         return min(bounds)
 
     def run(self) -> bool:
-        """Train to the end, with a durable checkpoint there; False when it was stopped before."""
+        """Train to the end and write a last checkpoint; return False if the run was stopped first."""
         self._restore()
         finished = self._train()
         if self._worker.steps != self._saved:
@@ -131,7 +300,7 @@ class Fit:
             self._save()
 
     def _check(self) -> None:
-        """Between two micro-batches. One rank of several must not stop alone: they are asked between two steps."""
+        """Raise Stopped between two micro-batches. Several ranks stop together, between two steps."""
         if self._peers.size == 1 and self._stop():
             raise Stopped
 

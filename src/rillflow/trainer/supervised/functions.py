@@ -1,41 +1,99 @@
-"""The nodes of supervised step graphs, one graph for each task.
+"""The step graphs of supervised training: losses, nodes and the evaluation of held-out rows.
 
     sft             fetch_demonstrations → train_sft → publish
     reward          fetch_pairs → reward_scores → pair_slopes → train_reward → publish
     process_reward  fetch_steps → train_steps → publish
 
-The loss of a pair needs both scores, whose rows may be in different micro-batches. So pairs are scored first; the
-slopes of their losses are then what each score is multiplied by in training: the same gradients, at the price of one
-more forward pass, however rows are packed and spread over ranks.
+Answers: the negative log-likelihood, the mean over all trained tokens, as in transformers. Pairs (Bradley and Terry):
+the mean over pairs of -log sigmoid(chosen - rejected - margin) + centring * (chosen + rejected)^2, as in TRL's
+RewardTrainer. Steps: binary cross-entropy of the sigmoid of the score against the label, or their squared difference,
+the mean over all steps.
+
+The loss of a pair needs both scores, whose rows may be in different micro-batches. So pairs are scored first; training
+then multiplies each score by the gradient of its pair's loss. That gives the same gradients for one more forward pass,
+however rows are packed and distributed over ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from rillflow.config import NodeConfig
 from rillflow.config.supervised import FitRecipe
-from rillflow.trainer.graph.databuffer import Databuffer
-from rillflow.trainer.graph.functions.learners import learner_of  # with the package, `publish` is registered
-from rillflow.trainer.graph.registry import REGISTRY, Function
-from rillflow.trainer.graph.step import Parts, Step
-from rillflow.trainer.layout import MicroBatch
-from rillflow.trainer.objective import Measured, Objective
-from rillflow.trainer.supervised.losses import pair_losses, pair_slopes, step_losses
+from rillflow.trainer.batches import Databuffer
+from rillflow.trainer.graph.functions.train import learner_of
+from rillflow.trainer.graph.nodes import REGISTRY, Function
+from rillflow.trainer.graph.worker import Model, Parts, Step
+from rillflow.trainer.learner import Measured, Objective
+from rillflow.trainer.packing import MicroBatch
+from rillflow.trainer.parallel.peers import Peers
+from rillflow.trainer.supervised.examples import Examples
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from rillflow.trainer.batches import Floats, Ints
+
+    Scores = npt.NDArray[np.float32]
+
+
+def pair_losses(chosen_G: Floats, rejected_G: Floats, margin_G: Floats, centring: float) -> Floats:
+    """Return the loss of each pair."""
+    # -log sigmoid(x), without overflow.
+    loss_G: Floats = np.logaddexp(0.0, -(chosen_G - rejected_G - margin_G))
+    return loss_G + centring * (chosen_G + rejected_G) ** 2
+
+
+def pair_slopes(
+    chosen_G: Floats, rejected_G: Floats, margin_G: Floats, centring: float
+) -> tuple[Floats, Floats]:  # fmt: skip
+    """Return the derivatives of each pair's loss by its two scores."""
+    pull_G = -np.exp(-np.logaddexp(0.0, chosen_G - rejected_G - margin_G))
+    centre_G = 2 * centring * (chosen_G + rejected_G)
+    return pull_G + centre_G, -pull_G + centre_G
+
+
+def step_losses(score_T: torch.Tensor, label_T: torch.Tensor, kind: str) -> torch.Tensor:
+    """Return the loss of each step."""
+    if kind == "mse":
+        return functional.mse_loss(score_T, label_T, reduction="none")
+    return functional.binary_cross_entropy_with_logits(score_T, label_T, reduction="none")
+
+
+def correlation(a: Floats, b: Floats) -> float:
+    """Return Pearson's correlation; 0 if one of the two does not vary."""
+    if len(a) < 2 or not a.std() or not b.std():
+        return 0.0
+    return float(np.corrcoef(a, b)[0, 1])
+
+
+def area_under_curve(score: Floats, good: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> float:
+    """Return how often a good item has a higher score than a bad one, ties counting half; 0.5 if one kind is
+    missing."""
+    positive, negative = int(good.sum()), int((~good).sum())
+    if not positive or not negative:
+        return 0.5
+    order = np.argsort(score, kind="stable")
+    _, first, counts = np.unique(score[order], return_index=True, return_counts=True)
+    rank = np.empty(len(score))
+    rank[order] = np.repeat(first + (counts + 1) / 2, counts)
+    return float((rank[good].sum() - positive * (positive + 1) / 2) / (positive * negative))
+
+
+# ---------------------------------------------------------------- nodes of the step graphs
+
 
 StepLossName = Literal["bce", "mse"]
 STEP_LOSS: StepLossName = "bce"
 
 
 def graph_of(recipe: FitRecipe) -> list[NodeConfig]:
-    """The nodes of the task, with the recipe's options, or those that the recipe gives, and its own."""
+    """Return the nodes of the task with the recipe's options and own nodes, or the recipe's whole graph."""
     nodes = {
         "sft": [NodeConfig(function="fetch_demonstrations"), NodeConfig(function="train_sft")],
         "reward": [
@@ -56,7 +114,7 @@ def graph_of(recipe: FitRecipe) -> list[NodeConfig]:
 
 
 class Likelihood(Objective):
-    """The negative log-likelihood of the trained tokens, the mean over all of them."""
+    """The mean negative log-likelihood of the trained tokens."""
 
     sums = ("entropy",)
 
@@ -88,7 +146,7 @@ def train_sft(step: Step, parts: Parts) -> Mapping[str, float]:
 
 
 class Sloped(Objective):
-    """Each score times the slope of its pair's loss, the mean over all pairs: it has that loss's gradient."""
+    """The mean over pairs of each score times the gradient of its pair's loss; its own gradient is that of the loss."""
 
     def columns(self, data: Databuffer) -> list[str]:
         return ["slope_N"]
@@ -101,16 +159,16 @@ class Sloped(Objective):
 
 
 def places_of_pairs(data: Databuffer) -> tuple[Ints, Ints]:
-    """The rows that were chosen and those that were rejected, in the order of their pairs."""
+    """Return the chosen rows and the rejected rows, in the order of their pairs."""
     chosen_R, member_R = data["chosen_R"], data["member_R"]
     good, bad = np.flatnonzero(chosen_R), np.flatnonzero(~chosen_R)
     good, bad = good[np.argsort(member_R[good])], bad[np.argsort(member_R[bad])]
-    assert np.array_equal(member_R[good], member_R[bad]), "a pair was torn apart"
+    assert np.array_equal(member_R[good], member_R[bad]), "a pair was split"
     return good, bad
 
 
 def pair_scores(data: Databuffer, score_N: Any) -> tuple[Floats, Floats, Floats]:
-    """The scores of those chosen and of those rejected, and the margin that is wanted between them."""
+    """Return the scores of chosen and of rejected rows, and the wanted margin between them."""
     good, bad = places_of_pairs(data)
     score_R = score_N[data["mask_N"]].astype(np.float64)
     return score_R[good], score_R[bad], data["margin_R"][good]
@@ -121,7 +179,7 @@ def reward_scores(step: Step, data: Databuffer) -> Mapping[str, Any]:
 
 
 def slopes_of_pairs(step: Step, data: Databuffer, centring: float = 0.0) -> Mapping[str, Any]:
-    """The slope of each score's loss, and what the pairs say of the model. Collective."""
+    """Return the gradient of each score's loss, and report metrics of the pairs. Collective."""
     chosen_G, rejected_G, margin_G = pair_scores(data, data["score_N"])
     slope_R = np.zeros(len(data))
     good, bad = places_of_pairs(data)
@@ -140,14 +198,14 @@ def slopes_of_pairs(step: Step, data: Databuffer, centring: float = 0.0) -> Mapp
 
 def train_reward(step: Step, parts: Parts) -> Mapping[str, float]:
     metrics = learner_of(step, "reward").train(parts, Sloped(), step.check)
-    return {name: value for name, value in metrics.items() if name != "loss"}  # it is not the pairs' loss
+    return {name: value for name, value in metrics.items() if name != "loss"}  # this is not the pairs' loss
 
 
 # ---------------------------------------------------------------- steps
 
 
 class StepLoss(Objective):
-    """The loss of every step's score against its label, the mean over all steps."""
+    """The mean loss of all steps' scores against their labels."""
 
     sums = ("right", "score", "label", "score2", "label2", "product")
 
@@ -205,3 +263,51 @@ for _function in (
     Function("train_steps", "reward", "train", train_steps, needs=("label_N",)),
 ):
     REGISTRY.add(_function)
+
+
+# ---------------------------------------------------------------- held-out rows
+
+
+def evaluate(
+    recipe: FitRecipe, model: Model, heldout: Examples, peers: Peers, check: Callable[[], None]
+) -> dict[str, float]:
+    """Return metrics of held-out rows, equal on every rank. Each rank scores its share of the rows. Collective."""
+    data = heldout.take(range(peers.rank, len(heldout), peers.size))
+    score_N = model.infer(data, check)
+    return {"sft": _answers, "reward": _pairs, "process_reward": _steps}[recipe.task](recipe, data, score_N, peers)
+
+
+def _answers(recipe: FitRecipe, data: Databuffer, score_N: Scores, peers: Peers) -> dict[str, float]:
+    trained_N = data["mask_N"]
+    total, tokens = peers.total([-score_N[trained_N].sum(dtype=np.float64), trained_N.sum()])
+    loss = total / max(tokens, 1)
+    return {"loss": loss, "perplexity": float(np.exp(min(loss, 700.0)))}
+
+
+def _pairs(recipe: FitRecipe, data: Databuffer, score_N: Scores, peers: Peers) -> dict[str, float]:
+    chosen_G, rejected_G, margin_G = _everyones(pair_scores(data, score_N), peers)
+    return {
+        "loss": float(pair_losses(chosen_G, rejected_G, margin_G, recipe.centring or 0.0).mean()),
+        "accuracy": float((chosen_G > rejected_G).mean()),
+        "margin": float((chosen_G - rejected_G).mean()),
+    }
+
+
+def _steps(recipe: FitRecipe, data: Databuffer, score_N: Scores, peers: Peers) -> dict[str, float]:
+    marked_N, kind = data["mask_N"], recipe.loss or STEP_LOSS
+    score_T, label_T = _everyones((score_N[marked_N], data["label_N"][marked_N]), peers)
+    loss_T = step_losses(torch.from_numpy(score_T), torch.from_numpy(label_T), kind)
+    good_T = 1 / (1 + np.exp(-score_T)) if kind == "bce" else score_T
+    return {
+        "loss": float(loss_T.mean()),
+        "accuracy": float(((good_T > 0.5) == (label_T > 0.5)).mean()),
+        "auc": area_under_curve(score_T, label_T > 0.5),
+        "correlation": correlation(good_T, label_T),
+    }
+
+
+def _everyones(columns: Sequence[npt.NDArray[np.floating]], peers: Peers) -> list[Floats]:
+    """Return each column with the values of all ranks."""
+    own = np.stack([np.asarray(column, np.float64) for column in columns])
+    parts = [np.frombuffer(part).reshape(len(columns), -1) for part in peers.everyone(own.tobytes())]
+    return list(np.concatenate(parts, axis=1))

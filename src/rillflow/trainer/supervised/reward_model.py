@@ -1,12 +1,12 @@
-"""A finished reward model at work: scores of answers, or of the steps towards one.
+"""A trained reward model in use: scores of answers, or of the steps towards one.
 
     model = RewardModel.load("runs/reward_model-…/model")
     model.score([{"messages": [{"role": "user", "content": "How many cups?"}], "answer": "17"}])
     model.score_steps([{"prompt": "2 + 2 * 3", "steps": [{"text": "2 * 3 = 6"}, {"text": "2 + 6 = 8"}]}])
 
-Rows become text as they did in training, by the same code. The folder is a plain Hugging Face one
-(AutoModelForSequenceClassification with one label), so others' reward models can be loaded as well. A score depends on
-its row only, up to float rounding; nothing here waits for anything but the computation.
+The code that writes rows as text is that of training. The folder is a plain Hugging Face one
+(AutoModelForSequenceClassification with one label), so other reward models can be loaded too. A score depends on its
+row only, up to float rounding.
 """
 
 from __future__ import annotations
@@ -21,11 +21,19 @@ from rillflow.config import TrainerConfig
 from rillflow.errors import ConfigError
 from rillflow.trainer.forward import ScalarForward
 from rillflow.trainer.learner import Learner
-from rillflow.trainer.models import reward_model
 from rillflow.trainer.parallel.peers import Alone
-from rillflow.trainer.supervised.examples import SEPARATOR, Example, Examples, write_answer, write_steps
+from rillflow.trainer.roles import reward_model
+from rillflow.trainer.supervised.examples import (
+    SEPARATOR,
+    Answered,
+    Example,
+    Examples,
+    Stepwise,
+    read_row,
+    write_answer,
+    write_steps,
+)
 from rillflow.trainer.supervised.functions import STEP_LOSS, StepLossName
-from rillflow.trainer.supervised.shapes import Answered, Stepwise, read_row
 from rillflow.trainer.supervised.texts import Writer, Written
 from rillflow.types.decoding import json_decoder
 from rillflow.weights.model_folder import model_folder
@@ -35,7 +43,7 @@ FACTS = "rillflow.json"
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """How a reward model was trained, as far as its user must know; the defaults are for others' models."""
+    """The training options that a reward model's user must know; the defaults are for other people's models."""
 
     task: Literal["reward", "process_reward"] = "reward"
     loss: StepLossName = STEP_LOSS
@@ -43,7 +51,7 @@ class Facts(msgspec.Struct, frozen=True):
 
 
 class RewardModel:
-    """`micro_tokens`: most tokens of one forward pass."""
+    """A reward model with its tokenizer. `load` takes the most tokens of one forward pass, `micro_tokens`."""
 
     def __init__(self, learner: Learner, writer: Writer, facts: Facts) -> None:
         self._learner = learner
@@ -58,7 +66,8 @@ class RewardModel:
         return cls(learner, Writer.load(folder), facts_of(folder))
 
     def score(self, rows: Sequence[Mapping[str, Any]]) -> list[float]:
-        """A score for each row: an `answer` (text or messages), behind a `prompt` (text or messages) or `messages`."""
+        """Return a score for each row: an `answer` (text or messages) to a `prompt` (text or messages) or
+        `messages`."""
         written = [
             write_answer(read_row(row, Answered, f"row {place}"), self._writer, f"row {place}")
             for place, row in enumerate(rows)
@@ -66,7 +75,7 @@ class RewardModel:
         return [scores[0] for scores in self._scores(written)]
 
     def score_steps(self, rows: Sequence[Mapping[str, Any]]) -> list[list[float]]:
-        """How good each of a row's `steps` is, on the scale of the labels it was trained with."""
+        """Return the quality of each of a row's `steps`, on the scale of the labels in training."""
         written = [
             write_steps(read_row(row, Stepwise, f"row {place}"), self._writer, self.facts.separator, f"row {place}")
             for place, row in enumerate(rows)
@@ -86,11 +95,11 @@ class RewardModel:
 
 
 def facts_of(model: str) -> Facts:
-    """Return what `rillflow fit` wrote beside a reward model; the defaults for others' models."""
+    """Return the facts that `rillflow fit` wrote beside a reward model; the defaults for other people's models."""
     path = model_folder(model) / FACTS
     if not path.is_file():
         return Facts()
     try:
         return json_decoder(Facts).decode(path.read_bytes())
     except msgspec.MsgspecError as error:
-        raise ConfigError(f"{path} is not what `rillflow fit` writes: {error}", "export the model again") from error
+        raise ConfigError(f"{path} was not written by `rillflow fit`: {error}", "export the model again") from error

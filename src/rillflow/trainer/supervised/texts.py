@@ -1,10 +1,11 @@
-"""Conversations and texts become tokens, with the tokens that are trained or scored marked.
+"""Conversations and texts become tokens, with the trained or scored tokens marked.
 
-This is the one place where text is built for supervised training, reward models in training and reward models at
-work. Invariants: what is trained is what a policy would have had to sample: the tokens between the template's
-generation prompt and the end of the turn, that end included; a context is written as the template writes it when the
-answer behind it is asked for. Where a template rewrites earlier turns (it drops old reasoning, say), a conversation
-becomes several rows, as it does in the gateway.
+All text of supervised training and of reward models, in training and in use, is built here. If a template rewrites
+earlier turns (it drops old reasoning, for example), a conversation becomes several rows, as in the gateway.
+
+Invariants: the trained tokens are those that a policy would have to sample: the tokens between the template's
+generation prompt and the end of the turn, including that end; a context is written as the template writes it when it
+asks for the answer after it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _ASSISTANT = "assistant"
 
 @dataclass
 class Written:
-    """The tokens of a row; `marked` are the places of those that are trained or scored."""
+    """The tokens of a row; `marked` are the places of the trained or scored tokens."""
 
     tokens: list[int] = field(default_factory=list)
     marked: list[int] = field(default_factory=list)
@@ -42,7 +43,7 @@ class Written:
 
 
 class Writer:
-    """Writes with one model's tokenizer. A chat template is needed only where messages are to be written."""
+    """Writes with one model's tokenizer. Only messages need a chat template."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -58,17 +59,17 @@ class Writer:
     # ------------------------------------------------------------ answers to learn
 
     def completion(self, prompt: str, completion: str) -> Written:
-        """A text and its continuation, which is trained with the end that tells a policy to stop."""
+        """Return a text and its continuation, which is trained with the end token."""
         row = Written()
         row.add(self._opening(prompt) + self._encode(prompt), trained=False)
         row.add(self._encode(completion) + self._end(completion), trained=True)
         return row
 
     def conversation(self, messages: Sequence[Message], tools: Tools, *, last: bool, where: str) -> list[Written]:
-        """The rows that train its assistant messages, or only the last of them."""
+        """Return the rows that train its assistant messages, or only the last of them."""
         places = [place for place, said in enumerate(messages) if said.role == _ASSISTANT]
         if not places:
-            raise DataError(f"{where}: no message is the assistant's", "there must be one to learn from")
+            raise DataError(f"{where}: no message is the assistant's", "add one to learn from")
         rows: list[Written] = []
         before = ""
         for place in places[-1:] if last else places:
@@ -76,7 +77,7 @@ class Writer:
             said = self._text(messages[: place + 1], tools, prompt=False, where=where)
             if not said.startswith(asked):
                 raise DataError(
-                    f"{where}: the chat template does not write message {place} behind its generation prompt",
+                    f"{where}: the chat template does not write message {place} after its generation prompt",
                     "give this row as texts, `prompt` and `completion`",
                 )
             if not rows or not asked.startswith(before):
@@ -86,31 +87,31 @@ class Writer:
         return rows
 
     def _answer(self, row: Written, asked: str, said: str) -> str:
-        """Add a context and the answer behind it; returns what of the answer is in the row, up to its turn's end."""
+        """Add a context and the answer after it; return the part of the answer up to the end of its turn."""
         context = self._behind_end(row, asked)
         end = said.rfind(self._renderer.end_text) + len(self._renderer.end_text)
         if self._renderer.end_text and end and not said[end:].strip():
-            said = said[:end]  # what the template writes between turns is nobody's to sample
+            said = said[:end]  # text that the template writes between turns is not sampled
         row.add(context, trained=False)
         row.add(self._behind(asked, context, said), trained=True)
         return said
 
     def _behind_end(self, row: Written, text: str) -> list[int]:
-        """Encoded with the end of the turn before it, as the gateway does it."""
+        """Encode a text together with the end of the turn before it, as the gateway does."""
         if not row.tokens or self._renderer.end_token is None or row.tokens[-1] != self._renderer.end_token:
             return self._encode(text)
         return self._encode(self._renderer.end_text + text)[1:]
 
     def _behind(self, context: str, ids: list[int], text: str) -> list[int]:
-        """The ids of a text where it stands: some tokenizers write the beginning of a text differently."""
+        """Return the ids of a text in its place: some tokenizers encode the beginning of a text differently."""
         whole = self._encode(context + text)
         return whole[len(ids) :] if whole[: len(ids)] == ids else self._encode(text)
 
     # ------------------------------------------------------------ texts to score
 
     def scored(self, prompt: Saying | None, answer: Saying, tools: Tools, where: str) -> Written:
-        """A whole text, scored at its last token. Texts end with the tokenizer's end, conversations as their template
-        ends them; an answer that is text behind messages is the assistant's."""
+        """Return a whole text, scored at its last token. Texts end with the tokenizer's end token, conversations as
+        their template ends them; an answer in text after messages is the assistant's."""
         row = Written()
         if isinstance(answer, str) and (prompt is None or isinstance(prompt, str)):
             prompt = prompt or ""
@@ -123,8 +124,8 @@ class Writer:
         return row
 
     def steps(self, prompt: Saying, steps: Sequence[Saying], tools: Tools, separator: str, where: str) -> Written:
-        """A question and steps towards its answer, scored at the last token of each step. Steps that are texts have
-        the separator behind them, and follow the generation prompt where the question is messages."""
+        """Return a question and steps towards its answer, scored at the last token of each step. Each step in text is
+        followed by the separator; such steps follow the generation prompt if the question is messages."""
         row = Written()
         if all(isinstance(step, str) for step in steps):
             begun = prompt if isinstance(prompt, str) else self._text(prompt, tools, prompt=True, where=where)
@@ -136,23 +137,23 @@ class Writer:
         for number, piece in enumerate(pieces):
             tokens = self._encode(piece)
             if not tokens:
-                raise DataError(f"{where}: step {number} is empty", "leave it out, or say something in it")
+                raise DataError(f"{where}: step {number} is empty", "remove it, or give it a text")
             row.add(tokens, trained=False)
             row.mark_last()
         return row
 
     def _message_steps(self, prompt: Saying, steps: Sequence[Saying], tools: Tools, where: str) -> list[str]:
-        """The texts of the question and of each step, as the template writes them behind each other."""
+        """Return the texts of the question and of each step, as the template writes them one after the other."""
         if isinstance(prompt, str) or any(isinstance(step, str) for step in steps):
-            raise DataError(f"{where}: some of it is text, some messages", "give the question and all steps alike")
+            raise DataError(f"{where}: it mixes text and messages", "give the question and all steps in one form")
         told = list(prompt)
         texts = [self._text(told, tools, prompt=False, where=where)]
         for number, step in enumerate(steps):
-            told += step  # type: ignore[arg-type]  # they are messages: see above
+            told += step  # type: ignore[arg-type]  # messages: see above
             texts.append(self._text(told, tools, prompt=False, where=where))
             if not texts[-1].startswith(texts[-2]):
                 raise DataError(
-                    f"{where}: behind step {number} the chat template writes what was before it differently",
+                    f"{where}: after step {number} the chat template rewrites earlier steps",
                     "give the steps as text",
                 )
         return [texts[0], *(later[len(text) :] for text, later in pairwise(texts))]
@@ -174,7 +175,7 @@ class Writer:
         return [bos] if adds and not text.startswith(self._tokenizer.bos_token) else []
 
     def _end(self, text: str) -> list[int]:
-        """What ends a text, unless it ends so already."""
+        """Return the end token, unless the text ends with it."""
         end = self._tokenizer.eos_token_id
         return [] if end is None or text.endswith(self._tokenizer.eos_token) else [end]
 

@@ -1,9 +1,9 @@
-"""How published weights get from a store to those who want them.
+"""The transport of published weights from a store to its readers.
 
-objects     sources: the store's folder, an object store; `open_source` finds the right one
-remote      the source over HTTP: mirrors (several servers), download (ranges at once), partial (what has come)
-serve       the weight server; shelf: what is on it
+sources     the store's folder, an object store, a source in its own thread; `open_source` chooses one
+remote      the source over HTTP: mirrors (several servers), download (concurrent ranges)
+cache       partial files, and files that can be fetched again
+serve       the weight server, its routes and shelves
 relay       a server that fetches what it is asked for; following: the line upstream
-cache       files that can be fetched again; apart: a source in a thread of its own
-upload      the store, copied to an object store
+upload      copies the store to an object store
 """

@@ -1,9 +1,9 @@
-"""Fetches one file by several ranges at once, from whichever server gives it, and can be read while it comes.
+"""Fetches one file by several concurrent ranges, from any server that has it. It can be read while it arrives.
 
-Invariants: a byte that has come is not fetched again, also after the process was killed, until the whole was found to
-be wrong; a stream that is cut, stalls or drips goes on from where it was, elsewhere if need be; when no stream gets on
-for `patience` seconds the download ends with an error, and what has come stays. Servers whose bytes were wrong, or who
-do not have the file, are not asked for it again.
+Invariants: a received byte is not fetched again, even after the process was killed, unless the whole file was wrong; a
+stream that is cut, stalls or is too slow continues from its place, on another server if necessary; if no stream makes
+progress for `patience` seconds the download fails, and received bytes stay. Servers that sent wrong bytes, or do not
+have the file, are not asked for it again.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pathlib import Path
 
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import CorruptData, RillflowError, Unauthorized, Unavailable, WireError
+from rillflow.weights.transport.cache import PartFile, Span
 from rillflow.weights.transport.mirrors import STALL_SECONDS, Mirrors, NotThere
-from rillflow.weights.transport.partial import PartFile, Span
 from rillflow.wire import in_thread
 
 PATIENCE = 120.0
 LEAST_PIECE, LARGE_PIECE = 256 << 10, 8 << 20
-LEAST_BYTES = 16 << 10  # that a stream must bring in the time after which it counts as stalled
+LEAST_BYTES = 16 << 10  # that a stream must receive within the stall time
 _BUFFER = 256 << 10
 _BUFFER_SECONDS = 0.2
 _NOTE_SECONDS = 0.5
@@ -29,16 +29,16 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 
 
 def piece_size(size: int, left: int, streams: int, most: int) -> int:
-    """How much one stream takes at a time of the `left` bytes of `size`.
+    """Return the bytes that one stream takes at a time, of `left` bytes of `size`.
 
-    Large pieces first, as each costs a round trip; small ones at the end, so that all streams end together.
+    Pieces are large at first, because each costs a round trip, and small at the end, so that all streams end together.
     """
     least = min(max(-(-size // streams), LEAST_PIECE), LARGE_PIECE)
     return min(max(least, left // (2 * streams)), most)
 
 
 class Download:
-    """One file on its way into `part`. `run` it once; others may `wait_for` bytes meanwhile."""
+    """The download of one file into `part`. `run` it once; readers may `wait_for` bytes meanwhile."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Download:
     # ------------------------------------------------------------ the whole
 
     async def run(self) -> Path:
-        """The file, verified, at its place."""
+        """Fetch and verify the file; return its path."""
         try:
             while True:
                 self._resumed = len(self._part.have) > 0
@@ -98,7 +98,8 @@ class Download:
             self._tell()
 
     def _blame(self, error: CorruptData) -> None:
-        """Who gave the wrong bytes must be alone to be known: what an earlier process fetched may have been lost."""
+        """Find the server that sent wrong bytes. With several servers, one is asked alone next. Bytes of an earlier
+        process may have been lost, so they blame nobody."""
         givers, self._givers = self._givers, set()
         if self._resumed:
             return
@@ -144,8 +145,8 @@ class Download:
                     self._refused[url] = error
                 if self._clock.monotonic() - self._got_on > self._patience:
                     raise Unavailable(
-                        f"no bytes of {self._path} for {self._patience:.0f} s: {error.message}",
-                        "look at the link and the weight server: what has come is kept",
+                        f"received no bytes of {self._path} for {self._patience:.0f} s: {error.message}",
+                        "check the link and the weight server; received bytes are kept",
                     ) from error
                 pause = _FIRST_PAUSE if self.bytes - before >= LEAST_BYTES else pause
                 await asyncio.sleep(pause * (0.5 + self._jitter.random()))
@@ -160,7 +161,7 @@ class Download:
         return order[0]
 
     def _take(self) -> Span | None:
-        """A piece of what nobody fetches yet: where a reader waits, else the first."""
+        """Take a piece that no stream fetches yet: one that a reader waits for, else the first."""
         if not self._todo:
             return None
         left = sum(end - start for start, end in self._todo)
@@ -173,7 +174,7 @@ class Download:
         return taken
 
     async def _fetch(self, url: str, start: int, end: int) -> None:
-        """One piece; what did not come of it is to be fetched again."""
+        """Fetch one piece; the part that does not arrive is returned to the queue."""
         size = self._part.facts.size
         buffer = bytearray()
         window, brought, flushed = self._clock.monotonic(), 0, self._clock.monotonic()
@@ -189,10 +190,10 @@ class Download:
                         self._got_on = window = now
                         brought = 0
                     elif now - window > self._stall:
-                        raise Unavailable(f"{url} drips: {brought} bytes in {self._stall:.0f} s")
+                        raise Unavailable(f"{url} is too slow: {brought} bytes in {self._stall:.0f} s")
             self._got_on = self._clock.monotonic()
         finally:
-            # Not in a thread: this must be done also by who is cancelled.
+            # Not in a thread: this must also run when the task is cancelled.
             if buffer:
                 self._part.write(start, bytes(buffer))
                 start = self._has(url, start, len(buffer))
@@ -201,7 +202,7 @@ class Download:
 
     async def _keep(self, url: str, start: int, buffer: bytearray) -> int:
         data = bytes(buffer)
-        # To its end, also when cancelled: the file is closed then, and its descriptor may soon be another file's.
+        # Runs to its end, also when cancelled: the file is closed then, and its descriptor may soon be reused.
         await in_thread(lambda: self._part.write(start, data))
         buffer.clear()
         end = self._has(url, start, len(data))
@@ -221,18 +222,19 @@ class Download:
     # ------------------------------------------------------------ readers
 
     async def wait_for(self, start: int) -> int:
-        """Up to where the bytes from `start` on have come, at least one; the download's error when it has failed."""
+        """Wait for bytes from `start` on; return the end of those that have arrived. Unavailable if the download
+        fails."""
         self._wanted.append(start)
         try:
             while (reach := self._part.have.reach(start)) == start:
                 if self._failure is not None:
-                    raise Unavailable(f"{self._path} did not come: {self._failure}")
+                    raise Unavailable(f"the download of {self._path} failed: {self._failure}")
                 await self._news.wait()
         finally:
             self._wanted.remove(start)
         return reach
 
     def _tell(self) -> None:
-        """Wake who waits; the event is for one time, as those who come next wait for the next news."""
+        """Wake all waiting readers; later ones wait for a new event."""
         self._news.set()
         self._news = asyncio.Event()

@@ -1,7 +1,7 @@
-"""The line of a policy as a relay knows it: asked for again and again upstream, kept on disk, told to all who wait.
+"""The line of a policy as a relay knows it: polled upstream, stored on disk, served to all waiting readers.
 
-Invariants: one request waits upstream for a policy, however many wait here; a line that was heard once is served
-while upstream is away, also after a restart, with a note of how long ago it was heard.
+Invariants: one request per policy waits upstream, however many wait here; a known line is served while upstream is
+away, also after a restart, with a header that says how old it is.
 """
 
 from __future__ import annotations
@@ -14,22 +14,21 @@ from urllib.parse import quote
 from rillflow.contracts import Clock
 from rillflow.errors import RillflowError, StorageError, Unavailable
 from rillflow.storage import write_atomic
-from rillflow.weights.manifest import EMPTY, Entry, Line
-from rillflow.weights.signing import parse_line
+from rillflow.weights.manifest import EMPTY, Entry, Line, parse_line
 from rillflow.weights.transport.mirrors import Mirrors, NotThere
-from rillflow.weights.transport.shelf import NOTHING, Told, tag_of
+from rillflow.weights.transport.serve import NOTHING, Told, tag_of
 
 log = logging.getLogger(__name__)
 
-IDLE = 900.0  # seconds after which a policy that nobody asks for is not followed on
-FIRST_WAIT = 15.0  # for upstream's first answer
+IDLE = 900.0  # seconds without a request after which a policy is no longer followed
+FIRST_WAIT = 15.0  # seconds for upstream's first answer
 _WAIT = 20.0
 _LEAST_PAUSE = 0.02
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 5.0
 
 
 class Follower:
-    """Follows one policy from its making until nobody asks, or `close`."""
+    """Follows one policy until no reader has asked for `IDLE` seconds, or `close`."""
 
     def __init__(self, mirrors: Mirrors, policy: str, kept: Path, clock: Clock) -> None:
         self._mirrors = mirrors
@@ -49,7 +48,7 @@ class Follower:
         return self._task.done()
 
     def entry(self, version: int) -> Entry | None:
-        """What the line says of a version."""
+        """Return the line's entry of a version."""
         return self._line.entries.get(version)
 
     async def line(self, known: str, wait: float) -> Told:
@@ -63,7 +62,7 @@ class Follower:
                 continue
             if self._told is None:
                 why = self._away.message if self._away is not None else "no answer yet"
-                raise Unavailable(f"the line of {self._policy} is not known here: {why}", "is upstream running?")
+                raise Unavailable(f"this relay does not know the line of {self._policy}: {why}", "is upstream running?")
             return self._told._replace(notes=self._notes())
 
     def _notes(self) -> dict[str, str]:
@@ -89,7 +88,7 @@ class Follower:
                 await self._ask()
                 self._heard, self._away = self._clock.monotonic(), None
                 pause = _FIRST_PAUSE
-                await asyncio.sleep(_LEAST_PAUSE)  # not all servers wait
+                await asyncio.sleep(_LEAST_PAUSE)  # some servers answer at once
             except RillflowError as error:
                 if self._away is None:
                     log.warning("upstream is away: %s", error)
@@ -99,7 +98,7 @@ class Follower:
                 pause = min(2 * pause, _LONGEST_PAUSE)
 
     async def _ask(self) -> None:
-        # The first question is answered at once: only then is it known whether upstream is there.
+        # The first request does not wait: its answer shows whether upstream is running.
         first = self._heard is None or self._away is not None
         tag, wait = (self._told.tag, _WAIT) if self._told is not None else ("", 0.0)
         wait = 0.0 if first else wait
@@ -140,9 +139,9 @@ def _read(path: Path) -> tuple[Told | None, Line]:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """For the next start; without it, this one goes on."""
+    """Store the line for the next start; an error is only logged."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, data)
     except (OSError, StorageError) as error:
-        log.warning("the line is not kept on disk: %s", error)
+        log.warning("the line was not stored on disk: %s", error)

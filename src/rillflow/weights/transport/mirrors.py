@@ -1,7 +1,7 @@
-"""The servers that offer the same weights: the nearest that answers is asked, the others when it fails.
+"""Several servers of the same weights: the nearest one that answers is asked, the others if it fails.
 
-Invariants: every request has a deadline, or must bring bytes at a least rate; one that failed is left alone for a
-while, longer each time, and is asked again when no other is left. No answer is trusted: who asks verifies it.
+Invariants: every request has a deadline or a minimum rate; a server that failed is avoided for a while, longer each
+time, and asked again if no other is left. Answers are not trusted: the caller verifies them.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CONNECT_SECONDS = 10.0
-STALL_SECONDS = 15.0  # a connection that brings nothing for so long is cut
+STALL_SECONDS = 15.0  # a connection without bytes for this long is closed
 GET_SECONDS = 30.0
 _PROBE_SECONDS = 5.0
-_KEPT_SECONDS = 60.0  # of a connection that is not used: a new one costs a round trip; servers keep it longer
+_KEPT_SECONDS = 60.0  # for which an unused connection is kept: a new one costs a round trip
 _PAUSE = 0.2
 _FIRST_REST, _LONGEST_REST = 1.0, 60.0
-_SMALL = 64 << 20  # bytes of a line or a manifest, at most
+_SMALL = 64 << 20  # most bytes of a line or a manifest
 _RANGE = re.compile(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15})")
 
 
 class NotThere(WeightsError):
-    """The server answers, and does not have it."""
+    """The server answers but does not have the file."""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -66,7 +66,7 @@ class _Mirror:
 
 
 class Mirrors:
-    """Asks from one event loop."""
+    """The servers, used from one event loop."""
 
     def __init__(
         self,
@@ -77,7 +77,9 @@ class Mirrors:
         stall: float = STALL_SECONDS,
     ) -> None:
         if not urls or not all(url.startswith(("http://", "https://")) for url in urls):
-            raise WeightsError(f"{', '.join(urls)!r} is no list of URLs", "give http://HOST:PORT, several with commas")
+            raise WeightsError(
+                f"{', '.join(urls)!r} is not a list of URLs", "give http://HOST:PORT, several separated by commas"
+            )
         self._mirrors = [_Mirror(url.rstrip("/")) for url in urls]
         self._token = token
         self._clock = clock or SystemClock()
@@ -85,10 +87,10 @@ class Mirrors:
         self._session: aiohttp.ClientSession | None = None
         self._probing: asyncio.Task[None] | None = None
 
-    # ------------------------------------------------------------ whom to ask
+    # ------------------------------------------------------------ the order of servers
 
     async def order(self, without: Collection[str] = ()) -> list[str]:
-        """Those to ask, the best first: those at rest come last."""
+        """Return the servers to ask, the best first; avoided ones come last."""
         if len(self._mirrors) > 1:
             if self._probing is None:
                 self._probing = asyncio.create_task(self._probe())
@@ -98,7 +100,7 @@ class Mirrors:
         return [one.url for one in ranked if one.url not in without]
 
     async def _probe(self) -> None:
-        """How far each is, by the time of a small answer."""
+        """Measure each server's distance by the time of a small answer."""
 
         async def ask(mirror: _Mirror) -> None:
             begun = self._clock.monotonic()
@@ -136,16 +138,16 @@ class Mirrors:
     # ------------------------------------------------------------ asking
 
     async def get(self, path: str, wait: float = 0.0) -> Answer:
-        """A small answer from the first that gives one; NotThere when none of those that answer has it."""
+        """Return a small answer of the first server that gives one; NotThere if no server that answers has it."""
         try:
             return await self._get_of_any(path, wait)
-        except Unavailable:  # a connection that was cut is nothing on a long way
+        except Unavailable:  # connections over long links are cut now and then
             await asyncio.sleep(_PAUSE)
             return await self._get_of_any(path, wait)
 
     async def _get_of_any(self, path: str, wait: float) -> Answer:
         missing: NotThere | None = None
-        last: RillflowError = Unavailable("there is nobody to ask")
+        last: RillflowError = Unavailable("no server is left to ask")
         for url in await self.order():
             try:
                 answer = await self._get(url, path, GET_SECONDS + wait)
@@ -177,15 +179,15 @@ class Mirrors:
         return Answer(response.status, data, response.headers.get("etag", "").strip('"'), url)
 
     def read(self, answer: Answer, parse: Callable[[bytes, str], T]) -> T:
-        """What `parse` makes of an answer. Who gave one that is damaged is left alone for a while."""
+        """Parse an answer. A server that sent a damaged one is avoided for a while."""
         try:
-            return parse(answer.data, f"what {answer.url} answers")
+            return parse(answer.data, f"the answer of {answer.url}")
         except CorruptData as error:
             self.lied(answer.url, error)
             raise
 
     async def blocks(self, url: str, path: str, start: int, end: int, size: int) -> AsyncGenerator[bytes]:
-        """The bytes [start, end) of a file that has `size` bytes, as they come; an error when they stop coming."""
+        """Yield the bytes [start, end) of a file of `size` bytes as they arrive; raise an error if they stop."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=self._stall)
         asked = {"range": f"bytes={start}-{end - 1}", "accept-encoding": "identity"}
         left = end - start
@@ -200,7 +202,7 @@ class Mirrors:
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
             raise _unreachable(url, error) from error
         if left:
-            raise Unavailable(f"{url} broke off {path}")
+            raise Unavailable(f"{url} stopped sending {path}")
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -224,15 +226,15 @@ def _unreachable(url: str, error: BaseException) -> Unavailable:
 
 
 def _refusal(url: str, path: str, status: int, data: bytes) -> RillflowError:
-    """404, 401, 403 and 416 mean what they say; all else may pass."""
+    """Return the error of a status: 404, 401, 403 and 416 are permanent, all others may pass."""
     try:
         told = from_body(msgpack_decoder(ErrorBody).decode(data)).message
     except msgspec.MsgspecError:
-        told = "no reason given"
+        told = "without a reason"
     if status == 404:
         return NotThere(f"{url} has no {path}: {told}", "look at the line again")
     if status in (401, 403):
-        return Unauthorized(f"{url} does not take the token", "give it the token of the run that it serves")
+        return Unauthorized(f"{url} refuses the token", "use the token of the run that it serves")
     if status == 416:
         return WireError(f"{url} does not have these bytes of {path}: {told}", "it serves another file")
     return Unavailable(f"{url} answered {path} with status {status}: {told}")
@@ -241,4 +243,4 @@ def _refusal(url: str, path: str, status: int, data: bytes) -> RillflowError:
 def _check_range(url: str, path: str, told: str, asked: tuple[int, int, int]) -> None:
     found = _RANGE.fullmatch(told)
     if found is None or (int(found[1]), int(found[2]), int(found[3])) != asked:
-        raise WireError(f"{url} answered {path} with {told[:80]!r} in place of {asked}", "it serves another file")
+        raise WireError(f"{url} answered {path} with {told[:80]!r} instead of {asked}", "it serves another file")

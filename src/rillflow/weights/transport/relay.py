@@ -1,9 +1,9 @@
-"""A relay: serves the same routes as a weight server, from a cache that it fills from upstream as it is asked.
+"""A relay: serves the routes of a weight server from a cache that it fills from upstream on demand.
 
-Invariants: a file is fetched from upstream once, however many ask for it at once, and goes on to them as it comes;
-it gets its place in the cache only after its hash was found right. The cache stays below its bound and loses nothing
-that is being read. While upstream is away it serves what it has, with the last line it heard, and says so in a header.
-It needs no key: who reads from it checks signatures and hashes.
+Invariants: a file is fetched from upstream once, however many readers ask for it, and is sent to them as it arrives; it
+gets its name in the cache only after its hash was verified. The cache stays below its bound and keeps files that are
+being read. While upstream is away the relay serves its files and the last known line, and says so in a header. It needs
+no key: its readers check signatures and hashes.
 """
 
 from __future__ import annotations
@@ -18,16 +18,13 @@ from pathlib import Path
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import CorruptData, QueueFull, RillflowError, Unavailable
 from rillflow.storage import file_hash, write_atomic
-from rillflow.weights.manifest import VersionManifest, folder_name
+from rillflow.weights.manifest import VersionManifest, folder_name, parse_manifest
 from rillflow.weights.sealed import MANIFEST, FileFacts
-from rillflow.weights.signing import parse_manifest
-from rillflow.weights.transport.cache import FileCache
+from rillflow.weights.transport.cache import FileCache, PartFile
 from rillflow.weights.transport.download import PATIENCE, Download
 from rillflow.weights.transport.following import Follower
 from rillflow.weights.transport.mirrors import STALL_SECONDS, Mirrors, NotThere
-from rillflow.weights.transport.partial import PartFile
-from rillflow.weights.transport.serve import WeightService
-from rillflow.weights.transport.shelf import BLOCK, DiskFile, OpenFile, Told, absent, checked
+from rillflow.weights.transport.serve import BLOCK, DiskFile, OpenFile, Told, WeightService, absent, checked
 from rillflow.wire.tokens import Keyring
 
 log = logging.getLogger(__name__)
@@ -35,14 +32,14 @@ log = logging.getLogger(__name__)
 STREAMS = 8
 POLICIES = 64
 FLIGHTS = 64
-ABANDONED = 30.0  # seconds without a reader after which a file is not fetched on
-# Streams that turn to where readers wait, rather than fetch on what nobody waits for yet.
+ABANDONED = 30.0  # seconds without a reader after which a download stops
+# Streams turn to the bytes that readers wait for after at most this many bytes.
 _MOST_PIECE = 32 << 20
 
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """A file that is on its way, or has just come, and who reads it."""
+    """A file that is being fetched or has just arrived, and its readers."""
 
     part: PartFile
     download: Download
@@ -54,7 +51,7 @@ class _Flight:
 
 
 class RelayShelf:
-    """A shelf that lies elsewhere. `limit` bounds the bytes in `cache`."""
+    """A shelf of files from upstream. `limit` bounds the bytes in `cache`."""
 
     def __init__(
         self,
@@ -81,7 +78,7 @@ class RelayShelf:
 
     @property
     def fetched(self) -> int:
-        """Bytes of files that have come from upstream."""
+        """Return the bytes of files that came from upstream."""
         return self._fetched + sum(flight.download.bytes for flight in self._flights.values() if not flight.ended)
 
     # ------------------------------------------------------------ the line
@@ -92,7 +89,7 @@ class RelayShelf:
         if follower is None or follower.ended:
             self._followers = {name: one for name, one in self._followers.items() if not one.ended}
             if len(self._followers) >= POLICIES:
-                raise QueueFull(f"{POLICIES} policies are followed", "start another relay for more")
+                raise QueueFull(f"this relay follows {POLICIES} policies already", "start another relay for more")
             kept = self._cache.folder / policy / "line.json"
             self._cache.take(kept)
             follower = self._followers[policy] = Follower(self._mirrors, policy, kept, self._clock)
@@ -158,7 +155,7 @@ class RelayShelf:
 
     async def _start(self, path: Path, facts: FileFacts, source: str) -> _Flight:
         if len(self._flights) >= FLIGHTS:
-            raise QueueFull(f"{FLIGHTS} files are being fetched", "come back when some have come")
+            raise QueueFull(f"this relay fetches {FLIGHTS} files already", "try again later")
         await asyncio.to_thread(self._cache.make_room, path, facts.size)
         part = PartFile(path, facts)
         download = Download(
@@ -206,7 +203,7 @@ class RelayShelf:
         self._end(path, flight)
 
     def _end(self, path: Path, flight: _Flight) -> None:
-        """Once it has come or failed, and the last reader has gone."""
+        """Close a flight that has ended, after its last reader has left."""
         if flight.ended and not flight.readers:
             flight.part.close()
             self._cache.leave(path)
@@ -214,11 +211,11 @@ class RelayShelf:
                 del self._flights[path]
 
     def _check_once(self, path: Path, facts: FileFacts) -> None:
-        """A file that an earlier process has kept is served at once, and taken away if the disk has damaged it."""
+        """Check a file of an earlier process once. It is served at once, and removed if the disk has damaged it."""
 
         async def check() -> None:
             if await asyncio.to_thread(file_hash, path) != facts.sha256:
-                log.error("%s is damaged: it is fetched again", path)
+                log.error("%s is damaged and will be fetched again", path)
                 path.unlink(missing_ok=True)
 
         if path not in self._checks:
@@ -246,7 +243,7 @@ class _KeptFile(DiskFile):
 
 
 class _ComingFile:
-    """Read as it comes."""
+    """A file that is read while it arrives."""
 
     def __init__(self, flight: _Flight, on_close: Callable[[], None]) -> None:
         self.size = flight.part.facts.size
@@ -263,7 +260,7 @@ class _ComingFile:
 
 
 def _kept(path: Path, size: int) -> int | None:
-    """A descriptor of the file, if it is in the cache."""
+    """Return a descriptor of the file, or None if it is not in the cache."""
     try:
         at = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -309,7 +306,7 @@ async def serve_relay(
     host: str = "127.0.0.1",
     port: int = 0,
 ) -> None:
-    """Serve until cancelled. `token` is the reader's of the run, for both sides."""
+    """Serve until cancelled. `token` is the run's reader token, for both sides."""
     service = RelayService(RelayShelf(upstream, token, cache, limit), token)
     on_ready(await service.start(host, port))
     try:

@@ -1,8 +1,8 @@
 """A policy's weights over HTTP, from weight servers or relays.
 
-Invariants: what is handed out is what was published: lines and manifests by their signature where there is a key,
-files by size and hash, from whichever server they came. A download that was cut off, also by the death of the
-process, goes on where it was. Files stay until they are forgotten, as far as the line still has their version.
+Invariants: lines and manifests are verified by their signature if there is a key, files by size and hash, from any
+server. A download that was interrupted, also by the death of the process, continues from its place. Files stay until
+`forget`, or until a restart after their version was removed from the line.
 """
 
 from __future__ import annotations
@@ -17,26 +17,23 @@ from urllib.parse import quote
 
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import CorruptData, WeightsError
-from rillflow.storage import file_hash
-from rillflow.weights.manifest import EMPTY, Line, VersionManifest, folder_name
+from rillflow.weights.manifest import EMPTY, Line, VersionManifest, folder_name, parse_line, parse_manifest
 from rillflow.weights.sealed import MANIFEST, FileFacts
-from rillflow.weights.signing import parse_line, parse_manifest
-from rillflow.weights.transport.cache import FileCache
+from rillflow.weights.transport.cache import FileCache, PartFile, is_whole
 from rillflow.weights.transport.download import PATIENCE, Download
 from rillflow.weights.transport.mirrors import STALL_SECONDS, Mirrors, NotThere
-from rillflow.weights.transport.partial import PartFile
-from rillflow.weights.transport.shelf import NOTHING
+from rillflow.weights.transport.serve import NOTHING
 from rillflow.wire.tokens import reader_token
 
-_WAIT = 20.0  # seconds that a request for news waits at the server
-_FOLLOWED = 120.0  # seconds after which a line that nobody asks for is not followed on
+_WAIT = 20.0  # seconds that a request for a new line waits at the server
+_FOLLOWED = 120.0  # seconds without a caller after which the line is no longer followed
 _LEAST_PAUSE = 0.02
 _KEPT = 100  # transfers, for statistics
 _MANIFESTS = 256
 
 
 class Transfer(NamedTuple):
-    """One file that was fetched: `bytes` without those that were there before, `sources` those who gave them."""
+    """Measurements of one fetched file: `bytes` without those that were there before, `sources` the servers used."""
 
     version: int
     name: str
@@ -47,8 +44,11 @@ class Transfer(NamedTuple):
 
 
 class HttpSource:
-    """`weights.source.WeightSource`. `where` is `URL/POLICY`, or several URLs with commas, then `/POLICY`: the nearest
-    is asked, the others when it fails. `token` is the node's; only the reader's, which is made of it, is sent."""
+    """`weights.manifest.WeightSource` over HTTP.
+
+    `where` is `URL/POLICY`, or several URLs separated by commas, then `/POLICY`: the nearest is asked, the others if it
+    fails. `token` is the node's; only the reader token, which is derived from it, is sent.
+    """
 
     def __init__(
         self,
@@ -85,7 +85,8 @@ class HttpSource:
     # ------------------------------------------------------------ line and manifests
 
     async def line(self, known: Line | None = None, wait: float = 0.0) -> Line:
-        """Without a round trip, once it was asked for: a request for the next line waits at the server all the time."""
+        """Return the line without a round trip after the first call: a request for the next line always waits at the
+        server."""
         end = self._clock.monotonic() + wait
         while True:
             self._asked = self._clock.monotonic()
@@ -102,19 +103,20 @@ class HttpSource:
                 raise error
 
     async def _followed(self) -> asyncio.Task[None]:
-        """The task that asks for the next line all the time; one for all who ask at once."""
+        """Return the task that follows the line, one for all callers."""
         async with self._one_at_a_time:
             if self._following is None or self._following.done():
                 await self._ask_line(0.0)
                 self._following = asyncio.create_task(self._follow(), name="follow-line")
-                self._following.add_done_callback(lambda task: task.cancelled() or task.exception())  # told, or never
+                # Retrieve the exception, or asyncio would log it.
+                self._following.add_done_callback(lambda task: task.cancelled() or task.exception())
             return self._following
 
     async def _follow(self) -> None:
-        """Until nobody asks any more, or the servers fail: then who asks next hears of it."""
+        """Follow the line until there are no callers, or the servers fail: the next caller gets the error."""
         while self._clock.monotonic() - self._asked < _FOLLOWED:
             await self._ask_line(_WAIT)
-            await asyncio.sleep(_LEAST_PAUSE)  # not all servers wait
+            await asyncio.sleep(_LEAST_PAUSE)  # some servers answer at once
 
     async def _ask_line(self, wait: float) -> None:
         line, tag = self._known
@@ -134,7 +136,7 @@ class HttpSource:
 
     async def manifest(self, version: int) -> VersionManifest:
         found, listed = self._manifests.get(version), self._known[0].entries.get(version)
-        if found is None or (listed is not None and listed != found.entry):  # it may have been written again
+        if found is None or (listed is not None and listed != found.entry):  # the version may have been rewritten
             answer = await self._mirrors.get(f"{self._path}/{version}/{MANIFEST}")
             found = self._mirrors.read(answer, lambda data, what: parse_manifest(data, version, self._key, what))
             while len(self._manifests) >= _MANIFESTS:
@@ -154,10 +156,10 @@ class HttpSource:
         fetch = self._fetches[key]
         fetch.waiting += 1
         try:
-            # Who is cancelled does not take it from others who wait for it.
+            # A cancelled caller does not cancel the download for others.
             return await asyncio.shield(fetch.task)
         except CorruptData:
-            self._manifests.pop(version, None)  # the version may have been written again
+            self._manifests.pop(version, None)  # the version may have been rewritten
             raise
         finally:
             fetch.waiting -= 1
@@ -171,7 +173,7 @@ class HttpSource:
         path = self._cache.folder / folder_name(version) / name
         self._cache.take(path)
         try:
-            if not await asyncio.to_thread(_is_whole, path, facts):
+            if not await asyncio.to_thread(is_whole, path, facts):
                 await self._fetch(version, path, facts)
         except BaseException:
             self._cache.leave(path)
@@ -209,7 +211,7 @@ class HttpSource:
         await asyncio.to_thread(self._cache.remove, self._cache.folder / folder_name(version))
 
     def _tidy(self, line: Line) -> None:
-        """Take away what an earlier process left of versions that are no more."""
+        """Remove files of an earlier process whose versions are no longer in the line."""
         if self._cache.folder.is_dir():
             listed = {folder_name(version) for version in line.entries}
             for folder in self._cache.folder.iterdir():
@@ -233,11 +235,3 @@ class _Fetch:
     @property
     def fetched(self) -> bool:
         return self.task.done() and not self.task.cancelled() and self.task.exception() is None
-
-
-def _is_whole(path: Path, facts: FileFacts) -> bool:
-    """Whether an earlier process has fetched it; what a disk has damaged since is fetched again."""
-    try:
-        return path.stat().st_size == facts.size and file_hash(path) == facts.sha256
-    except OSError:
-        return False

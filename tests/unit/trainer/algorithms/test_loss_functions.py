@@ -7,23 +7,27 @@ import math
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from rillflow.trainer.algorithms.aggregation import (
+from peer_threads import as_peers
+from rillflow.trainer.algorithms.common import (
+    WholeRows,
     counting_idle,
     seq_mean_token_mean,
     seq_mean_token_sum,
     seq_mean_token_sum_norm,
     token_mean,
 )
-from rillflow.trainer.algorithms.common import WholeRows
 from rillflow.trainer.algorithms.losses.cispo import CispoLoss
 from rillflow.trainer.algorithms.losses.clip import Clip, ClippedLoss, clipped_surrogate
 from rillflow.trainer.algorithms.losses.decoupled import DecoupledLoss, decoupled
 from rillflow.trainer.algorithms.losses.gspo import RowClippedLoss, row_ratio
-from rillflow.trainer.algorithms.losses.kl import k3, k3_unbounded
 from rillflow.trainer.algorithms.losses.m2po import M2poClip, M2poMask, highest_kept
 from rillflow.trainer.algorithms.losses.reinforce import ReinforceLoss
 from rillflow.trainer.algorithms.losses.sapo import SapoLoss
+from rillflow.trainer.algorithms.losses.terms import k3, k3_unbounded
+from rillflow.trainer.parallel.peers import Peers
 
 
 def tokens(log_ratios: list[float], advantages: list[float], rows: list[int] | None = None) -> WholeRows:
@@ -105,6 +109,8 @@ def test_the_bound_on_k3_is_verls() -> None:
 
 # ---------------------------------------------------------------- M2PO
 
+MOMENTS = st.lists(st.sampled_from([0.0, 1e-30, 0.001, 0.004, 0.02, 0.1, 3.0, 900.0]) | st.floats(0, 10), min_size=1)
+
 
 def test_the_highest_moment_that_may_stay() -> None:
     moments = torch.tensor([4.0, 0.0, 1.0, 9.0])
@@ -144,6 +150,31 @@ def test_m2po_of_an_empty_batch() -> None:
     empty = WholeRows(none, none, none, none.long(), 0)
     assert M2poClip(0.01).fit(empty)[0].clip == Clip(0.95, 20.0)
     assert len(M2poMask(0.01, Clip(0.2, 0.2)).fit(empty)[0](empty)) == 0
+
+
+def by_definition(moments: list[float], threshold: float) -> float:
+    """Sorted, the last whose mean with all smaller ones is under the threshold; else the smallest."""
+    ascending = sorted(moments)
+    under = [k for k in range(len(ascending)) if np.mean(ascending[: k + 1]) < threshold]
+    return ascending[under[-1]] if under else ascending[0]
+
+
+@given(moments=MOMENTS, threshold=st.sampled_from([0.0021, 0.01003, 0.5007]))
+def test_the_highest_kept_moment_follows_its_definition(moments: list[float], threshold: float) -> None:
+    found = highest_kept(torch.tensor(moments, dtype=torch.float64), threshold)
+    assert found == pytest.approx(by_definition(moments, threshold), rel=1e-12)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_ranks_find_the_same_highest_moment(ranks: int) -> None:
+    moment_T = torch.from_numpy(np.random.default_rng(1).gamma(0.3, 0.05, 500))
+    alone = highest_kept(moment_T, 0.01)
+
+    def work(peers: Peers) -> float:
+        empty = peers.rank == ranks - 1
+        return highest_kept(moment_T[:0] if empty else moment_T[peers.rank :: ranks - 1], 0.01, peers)
+
+    assert as_peers(ranks, work) == [alone] * ranks
 
 
 # ---------------------------------------------------------------- aggregation

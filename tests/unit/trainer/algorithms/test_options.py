@@ -8,16 +8,14 @@ import pytest
 from pydantic import ValidationError
 
 from rillflow.config import TrainerConfig
-from rillflow.trainer.algorithms import ALGORITHMS
-from rillflow.trainer.algorithms.advantages.groups import CONVENTIONS
-from rillflow.trainer.algorithms.advantages.whitening import standardise, whiten
-from rillflow.trainer.algorithms.aggregation import seq_mean_token_mean, token_mean
+from rillflow.trainer.algorithms import ADVANTAGES, ALGORITHMS, convention_of
+from rillflow.trainer.algorithms.advantages import CONVENTIONS, standardise, whiten
+from rillflow.trainer.algorithms.common import seq_mean_token_mean, token_mean
 from rillflow.trainer.algorithms.losses.cispo import CispoLoss
 from rillflow.trainer.algorithms.losses.clip import Clip, ClippedLoss
 from rillflow.trainer.algorithms.losses.m2po import M2poClip, M2poMask
 from rillflow.trainer.algorithms.losses.reinforce import ReinforceLoss
 from rillflow.trainer.algorithms.losses.sapo import SapoLoss
-from rillflow.trainer.algorithms.parts import ADVANTAGES, convention_of
 
 
 def loss(**settings: Any) -> object:

@@ -17,7 +17,7 @@ from transformers import (
 
 from rillflow.errors import ConfigError
 from rillflow.trainer.attention import choose, hidden_states
-from rillflow.trainer.graph.databuffer import Databuffer
+from rillflow.trainer.batches import Databuffer
 from rillflow.trainer.packing import micro_batches
 
 GPU = torch.device("cuda")

@@ -11,9 +11,8 @@ from rillflow.trainer.attention import hidden_states
 from rillflow.trainer.attention.joined import KERNELS, joined
 from rillflow.trainer.attention.passes import subtree_ends
 from rillflow.trainer.attention.spans import Heads
-from rillflow.trainer.graph.databuffer import Databuffer
-from rillflow.trainer.layout import Layout
-from rillflow.trainer.packing import micro_batches
+from rillflow.trainer.batches import Databuffer
+from rillflow.trainer.packing import Layout, micro_batches
 
 SCALE = 0.3
 

@@ -28,8 +28,7 @@ from transformers import (
 )
 
 from rillflow.trainer.attention import decoder, hidden_states
-from rillflow.trainer.batches import Rows
-from rillflow.trainer.graph.databuffer import Databuffer
+from rillflow.trainer.batches import Databuffer, Rows
 from rillflow.trainer.packing import micro_batches
 
 SHAPES = [("padded", False), ("sdpa", False), ("sdpa", True)]

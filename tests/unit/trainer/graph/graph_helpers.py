@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rillflow.trainer.graph.registry import Function, Kind, Registry, Role, Scope
+from rillflow.trainer.graph.nodes import Function, Kind, Registry, Role, Scope
 
 
 def stub(

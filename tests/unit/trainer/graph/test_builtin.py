@@ -56,7 +56,7 @@ def test_graphs_as_they_are() -> None:
 def test_an_own_graph_with_statistics_of_older_rewards_is_refused() -> None:
     punish = {"function": "punish_overlong"}
     ends = ["advantages", "train_actor", "publish"]
-    with pytest.raises(GraphError, match="advantages reads group_mean_R of the rewards before punish_overlong") as seen:
+    with pytest.raises(GraphError, match="group_mean_R, which is older than the rewards of punish") as seen:
         ids(overlong=OVERLONG, graph=["fetch", punish, *ends])
     assert seen.value.hint == "add a node group_statistics after punish_overlong"
     assert "group_statistics" in ids(overlong=OVERLONG, graph=["fetch", punish, "group_statistics", *ends])
@@ -72,7 +72,7 @@ def test_generating_is_refused_where_rollout_nodes_do_it() -> None:
 def test_fetching_is_refused_where_nobody_else_plays() -> None:
     graph = ["fetch", "advantages", "train_actor", "publish"]
     assert ids("multiplexed", graph=graph) == graph
-    with pytest.raises(GraphError, match="fetch fetches, but in colocated mode nobody plays unless the step generates"):
+    with pytest.raises(GraphError, match="fetch fetches, but in colocated mode episodes are played only"):
         ids("colocated", graph=graph)
 
 
@@ -94,9 +94,9 @@ def test_nodes_of_a_recipe_are_ordered_by_their_columns() -> None:
     assert ids(nodes=[f"{__file__}:hardness", f"{__file__}:shorter"]) == [
         "fetch", "hardness", "shorter", "group_statistics", "advantages", "train_actor", "publish",
     ]  # fmt: skip
-    with pytest.raises(GraphError, match="two nodes 'advantages'"):
+    with pytest.raises(GraphError, match="two nodes have the id 'advantages'"):
         ids(nodes=["advantages"])
-    with pytest.raises(GraphError, match="wants its data on 3 ranks, there are 2"):
+    with pytest.raises(GraphError, match="wants its data on 3 ranks, but the trainer has 2"):
         ids(ranks=2, nodes=[{"function": f"{__file__}:hardness", "ranks": 3}])
 
 

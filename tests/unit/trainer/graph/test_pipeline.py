@@ -13,13 +13,10 @@ from peer_threads import as_peers
 from rillflow.config import NodeConfig, TrainerConfig
 from rillflow.errors import GraphError
 from rillflow.trainer.algorithms import ALGORITHMS
-from rillflow.trainer.batches import Rows, no_rows
-from rillflow.trainer.graph.databuffer import Databuffer
-from rillflow.trainer.graph.nodes import Definition, Node
-from rillflow.trainer.graph.pipeline import Pipeline
+from rillflow.trainer.batches import Databuffer, Rows, no_rows
+from rillflow.trainer.graph.nodes import Definition, Function, Kind, Node, Scope
 from rillflow.trainer.graph.planner import plan
-from rillflow.trainer.graph.registry import Function, Kind, Scope
-from rillflow.trainer.graph.step import Step
+from rillflow.trainer.graph.worker import Pipeline, Step
 from rillflow.trainer.parallel.peers import Alone, Peers
 
 
@@ -269,7 +266,7 @@ def test_data_move_to_the_ranks_that_a_node_wants_and_back() -> None:
 
 def test_definitions_of_a_recipe_run_as_they_are() -> None:
     config = NodeConfig(function=f"{__file__}:nothing_to_see")
-    with pytest.raises(GraphError, match="does not say what it reads and makes"):
+    with pytest.raises(GraphError, match="does not declare the columns"):
         plan([fetch(), config, train([]), publish()])
 
 

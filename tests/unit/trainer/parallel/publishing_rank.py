@@ -9,17 +9,16 @@ from sharded_rank import CPU, model_of
 
 from rillflow.config import PolicyConfig, TrainerConfig
 from rillflow.trainer.forward import PolicyForward
+from rillflow.trainer.graph.worker import Prober
 from rillflow.trainer.learner import Learner
 from rillflow.trainer.optimizer import Optimizer
-from rillflow.trainer.parallel.address import Place
+from rillflow.trainer.parallel.distributed import connect
+from rillflow.trainer.parallel.launch import Place
 from rillflow.trainer.parallel.peers import Peers
-from rillflow.trainer.parallel.publication import ShardPublisher
-from rillflow.trainer.parallel.rendezvous import connect
 from rillflow.trainer.parallel.sharding import shard
-from rillflow.trainer.probing import Prober
-from rillflow.trainer.publisher import Retention
+from rillflow.trainer.publisher import Retention, ShardPublisher
 from rillflow.weights import FolderStore
-from rillflow.weights.signing import key_of
+from rillflow.weights.manifest import key_of
 
 VERSIONS = 7
 EVERY = 3

@@ -9,9 +9,9 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from rillflow.config import TrainerConfig
-from rillflow.trainer.parallel.address import Place
+from rillflow.trainer.parallel.distributed import connect
+from rillflow.trainer.parallel.launch import Place
 from rillflow.trainer.parallel.peers import Peers
-from rillflow.trainer.parallel.rendezvous import connect
 from rillflow.trainer.parallel.sharding import entered, shard, whole
 
 CPU = torch.device("cpu")

@@ -169,7 +169,7 @@ def test_a_rank_that_never_comes_ends_the_wait_at_its_deadline() -> None:
         if peers.rank:
             over.wait(30.0)
             return
-        with pytest.raises(PeerLost, match="rank 0 of 2 was left alone at `total`"):
+        with pytest.raises(PeerLost, match="rank 0 of 2 lost its peers at `total`"):
             peers.total([1.0])
         over.set()
 

@@ -15,8 +15,7 @@ import pytest
 
 from rillflow.errors import ConfigError
 from rillflow.trainer.parallel import launch as launching
-from rillflow.trainer.parallel.address import Place, listen, parse
-from rillflow.trainer.parallel.launch import LEFT_ALONE, launch
+from rillflow.trainer.parallel.launch import LEFT_ALONE, Place, launch, listen, parse
 
 SLEEP = "import time; time.sleep(600)"
 
@@ -123,7 +122,7 @@ def test_addresses() -> None:
 
 @pytest.mark.parametrize(("rank", "ranks"), [(-1, 2), (2, 2), (0, 0)])
 def test_a_rank_that_cannot_be_is_refused(rank: int, ranks: int) -> None:
-    with pytest.raises(ConfigError, match="no rank"):
+    with pytest.raises(ConfigError, match="does not exist"):
         Place(rank, ranks)
 
 

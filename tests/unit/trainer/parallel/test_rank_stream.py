@@ -15,7 +15,7 @@ from rillflow.errors import CorruptData, LeaseLost
 from rillflow.trainer.batches import Rows, no_rows
 from rillflow.trainer.parallel.distributed import Distributed
 from rillflow.trainer.parallel.peers import Stopped
-from rillflow.trainer.parallel.ranks import RankStream
+from rillflow.trainer.stream import RankStream
 from rillflow.types import Batch, BatchReply, BatchSample, Row
 
 RANKS = 3

@@ -11,8 +11,8 @@ from sharded_rank import model_of
 
 from forked_ranks import run_ranks
 from rillflow.weights import FolderStore
+from rillflow.weights.manifest import check_signature
 from rillflow.weights.probe import check as check_probe
-from rillflow.weights.signing import check
 from soak import repetitions
 
 RANK = Path(__file__).with_name("publishing_rank.py")
@@ -37,7 +37,7 @@ def test_shards_are_published_as_the_whole_is(tmp_path: Path, ranks: int) -> Non
 
 def compare(together: FolderStore, alone: FolderStore, version: int, ranks: int) -> None:
     mine, other = together.manifest(version), alone.manifest(version)
-    check(mine, KEY, "the manifest")
+    check_signature(mine, KEY, "the manifest")
     assert mine.fingerprints == other.fingerprints
     assert (mine.tensors, mine.aliases, mine.parent) == (other.tensors, other.aliases, other.parent)
     # The first one after a start is whole: no rank has anything to begin a delta with.

@@ -1,4 +1,4 @@
-"""A supervised run: it ends where it would have ended had it never stopped, and leaves a model that others can load."""
+"""Supervised runs: batches of rows, resume, exports."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from lessons import fit_recipe
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -16,9 +19,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rillflow.config.supervised import FitRecipe
 from rillflow.contracts import PromptSource
 from rillflow.dataflow.sources import open_source
-from rillflow.errors import ConfigError
-from rillflow.trainer.supervised.fit import Progress
-from rillflow.trainer.supervised.journal import Journal
+from rillflow.errors import ConfigError, DataError
+from rillflow.trainer.parallel.peers import Alone
+from rillflow.trainer.supervised.fit import Journal, Progress, StaticBatches, balanced
 from rillflow.trainer.supervised.main import run_fit
 from rillflow.trainer.supervised.reward_model import RewardModel
 
@@ -136,7 +139,7 @@ def test_a_process_reward_model_scores_steps(tmp_path: Path) -> None:
 
 
 def test_a_policy_is_no_reward_model() -> None:
-    with pytest.raises(ConfigError, match="no reward model"):
+    with pytest.raises(ConfigError, match="not a reward model"):
         RewardModel.load("tiny")
 
 
@@ -151,3 +154,57 @@ def test_half_a_line_is_no_line(tmp_path: Path) -> None:
     written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in written] == [1, 2, 3]
     assert written[0]["time"] == 5.0
+
+
+class Rank(Alone):
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+sets = st.tuples(st.integers(1, 60), st.integers(1, 17), st.integers(0, 2**40))
+
+
+@settings(max_examples=60, deadline=None)
+@given(of=sets, ranks=st.integers(1, 9), seed=st.integers(0, 9))
+def test_parts_of_all_ranks_are_the_batch_whatever_their_number(
+    of: tuple[int, int, int], ranks: int, seed: int
+) -> None:
+    count, size, _ = of
+    lengths = np.random.default_rng(seed).integers(1, 500, count).tolist()
+    alone = StaticBatches(*of, lengths=lengths)
+    several = [StaticBatches(*of, Rank(rank, ranks), lengths) for rank in range(ranks)]
+    for step in range(2 * alone.batches_per_epoch + 1):
+        parts = [one.take(step) for one in several]
+        assert sorted(np.concatenate(parts).tolist()) == sorted(alone.take(step).tolist())
+        tokens = [sum(lengths[row] for row in part) for part in parts]
+        assert max(tokens) - min(tokens) <= max(lengths[row] for row in alone.batch(step))
+        assert 1 <= len(alone.batch(step)) <= size
+
+
+@settings(max_examples=60, deadline=None)
+@given(of=sets)
+def test_every_row_comes_once_an_epoch(of: tuple[int, int, int]) -> None:
+    loader = StaticBatches(*of)
+    for epoch in range(2):
+        steps = range(epoch * loader.batches_per_epoch, (epoch + 1) * loader.batches_per_epoch)
+        assert {loader.epoch(step) for step in steps} == {epoch}
+        rows = np.concatenate([loader.batch(step) for step in steps])
+        assert sorted(rows.tolist()) == list(range(of[0]))
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    loader = StaticBatches(1000, 1000, 3)
+    assert loader.batch(0).tolist() != loader.batch(1).tolist()
+    assert loader.batch(0).tolist() == StaticBatches(1000, 1000, 3).batch(0).tolist()
+    assert loader.batch(0).tolist() != StaticBatches(1000, 1000, 4).batch(0).tolist()
+
+
+@pytest.mark.parametrize(("count", "size", "lengths"), [(0, 4, None), (4, 0, None), (4, 2, [1, 2])])
+def test_impossible_sets_are_refused(count: int, size: int, lengths: list[int] | None) -> None:
+    with pytest.raises(DataError):
+        StaticBatches(count, size, 0, lengths=lengths)
+
+
+def test_more_ranks_than_rows_leave_some_without() -> None:
+    assert sorted(balanced(np.array([5, 5]), 4).tolist()) == [0, 1]
+    assert [len(StaticBatches(2, 2, 0, Rank(rank, 4)).take(0)) for rank in range(4)] == [1, 1, 0, 0]

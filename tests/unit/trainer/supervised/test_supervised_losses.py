@@ -12,18 +12,18 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rillflow.examples import stockroom_lessons
-from rillflow.trainer.graph.databuffer import Databuffer
+from rillflow.trainer.batches import Databuffer
 from rillflow.trainer.parallel.peers import Alone
-from rillflow.trainer.supervised.assembly import Trained, assemble
-from rillflow.trainer.supervised.evaluation import evaluate
 from rillflow.trainer.supervised.examples import Examples, read_examples
-from rillflow.trainer.supervised.losses import (
+from rillflow.trainer.supervised.functions import (
     area_under_curve,
     correlation,
+    evaluate,
     pair_losses,
     pair_slopes,
     step_losses,
 )
+from rillflow.trainer.supervised.main import Trained, assemble
 from rillflow.weights.model_folder import model_folder
 
 CPU = torch.device("cpu")

@@ -107,7 +107,7 @@ def test_steps_of_messages_are_written_by_the_template() -> None:
 
 
 def test_text_and_messages_do_not_mix() -> None:
-    with pytest.raises(DataError, match="row 7: some of it is text"):
+    with pytest.raises(DataError, match="row 7: it mixes text"):
         writer().steps(PLAY[:1], ["text", PLAY[1:]], TOOLS, "\n", "row 7")
 
 

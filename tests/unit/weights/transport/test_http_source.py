@@ -21,8 +21,8 @@ from rillflow.weights.store import FolderStore
 from rillflow.weights.transport import download as downloads
 from rillflow.weights.transport import mirrors as servers
 from rillflow.weights.transport import remote
+from rillflow.weights.transport.cache import Spans
 from rillflow.weights.transport.download import piece_size
-from rillflow.weights.transport.partial import Spans
 from rillflow.weights.transport.remote import EMPTY, HttpSource
 from weight_servers import (
     KEY,
@@ -300,7 +300,7 @@ async def test_dripping_for_ever_ends_with_an_error(reader: Reader, url: str) ->
 
     async with between(url, drip) as (middle, seen):
         source = reader(middle, stall=0.1, patience=0.5)
-        with pytest.raises(Unavailable, match="what has come is kept"):
+        with pytest.raises(Unavailable, match="received bytes are kept"):
             await source.file(7, NAME)
         seen.behave, source._patience = well, 20.0
         assert (await source.file(7, NAME)).read_bytes() == DATA
@@ -419,7 +419,7 @@ async def test_another_content_range_is_refused(reader: Reader, url: str) -> Non
         await exchange.send(head.replace(b"content-range: bytes ", b"content-range: bytes 1"))
 
     async with between(url, shift) as (middle, _):
-        with pytest.raises(Exception, match="in place of"):
+        with pytest.raises(Exception, match="instead of"):
             await reader(middle).file(7, NAME)
 
 

@@ -18,12 +18,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 from rillflow.errors import ConfigError, CorruptData, Unavailable, WeightsError
 from rillflow.weights import FolderStore
 from rillflow.weights.folder import Folder
-from rillflow.weights.signing import key_of
-from rillflow.weights.source import WeightSource
-from rillflow.weights.transport import objects
-from rillflow.weights.transport.apart import ApartSource
-from rillflow.weights.transport.objects import FolderSource, ObjectSource, open_source
+from rillflow.weights.manifest import WeightSource, key_of
+from rillflow.weights.transport import sources
 from rillflow.weights.transport.remote import HttpSource
+from rillflow.weights.transport.sources import ApartSource, FolderSource, ObjectSource, open_source
 from rillflow.weights.transport.upload import Uploader, uploader
 from weight_servers import leaves_no_write_behind
 
@@ -132,8 +130,8 @@ async def test_damaged_files_are_refused(place: tuple[FolderStore, Any], tmp_pat
 
 
 async def test_what_has_come_is_not_fetched_again(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "_BLOCK", 100)
-    monkeypatch.setattr(objects, "_FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(sources, "_BLOCK", 100)
+    monkeypatch.setattr(sources, "_FIRST_PAUSE", 0.0)
     store = filled(tmp_path / "w")
     Uploader(store, url).copy()
     asked: list[tuple[int, int]] = []
@@ -203,8 +201,8 @@ async def test_a_store_that_hangs_is_told_of_soon(tmp_path: Path, url: str, monk
     """Nodes look at the line before they start."""
     released = threading.Event()
     monkeypatch.setattr(MemoryFileSystem, "cat_file", lambda *_, **__: released.wait(60))
-    monkeypatch.setattr(objects, "_SMALL_DEADLINE", 0.01)
-    monkeypatch.setattr(objects, "_FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(sources, "_SMALL_DEADLINE", 0.01)
+    monkeypatch.setattr(sources, "_FIRST_PAUSE", 0.0)
     try:
         async with asyncio.timeout(20):
             with pytest.raises(Unavailable, match="does not answer"):

@@ -1,6 +1,6 @@
 """CISPO: -sg(clamp(r)) A lp. The weight of a token is bounded, but every token keeps a gradient.
 
-The oracles bound the ratio differently: verl by [1 - low, 1 + high], TRL by an absolute upper bound alone.
+verl bounds the ratio by [1 - low, 1 + high], TRL by an absolute upper bound alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rillflow.trainer.algorithms.common import Tokens, ratio
 
 @dataclass(frozen=True)
 class CispoLoss:
-    """`lowest` and `highest` are of the ratio itself."""
+    """`lowest` and `highest` bound the ratio itself."""
 
     lowest: float
     highest: float

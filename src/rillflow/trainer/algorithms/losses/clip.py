@@ -1,4 +1,4 @@
-"""PPO's clipped surrogate."""
+"""PPO's clipped surrogate, with dual clip, and the clipped loss of its critic."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rillflow.trainer.algorithms.common import Tokens, ratio
 
 @dataclass(frozen=True)
 class Clip:
-    """The ratio is held in [1 - low, 1 + high]; where the advantage is negative the loss is at most -A * dual."""
+    """Bounds of the ratio, [1 - low, 1 + high]. For negative advantages the loss is at most -A * dual."""
 
     low: float
     high: float
@@ -19,7 +19,7 @@ class Clip:
 
 
 def clipped_surrogate(ratio_T: torch.Tensor, advantage_T: torch.Tensor, clip: Clip) -> torch.Tensor:
-    """PPO's pessimistic bound, with the dual clip for negative advantages."""
+    """Return PPO's pessimistic bound, with the dual clip for negative advantages."""
     plain_T = -advantage_T * ratio_T
     worst_T = torch.maximum(plain_T, -advantage_T * ratio_T.clamp(1 - clip.low, 1 + clip.high))
     if clip.dual is None:
@@ -28,7 +28,7 @@ def clipped_surrogate(ratio_T: torch.Tensor, advantage_T: torch.Tensor, clip: Cl
 
 
 def clipped_flags(ratio_T: torch.Tensor, advantage_T: torch.Tensor, clip: Clip) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the clip takes the gradient away: from below, from above."""
+    """Return where the clip removes the gradient: from below, and from above."""
     return (ratio_T < 1 - clip.low) & (advantage_T < 0), (ratio_T > 1 + clip.high) & (advantage_T > 0)
 
 
@@ -41,3 +41,12 @@ class ClippedLoss:
 
     def held(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
         return clipped_flags(ratio(tokens.new_T, tokens.old_T), tokens.advantage_T, self.clip)
+
+
+def value_loss(new_T: torch.Tensor, old_T: torch.Tensor, return_T: torch.Tensor, bound: float = 0.5) -> torch.Tensor:
+    """Return half the squared error of a critic's value, or of its clipped move, whichever is larger.
+
+    `new_T` are values with gradient, `old_T` the values that the advantages were made with.
+    """
+    moved_T = torch.maximum(torch.minimum(new_T, old_T + bound), old_T - bound)
+    return 0.5 * torch.maximum((new_T - return_T).square(), (moved_T - return_T).square())

@@ -1,8 +1,9 @@
-"""Decoupled PPO (AReaL): the clip is around a proximal policy, and what that one is away from the policy that sampled
-is an importance weight on top. Tokens whose weight passes the cap train nothing but still count.
+"""Decoupled PPO (AReaL): the clip is centred on a proximal policy, whose ratio to the policy that sampled is an
+importance weight. Tokens whose weight exceeds the cap have no loss but still count.
 
-With one update a batch the proximal policy is the one in training, before the update: the ratio is 1 and the weight
-carries all of the staleness. With several, a node of the step has its log-probs from before the first.
+With one update for each batch the proximal policy is the policy in training before the update: the ratio is 1 and the
+weight carries all of the staleness. With several updates, a node of the step computes the proximal log-probs before the
+first one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from rillflow.trainer.algorithms.losses.clip import Clip, clipped_flags, clipped
 
 
 def decoupled(tokens: Tokens, proximal_T: torch.Tensor, clip: Clip, cap: float | None) -> torch.Tensor:
-    """`tokens.old_T` are of the policy that sampled."""
+    """Return the loss of each token; `tokens.old_T` belong to the policy that sampled."""
     weight_T = ratio(proximal_T.detach(), tokens.old_T)
     if cap is not None:
         weight_T = torch.where(weight_T <= cap, weight_T, torch.zeros_like(weight_T))
@@ -32,7 +33,7 @@ class DecoupledLoss:
         return decoupled(tokens, _proximal(tokens), self.clip, self.cap)
 
     def held(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
-        """By the clip; a token over the cap counts as held from above."""
+        """Return the tokens that the clip holds; a token over the cap counts as held from above."""
         proximal_T = _proximal(tokens)
         low_T, high_T = clipped_flags(ratio(tokens.new_T, proximal_T), tokens.advantage_T, self.clip)
         return low_T, high_T | (ratio(proximal_T, tokens.old_T) > self.cap)

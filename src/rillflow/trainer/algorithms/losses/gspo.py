@@ -1,7 +1,7 @@
-"""GSPO: the ratio of a row is the geometric mean of its tokens', and the whole row is clipped or none of it.
+"""GSPO: the ratio of a row is the geometric mean of its tokens' ratios, and the row is clipped as a whole.
 
-Each token carries the row's ratio with its own gradient (verl's token form). Under every aggregation in which the
-tokens of a row weigh the same, that is the gradient of the row's ratio itself (TRL's form).
+Each token carries the row's ratio with its own gradient (verl's token form). If all tokens of a row weigh the same, the
+gradient equals that of the row's ratio itself (TRL's form).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """M2PO: a trust region from the batch's second moment of the log-ratio, so that stale batches are clipped as little as
 their staleness allows.
 
-Both variants look for the largest second moment that may stay, such that it and all smaller ones have a mean under the
-threshold. `M2poClip` looks at the tokens that the clip can hold and turns that moment into clip bounds. `M2poMask`
-looks at all tokens and drops those above it from the loss; they still count in what the loss is divided by.
+Both variants find the largest second moment such that it and all smaller ones have a mean under the threshold.
+`M2poClip` considers the tokens that the clip can hold and turns that moment into clip bounds. `M2poMask` considers all
+tokens and drops those above it from the loss; dropped tokens still count in the loss's divisor.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def moments(tokens: Tokens) -> torch.Tensor:
 
 
 def highest_kept(moment_T: torch.Tensor, threshold: float, peers: Peers = Alone()) -> float:
-    """The smallest moment of all ranks stays, whatever the threshold. There must be one.
+    """Return the largest moment that is kept. The smallest moment of all ranks always is; there must be one.
 
-    Found by bisection over the doubles: the more of the smallest moments are kept, the higher is their mean. So only a
-    count and a sum travel, never a token.
+    The search is a bisection over the doubles: the mean grows with the number of moments that are kept. Ranks exchange
+    only a count and a sum, never tokens.
     """
     ascending_T = moment_T.double().sort().values.cpu().numpy()
     sum_T = np.concatenate([[0.0], np.cumsum(ascending_T)])
@@ -50,7 +50,7 @@ def highest_kept(moment_T: torch.Tensor, threshold: float, peers: Peers = Alone(
 
 
 def _bits(value: float) -> int:
-    """In the order of the doubles, as long as none is negative."""
+    """Return the bits as an integer, which has the order of the doubles if none is negative."""
     return int(np.float64(value).view(np.int64))
 
 
@@ -59,7 +59,7 @@ def _double(bits: int) -> float:
 
 
 def _mean(value_T: torch.Tensor, peers: Peers) -> tuple[float, float]:
-    """Over all ranks, and of how many."""
+    """Return the mean over all ranks and the number of values."""
     total, count = peers.total([float(value_T.double().sum()), len(value_T)])
     return total / max(count, 1.0), count
 
@@ -82,7 +82,7 @@ class M2poClip:
 
 @dataclass(frozen=True)
 class MaskedLoss:
-    """The clipped loss of the tokens whose second moment is at most `highest`; the others have none."""
+    """The clipped loss of the tokens whose second moment is at most `highest`, 0 for the others."""
 
     clipped: ClippedLoss
     highest: float

@@ -1,4 +1,7 @@
-"""REINFORCE under truncated importance weights: -A lp sg(w), with w = min(new / old, bound) of the token or the row."""
+"""REINFORCE with truncated importance weights: -A lp sg(w), with w = min(new / old, bound) of the token or the row.
+
+The weights are bounded from above and carry no gradient. Other losses use them too (`terms`).
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,18 @@ from typing import Literal
 
 import torch
 
-from rillflow.trainer.algorithms.common import WholeRows, none_of
-from rillflow.trainer.algorithms.losses.truncation import row_weights, token_weights
+from rillflow.trainer.algorithms.common import WholeRows, none_of, ratio
+
+
+def token_weights(target_T: torch.Tensor, sampled_T: torch.Tensor, bound: float) -> torch.Tensor:
+    """Return the weight of each single token: little variance, some bias."""
+    return ratio(target_T.detach(), sampled_T).clamp(max=bound)
+
+
+def row_weights(rows: WholeRows, target_T: torch.Tensor, sampled_T: torch.Tensor, bound: float) -> torch.Tensor:
+    """Return the product over the row on each of its tokens: unbiased below the bound, high variance."""
+    log_R = rows.sums((target_T - sampled_T).detach())
+    return ratio(log_R, torch.zeros_like(log_R)).clamp(max=bound)[rows.row_T]
 
 
 @dataclass(frozen=True)

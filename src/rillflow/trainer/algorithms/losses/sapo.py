@@ -1,4 +1,4 @@
-"""SAPO: a sigmoid gate around ratio 1 whose slope there is that of the ratio, steeper for negative advantages."""
+"""SAPO: a sigmoid gate around ratio 1, whose gradient there is that of the ratio, steeper for negative advantages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rillflow.trainer.algorithms.common import Tokens, none_of, ratio
 
 @dataclass(frozen=True)
 class SapoLoss:
-    """Temperatures of the gate where the advantage is positive, and elsewhere."""
+    """`positive` is the gate's temperature where the advantage is positive, `negative` elsewhere."""
 
     positive: float
     negative: float
@@ -22,5 +22,5 @@ class SapoLoss:
         return -tokens.advantage_T * gate_T
 
     def held(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gate closes smoothly: no token is held."""
+        """Return no tokens: the gate closes smoothly."""
         return none_of(tokens), none_of(tokens)

@@ -1,45 +1,62 @@
-"""What the nodes of the built-in graphs run: one small file for each function. Importing this package registers them.
+"""The functions of the built-in graphs. Importing this package registers them.
 
-source       fetch, generate: the rows of the batch, part by part
-scores       actor_logprobs, reference_logprobs, critic_values: what models say of the trained tokens
-rewards      score_reward, punish_overlong, kl_reward, group_statistics: what a reward is before it becomes an advantage
-advantages   advantages, batch_advantages: from rewards and the statistics of groups
-gae          from rewards and a critic's values, with the returns that the critic learns
-train_actor, train_critic, publish
+rows        fetch and generate; scores of models; rewards before they become advantages
+advantages  from rewards and the statistics of groups, or from a critic's values (GAE)
+train       the actor's and the critic's objectives
 """
 
 from __future__ import annotations
 
-from rillflow.config import TrainerConfig
-from rillflow.trainer.graph.functions import (
-    advantages,
-    gae,
+from rillflow.trainer.graph.functions.advantages import advantages, batch_advantages, gae
+from rillflow.trainer.graph.functions.rows import (
+    actor_logprobs,
+    critic_values,
+    fetch,
+    generate,
+    group_statistics,
+    kl_reward,
     publish,
-    rewards,
-    scores,
-    source,
-    train_actor,
-    train_critic,
+    punish_overlong,
+    reference_logprobs,
+    score_reward,
 )
+from rillflow.trainer.graph.functions.train import train_actor, train_critic
+from rillflow.trainer.graph.nodes import REGISTRY, Function
 
-__all__ = [
-    "advantages",
-    "gae",
-    "needs_proximal",
-    "publish",
-    "rewards",
-    "scores",
-    "source",
-    "train_actor",
-    "train_critic",
-]
+_STATISTICS = ("group_mean_R", "group_std_R", "group_size_R")
+_ADVANTAGE = ("reward_R", *_STATISTICS)
 
-
-def needs_proximal(config: TrainerConfig) -> bool:
-    """Whether the batch is scored under the actor's weights before its first update.
-
-    Losses clip around the log-probs that the engine recorded, which needs no such pass; truncated importance sampling
-    sets both apart, and decoupled PPO does once there are updates after the first.
-    """
-    several = config.updates * config.epochs > 1
-    return config.truncate is not None or (config.algorithm == "decoupled_ppo" and several)
+# Each entry: name, role, kind, function, the columns that it reads, the columns that it makes.
+for _function in (
+    Function("fetch", "actor", "fetch", fetch, gives=("answer_R",), default=True),
+    Function("generate", "actor", "generate", generate, gives=("answer_R",), default=True),
+    Function("actor_logprobs", "actor", "infer", actor_logprobs, gives=("proximal_N",), default=True),
+    Function("reference_logprobs", "reference", "infer", reference_logprobs, gives=("reference_N",), default=True),
+    Function("critic_values", "critic", "infer", critic_values, gives=("value_N",), default=True),
+    Function("punish_overlong", "reward", "compute", punish_overlong, ("reward_R", "answer_R"), ("reward_R",)),
+    Function("score_reward", "reward", "compute", score_reward, ("reward_R", "score_R"), ("reward_R",)),
+    Function("kl_reward", "reward", "compute", kl_reward, ("reference_N", "old_N", "mask_N"), ("kl_N",)),
+    Function(
+        "group_statistics", "reward", "compute", group_statistics,
+        ("reward_R", "member_R", "alike_R", *_STATISTICS), _STATISTICS, scope="batch",
+    ),
+    Function("advantages", "actor", "compute", advantages, _ADVANTAGE, ("advantage_N",), default=True),
+    Function(
+        "batch_advantages", "actor", "compute", batch_advantages,
+        (*_ADVANTAGE, "mask_N", "member_R", "alike_R", "step_reward_N", "kl_N?"), ("advantage_N",), scope="batch",
+    ),
+    Function(
+        "gae", "critic", "compute", gae,
+        ("reward_R", "step_reward_N", "mask_N", "value_N", "kl_N?"), ("advantage_N", "return_N"),
+        scope="batch", default=True,
+    ),
+    Function(
+        "train_actor", "actor", "train", train_actor,
+        ("advantage_N", "old_N", "mask_N", "member_R", "proximal_N?", "reference_N?"), default=True,
+    ),
+    Function(
+        "train_critic", "critic", "train", train_critic, ("value_N", "return_N", "mask_N", "member_R"), default=True
+    ),
+    Function("publish", "actor", "publish", publish, default=True),
+):  # fmt: skip
+    REGISTRY.add(_function)

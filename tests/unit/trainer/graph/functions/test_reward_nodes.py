@@ -15,13 +15,10 @@ from rillflow.clients.payloads import DamagedRows
 from rillflow.config import TrainerConfig
 from rillflow.errors import ConfigError
 from rillflow.trainer.algorithms import ALGORITHMS
-from rillflow.trainer.batches import TRAINED_COLUMNS, Rows, columns_of, make_rows
-from rillflow.trainer.graph.databuffer import Databuffer
-from rillflow.trainer.graph.functions.advantages import advantages, batch_advantages, chosen
-from rillflow.trainer.graph.functions.gae import gae
-from rillflow.trainer.graph.functions.rewards import group_statistics, punish_overlong
-from rillflow.trainer.graph.functions.source import fetch
-from rillflow.trainer.graph.step import Step
+from rillflow.trainer.batches import TRAINED_COLUMNS, Databuffer, Rows, columns_of, make_rows
+from rillflow.trainer.graph.functions.advantages import advantage_function, advantages, batch_advantages, gae
+from rillflow.trainer.graph.functions.rows import fetch, group_statistics, punish_overlong
+from rillflow.trainer.graph.worker import Step
 from rillflow.trainer.parallel.peers import Alone, Peers
 
 NAN = float("nan")
@@ -198,15 +195,15 @@ def test_a_critic_hears_of_the_rewards_of_answers() -> None:
 
 def test_which_function_makes_the_advantages() -> None:
     reward = {"where": "reward"}
-    assert chosen(TrainerConfig()) == "advantages"
-    assert chosen(TrainerConfig(kl={})) == "advantages"
-    assert chosen(TrainerConfig(kl=reward)) == "batch_advantages"
-    assert chosen(TrainerConfig(step_rewards="own")) == "batch_advantages"
-    assert chosen(TrainerConfig(advantage="grpo_whitened")) == "batch_advantages"
-    assert chosen(TrainerConfig(algorithm="ppo", kl=reward)) == "gae"
+    assert advantage_function(TrainerConfig()) == "advantages"
+    assert advantage_function(TrainerConfig(kl={})) == "advantages"
+    assert advantage_function(TrainerConfig(kl=reward)) == "batch_advantages"
+    assert advantage_function(TrainerConfig(step_rewards="own")) == "batch_advantages"
+    assert advantage_function(TrainerConfig(advantage="grpo_whitened")) == "batch_advantages"
+    assert advantage_function(TrainerConfig(algorithm="ppo", kl=reward)) == "gae"
     with pytest.raises(ConfigError, match="compared with each other"):
-        chosen(TrainerConfig(step_rewards="own", kl=reward))
-    with pytest.raises(ConfigError, match="critic's"):
-        chosen(TrainerConfig(algorithm="ppo", advantage="grpo"))
+        advantage_function(TrainerConfig(step_rewards="own", kl=reward))
+    with pytest.raises(ConfigError, match="from its critic"):
+        advantage_function(TrainerConfig(algorithm="ppo", advantage="grpo"))
     with pytest.raises(ConfigError, match="add up"):
-        chosen(TrainerConfig(algorithm="ppo", step_rewards="own"))
+        advantage_function(TrainerConfig(algorithm="ppo", step_rewards="own"))

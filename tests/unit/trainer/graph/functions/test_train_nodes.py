@@ -13,8 +13,7 @@ from trainer_helpers import learner, learners, random_rows, small_model
 
 from rillflow.config import TrainerConfig
 from rillflow.errors import ConfigError, GraphError
-from rillflow.trainer.batches import Rows
-from rillflow.trainer.graph.databuffer import Databuffer
+from rillflow.trainer.batches import Databuffer, Rows
 from rillflow.trainer.graph.worker import Worker
 
 
@@ -157,7 +156,7 @@ def test_a_loss_of_ones_own_sees_the_columns_of_ones_own_nodes(file: str) -> Non
 def test_a_loss_that_is_not_of_tokens_is_refused(file: str) -> None:
     with pytest.raises(ConfigError, match="for 4"):
         learner(loss=f"{file}:short").step([random_rows(3)])
-    with pytest.raises(ConfigError, match="no function"):
+    with pytest.raises(ConfigError, match="not a function"):
         learner(loss=f"{file}:number")
 
 
@@ -222,9 +221,9 @@ def test_actor_and_critic_go_on_exactly() -> None:
     [
         (["advantages"], {"kl": {}}, "needs reference_N"),
         (["advantages"], {"truncate": 2.0}, "needs proximal_N"),
-        (["punish_overlong", "group_statistics", "advantages"], {}, "what is long"),
-        (["reference_logprobs", "kl_reward", "advantages"], {}, "what a distance costs"),
-        (["advantages"], {"algorithm": "ppo"}, "take the function gae"),
+        (["punish_overlong", "group_statistics", "advantages"], {}, "needs trainer.overlong"),
+        (["reference_logprobs", "kl_reward", "advantages"], {}, "needs trainer.kl"),
+        (["advantages"], {"algorithm": "ppo"}, "use the function gae"),
     ],
 )
 def test_a_graph_that_does_not_fit_its_options_says_so(nodes: list[str], settings: Any, said: str) -> None:

@@ -1,0 +1,188 @@
+"""Builds a trainer's worker: the models of its roles, their optimizers and learners, and its chain of nodes.
+
+Invariant: a model that trains is loaded in fp32, exactly as in its files; the optimizer makes the bf16 copies that it
+computes with. A model that does not train is frozen and in the trainer's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import checkpoint
+
+from rillflow.config import CriticConfig, PolicyConfig, Recipe, TrainerConfig
+from rillflow.contracts import Clock
+from rillflow.errors import ConfigError
+from rillflow.trainer import lora
+from rillflow.trainer.algorithms import ALGORITHMS
+from rillflow.trainer.batches import staged_columns
+from rillflow.trainer.forward import PolicyForward, ScalarForward
+from rillflow.trainer.graph.builtin import Mode, chain_of
+from rillflow.trainer.graph.worker import Worker
+from rillflow.trainer.learner import Learner
+from rillflow.trainer.optimizer import Optimizer
+from rillflow.trainer.parallel.peers import Peers
+from rillflow.trainer.parallel.sharding import decoder_layers, shard
+from rillflow.weights.models import load_policy_model, load_scalar_model, pick_device
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def policy_model(settings: PolicyConfig, device: torch.device, seed: int = 0) -> PreTrainedModel:
+    """Load the model that trains. With LoRA its adapters are fp32 and drawn from `seed`, and the frozen rest is in the
+    trainer's dtype."""
+    config = settings.trainer
+    model = load_policy_model(settings.model, "fp32" if config.lora is None else config.dtype, device)
+    if config.lora is not None:
+        lora.wrap(model, config.lora, seed)
+    return prepared(model, config)
+
+
+def scalar_model(name: str, device: torch.device, config: TrainerConfig, seed: int = 0) -> PreTrainedModel:
+    """Load a model to train that gives one number for each token: a critic or a reward model. A new head is drawn from
+    `seed` with small values, so its first outputs are near zero."""
+    model, new = load_scalar_model(name, "fp32", device)
+    if new:
+        weight = model.get_parameter("score.weight")
+        drawn = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
+        with torch.no_grad():
+            weight.copy_(drawn / (weight.shape[1] + 1))
+    return prepared(model, config)
+
+
+def reward_model(name: str, device: torch.device, config: TrainerConfig) -> PreTrainedModel:
+    """Load a trained scalar model, frozen."""
+    model, new = load_scalar_model(name, config.dtype, device)
+    if new:
+        raise ConfigError(
+            f"{name} is not a reward model: its files have no head", "train one with `rillflow fit`, or name its folder"
+        )
+    return model.requires_grad_(False)
+
+
+def reference_model(settings: PolicyConfig, policy: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """Load the reference of the KL term, frozen. With LoRA it is the policy itself, run with its adapters off."""
+    config = settings.trainer
+    name = config.kl.reference if config.kl is not None else None
+    if name is None and config.lora is not None:
+        return policy
+    # A sharded model is cast when it is gathered, as the policy is.
+    dtype = "fp32" if isinstance(policy, FSDPModule) else config.dtype
+    model = load_policy_model(name or settings.model, dtype, device)
+    return model.requires_grad_(False)
+
+
+def prepared(model: PreTrainedModel, config: TrainerConfig) -> PreTrainedModel:
+    """Compile the model's layers and recompute them in backward, as the recipe asks. In place.
+
+    Layer by layer, so the code compiled for one serves all, and only one layer's activations exist at a time.
+    """
+    for layer in decoder_layers(model) if config.compile or config.recompute else ():
+        forward: Callable[..., Any] = layer.forward
+        if config.compile:
+            # Packs differ in length: with fixed shapes every new length would be compiled again.
+            forward = torch.compile(forward, dynamic=True)
+        layer.forward = partial(checkpoint, forward, use_reentrant=False) if config.recompute else forward
+    return model
+
+
+# ---------------------------------------------------------------- learners
+
+
+class Roles:
+    """Makes the learner of each role. A sharded model is loaded into host memory; only its shards reach the device."""
+
+    def __init__(self, settings: PolicyConfig, peers: Peers, device: torch.device, seed: int, in_order: bool) -> None:
+        self._settings = settings
+        self._config = settings.trainer
+        self._peers = peers
+        self._device = device
+        self._seed = seed
+        self._in_order = in_order
+        self._policy = policy_model(settings, self._loaded_on, seed)
+        shard(self._policy, self._config, peers, device)
+
+    @property
+    def _loaded_on(self) -> torch.device:
+        return torch.device("cpu") if self._config.sharding == "fsdp" and self._peers.size > 1 else self._device
+
+    @property
+    def _exact(self) -> bool:
+        """Return whether log-probs can have exactly the bits of the engine's."""
+        config = self._config
+        whole = not (config.trees or config.recompute or config.compile or config.lora or config.sharding != "none")
+        return self._in_order and self._settings.engine.kind == "embedded" and whole
+
+    def learners(self, roles: Set[str]) -> dict[str, Learner]:
+        """Return the learners of these roles. A function of the role reward brings its own model."""
+        makers = {"actor": self.actor, "critic": self.critic, "reference": self.reference}
+        return {role: make() for role, make in makers.items() if role in roles}
+
+    def actor(self) -> Learner:
+        optimizer = Optimizer(self._policy, self._config, self._peers)
+        forward = PolicyForward(self._policy, self._config, exact=self._exact)
+        return self._learner("actor", self._policy, forward, optimizer, self._config)
+
+    def reference(self) -> Learner:
+        model = reference_model(self._settings, self._policy, self._loaded_on)
+        if model is not self._policy:
+            shard(model, self._config, self._peers, self._device)
+        forward = PolicyForward(model, self._config, adapters=False)
+        return self._learner("reference", model, forward, None, self._config)
+
+    def critic(self) -> Learner:
+        wanted = self._config.critic or CriticConfig()
+        config = self._config.model_copy(update={"lr": wanted.lr or self._config.lr, "lora": None})
+        model = scalar_model(wanted.model or self._settings.model, self._loaded_on, config, self._seed)
+        shard(model, config, self._peers, self._device)
+        optimizer = Optimizer(model, config, self._peers)
+        return self._learner("critic", model, ScalarForward(model, config), optimizer, config)
+
+    def _learner(
+        self,
+        role: str,
+        model: torch.nn.Module,
+        forward: PolicyForward | ScalarForward,
+        optimizer: Optimizer | None,
+        config: TrainerConfig,
+    ) -> Learner:
+        return Learner(role, model, forward, optimizer, config, self._peers, in_order=self._in_order)
+
+
+# ---------------------------------------------------------------- the worker
+
+# Errors that the code of an unsupported model raises. Errors of other ranks are RuntimeErrors.
+_UNSUPPORTED = (ValueError, TypeError, AttributeError, KeyError, IndexError, NotImplementedError, AssertionError)
+
+
+def build_worker(
+    recipe: Recipe,
+    policy: str,
+    peers: Peers,
+    *,
+    device: torch.device | None = None,
+    mode: Mode | None = None,
+    clock: Clock | None = None,
+) -> Worker:
+    """Build everything that trains `policy` on this rank, by default on the device and in the mode of the recipe.
+
+    Collective.
+    """
+    settings = recipe.policies[policy]
+    config = settings.trainer
+    chain = chain_of(config, mode or recipe.mode, staged=staged_columns(settings.stages))
+    roles = Roles(settings, peers, device or pick_device(config.device), recipe.seed, recipe.runtime.deterministic)
+    algorithm = ALGORITHMS[config.algorithm](config)
+    try:
+        learners = roles.learners(chain.roles)
+    except _UNSUPPORTED as error:  # the next start would fail in the same way
+        raise ConfigError(
+            f"the trainer cannot build {settings.model}: {type(error).__name__}: {error}",
+            "train a model of a family that docs/training.md names, or see the traceback in this log",
+        ) from error
+    return Worker(chain, learners, algorithm, config, peers, seed=recipe.seed, clock=clock)
