@@ -17,6 +17,7 @@ from rillflow.config.load import read_resolved
 from rillflow.observe.metrics import read_metrics
 from rillflow.storage import SegmentReader
 from rillflow.storage.records import Place
+from rillflow.storage.spans import read_spans
 from rillflow.trainer.batches import TRAINED_COLUMNS, Databuffer, make_rows
 from rillflow.trainer.parallel.peers import Alone
 from rillflow.trainer.roles import Roles
@@ -44,6 +45,10 @@ def test_it_learns_and_the_audit_balances(run: Started, shared_cli: Cli) -> None
     assert after["reward"] >= before["reward"] + GAIN
     audited = json.loads(shared_cli.run("audit", str(run.folder), "--json").output())
     assert audited["balanced"], audited
+
+
+def test_the_worker_of_the_stage_has_a_lane(run: Started) -> None:
+    assert {span.state for span in read_spans(run.folder)["stage-agent-reference-0"]} == {"infer", "idle"}
 
 
 def test_the_trainer_reads_what_the_stage_wrote(run: Started) -> None:

@@ -87,7 +87,7 @@ def timeline(
     png: Annotated[Path | None, typer.Option(help="Draw it into this file", dir_okay=False, metavar="FILE")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the shares as JSON")] = False,
 ) -> None:
-    """Show how each worker of a run spent its time: rollout, training, switching, loading, idle."""
+    """Show how each worker of a run spent its time: rollout, inference, training, switching, loading, idle."""
     from rillflow.cli.timeline import show_timeline
     from rillflow.runtime.folder import RunFolder
 

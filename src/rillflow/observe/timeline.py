@@ -12,7 +12,14 @@ from typing import NamedTuple
 from rillflow.errors import RunError
 from rillflow.storage.spans import STATES, Span, read_spans
 
-COLOURS = {"train": "#d94801", "switch": "#6a51a3", "load": "#fdae6b", "rollout": "#2171b5", "idle": "#e8e8e8"}
+COLOURS = {
+    "train": "#d94801",
+    "switch": "#6a51a3",
+    "load": "#fdae6b",
+    "infer": "#238b45",
+    "rollout": "#2171b5",
+    "idle": "#e8e8e8",
+}
 _ROW = 0.45  # inches
 _LEAST = 2000  # share of the picture below which a span is invisible: neighbours are drawn as one
 

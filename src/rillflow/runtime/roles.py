@@ -9,7 +9,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING
 
 from rillflow.contracts import Generator, GroupReward
@@ -194,7 +194,8 @@ def stage_role(folder: RunFolder, stage: str, *, policy: str | None = None, name
 
     async def main() -> None:
         url = await wait_for_endpoint(folder, "dataflow")
-        await run_stage(recipe, policy, stage, dataflow_url=url, token=folder.token_of("stage"))
+        with closing(open_spans(folder.root, name)) as spans:
+            await run_stage(recipe, policy, stage, dataflow_url=url, token=folder.token_of("stage"), spans=spans)
 
     prepare()
     with folder.locked(name, PREDECESSOR_WAIT):

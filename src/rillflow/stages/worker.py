@@ -23,6 +23,7 @@ from rillflow.config import Recipe
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import DeadlineExceeded, LeaseLost, RunError, StorageError, Unavailable
 from rillflow.stages.stage import Stage
+from rillflow.storage.spans import NoSpans, Spans
 from rillflow.trainer.batches import Databuffer, columns_of, make_rows, payload_name
 from rillflow.trainer.remote_stream import Renewal
 from rillflow.types import Batch, CommitStage, LeaseStage, LoseRows, Row, SampleColumns
@@ -37,7 +38,7 @@ _MAY_PASS = (Unavailable, DeadlineExceeded, StorageError)
 
 class StageWorker:
     """A worker of one stage. It gives up after `patience` seconds without an answer of the run's service, because a
-    worker that joined by URL has no supervisor."""
+    worker that joined by URL has no supervisor. It writes its timeline to `spans`."""
 
     def __init__(
         self,
@@ -50,6 +51,7 @@ class StageWorker:
         token: str,
         patience: float | None = None,
         clock: Clock | None = None,
+        spans: Spans | None = None,
     ) -> None:
         settings = recipe.policies[policy]
         self._policy = policy
@@ -60,6 +62,7 @@ class StageWorker:
         self._patience = patience
         self._clock = clock or SystemClock()
         self._heard = self._clock.monotonic()
+        self._spans = spans or NoSpans()
         self._dataflow = DataflowClient(Client(dataflow_url, token, peer="dataflow"))
         self._reader = PayloadReader(self._dataflow.units, token)
         self._writer = UnitWriter(self._dataflow.units, token, segment_bytes=recipe.dataflow.units.segment_bytes)
@@ -129,7 +132,8 @@ class StageWorker:
 
     def _compute(self, data: Databuffer) -> list[Arrays]:
         """Return the columns of each sample, as a storage unit takes them."""
-        made = self._stage.columns(data)
+        with self._spans.doing("infer"):
+            made = self._stage.columns(data)
         rows: list[Arrays] = [{} for _ in range(len(data))]
         for name, column in made.items():
             parts = np.split(column, data.rows.start_R[1:] if name.endswith("_N") else range(1, len(data)))

@@ -26,7 +26,7 @@ from rillflow.storage.files import disk_errors
 
 log = logging.getLogger(__name__)
 
-Doing = Literal["train", "switch", "load", "rollout"]
+Doing = Literal["train", "switch", "load", "infer", "rollout"]
 STATES: tuple[str, ...] = (*get_args(Doing), "idle")  # the strongest first
 FOLDER = "timeline"
 FLUSH = 1.0

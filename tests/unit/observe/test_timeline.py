@@ -20,7 +20,7 @@ WORKERS = {
 def test_shares_are_of_the_window_and_add_up() -> None:
     window = Window(2, 12)
     assert shares(WORKERS["rollout-0"], window) == {
-        "train": 0.0, "switch": 0.0, "load": 0.1, "rollout": 0.6, "idle": pytest.approx(0.3),
+        "train": 0.0, "switch": 0.0, "load": 0.1, "infer": 0.0, "rollout": 0.6, "idle": pytest.approx(0.3),
     }  # fmt: skip
     assert idle_share(WORKERS["trainer-p"], window) == pytest.approx(0.2)
     for spent in report(WORKERS, window).values():
@@ -29,7 +29,7 @@ def test_shares_are_of_the_window_and_add_up() -> None:
 
 def test_a_worker_that_was_not_there_was_idle() -> None:
     assert seconds([Span("train", 5, 6)], Window(0, 10)) == {
-        "train": 1.0, "switch": 0.0, "load": 0.0, "rollout": 0.0, "idle": 9.0,
+        "train": 1.0, "switch": 0.0, "load": 0.0, "infer": 0.0, "rollout": 0.0, "idle": 9.0,
     }  # fmt: skip
     assert shares([], Window(3, 3)) == {}
     assert idle_share([], Window(3, 3)) == 0.0
