@@ -111,7 +111,7 @@ async def test_bounds_and_cooldown_hold_for_an_agent_too(tmp_path: Path) -> None
         assert not refused["done"]
         assert "cooling down" in refused["why"]
         world.clock.time += 60
-        assert "there is no node auto-7" in (await ask(client, "retire_node", name="auto-7"))["why"]
+        assert "node auto-7 cannot be retired" in (await ask(client, "retire_node", name="auto-7"))["why"]
         assert (await ask(client, "retire_node", name="auto-0"))["done"]
         await until(lambda: world.log[-1] == "stop auto-0")
         log = await ask(client, "decision_log", last=100)

@@ -138,6 +138,6 @@ def test_a_file_that_is_torn_newer_or_not_there_is_told_apart(file: WorkersFile)
 
 
 def test_a_worker_that_is_not_there_is_named_with_those_that_are(file: WorkersFile) -> None:
-    with pytest.raises(RunError, match="no worker 'rollout-9'") as caught:
+    with pytest.raises(RunError, match="unknown worker 'rollout-9'") as caught:
         find(file.read(), "rollout-9")
     assert "rollout-0" in caught.value.hint

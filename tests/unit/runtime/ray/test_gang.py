@@ -146,7 +146,7 @@ async def test_without_room_it_says_so_and_in_the_end_fails(tmp_path: Path, supe
     process = gang(FakeCluster("a", room=1), tmp_path, SLEEP, SLEEP, room=Room(0.2))
     supervisor.add(process)
     assert await supervisor.wait(60)
-    with pytest.raises(RunError, match="no room in the cluster for gang: it wants 2 times CPU 1; nodes have: 1 nodes"):
+    with pytest.raises(RunError, match="the cluster has no room for gang: it wants 2 times CPU 1; nodes have: 1 nodes"):
         supervisor.check()
 
 
