@@ -42,7 +42,7 @@ from rillflow.dashboard.server import Dashboard
 from rillflow.dashboard.watched import watch
 from rillflow.dataflow.balance_ledger import Balances
 from rillflow.dataflow.ledger.database import Base, Database
-from rillflow.dataflow.ledger.tables import FORMAT
+from rillflow.dataflow.ledger.schema import FORMAT
 from rillflow.dataflow.rules import Rules
 from rillflow.runtime.folder import RunFolder
 from rillflow.storage.spans import Span
@@ -113,9 +113,8 @@ def fill_ledger(folder: RunFolder) -> None:
             [(f"t{n:06d}", n, f"p{n}") for n in range(STEPS * 16)],
         )
         db.many(
-            "INSERT INTO tasks (id, grp, lane, round, ord, place, seed, state) "
-            "VALUES (?, ?, 'train', 0, ?, ?, 1, 'done')",
-            [(f"t{n:06d}.{k}", f"t{n:06d}", n, k) for n in range(STEPS * 16) for k in range(8)],
+            "INSERT INTO tasks (grp, place, seed, state) VALUES (?, ?, 1, 'done')",
+            [(f"t{n:06d}", k) for n in range(STEPS * 16) for k in range(8)],
         )
         db.many(
             "INSERT INTO nodes (name, incarnation, state, seen, completed) VALUES (?, 'i', 'healthy', 1.0, 10)",

@@ -86,8 +86,8 @@ def _curve(ledger: Path, metrics: Path) -> Curve:
 
 def _ended(database: sqlite3.Connection, until: float) -> int:
     query = (
-        "SELECT count(*) FROM attempts a JOIN tasks t ON t.id = a.task "
-        "WHERE t.lane = 'train' AND a.state = 'done' AND a.ended_at <= ?"
+        "SELECT count(*) FROM attempts a JOIN groups g ON g.id = a.grp "
+        "WHERE g.lane = 'train' AND a.state = 'done' AND a.ended_at <= ?"
     )
     return int(database.execute(query, (until,)).fetchone()[0])
 

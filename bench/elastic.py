@@ -160,7 +160,7 @@ class Run:
         time.sleep(seconds)
         ended = time.time()
         rows = self.count(
-            "SELECT a.node, sum(t.samples) FROM attempts a JOIN tasks t ON t.id = a.task "
+            "SELECT a.node, sum(t.samples) FROM attempts a JOIN tasks t ON t.grp = a.grp AND t.place = a.place "
             "WHERE a.state = 'done' AND a.ended_at BETWEEN ? AND ? GROUP BY a.node",
             began,
             ended,

@@ -42,7 +42,7 @@ _ROUND = (
     "WHERE g.lane = 'eval' AND g.round = ? AND s.agent = ? AND s.turn = 0"
 )
 _BEGAN = (
-    "SELECT min(a.leased_at) FROM attempts a JOIN tasks t ON t.id = a.task WHERE t.lane = 'train' AND a.leased_at > ?"
+    "SELECT min(a.leased_at) FROM attempts a JOIN groups g ON g.id = a.grp WHERE g.lane = 'train' AND a.leased_at > ?"
 )
 
 

@@ -14,11 +14,30 @@ _EVENTS = {
 }
 
 
+# An attempt is in the row of its task while it holds it or has done it, and else in a row of its own.
+_OF_ATTEMPTS = {
+    "leased": ("UPDATE ON main.tasks WHEN NEW.state = 'leased' AND NEW.leases != OLD.leases", f"'{ADMITTED}', 'held'"),
+    "done": ("UPDATE OF state ON main.tasks WHEN NEW.state = 'done'", "'held', 'done'"),
+    "ended": (
+        "INSERT ON main.ended_attempts",
+        "(SELECT CASE state WHEN 'leased' THEN 'held' ELSE state END FROM main.tasks "
+        "WHERE grp = NEW.grp AND place = NEW.place AND attempt = NEW.id), NEW.state",
+    ),
+}
+
+
 def watch(ledger: Ledger) -> None:
     """Note the moves that the ledger makes from now on. Those that are rolled back are not noted."""
     run = ledger.db._connection.execute
     run("CREATE TEMP TABLE moves (name, state, next, PRIMARY KEY (name, state, next))")
+    for event, (when, states) in _OF_ATTEMPTS.items():
+        run(
+            f"CREATE TEMP TRIGGER watch_attempts_{event} AFTER {when} "
+            f"BEGIN INSERT OR IGNORE INTO moves VALUES ('attempts', {states}); END"
+        )
     for name in MACHINES:
+        if name == "attempts":
+            continue
         for event, (when, states) in _EVENTS.items():
             run(
                 f"CREATE TEMP TRIGGER watch_{name}_{event.split()[0]} AFTER {event} ON main.{name} {when} "

@@ -1,7 +1,7 @@
 """Callers that come at the same time share one call.
 
-Clients share calls to the dataflow service, puts share a write of their storage unit, and the frames of a session log
-share a sync.
+Clients share calls to the dataflow service, puts share a write of their storage unit, the frames of a session log share
+a sync, and so do the changes of a ledger.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ class _Waiting(Generic[Item, Answer]):
     item: Item
     size: int
     answer: asyncio.Future[Answer]
+    since: float  # of the loop's clock
 
 
 class Batcher(Generic[Item, Answer]):
     """Calls `work` with the items of everybody who waits, with at most `at_once` calls under way.
 
     Items that come meanwhile share the next call, in their order: up to `most` of them, and up to `most_size` in the
-    unit of their sizes unless one alone has more. `work` answers each item with its result or with an error of its own,
+    unit of their sizes unless one alone has more. A call begins `pause` seconds after its first item came at the
+    earliest, so that others can join it. `work` answers each item with its result or with an error of its own,
     in the same order; when it raises, each of its items gets a copy of the error. An item whose caller has stopped
     waiting before its call begins is left out. Belongs to one event loop.
     """
@@ -45,11 +47,13 @@ class Batcher(Generic[Item, Answer]):
         at_once: int = 1,
         most: int = MOST,
         most_size: int | None = None,
+        pause: float = 0.0,
     ) -> None:
         self._work = work
         self._at_once = at_once
         self._most = most
         self._most_size = most_size
+        self._pause = pause
         self._waiting: list[_Waiting[Item, Answer]] = []
         self._running: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -59,7 +63,8 @@ class Batcher(Generic[Item, Answer]):
         """Return a future of the item's answer. Its call begins in the next turn of the loop at the earliest."""
         if self._closed:
             raise _closed()
-        waiting = _Waiting[Item, Answer](item, size, asyncio.get_running_loop().create_future())
+        loop = asyncio.get_running_loop()
+        waiting = _Waiting[Item, Answer](item, size, loop.create_future(), loop.time())
         self._waiting.append(waiting)
         self.size += size
         if len(self._running) < self._at_once:
@@ -86,8 +91,10 @@ class Batcher(Generic[Item, Answer]):
 
     async def _run(self) -> None:
         try:
-            while group := self._next_group():
-                await self._call(group)
+            while self._waiting:
+                if (left := self._waiting[0].since + self._pause - asyncio.get_running_loop().time()) > 0:
+                    await asyncio.sleep(left)
+                await self._call(self._next_group())
         finally:
             # At once, not when the loop comes round to it: the next item must not count on this task.
             self._running.discard(cast("asyncio.Task[None]", asyncio.current_task()))

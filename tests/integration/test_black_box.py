@@ -99,7 +99,8 @@ def test_a_session_goes_on_when_its_node_is_killed(cli: Cli) -> None:
     with sqlite3.connect(run.folder / "ledger.sqlite") as ledger:
         query = (
             "SELECT a.state, s.state, (SELECT sum(trained) FROM samples x WHERE x.grp = t.grp AND x.place = t.place) "
-            "FROM attempts a JOIN tasks t ON t.id = a.task JOIN shares s ON s.grp = t.grp WHERE a.id = ?"
+            "FROM attempts a JOIN tasks t ON t.grp = a.grp AND t.place = a.place JOIN shares s ON s.grp = t.grp "
+            "WHERE a.id = ?"
         )
         assert ledger.execute(query, (task["session"],)).fetchall() == [("done", "trained", tokens)]
         failed = ledger.execute("SELECT id, cause FROM attempts WHERE state = 'failed'").fetchall()

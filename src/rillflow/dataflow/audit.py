@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rillflow.dataflow.ledger.segments import RECLAIMED
 from rillflow.dataflow.ledger.snapshot import snapshot
 from rillflow.dataflow.ledger.states import MACHINES, Machine
-from rillflow.dataflow.ledger.workers import RECLAIMED
 
 
 def _any(table: str, states: Sequence[str]) -> str:
@@ -200,18 +200,16 @@ class _Auditor:
             "SELECT sum(leases) FROM tasks",
             sum(states.get(state, 0) for state in known),
         )
-        self._same(
-            "attempts: held = tasks leased", states.get("held", 0), "SELECT count(*) FROM tasks WHERE state = 'leased'"
-        )
         self._same("attempts: held = held by nodes", states.get("held", 0), "SELECT sum(held) FROM nodes")
-        self._same(
-            "attempts: done = tasks done", states.get("done", 0), "SELECT count(*) FROM tasks WHERE state = 'done'"
-        )
         self._same("attempts: failed = failures of tasks", states.get("failed", 0), "SELECT sum(failures) FROM tasks")
         self._none(
-            "tasks: leased or done without the attempt that says so",
-            "SELECT count(*) FROM tasks t LEFT JOIN attempts a ON a.id = t.attempt WHERE t.state IN ('leased', 'done') "
-            "AND a.state IS NOT (CASE t.state WHEN 'leased' THEN 'held' ELSE 'done' END)",
+            "tasks: leased or done, but not by the latest attempt, or by one that has ended otherwise",
+            "SELECT count(*) FROM tasks WHERE state IN ('leased', 'done') AND (attempt IS NOT id || '-' || leases "
+            "OR node IS NULL OR leased_at IS NULL OR attempt IN (SELECT id FROM ended_attempts))",
+        )
+        self._none(
+            "tasks: done without the digest and the time of their completion",
+            "SELECT count(*) FROM tasks WHERE state = 'done' AND (digest IS NULL OR ended_at IS NULL)",
         )
         self._report.counts |= {f"attempts.{state}": states.get(state, 0) for state in known}
 

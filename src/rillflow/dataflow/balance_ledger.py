@@ -89,7 +89,7 @@ class Balances(Part):
         return Balance(latest=self.latest(), current=make_report(self._policy, mark, look))
 
     def _look(self, mark: Mark, now: float) -> Look:
-        self._db.write_counts()
+        self._db.write_totals()
         return take_look(self._db, self._policy, mark, now)
 
     def _mark(self) -> Mark:

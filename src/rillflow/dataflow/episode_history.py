@@ -10,10 +10,10 @@ from rillflow.dataflow.ledger.snapshot import Snapshot
 from rillflow.errors import RunError
 
 _EPISODES = """
-SELECT a.id AS attempt, a.task AS id, a.node, a.state, a.cause, a.leased_at AS begin, a.ended_at AS end,
-    t.grp AS grp, t.lane AS lane, t.reward, t.samples, t.calls,
+SELECT a.id AS attempt, t.id AS id, a.node, a.state, a.cause, a.leased_at AS begin, a.ended_at AS end,
+    t.grp AS grp, g.lane AS lane, t.reward, t.samples, t.calls,
     t.attempt = a.id AND a.state = 'done' AS counts, g.prompt
-FROM attempts a JOIN tasks t ON t.id = a.task JOIN groups g ON g.id = t.grp
+FROM attempts a JOIN tasks t ON t.grp = a.grp AND t.place = a.place JOIN groups g ON g.id = t.grp
 """
 # Every batch that a group was trained in, replays included; the step of a batch is on a live or an orphaned line.
 _STEPS = """
@@ -150,14 +150,17 @@ class Moment(NamedTuple):
 
 def life_of(reads: Snapshot, task: str) -> list[Moment]:
     """Return what happened to one task, from its prompt to the optimizer steps; RunError if there is no such task."""
-    rows = reads.all("SELECT t.*, g.prompt, g.admitted_at, g.state AS gstate, g.cause AS gcause, g.ended_at AS gended "
-                     "FROM tasks t JOIN groups g ON g.id = t.grp WHERE t.id = ?", (task,))  # fmt: skip
+    rows = reads.all(
+        "SELECT t.*, g.lane, g.prompt, g.admitted_at, g.state AS gstate, g.cause AS gcause, g.ended_at AS gended "
+        "FROM tasks t JOIN groups g ON g.id = t.grp WHERE t.grp = ? AND t.place = ?",
+        _place(task),
+    )
     if not rows:
-        known = reads.value("SELECT id FROM tasks ORDER BY id LIMIT 1")
+        known = reads.value("SELECT id FROM tasks ORDER BY grp, place LIMIT 1")
         raise RunError(f"the run has no episode {task!r}", f"ids are such as {known}; `rillflow trace RUN` shows all")
     row = rows[0]
     moments = [Moment(row["admitted_at"], f"prompt {row['prompt']} admitted as group {row['grp']} ({row['lane']})")]
-    for one in reads.all(f"{_EPISODES} WHERE a.task = ? ORDER BY a.leased_at", (task,)):
+    for one in reads.all(f"{_EPISODES} WHERE a.grp = ? AND a.place = ? ORDER BY a.leased_at", _place(task)):
         moments += _of_attempt(_episode(one))
     moments += _of_samples(reads, row)
     if row["gended"] is not None:
@@ -167,6 +170,12 @@ def life_of(reads: Snapshot, task: str) -> list[Moment]:
         for step in _steps_of(reads, row["grp"]):
             moments += _of_step(step)
     return sorted(moments, key=lambda moment: moment.time)
+
+
+def _place(task: str) -> tuple[str, int]:
+    """Return the group of a task and its place in the group; a place that no task has for what is not a task's id."""
+    group, _, place = task.rpartition(".")
+    return group, int(place) if place.isdecimal() and len(place) < 10 else -1
 
 
 def _of_attempt(episode: Episode) -> list[Moment]:
@@ -180,11 +189,10 @@ def _of_attempt(episode: Episode) -> list[Moment]:
 
 
 def _of_samples(reads: Snapshot, task: sqlite3.Row) -> list[Moment]:
-    ended = reads.value("SELECT ended_at FROM attempts WHERE id = ?", (task["attempt"],))
     rows = reads.all("SELECT * FROM samples WHERE grp = ? AND place = ? ORDER BY n", (task["grp"], task["place"]))
     return [
         Moment(
-            ended or task["admitted_at"],
+            task["ended_at"] or task["admitted_at"],
             f"sample {row['n']} of policy {row['policy']}: {row['trained']} of {row['tokens']} tokens to train, "
             f"versions {row['oldest']} to {row['newest']}, reward {row['reward']:g}",
         )

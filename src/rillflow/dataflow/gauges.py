@@ -67,9 +67,7 @@ class LedgerGauges(Collector):
     def _of_leases(self) -> Iterator[GaugeMetricFamily]:
         """The oldest lease tells of what hangs: a task, or a batch that no trainer commits."""
         now, db = self._clock.now(), self._ledger.db
-        task = db.value(
-            "SELECT min(a.leased_at) FROM tasks t JOIN attempts a ON a.id = t.attempt WHERE t.state = 'leased'"
-        )
+        task = self._ledger.tasks.oldest_lease
         yield GaugeMetricFamily(
             "rillflow_task_lease_age",
             "Seconds of the oldest lease of a task",

@@ -82,7 +82,7 @@ class KeptEpisodes(Part):
     def of_round(self, number: int) -> list[KeptEpisode]:
         """Return the episodes of an evaluation round that has ended. The same prompts are drawn in each round."""
         rows = self._db.all(
-            "SELECT t.id, t.ord, t.place FROM groups g JOIN tasks t ON t.grp = g.id WHERE g.lane = 'eval' "
+            "SELECT t.id, g.ord, t.place FROM groups g JOIN tasks t ON t.grp = g.id WHERE g.lane = 'eval' "
             "AND g.round = ? AND t.state = 'done'",
             (number,),
         )
@@ -94,13 +94,13 @@ class KeptEpisodes(Part):
     def of_failure(self, news: FailTask) -> KeptEpisode | None:
         """Return an episode whose failure was just taken."""
         attempt = self._db.one(
-            "SELECT node, cause, leased_at, ended_at FROM attempts WHERE id = ? AND task = ? AND state = 'failed'",
-            (news.attempt, news.task),
+            "SELECT grp, place, node, cause, leased_at, ended_at FROM ended_attempts WHERE id = ? AND state = 'failed'",
+            (news.attempt,),
         )
-        if attempt is None:
+        if attempt is None or news.task != f"{attempt['grp']}.{attempt['place']}":
             return None
-        node, cause, leased_at, ended_at = attempt
-        row, place = self._group(news.task)
+        group, place, node, cause, leased_at, ended_at = attempt
+        row = self._groups.row(group)
         return KeptEpisode(
             id=news.attempt,
             kept="failure",
@@ -123,8 +123,8 @@ class KeptEpisodes(Part):
 
     def _ended(self, name: str, kept: Kept, step: int, told: Mapping[tuple[str, int, int], KeptTokens]) -> KeptEpisode:
         row, place = self._group(name)
-        query = "SELECT reward, calls, seconds, node, metrics FROM tasks WHERE id = ?"
-        reward, calls, seconds, node, metrics = self._db.one(query, (name,))
+        query = "SELECT reward, calls, seconds, node, metrics FROM tasks WHERE grp = ? AND place = ?"
+        reward, calls, seconds, node, metrics = self._db.one(query, (row.id, place))
         samples = self._db.rows(
             Sample, f"SELECT {Sample.columns()} FROM samples WHERE grp = ? AND place = ? ORDER BY n", (row.id, place)
         )

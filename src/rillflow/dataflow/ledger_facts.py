@@ -15,7 +15,8 @@ from typing import Any
 
 import msgspec
 
-from rillflow.dataflow.ledger.tables import FORMAT, SUM
+from rillflow.dataflow.ledger.schema import FORMAT
+from rillflow.dataflow.ledger.tables import SUM
 from rillflow.dataflow.ledger.tasks import NOTES
 from rillflow.errors import CorruptData
 from rillflow.types import UserError

@@ -16,7 +16,7 @@ from rillflow.contracts import SystemClock
 from rillflow.dataflow.balance import Balance
 from rillflow.dataflow.balance_ledger import Balances
 from rillflow.dataflow.ledger.database import Base, Database
-from rillflow.dataflow.ledger.tables import FORMAT
+from rillflow.dataflow.ledger.schema import FORMAT
 from rillflow.dataflow.rules import Rules
 from rillflow.errors import RunError
 from rillflow.runtime.folder import RunFolder

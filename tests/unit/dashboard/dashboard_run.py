@@ -18,7 +18,7 @@ from rillflow.config import load_recipe
 from rillflow.contracts import SystemClock
 from rillflow.dataflow.balance_ledger import Balances
 from rillflow.dataflow.ledger.database import Base, Database
-from rillflow.dataflow.ledger.tables import FORMAT
+from rillflow.dataflow.ledger.schema import FORMAT
 from rillflow.dataflow.rules import Rules
 from rillflow.runtime.folder import RunFolder
 from rillflow.storage.spans import Span

@@ -27,6 +27,7 @@ from rillflow.dataflow.audit import audit
 from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.hooks.filters.zero_variance import ZeroVariance
 from rillflow.dataflow.hooks.samplers.replay import Replay
+from rillflow.dataflow.ledger.tables import NEWEST
 from rillflow.dataflow.report import status
 from rillflow.errors import RillflowError
 from rillflow.types import (
@@ -102,15 +103,15 @@ TRACES: dict[str, dict[str, Any]] = {
 VIEWS = {
     "groups": "SELECT id, lane, round, ord, prompt, planned, state, cause, started, scoring, admitted_at, ended_at "
     "FROM groups",
-    "group_versions": "SELECT grp, producer, oldest, newest FROM group_versions",
     "recent": "SELECT stream, grp, reward, flat, rewards, at FROM recent",
     "tally": "SELECT lane, state, cause, n FROM tally WHERE n != 0",
     "shares": "SELECT grp, producer, stream, ord, state, cause, oldest, newest, mean, std, size, samples, tokens, "
     "todo, batch, trained_into, served, held, damaged, ended_at FROM shares",
     "share_tally": "SELECT stream, state, cause, n FROM share_tally WHERE n != 0",
-    "tasks": "SELECT id, grp, lane, round, ord, place, seed, state, cause, error, attempt, node, last_node, "
-    "returned_at, leases, failures, returns, reward, given, samples, calls, seconds, metrics FROM tasks",
-    "attempts": "SELECT id, task, node, state, cause, leased_at, ended_at FROM attempts",
+    "tasks": "SELECT t.id, grp, lane, round, ord, place, seed, t.state, t.cause, error, attempt, node, last_node, "
+    "returned_at, leases, failures, returns, reward, given, samples, calls, seconds, metrics "
+    "FROM tasks t JOIN groups g ON g.id = t.grp",
+    "attempts": "SELECT id, grp || '.' || place, node, state, cause, leased_at, ended_at FROM attempts",
     "samples": "SELECT grp, place, n, policy, unit, segment, offset, length, tokens, trained, oldest, newest, reward, "
     "truncated, live, agent, turn FROM samples",
     "batches": "SELECT id, policy, attempt, incarnation, version, state, wanted, least, members, parts, complete, "
@@ -167,6 +168,9 @@ def view(world: World) -> dict[str, Any]:
             for key in _JSON & row.keys():
                 row[key] = json.loads(row[key]) if isinstance(row[key], str) else row[key]
         found[name] = sorted((plain(list(row.values())) for row in rows), key=json.dumps)
+    playing = {policy: world.ledger.playing.sampled(policy, -1, NEWEST) for policy in world.rules.policies}
+    versions = [[group.id, policy, *group.versions[policy]] for policy, groups in playing.items() for group in groups]
+    found["group_versions"] = sorted(versions, key=json.dumps)
     world.ledger.commit()
     report = audit(world.path)
     return found | {"balanced": report.balanced, "counts": plain(report.counts)}

@@ -9,8 +9,8 @@ from rillflow.dataflow.audit import audit
 from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.hooks.filters.zero_variance import ZeroVariance
 from rillflow.dataflow.hooks.samplers.replay import Replay
+from rillflow.dataflow.ledger.schema import FORMAT
 from rillflow.dataflow.ledger.states import MACHINES
-from rillflow.dataflow.ledger.tables import FORMAT
 from rillflow.errors import CorruptData, RunError, StorageError
 
 
@@ -42,6 +42,8 @@ def make_busy(make_world):
     play()
     world.batch()
     world.commit(world.batch(policy="other"))
+    for lease in world.lease(1):
+        world.fail(lease)
     for lease in world.lease(2):
         world.done(lease)
     assert world.ask_stage("score", "y") is not None
@@ -55,11 +57,12 @@ def make_busy(make_world):
     return world
 
 
+TABLES = {"attempts": "ended_attempts"}  # where it is not the table of the same name
 HARMS = [
     "DELETE FROM samples WHERE grp = 't000000' AND place = 0 AND n = 0",
     "DELETE FROM groups WHERE id = 't000001'",
     "DELETE FROM tasks WHERE id = 't000001.0'",
-    "DELETE FROM attempts WHERE task = 't000001.0'",
+    "DELETE FROM ended_attempts",
     "UPDATE groups SET state = 'open' WHERE id = 't000000'",
     "UPDATE groups SET scoring = 1 WHERE id = 't000000'",
     "UPDATE groups SET state = 'nowhere' WHERE id = 't000000'",
@@ -89,7 +92,8 @@ HARMS = [
     "DELETE FROM groups WHERE lane = 'eval'",
     "UPDATE tasks SET state = 'cancelled' WHERE state IN ('pending', 'leased')",
     "UPDATE tasks SET failures = 1 WHERE id = 't000000.0'",
-    "UPDATE attempts SET state = 'held' WHERE task = 't000000.0'",
+    "UPDATE tasks SET attempt = 'nothing' WHERE id = 't000000.0'",
+    "UPDATE tasks SET digest = NULL WHERE id = 't000000.0'",
     "UPDATE nodes SET held = held + 1",
     "INSERT INTO counters VALUES ('segments_reclaimed', 1)",
     "INSERT INTO orphans VALUES ('main', -1, 0)",
@@ -105,8 +109,8 @@ HARMS = [
     "UPDATE segments SET live = live + 1",
     "UPDATE segments SET state = 'dropping'",
     "DELETE FROM quarantine",
-    "UPDATE attempts SET state = 'failed', cause = ''",
-    "; ".join(f"UPDATE {name} SET state = 'nowhere'" for name in MACHINES),
+    "UPDATE ended_attempts SET state = 'failed', cause = ''",
+    "; ".join(f"UPDATE {TABLES.get(name, name)} SET state = 'nowhere'" for name in MACHINES),
 ]
 
 

@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from rillflow.dataflow.balance import Balance
 from rillflow.dataflow.balance_ledger import BalanceGauges, Balances, read_balance
 from rillflow.dataflow.ledger.database import Base, Database
+from rillflow.dataflow.ledger.schema import FORMAT
 from rillflow.dataflow.ledger.shares import ENTERED
-from rillflow.dataflow.ledger.tables import FORMAT
 from rillflow.dataflow.rules import PolicyRules, Rules
 from rillflow.errors import CorruptData, RunError
 

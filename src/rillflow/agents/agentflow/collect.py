@@ -33,7 +33,7 @@ _TRANSCRIPT = "transcript"
 _EPISODES = (
     "SELECT t.id, t.reward, g.ord, g.prompt, s.unit, s.segment, s.offset, s.length FROM tasks t "
     "JOIN groups g ON g.id = t.grp JOIN samples s ON s.grp = t.grp AND s.place = t.place AND s.n = 0 "
-    "WHERE t.lane = 'train' AND t.state = 'done' ORDER BY g.ord, t.place"
+    "WHERE g.lane = 'train' AND t.state = 'done' ORDER BY g.ord, t.place"
 )
 
 

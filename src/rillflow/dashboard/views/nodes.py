@@ -7,8 +7,8 @@ from typing import Any
 
 from rillflow.dashboard.watched import Live, WatchedRun
 from rillflow.dataflow.ledger.snapshot import Snapshot
+from rillflow.dataflow.ledger.nodes import node_info
 from rillflow.dataflow.ledger.tables import SUM, Node
-from rillflow.dataflow.ledger.workers import node_info
 from rillflow.types import NodeInfo
 
 _MOST = 500  # rows that the table shows: the worst first

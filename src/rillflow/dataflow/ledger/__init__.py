@@ -1,17 +1,22 @@
 """The ledger: every prompt's way from admission to its one end, in one SQLite file.
 
-Read `states` (the state machine), `tables` (what is stored) and `ledger` (the calls), then the chapters. Each table has
+Read `states` (the state machine), `schema` (what is stored) and `ledger` (the calls), then the chapters. Each table has
 one writer; other modules change it through that one's methods.
 
     database     transactions, statements, counters
-    tasks        tasks, attempts, samples, group_versions
+    tasks        tasks
+    attempts     ended_attempts
+    samples      samples
     groups       groups, tally, recent
     shares       shares, share_tally, stage_shares, extras
     batches      batches, members
     stages       stage_batches
     versions     policies, former, orphans, steps
     evaluations  rounds, round_sources
-    workers      nodes, retired, units, segments, quarantine, user_errors
+    nodes        nodes, retired, user_errors
+    segments     units, segments, quarantine
+
+`playing` keeps the groups that are playing, and their tasks, in memory.
 
 These decide and write nothing themselves: `leasing` and `throttle` (which tasks a node gets), `streams` (what a trainer
 may get), `serving` (what it is sent), `steps` (what a commit leaves), `scoring` (rewards of groups), `lost_rows`,

@@ -10,12 +10,11 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
 
-from rillflow.dataflow.ledger.tables import NEWEST, HeldTask
+from rillflow.dataflow.ledger.tables import NEWEST, Attempt
 from rillflow.dataflow.ledger.versions import Lineage
 from rillflow.dataflow.rules import Rules
 from rillflow.errors import BadRequest, LeaseLost, RillflowError
@@ -30,8 +29,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 Kind = Literal["done", "repeated", "late", "again", "failed", "refused"]
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(msgspec.Struct, frozen=True, gc=False):
     """What follows from a completion of the attempt `held`.
 
     `done` and `failed` end the attempt; `again` returns it for `cause`. `repeated` was taken before, `late` comes from
@@ -41,10 +39,10 @@ class Verdict:
 
     kind: Kind
     news: CompleteTask
-    held: HeldTask | None = None
+    held: Attempt | None = None
     digest: str = ""
     cause: str = ""
-    live: list[bool] = field(default_factory=list)
+    live: list[bool] = []
     error: RillflowError | None = None
 
 
@@ -59,9 +57,9 @@ class Judge:
         strict = [rules.policies[stream] for stream in lineage.unfinished() if rules.policies[stream].on_policy]
         self._on_policy = {producer for policy in strict for producer in policy.producers}
 
-    def judge(self, news: CompleteTask, held: HeldTask | None, deaths: bool) -> Verdict:
+    def judge(self, news: CompleteTask, held: Attempt | None, deaths: bool) -> Verdict:
         """`held` is the attempt that the completion names, if there is one; `deaths`, whether any version has died."""
-        if held is not None and held.id != news.task:
+        if held is not None and held.task.id != news.task:
             held = None
         if error := self._why_refused(news):
             return Verdict("refused", news, error=error)
@@ -74,9 +72,9 @@ class Judge:
             return Verdict("late", news, held)
         if cause := self._why_again(held, news.samples, deaths):
             return Verdict("again", news, held, cause=cause)
-        if cause := _why_failed(held.lane, news):
+        if cause := _why_failed(held.task.lane, news):
             return Verdict("failed", news, held, digest, cause)
-        evaluation = held.lane == "eval"
+        evaluation = held.task.lane == "eval"
         live = [evaluation or (sample.trained > 0 and sample.policy in self._wanted) for sample in news.samples]
         return Verdict("done", news, held, digest, live=live)
 
@@ -103,11 +101,11 @@ class Judge:
                 return BadRequest(f"a sample of {news.task!r:.80} contradicts itself: {sample}", "check the node")
         return None
 
-    def _why_again(self, held: HeldTask, samples: Sequence[SampleMeta], deaths: bool) -> str:
+    def _why_again(self, held: Attempt, samples: Sequence[SampleMeta], deaths: bool) -> str:
         """Return why an episode that ended well must be played again."""
         if deaths and any(s.trained and self._lineage.died(s.policy, s.oldest, s.newest) for s in samples):
             return "rolled_back"
-        if held.lane == "eval" or not self._on_policy:
+        if held.task.lane == "eval" or not self._on_policy:
             return ""
         late = any(s.trained and s.policy in self._on_policy and s.oldest < self._heads[s.policy] for s in samples)
         return "stale" if late else ""

@@ -9,39 +9,23 @@ batches that trainers work on have been committed or given back. It never ends w
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from rillflow.contracts import PromptSource
 from rillflow.dataflow.hooks import Hooks
-from rillflow.dataflow.ledger.batches import Batches
 from rillflow.dataflow.ledger.database import Base, Part
-from rillflow.dataflow.ledger.evaluations import Evaluations
-from rillflow.dataflow.ledger.groups import Groups
-from rillflow.dataflow.ledger.scoring import Scoring
-from rillflow.dataflow.ledger.streams import SKIPPED_IN_A_ROW, Streams
+from rillflow.dataflow.ledger.streams import SKIPPED_IN_A_ROW
 from rillflow.dataflow.ledger.tables import NEWEST, Share
-from rillflow.dataflow.ledger.tasks import FAILURES_IN_A_ROW, Tasks
-from rillflow.dataflow.ledger.versions import Lineage
-from rillflow.dataflow.ledger.workers import Nodes
-from rillflow.types import DONE, GOOD_ENDS, OUT_OF_PROMPTS, TARGET_REACHED, Phase
+from rillflow.dataflow.ledger.tasks import FAILURES_IN_A_ROW
+from rillflow.types import DONE, GOOD_ENDS, OUT_OF_PROMPTS, TARGET_REACHED, JoinTrainer, Phase
+
+if TYPE_CHECKING:
+    from rillflow.dataflow.ledger.parts import Parts
 
 TOO_MANY_FAILURES = "too many failures"
 _MOST_SKIPPED = 1000  # positions that one call of `admit` passes over, so that a strict curator blocks nobody
 _SHOWN, _SHOWN_REWARDS = 200, 3  # characters of an error; most frequent rewards
 _FLAT_AFTER = 5  # batches' worth of groups without a step before it is said that they tell nothing apart
-
-
-class Parts(Protocol):
-    """The parts of the ledger that a course moves."""
-
-    lineage: Lineage
-    nodes: Nodes
-    groups: Groups
-    streams: Streams
-    tasks: Tasks
-    batches: Batches
-    evaluations: Evaluations
-    scoring: Scoring
 
 
 class Course(Part):
@@ -87,6 +71,34 @@ class Course(Part):
             self._finish(TARGET_REACHED)
         else:
             self._enter("training", "")
+
+    def roll_back(self, ask: JoinTrainer) -> tuple[list[int], int]:
+        """Go back to a trainer's checkpoint: what came after it returns to the stream. Returns the versions that died
+        and how many groups have returned."""
+        parts = self._parts
+        parts.batches.release_all("trainer_restarted", ask.policy)
+        orphaned = parts.lineage.rewind(ask.policy, ask.checkpoint, ask.published)
+        rolled_back = parts.batches.roll_back(ask.policy, ask.checkpoint)
+        parts.evaluations.orphan(ask.policy, ask.checkpoint)
+        reran = parts.groups.rerun_dead(ask.policy, ask.checkpoint, NEWEST)
+        if orphaned:
+            self._tell_rollback(ask, orphaned, rolled_back, reran)
+            self.go_on()
+        return orphaned, rolled_back
+
+    def _tell_rollback(self, ask: JoinTrainer, orphaned: list[int], groups: int, tasks: int) -> None:
+        self._db.event(
+            {
+                "event": "rollback",
+                "policy": ask.policy,
+                "version": ask.checkpoint,
+                "step": self._parts.lineage.steps(ask.policy),
+                "orphaned": orphaned,
+                "groups": groups,
+                "tasks": tasks,
+                "time": self._clock.now(),
+            }
+        )
 
     def stop(self, reason: str) -> None:
         if self.phase != "ended":

@@ -9,7 +9,7 @@ is rolled back, and `on_abandon` tells those who wait for it: nothing of it may 
 The log is copied into the database's file by SQLite inside a commit, or, after `checkpoint_beside()`, by `checkpoint()`
 in another thread.
 
-Counters and tallies are added up in memory and written once at the end of a change, or before they are read.
+Counters and tallies (`Totals`) are kept in memory and written once, at the end of a change.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from rillflow.contracts import Clock
-from rillflow.dataflow.ledger.tables import FORMAT, TABLES, Record
+from rillflow.dataflow.ledger.schema import FORMAT, TABLES
+from rillflow.dataflow.ledger.tables import Record
 from rillflow.dataflow.rules import Rules
 from rillflow.errors import BadRequest, CorruptData, DiskFault, DiskFull, RillflowError, StorageError
 from rillflow.storage import fsync_folder
@@ -36,7 +37,6 @@ log = logging.getLogger(__name__)
 
 Value = str | int | float | None
 R = TypeVar("R", bound=Record)
-_COUNT = "INSERT INTO counters VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = value + excluded.value"
 _STATEMENTS = 512  # prepared and kept: more than the ledger has
 # Faults of the values that a statement was given: a broken constraint, a number or a type that SQLite does not take.
 _OWN_FAULTS = (sqlite3.IntegrityError, sqlite3.DataError, sqlite3.InterfaceError, sqlite3.ProgrammingError)
@@ -64,10 +64,14 @@ class Database:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.on_abandon: Callable[[RillflowError], None] = lambda error: None
-        self.rollbacks = 0  # changes that were taken back: what was remembered of rows since may be wrong
+        self.rollbacks = 0  # changes that were taken back: rows that are kept in memory may be wrong since
+        self.writes = 0  # what was changed before the last one is never taken back
         self._inside = False
         self._clean = 0
-        self._added: dict[str, dict[tuple[str, ...], int]] = {}  # by statement and key: what was counted meanwhile
+        self._totals: list[Totals] = []
+        self._counters = self.totals("counters", 1)
+        self._meta: dict[str, str | None] = {}  # as of so many rollbacks
+        self._meta_of = -1
         self._log: int | None = None  # of the write-ahead log, to sync it by
         self._copier: sqlite3.Connection | None = None  # of checkpoints beside this connection
         try:
@@ -75,6 +79,8 @@ class Database:
         except sqlite3.Error as error:
             raise storage_error(path, error) from error
         self._connection.row_factory = sqlite3.Row
+        self._reader = self._connection.cursor()  # of rows that become structs
+        self._reader.row_factory = None
         try:
             self._prepare()
         except sqlite3.Error as error:
@@ -121,7 +127,7 @@ class Database:
             self.run("SAVEPOINT change")
             try:
                 yield
-                self.write_counts()
+                self.write_totals()
             except _OWN_FAULTS as error:
                 self._roll_back()
                 log.exception("a change was refused and rolled back")
@@ -145,7 +151,6 @@ class Database:
             self.write()  # nothing was changed: do not keep the snapshot open
 
     def _roll_back(self) -> None:
-        self._added.clear()
         self.rollbacks += 1
         self.run("ROLLBACK TO change")
 
@@ -174,6 +179,7 @@ class Database:
         try:
             if self._connection.in_transaction:
                 self.run("COMMIT")
+                self.writes += 1
             self._clean = self._connection.total_changes
         except sqlite3.Error as error:
             raise self._abandon(error) from error
@@ -200,7 +206,6 @@ class Database:
 
     def _abandon(self, error: sqlite3.Error) -> StorageError:
         """Take the whole open transaction back."""
-        self._added.clear()
         self.rollbacks += 1
         if self._connection.in_transaction:
             self._connection.execute("ROLLBACK")
@@ -230,11 +235,11 @@ class Database:
 
     def rows(self, kind: type[R], query: str, values: Sequence[Value] = ()) -> list[R]:
         """The rows that a query finds. It selects the columns of the struct, in their order."""
-        return [kind(*row) for row in self._connection.execute(query, values)]
+        return [kind(*row) for row in self._reader.execute(query, values).fetchall()]
 
     def row(self, kind: type[R], query: str, values: Sequence[Value] = ()) -> R | None:
-        row = self._connection.execute(query, values).fetchone()
-        return None if row is None else kind(*row)
+        found = self._reader.execute(query, values).fetchall()
+        return kind(*found[0]) if found else None
 
     def one(self, query: str, values: Sequence[Value] = ()) -> Any:
         """The first row, to be taken apart, or None."""
@@ -246,7 +251,7 @@ class Database:
 
     def column(self, query: str, values: Sequence[Value] = ()) -> list[Any]:
         """The first column of each row."""
-        return [row[0] for row in self._connection.execute(query, values)]
+        return [row[0] for row in self._reader.execute(query, values).fetchall()]
 
     def value(self, query: str, values: Sequence[Value] = ()) -> Any:
         """The first column of the first row, or None."""
@@ -256,48 +261,80 @@ class Database:
     # ------------------------------------------------------------ small values
 
     def meta(self, key: str, default: Any = None) -> Any:
-        text = self.value("SELECT value FROM meta WHERE key = ?", (key,))
+        if self._meta_of != self.rollbacks:
+            self._meta, self._meta_of = {}, self.rollbacks
+        if key not in self._meta:
+            self._meta[key] = self.value("SELECT value FROM meta WHERE key = ?", (key,))
+        text = self._meta[key]
         return default if text is None else json.loads(text)
 
     def set_meta(self, key: str, value: Any) -> None:
-        self.run("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps(value)))
+        text = json.dumps(value)
+        self.run("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, text))
+        self._meta[key] = text
+
+    def totals(self, table: str, keys: int) -> Totals:
+        """Sums in a table whose first `keys` columns are the key."""
+        self._totals.append(Totals(self, table, keys))
+        return self._totals[-1]
 
     def counter(self, name: str) -> int:
-        known = self.value("SELECT value FROM counters WHERE name = ?", (name,)) or 0
-        return int(known) + self._added.get(_COUNT, {}).get((name,), 0)
+        return self._counters.sums().get((name,), 0)
 
     def count(self, name: str, by: int = 1) -> None:
-        self.add(_COUNT, (name,), by)
-
-    def add(self, statement: str, key: tuple[str, ...], by: int) -> None:
-        """Add to the count under `key` that `statement` writes: it is given the key and the sum of what was added."""
-        if not self._inside:
-            self.run(statement, (*key, by))
-            return
-        sums = self._added.setdefault(statement, {})
-        sums[key] = sums.get(key, 0) + by
-
-    def write_counts(self) -> None:
-        """Write what was counted so far, for queries that read counters or tallies."""
-        for statement, sums in self._added.items():
-            self.many(statement, [(*key, by) for key, by in sums.items()])
-        self._added.clear()
-
-    def counts(self, query: str, values: Sequence[Value] = ()) -> list[Any]:
-        """The rows of a query about counters or tallies, with all that was counted so far."""
-        self.write_counts()
-        return self.all(query, values)
+        self._counters.add(by, name)
 
     def clear_counter(self, name: str) -> None:
-        sums = self._added.get(_COUNT, {})
-        if (name,) in sums:
-            sums[name,] = 0
-        self.run("UPDATE counters SET value = 0 WHERE name = ? AND value != 0", (name,))
+        self._counters.add(-self.counter(name), name)
+
+    def added(self) -> None:
+        """A total was changed: it is written with the present change, or at once."""
+        if not self._inside:
+            self.write_totals()
+
+    def write_totals(self) -> None:
+        """Write the totals so far, for queries that read them."""
+        for totals in self._totals:
+            totals.write()
 
     def event(self, line: dict[str, Any]) -> None:
         """A line for `metrics.jsonl`, written with the change that it tells of."""
         # msgspec writes numbers that JSON does not know (a diverged loss) as null.
         self.run("INSERT INTO events (line) VALUES (?)", (msgspec.json.encode(line).decode(),))
+
+
+class Totals:
+    """Sums by key, kept in a table and in memory."""
+
+    def __init__(self, db: Database, table: str, keys: int) -> None:
+        self._db = db
+        self._query = f"SELECT * FROM {table}"
+        self._statement = f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * (keys + 1))})"
+        self._sums: dict[tuple[str, ...], int] = {}
+        self._changed: set[tuple[str, ...]] = set()
+        self._read_at = -1  # so many rollbacks
+
+    def sums(self) -> dict[tuple[str, ...], int]:
+        """Return all sums by their keys. They are read again after a rollback."""
+        if self._read_at != self._db.rollbacks:
+            self._sums = {tuple(row[:-1]): row[-1] for row in self._db.all(self._query)}
+            self._changed.clear()
+            self._read_at = self._db.rollbacks
+        return self._sums
+
+    def add(self, by: int, *key: str) -> None:
+        if by:
+            sums = self.sums()
+            sums[key] = sums.get(key, 0) + by
+            self._changed.add(key)
+            self._db.added()
+
+    def write(self) -> None:
+        """Write the sums that have changed."""
+        if self._changed:
+            sums = self.sums()
+            self._db.many(self._statement, [(*key, sums[key]) for key in self._changed])
+            self._changed.clear()
 
 
 @dataclass(frozen=True)

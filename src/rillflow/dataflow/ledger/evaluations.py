@@ -27,8 +27,8 @@ from statistics import fmean
 from rillflow.contracts import PromptSource
 from rillflow.dataflow.ledger.database import Base, Part
 from rillflow.dataflow.ledger.groups import Groups
+from rillflow.dataflow.ledger.samples import Samples
 from rillflow.dataflow.ledger.tables import Round
-from rillflow.dataflow.ledger.tasks import Tasks
 from rillflow.dataflow.ledger.versions import Lineage
 from rillflow.types import Evaluation
 
@@ -38,14 +38,16 @@ _ROUND = f"SELECT {Round.columns()} FROM rounds"
 
 class Evaluations(Part):
     def __init__(
-        self, base: Base, groups: Groups, lineage: Lineage, tasks: Tasks, heldout: PromptSource | None
+        self, base: Base, groups: Groups, lineage: Lineage, samples: Samples, heldout: PromptSource | None
     ) -> None:
         super().__init__(base)
         self._groups = groups
         self._lineage = lineage
-        self._tasks = tasks
+        self._samples = samples
         self._heldout = heldout
         self._prompts = heldout.length if heldout else 0
+        self._known: list[Round] = []  # that run, as long as nothing was taken back and no round has changed
+        self._read_at = -1
 
     def schedule(self, *, final: bool) -> None:
         """Admit the round that is due at the present step, once."""
@@ -55,6 +57,7 @@ class Evaluations(Part):
         if not due or not planned or self._asked(step, heads if final else None):
             return
         number = int(self._db.value("SELECT ifnull(max(id), -1) + 1 FROM rounds"))
+        self._read_at = -1
         self._db.run(
             "INSERT INTO rounds (id, step, version, versions, state, planned, admitted_at) "
             "VALUES (?, ?, ?, ?, 'running', ?, ?)",
@@ -69,7 +72,10 @@ class Evaluations(Part):
         return any(heads is None or json.loads(versions) == heads for versions in self._db.column(query, (step,)))
 
     def _running(self) -> list[Round]:
-        return self._db.rows(Round, f"{_ROUND} WHERE state = 'running' ORDER BY id")
+        if self._read_at != self._db.rollbacks:
+            self._known = self._db.rows(Round, f"{_ROUND} WHERE state = 'running' ORDER BY id")
+            self._read_at = self._db.rollbacks
+        return self._known
 
     def playable(self, versions: Mapping[str, int]) -> list[int]:
         """Return the running rounds that a node on these versions may play."""
@@ -81,7 +87,7 @@ class Evaluations(Part):
 
     @property
     def running(self) -> bool:
-        return bool(self._db.value("SELECT 1 FROM rounds WHERE state = 'running' LIMIT 1"))
+        return bool(self._running())
 
     @property
     def reached(self) -> bool:
@@ -126,6 +132,7 @@ class Evaluations(Part):
         )
         now, sources = self._clock.now(), self._by_source(ended.id)
         reward = _average(list(sources.values())) if sources else mean
+        self._read_at = -1
         self._db.run(
             "UPDATE rounds SET state = 'ended', reward = ?, episodes = ?, failed = ?, ended_at = ? WHERE id = ?",
             (reward, done, failed, now, ended.id),
@@ -175,7 +182,7 @@ class Evaluations(Part):
 
     def _release(self, number: int) -> None:
         for group in self._db.column("SELECT id FROM groups WHERE lane = 'eval' AND round = ?", (number,)):
-            self._tasks.release(group)
+            self._samples.release(group)
 
     def cancel(self) -> None:
         """End the running rounds without a result: the run has reached its target."""
@@ -192,6 +199,7 @@ class Evaluations(Part):
             versions = json.loads(running.versions)
             if versions.get(policy, 0) > checkpoint:
                 lower = json.dumps(versions | {policy: checkpoint})
+                self._read_at = -1
                 self._db.run("UPDATE rounds SET versions = ? WHERE id = ?", (lower, running.id))
         if policy != self._rules.policy:
             return
@@ -203,6 +211,7 @@ class Evaluations(Part):
         query = "SELECT id FROM groups WHERE lane = 'eval' AND round = ? AND state = 'playing'"
         for group in self._db.column(query, (number,)):
             self._groups.end(group, "expired", cause)
+        self._read_at = -1
         self._db.run("UPDATE rounds SET state = ? WHERE id = ?", (state, number))
         self._release(number)
 

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 from rillflow.contracts import PromptSource
 from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.ledger.database import Base, Part
+from rillflow.dataflow.ledger.playing import Playing, PlayingGroup
+from rillflow.dataflow.ledger.samples import Samples
 from rillflow.dataflow.ledger.serving import alike, spread
 from rillflow.dataflow.ledger.shares import Shares, Statistics
 from rillflow.dataflow.ledger.states import MACHINES
@@ -26,12 +28,13 @@ from rillflow.dataflow.ledger.tasks import Tasks
 from rillflow.dataflow.ledger.versions import Lineage
 from rillflow.errors import DataError
 from rillflow.types import Lane, Prompt
+from rillflow.types.decoding import json_decoder
 
 NO_STREAM, TOO_FEW, POLICY_DONE, GROUP_DEADLINE = "no_stream", "too_few", "policy_done", "group_deadline"
+_METRICS = json_decoder(dict[str, float])
 _LUCK = ("trained", "expired", "failed", "filtered")
 _ENDED = MACHINES["groups"].ends
 _OPEN_SHARE = MACHINES["shares"].open
-_TALLY = "INSERT INTO tally VALUES (?, ?, ?, ?) ON CONFLICT (lane, state, cause) DO UPDATE SET n = n + excluded.n"
 
 
 @dataclass(frozen=True)
@@ -88,22 +91,27 @@ class Groups(Part):
         hooks: Hooks,
         sources: dict[Lane, PromptSource],
         lineage: Lineage,
+        playing: Playing,
         tasks: Tasks,
+        samples: Samples,
         shares: Shares,
     ) -> None:
         super().__init__(base)
         self._hooks = hooks
         self._sources = sources
         self._lineage = lineage
+        self._playing = playing
         self._tasks = tasks
+        self._samples = samples
         self._shares = shares
+        self._tallies = self._db.totals("tally", 3)
         self.moves = 0  # since the ledger was opened: a hint that something may follow, not a state
 
     # ------------------------------------------------------------ counting
 
     def count(self, lane: Lane, *states: str) -> int:
-        rows = self._db.counts("SELECT state, n FROM tally WHERE lane = ?", (lane,))
-        return sum(n for state, n in rows if state in states)
+        sums = self._tallies.sums()
+        return sum([n for (of, state, _), n in sums.items() if of == lane and state in states])
 
     @property
     def outstanding(self) -> int:
@@ -113,16 +121,16 @@ class Groups(Part):
     def measured(self, which: str, value: str | int) -> dict[str, float]:
         """Return the means of the numbers that were kept with the episodes of some groups, by their names in a line of
         metrics. `which` is the query that names the groups for `value`."""
-        rows = self._db.all(
-            "SELECT j.key, avg(j.value) FROM tasks t, json_each(t.metrics) j WHERE t.state = 'done' "
-            f"AND t.metrics != '{{}}' AND t.grp IN ({which}) GROUP BY j.key",
-            (value,),
-        )
-        return {f"episode/{name}": mean for name, mean in rows}
+        query = f"SELECT metrics FROM tasks WHERE grp IN ({which}) AND state = 'done' AND metrics != '{{}}'"
+        found: dict[str, list[float]] = {}
+        for text in self._db.column(query, (value,)):
+            for name, number in _METRICS.decode(text).items():
+                found.setdefault(f"episode/{name}", []).append(number)
+        return {name: fmean(numbers) for name, numbers in found.items()}
 
     def _tally(self, lane: str, state: str, cause: str, by: int) -> None:
         self.moves += 1
-        self._db.add(_TALLY, (lane, state, cause), by)
+        self._tallies.add(by, lane, state, cause)
 
     # ------------------------------------------------------------ admission
 
@@ -137,7 +145,7 @@ class Groups(Part):
         )
         self._tally(lane, "playing", "", 1)
         self._db.count(f"admitted.{lane}")
-        self._tasks.create(group, lane, index, size=size, number=number, step=step)
+        self._tasks.create(PlayingGroup(group, lane, number, index, prompt.id), size=size, step=step)
 
     def prompt(self, lane: Lane, index: int, expected: str) -> Prompt:
         prompt = self._sources[lane].at(index)
@@ -148,11 +156,10 @@ class Groups(Part):
             )
         return prompt
 
-    def prompts(self, groups: Collection[str]) -> dict[str, Prompt]:
-        """Return the prompts of these groups by the groups' ids."""
-        query = "SELECT g.id, g.lane, g.ord, g.prompt FROM json_each(?) j JOIN groups g ON g.id = j.value"
-        rows = self._db.all(query, (json.dumps(list(groups)),))
-        return {group: self.prompt(lane, index, prompt) for group, lane, index, prompt in rows}
+    def prompts(self, groups: Iterable[str]) -> dict[str, Prompt]:
+        """Return the prompts of these groups, which are playing, by the groups' ids."""
+        found = map(self._playing.get, groups)
+        return {group.id: self.prompt(group.lane, group.ord, group.prompt) for group in found}
 
     def started(self, groups: Iterable[str]) -> None:
         """Note when a task of each group was leased first."""
@@ -169,15 +176,23 @@ class Groups(Part):
         return row
 
     def _move(self, group: Group, state: str, cause: str = "") -> None:
-        if (group.state, group.cause) == (state, cause):
-            return
-        ended = self._clock.now() if state in _ENDED else None
-        self._db.run(
+        self._move_all([(group, state, cause)])
+
+    def _move_all(self, moves: Iterable[tuple[Group, str, str]]) -> None:
+        """Move groups to other states, each for a cause."""
+        now = self._clock.now()
+        others = [
+            (group, state, cause) for group, state, cause in moves if (group.state, group.cause) != (state, cause)
+        ]
+        self._db.many(
             "UPDATE groups SET state = ?, cause = ?, ended_at = ?, scoring = 0 WHERE id = ?",
-            (state, cause, ended, group.id),
+            [(state, cause, now if state in _ENDED else None, group.id) for group, state, cause in others],
         )
-        self._tally(group.lane, group.state, group.cause, -1)
-        self._tally(group.lane, state, cause, 1)
+        for group, state, cause in others:
+            self._tally(group.lane, group.state, group.cause, -1)
+            self._tally(group.lane, state, cause, 1)
+            if group.state == "playing":
+                self._playing.remove(group.id)
 
     def settle_all(self, groups: Sequence[str]) -> None:
         """Settle the groups of tasks that ended, in the order in which their last ones did."""
@@ -187,12 +202,12 @@ class Groups(Part):
     def settle(self, group: str, *, scored: bool = False) -> bool:
         """End the group's playing, once all its tasks have ended and, where the run has a group's reward, it is
         `scored`."""
-        states = self._db.column("SELECT state FROM tasks WHERE grp = ?", (group,))
-        if "pending" in states or "leased" in states:
+        playing = self._playing.get(group)
+        if playing.open:
             return False
         row = self.row(group)
         needed = 2 if row.lane == "train" and row.planned > 1 else 1
-        if states.count("done") < needed:
+        if sum(task.state == "done" for task in playing.tasks) < needed:
             self._fail(row)
         elif self._rules.group_reward and not scored:
             self._db.run("UPDATE groups SET scoring = 1 WHERE id = ?", (group,))
@@ -200,12 +215,8 @@ class Groups(Part):
         elif row.lane == "eval":
             self._move(row, "evaluated")
         else:
-            ready = self._share_out(row, needed)
-            self._tasks.forget_versions(group)
-            if ready:
-                self._move(row, "open")
-            else:
-                self._close(row)
+            self._share_out(row, needed)
+            self.close(group)
         return True
 
     def _fail(self, row: Group) -> None:
@@ -214,49 +225,32 @@ class Groups(Part):
             "ORDER BY state DESC, place DESC LIMIT 1",
             (row.id,),
         )
-        self._drop(row.id)
+        self._samples.release(row.id)
         self._move(row, "failed", str(cause))
-
-    def _drop(self, group: str) -> None:
-        """Let go of what the episodes of a group have left that ends as it is."""
-        self._tasks.forget_versions(group)
-        self._tasks.release(group)
 
     def close(self, *groups: str) -> None:
         """Move the groups to the states that their shares ask for."""
-        for group in groups:
-            self._close(self.row(group))
-
-    def _close(self, row: Group) -> None:
-        shares = self._shares.of(row.id)
-        if any(share.state in _OPEN_SHARE for share in shares):
-            self._move(row, "open")
-        elif not shares:
-            self._move(row, "filtered", NO_STREAM)
-        else:
-            luckiest = min(shares, key=lambda share: _LUCK.index(share.state))
-            self._move(row, luckiest.state, luckiest.cause)
+        named = list(dict.fromkeys(groups))
+        query = f"SELECT {Group.columns('g')} FROM json_each(?) j JOIN groups g ON g.id = j.value"
+        rows, shares = self._db.rows(Group, query, (json.dumps(named),)), self._shares.ends(named)
+        self._move_all((row, *_end_of(shares.get(row.id, []))) for row in rows)
 
     # ------------------------------------------------------------ shares
 
-    def _share_out(self, row: Group, needed: int) -> bool:
-        """Take each producer's statistics, let the filters judge it, and give the streams their shares; returns
-        whether one of them is ready."""
+    def _share_out(self, row: Group, needed: int) -> None:
+        """Take each producer's statistics, let the filters judge it, and give the streams their shares."""
         episodes: dict[str, list[_Episode]] = {}
         for episode in self._db.rows(_Episode, _EPISODES, (row.id,)):
             episodes.setdefault(episode.policy, []).append(episode)
         for producer in [name for name, found in episodes.items() if not all(episode.live for episode in found)]:
             del episodes[producer]  # some of its rows were released, when no stream wanted them
-            self._tasks.release(row.id, producer)
+            self._samples.release(row.id, producer)
         prompt = self.prompt(row.lane, row.ord, row.prompt)
         known = {(share.producer, share.stream) for share in self._shares.of(row.id)}
-        ready = [
-            self._share(row, producer, episodes=episodes[producer], prompt=prompt, needed=needed, known=known)
-            for producer in self._rules.policies
-            if producer in episodes
-        ]
+        for producer in self._rules.policies:
+            if producer in episodes:
+                self._share(row, producer, episodes=episodes[producer], prompt=prompt, needed=needed, known=known)
         self._remember(row.id, episodes)
-        return any(ready)
 
     def _share(
         self,
@@ -267,8 +261,8 @@ class Groups(Part):
         prompt: Prompt,
         needed: int,
         known: set[tuple[str, str]],
-    ) -> bool:
-        """Give a producer's part to its streams; returns whether one of the shares is ready."""
+    ) -> None:
+        """Give a producer's part to its streams. Its rows are kept if one of the shares is ready."""
         statistics = _statistics(episodes)
         grouping = self._rules.grouping
         view = CompleteGroup(
@@ -293,8 +287,7 @@ class Groups(Part):
             self._shares.create((row.id, producer, stream), row.ord, *end, statistics)
             held = held or end[0] == "ready"
         if not held:
-            self._tasks.release(row.id, producer)
-        return held
+            self._samples.release(row.id, producer)
 
     def _remember(self, group: str, episodes: dict[str, list[_Episode]]) -> None:
         """Keep what each stream's next step says of the group: of its own policy's part in it, if it has one."""
@@ -325,7 +318,7 @@ class Groups(Part):
     def end(self, group: str, state: str, cause: str) -> None:
         """End a group that is playing before its turn; tasks that are not done are cancelled."""
         self._tasks.cancel(group, cause)
-        self._drop(group)
+        self._samples.release(group)
         self._move(self.row(group), state, cause)
 
     def close_late(self) -> None:
@@ -383,24 +376,21 @@ class Groups(Part):
 
     def _with_versions(self, producer: str, low: int, high: int) -> list[str]:
         """Return the groups that are playing, or have a share that is ready, with tokens of these versions."""
-        rows = self._db.all(
-            "SELECT g.ord, g.id FROM group_versions v JOIN groups g ON g.id = v.grp "
-            "WHERE v.producer = ? AND v.newest > ? AND v.oldest <= ?",
-            (producer, low, high),
-        )
+        found = {(group.ord, group.id) for group in self._playing.sampled(producer, low, high)}
         for stream in self._rules.streams_of(producer):
-            rows += self._db.all(
+            rows = self._db.all(
                 "SELECT ord, grp FROM shares WHERE stream = ? AND state = 'ready' AND producer = ? "
                 "AND newest > ? AND oldest <= ?",
                 (stream, producer, low, high),
             )
+            found |= {(order, group) for order, group in rows}
         evaluated = self._db.all(
             "SELECT DISTINCT g.id, g.round, g.ord FROM groups g JOIN samples s ON s.grp = g.id WHERE g.lane = 'eval' "
             "AND g.state = 'playing' AND s.policy = ? AND s.trained > 0 AND s.newest > ? AND s.oldest <= ? "
             "ORDER BY g.round, g.ord",
             (producer, low, high),
         )
-        return [group for _, group in sorted({tuple(row) for row in rows})] + [row[0] for row in evaluated]
+        return [group for _, group in sorted(found)] + [row[0] for row in evaluated]
 
     def expire_ready(self, group: str, producer: str, cause: str) -> None:
         """Expire the producer's shares that no stream has taken yet."""
@@ -418,13 +408,18 @@ class Groups(Part):
         for share in self._shares.of(group):
             if share.state == "ready":
                 self._shares.remove(share)
-        row = self.row(group)
-        self._move(row, "playing")
+        self._move(self.row(group), "playing")
         self._db.run("UPDATE groups SET started = NULL, scoring = 0 WHERE id = ?", (group,))
-        if row.lane == "train":
-            self._tasks.count_versions(group)
-        else:
-            self._tasks.forget_versions(group)
+        self._playing.reload(group)
+
+
+def _end_of(shares: Sequence[tuple[str, str]]) -> tuple[str, str]:
+    """Return the state and the cause of a group whose shares are in these states for these causes."""
+    if any(state in _OPEN_SHARE for state, _ in shares):
+        return "open", ""
+    if not shares:
+        return "filtered", NO_STREAM
+    return min(shares, key=lambda share: _LUCK.index(share[0]))
 
 
 def _statistics(episodes: Sequence[_Episode]) -> Statistics:

@@ -9,22 +9,23 @@ Evaluations take at most half of what a node holds while training tasks are pend
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, islice
 from statistics import median
 
 from rillflow.dataflow.ledger.database import Base, Part
 from rillflow.dataflow.ledger.evaluations import Evaluations
 from rillflow.dataflow.ledger.groups import Groups
+from rillflow.dataflow.ledger.nodes import TAKING, Nodes
+from rillflow.dataflow.ledger.playing import Playing
 from rillflow.dataflow.ledger.streams import Streams
 from rillflow.dataflow.ledger.tables import Node
 from rillflow.dataflow.ledger.tables import Task as TaskRow
 from rillflow.dataflow.ledger.tasks import Tasks
 from rillflow.dataflow.ledger.throttle import PROBE_AFTER, SLOW, Allowance, NodeLook, Work, allowance, is_slow
 from rillflow.dataflow.ledger.versions import Lineage
-from rillflow.dataflow.ledger.workers import TAKING, Nodes
 from rillflow.types import Task, TaskLease
 
-_TASK = f"SELECT {TaskRow.columns('t')} FROM tasks t"
 Versions = Mapping[str, int]
 
 
@@ -34,6 +35,7 @@ class Leasing(Part):
         base: Base,
         *,
         groups: Groups,
+        playing: Playing,
         tasks: Tasks,
         evaluations: Evaluations,
         lineage: Lineage,
@@ -42,6 +44,7 @@ class Leasing(Part):
     ) -> None:
         super().__init__(base)
         self._groups = groups
+        self._playing = playing
         self._tasks = tasks
         self._evaluations = evaluations
         self._lineage = lineage
@@ -184,44 +187,25 @@ class Leasing(Part):
         rounds = self._evaluations.playable(versions) if want > 0 else []
         if not rounds:
             return []
-        marks = ",".join("?" * len(rounds))
-        return self._pending(
-            f"t.lane = 'eval' AND t.round IN ({marks})",
-            tuple(rounds),
-            "t.round, t.ord, t.place",
-            node=node,
-            want=want,
-            taking=taking,
-        )
+        return list(islice(self._fitting(self._playing.pending("eval", rounds=rounds), node, taking), want))
 
     def _pending_train(self, node: str, versions: Versions, want: int, taking: int) -> list[TaskRow]:
         end = self._streams.window_end(versions)
-
-        def rows(where: str, values: tuple[str, ...], most: int) -> list[TaskRow]:
-            where = f"t.lane = 'train' AND {where} AND t.ord <= ?"
-            return self._pending(where, (*values, end), "t.ord, t.place", node=node, want=most, taking=taking)
-
+        everywhere = self._fitting(self._playing.pending("train", until=end), node, taking)
         if self._rules.on_policy or taking < 2:
-            return rows("t.round = 0", (), want)
-        found = rows("t.home = ?", (node,), want)
-        if len(found) < want:
-            found += rows("t.home IS NULL", (), want - len(found))
-        if len(found) < want:  # rather another's group than nothing
-            # The plus keeps SQLite from an index that has them in another order: it would sort them all.
-            found += rows("t.round = 0 AND +t.home != ?", (node,), want - len(found))
-        return found
+            return list(islice(everywhere, want))
+        own = self._fitting(self._playing.pending("train", node, until=end), node, taking)
+        new = self._fitting(self._playing.pending("train", None, until=end), node, taking)
+        others = (task for task in everywhere if task.home not in (None, node))  # rather another's group than nothing
+        return list(islice(chain(own, new, others), want))
 
-    def _pending(
-        self, where: str, values: tuple[str | int, ...], order: str, *, node: str, want: int, taking: int
-    ) -> list[TaskRow]:
-        """Return pending tasks. One that went wrong on this node is left to another for a while, when there is one."""
-        other = (node if taking > 1 else "", self._clock.now() - self._rules.node_timeout)
-        return self._db.rows(
-            TaskRow,
-            f"{_TASK} WHERE t.state = 'pending' AND {where} AND ifnull(t.last_node = ? AND t.returned_at > ?, 0) = 0 "
-            f"ORDER BY {order} LIMIT ?",
-            (*values, *other, want),
-        )
+    def _fitting(self, tasks: Iterator[TaskRow], node: str, taking: int) -> Iterator[TaskRow]:
+        """Yield the tasks that the node may get. One that went wrong on it is left to another for a while, when there
+        is one."""
+        if taking < 2:
+            return tasks
+        since = self._clock.now() - self._rules.node_timeout
+        return (task for task in tasks if task.last_node != node or not task.returned_at or task.returned_at <= since)
 
 
 def _takes(node: Node) -> bool:

@@ -13,26 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from rillflow.contracts import Clock, PromptSource, SystemClock
-from rillflow.dataflow.balance_ledger import Balances
 from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.hooks.beside import Beside
-from rillflow.dataflow.kept_episodes import KeptEpisodes
-from rillflow.dataflow.ledger.batches import Batches
-from rillflow.dataflow.ledger.course import Course
 from rillflow.dataflow.ledger.database import Base, Database
-from rillflow.dataflow.ledger.evaluations import Evaluations
-from rillflow.dataflow.ledger.groups import Groups
-from rillflow.dataflow.ledger.leasing import Leasing
-from rillflow.dataflow.ledger.lost_rows import LostRows
-from rillflow.dataflow.ledger.scoring import Scoring, UnscoredGroup
-from rillflow.dataflow.ledger.shares import Shares
-from rillflow.dataflow.ledger.stages import Stages
-from rillflow.dataflow.ledger.steps import Steps
-from rillflow.dataflow.ledger.streams import Streams
-from rillflow.dataflow.ledger.tables import FORMAT, NEWEST
-from rillflow.dataflow.ledger.tasks import Tasks
-from rillflow.dataflow.ledger.versions import Lineage
-from rillflow.dataflow.ledger.workers import Nodes, Storage, UserErrors
+from rillflow.dataflow.ledger.parts import Parts
+from rillflow.dataflow.ledger.schema import FORMAT
+from rillflow.dataflow.ledger.scoring import UnscoredGroup
+from rillflow.dataflow.ledger.tables import NEWEST
 from rillflow.dataflow.rules import Rules
 from rillflow.errors import BadRequest, DataError, LeaseLost, RillflowError
 from rillflow.types import (
@@ -45,7 +32,6 @@ from rillflow.types import (
     Heartbeat,
     HeartbeatReply,
     JoinTrainer,
-    Lane,
     LeaseBatch,
     LeaseStage,
     LeaseTasks,
@@ -67,7 +53,7 @@ _MOST_TASKS = 1024
 _LONGEST_ATTEMPT = 200
 
 
-class Ledger:
+class Ledger(Parts):
     def __init__(
         self,
         path: Path,
@@ -87,53 +73,12 @@ class Ledger:
         self._hooks = hooks or Hooks()
         self._source = source
         self._heldout = heldout
-        self._build(Base(self.db, rules, self._clock))
         try:
+            super().__init__(Base(self.db, rules, self._clock), self._hooks, source, heldout)
             self._open(resume)
         except BaseException:
             self.db.close()
             raise
-
-    def _build(self, base: Base) -> None:
-        sources: dict[Lane, PromptSource] = {"train": self._source}
-        if self._heldout is not None:
-            sources["eval"] = self._heldout
-        self.lineage = Lineage(base)
-        self.nodes = Nodes(base)
-        self.storage = Storage(base)
-        self.user_errors = UserErrors(base)
-        self.tasks = Tasks(base, self.lineage, self.nodes, self.storage, self.user_errors)
-        self.shares = Shares(base, self.tasks, self.nodes, self.storage)
-        self.groups = Groups(
-            base, hooks=self._hooks, sources=sources, lineage=self.lineage, tasks=self.tasks, shares=self.shares
-        )
-        self.scoring = Scoring(base, self.groups, self.tasks)
-        self.streams = Streams(base, self.groups, self.shares, self.lineage)
-        self.evaluations = Evaluations(base, self.groups, self.lineage, self.tasks, self._heldout)
-        self.leasing = Leasing(
-            base,
-            groups=self.groups,
-            tasks=self.tasks,
-            evaluations=self.evaluations,
-            lineage=self.lineage,
-            nodes=self.nodes,
-            streams=self.streams,
-        )
-        self.steps = Steps(base, self.groups, self.lineage, self.nodes)
-        self.batches = Batches(
-            base,
-            groups=self.groups,
-            shares=self.shares,
-            streams=self.streams,
-            lineage=self.lineage,
-            steps=self.steps,
-            hooks=self._hooks,
-        )
-        self.stages = Stages(base, self.lineage, self.shares, self.storage)
-        self.lost_rows = LostRows(base, self.groups, self.shares, self.batches, self.storage)
-        self.kept = KeptEpisodes(base, self.groups, self.lineage)
-        self.course = Course(base, self._hooks, self._source, self)
-        self.balances = Balances(base, self.rules.policy, self.rules.balance_every)
 
     def _open(self, resume: bool) -> None:
         with self.db.change():
@@ -449,7 +394,7 @@ class Ledger:
             if before := self.lineage.joined(ask):
                 return before
             self.lineage.check_checkpoint(ask.policy, ask.checkpoint)
-            orphaned, rolled_back = self._roll_back(ask)
+            orphaned, rolled_back = self.course.roll_back(ask)
             reply = TrainerJoined(
                 version=ask.checkpoint,
                 highest=self.lineage.highest(ask.policy),
@@ -460,31 +405,6 @@ class Ledger:
             self.lineage.remember(ask, reply)
             self.advance()
             return reply
-
-    def _roll_back(self, ask: JoinTrainer) -> tuple[list[int], int]:
-        self.batches.release_all("trainer_restarted", ask.policy)
-        orphaned = self.lineage.rewind(ask.policy, ask.checkpoint, ask.published)
-        rolled_back = self.batches.roll_back(ask.policy, ask.checkpoint)
-        self.evaluations.orphan(ask.policy, ask.checkpoint)
-        reran = self.groups.rerun_dead(ask.policy, ask.checkpoint, NEWEST)
-        if orphaned:
-            self._tell_rollback(ask, orphaned, rolled_back, reran)
-            self.course.go_on()
-        return orphaned, rolled_back
-
-    def _tell_rollback(self, ask: JoinTrainer, orphaned: list[int], groups: int, tasks: int) -> None:
-        self.db.event(
-            {
-                "event": "rollback",
-                "policy": ask.policy,
-                "version": ask.checkpoint,
-                "step": self.lineage.steps(ask.policy),
-                "orphaned": orphaned,
-                "groups": groups,
-                "tasks": tasks,
-                "time": self._clock.now(),
-            }
-        )
 
     @property
     def last_event(self) -> int:

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from rillflow.dataflow.ledger.batches import Batches
 from rillflow.dataflow.ledger.database import Base, Part
 from rillflow.dataflow.ledger.groups import Groups
+from rillflow.dataflow.ledger.segments import Storage
 from rillflow.dataflow.ledger.shares import Key, Shares
 from rillflow.dataflow.ledger.tables import Extra, Sample, Share
-from rillflow.dataflow.ledger.workers import Storage
 from rillflow.types import Row
 
 DAMAGED, UNIT_GONE = "damaged", "unit_gone"

@@ -15,10 +15,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rillflow.dataflow.ledger.database import Base, Part
+from rillflow.dataflow.ledger.nodes import Nodes
+from rillflow.dataflow.ledger.samples import Samples
+from rillflow.dataflow.ledger.segments import Storage
 from rillflow.dataflow.ledger.states import MACHINES
 from rillflow.dataflow.ledger.tables import Extra, Share, StageBatch
-from rillflow.dataflow.ledger.tasks import Tasks
-from rillflow.dataflow.ledger.workers import Nodes, Storage
 from rillflow.types import SampleColumns
 
 Key = tuple[str, str, str]  # group, producer, stream
@@ -26,10 +27,11 @@ SampleKey = tuple[str, str, int, int]  # group, producer, place, n
 ENTERED = "samples.entered"  # the counter of samples that passed the filters
 _KEY = "grp = ? AND producer = ? AND stream = ?"
 _SHARE = f"SELECT {Share.columns()} FROM shares"
-_ENDED = MACHINES["shares"].ends
-_TALLY = (
-    "INSERT INTO share_tally VALUES (?, ?, ?, ?) ON CONFLICT (stream, state, cause) DO UPDATE SET n = n + excluded.n"
+_SERVED = (
+    "UPDATE shares SET served = served + ? FROM members m WHERE m.batch = ? AND shares.grp = m.grp "
+    "AND shares.producer = m.producer AND shares.stream = ?"
 )
+_ENDED = MACHINES["shares"].ends
 
 
 @dataclass(frozen=True)
@@ -46,25 +48,37 @@ class Statistics:
 
 
 class Shares(Part):
-    def __init__(self, base: Base, tasks: Tasks, nodes: Nodes, storage: Storage) -> None:
+    def __init__(self, base: Base, samples: Samples, nodes: Nodes, storage: Storage) -> None:
         super().__init__(base)
-        self._tasks = tasks
+        self._samples = samples
         self._nodes = nodes
         self._storage = storage
+        self._tallies = self._db.totals("share_tally", 3)
         self.moves = 0  # since the ledger was opened: a hint that something may follow, not a state
 
     # ------------------------------------------------------------ counting and finding
 
     def count(self, stream: str, *states: str) -> int:
-        rows = self._db.counts("SELECT state, n FROM share_tally WHERE stream = ?", (stream,))
-        return sum(n for state, n in rows if state in states)
+        sums = self._tallies.sums()
+        return sum([n for (of, state, _), n in sums.items() if of == stream and state in states])
 
     def _tally(self, stream: str, state: str, cause: str, by: int) -> None:
         self.moves += 1
-        self._db.add(_TALLY, (stream, state, cause), by)
+        self._tallies.add(by, stream, state, cause)
 
     def of(self, group: str) -> list[Share]:
         return self._db.rows(Share, f"{_SHARE} WHERE grp = ?", (group,))
+
+    def ends(self, groups: Sequence[str]) -> dict[str, list[tuple[str, str]]]:
+        """Return the states and causes of all shares of these groups."""
+        found: dict[str, list[tuple[str, str]]] = {}
+        for group, state, cause in self._db.all(
+            "SELECT h.grp, h.state, h.cause FROM json_each(?) j JOIN shares h ON h.grp = j.value "
+            "ORDER BY h.grp, h.producer, h.stream",
+            (json.dumps(groups),),
+        ):
+            found.setdefault(group, []).append((state, cause))
+        return found
 
     def find(self, key: Key) -> Share | None:
         return self._db.row(Share, f"{_SHARE} WHERE {_KEY}", key)
@@ -136,24 +150,17 @@ class Shares(Part):
         members = self._db.all("SELECT grp, producer FROM members WHERE batch = ? AND replayed = 0", (batch,))
         now = self._clock.now()
         self._db.many(
-            f"UPDATE shares SET state = 'trained', trained_into = ?, ended_at = ? WHERE {_KEY}",
+            f"UPDATE shares SET state = 'trained', trained_into = ?, ended_at = ?, served = served + 1 WHERE {_KEY}",
             [(version, now, group, producer, stream) for group, producer in members],
         )
         self._tally(stream, "leased", "", -len(members))
         self._tally(stream, "trained", "", len(members))
-        self._count_served(batch, stream, 1)
+        self._db.run(f"{_SERVED} AND m.replayed = 1", (1, batch, stream))
         return [group for group, _ in members]
 
     def untrain(self, stream: str, batch: str) -> None:
         """Take back that the members of a batch were served: its version died."""
-        self._count_served(batch, stream, -1)
-
-    def _count_served(self, batch: str, stream: str, by: int) -> None:
-        self._db.run(
-            "UPDATE shares SET served = served + ? FROM members m WHERE m.batch = ? AND shares.grp = m.grp "
-            "AND shares.producer = m.producer AND shares.stream = ?",
-            (by, batch, stream),
-        )
+        self._db.run(_SERVED, (-1, batch, stream))
 
     def back(self, share: Share) -> None:
         """Make a share ready again whose batch was released, or whose version died: for new stages, too."""
@@ -193,7 +200,7 @@ class Shares(Part):
             )
             held = {(group, producer) for group, producer in still}
             parts = [part for part in parts if part not in held]
-        self._tasks.release_many(parts)
+        self._samples.release_parts(parts)
 
     def let_go_of_trained(self, stream: str, restorable: int, pool: int) -> None:
         """Let go of what went into a version that is never gone behind, except the latest `pool` shares."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rillflow.dataflow.ledger.database import Value, storage_error
-from rillflow.dataflow.ledger.tables import FORMAT
+from rillflow.dataflow.ledger.schema import FORMAT
 from rillflow.errors import CorruptData, RunError
 
 

@@ -117,7 +117,7 @@ MACHINES: dict[str, Machine] = {
         ends=("done", "failed", "cancelled"),
     ),
     "attempts": Machine(
-        "one lease of a task: a row for every lease that was ever given",
+        "one lease of a task: in the row of its task while it holds it or has done it, else in ended_attempts",
         (
             Move(ADMITTED, "a node leases the task", "held"),
             Move("held", "the episode is completed", "done"),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from rillflow.dataflow.ledger.database import Base, Part
 from rillflow.dataflow.ledger.groups import Groups
+from rillflow.dataflow.ledger.nodes import Nodes
 from rillflow.dataflow.ledger.shares import ENTERED
 from rillflow.dataflow.ledger.streams import SKIPPED_IN_A_ROW
 from rillflow.dataflow.ledger.tables import StepRow
 from rillflow.dataflow.ledger.versions import Lineage
-from rillflow.dataflow.ledger.workers import Nodes
 from rillflow.types import CommitBatch
 
 _INTERNAL = ("cursor", "batches", "stage_batches", ENTERED, SKIPPED_IN_A_ROW)
@@ -24,17 +24,17 @@ class Steps(Part):
 
     def write(self, news: CommitBatch, parent: int) -> None:
         """Write the step's row and its line, and count the samples for the nodes that made them."""
-        for node, number in self._db.all(
-            f"SELECT t.node, count(*) {_MEMBERS} JOIN tasks t ON t.grp = s.grp AND t.place = s.place "
-            "WHERE m.batch = ? AND m.replayed = 0 GROUP BY t.node",
-            (news.batch,),
-        ):
-            self._nodes.consumed(node, number)
-        samples, tokens, mean, most, replayed = self._db.one(
-            "SELECT count(*), sum(s.tokens), avg(m.head - s.oldest), max(m.head - s.oldest), sum(m.replayed) "
-            f"{_MEMBERS} WHERE m.batch = ?",
+        by_node = self._db.all(
+            "SELECT t.node, count(*), sum(s.tokens), sum(m.head - s.oldest), max(m.head - s.oldest), sum(m.replayed) "
+            f"{_MEMBERS} JOIN tasks t ON t.grp = s.grp AND t.place = s.place WHERE m.batch = ? GROUP BY t.node",
             (news.batch,),
         )
+        for node, number, *_, again in by_node:
+            if number > again:
+                self._nodes.consumed(node, number - again)
+        _, numbers, lengths, ages, oldest, repeats = zip(*by_node, strict=True)
+        samples, tokens, most, replayed = sum(numbers), sum(lengths), max(oldest), sum(repeats)
+        mean = sum(ages) / samples
         # Of what was played: a batch that the filters have picked says little about the policy.
         reward, flat = self._groups.take_recent(news.policy, news.batch)
         step = StepRow(samples, tokens, reward, mean, news.step_seconds, news.wait_seconds)
@@ -67,7 +67,8 @@ class Steps(Part):
         What waits for a trainer is counted under the first policy's stream, and with its name for every other.
         """
         counts: dict[str, int] = {}
-        for lane, state, cause, n in self._db.counts("SELECT lane, state, cause, n FROM tally WHERE state != 'open'"):
+        self._db.write_totals()
+        for lane, state, cause, n in self._db.all("SELECT lane, state, cause, n FROM tally WHERE state != 'open'"):
             name = state if lane == "train" else f"eval.{state}"
             counts[name] = counts.get(name, 0) + n
             if cause:

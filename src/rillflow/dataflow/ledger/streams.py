@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from rillflow.dataflow.ledger.database import Base, Part
 from rillflow.dataflow.ledger.groups import POLICY_DONE, Groups
+from rillflow.dataflow.ledger.playing import Playing, PlayingGroup
 from rillflow.dataflow.ledger.shares import Shares
 from rillflow.dataflow.ledger.tables import NEWEST, Share
 from rillflow.dataflow.ledger.versions import Lineage
@@ -41,8 +42,9 @@ class Ready:
 
 
 class Streams(Part):
-    def __init__(self, base: Base, groups: Groups, shares: Shares, lineage: Lineage) -> None:
+    def __init__(self, base: Base, playing: Playing, groups: Groups, shares: Shares, lineage: Lineage) -> None:
         super().__init__(base)
+        self._playing = playing
         self._groups = groups
         self._shares = shares
         self._lineage = lineage
@@ -220,24 +222,11 @@ class Streams(Part):
                 continue
             again = any(rules.on_policy for rules in takers)
             limit = head if again else head - max(rules.staleness for rules in takers)
-            for group in self._db.column(
-                "SELECT v.grp FROM group_versions v JOIN groups g ON g.id = v.grp WHERE v.producer = ? "
-                "AND v.oldest < ? ORDER BY g.ord",
-                (producer, limit),
-            ):
+            for group in self._playing.sampled(producer, -1, limit - 1):
                 if again:
-                    self._groups.rerun_sampled(group, producer, -1, head - 1, "stale")
-                elif self._doomed(group, heads, list(wanted.values())):
-                    self._groups.end(group, "expired", "stale")
-
-    def _doomed(self, group: str, heads: dict[str, int], wanted: Sequence[PolicyRules]) -> bool:
-        """Whether every share that the group could give is too old already."""
-        oldest = dict(self._db.all("SELECT producer, oldest FROM group_versions WHERE grp = ?", (group,)))
-        return all(
-            producer in oldest and heads[producer] - oldest[producer] > rules.staleness
-            for rules in wanted
-            for producer in rules.producers
-        )
+                    self._groups.rerun_sampled(group.id, producer, -1, head - 1, "stale")
+                elif _doomed(group, heads, list(wanted.values())):
+                    self._groups.end(group.id, "expired", "stale")
 
     # ------------------------------------------------------------ too much
 
@@ -260,6 +249,15 @@ class Streams(Part):
             (stream, most),
         ):
             self._groups.expire(share, cause)
+
+
+def _doomed(group: PlayingGroup, heads: Mapping[str, int], wanted: Sequence[PolicyRules]) -> bool:
+    """Whether every share that the group could give is too old already."""
+    return all(
+        producer in group.versions and heads[producer] - group.versions[producer][0] > rules.staleness
+        for rules in wanted
+        for producer in rules.producers
+    )
 
 
 def as_ready(share: Share, head: int) -> Ready:

@@ -23,7 +23,9 @@ from rillflow.types.decoding import json_decoder
 class Lineage(Part):
     def __init__(self, base: Base) -> None:
         super().__init__(base)
-        self._known: dict[str, Policy] = {}  # the rows of `policies`, as long as nothing was taken back since
+        # The rows of `policies` and `orphans`, as long as nothing was taken back and none was changed.
+        self._known: dict[str, Policy] = {}
+        self._dead: list[tuple[str, int, int]] = []
         self._read_at = -1
 
     def open(self) -> None:
@@ -46,6 +48,7 @@ class Lineage(Part):
             found = self._db.rows(Policy, f"SELECT {Policy.columns()} FROM policies")
             known = {policy.name: policy for policy in found}
             self._known = {name: known[name] for name in self._rules.policies}
+            self._dead = [(policy, low, high) for policy, low, high in self._db.all("SELECT * FROM orphans")]
             self._read_at = self._db.rollbacks
         return self._known
 
@@ -75,12 +78,13 @@ class Lineage(Part):
     @property
     def deaths(self) -> bool:
         """Whether any version of any policy has died."""
-        return bool(self._db.value("SELECT EXISTS (SELECT 1 FROM orphans)"))
+        self.policies()
+        return bool(self._dead)
 
     def died(self, policy: str, oldest: int, newest: int) -> bool:
         """Return whether a version from `oldest` to `newest` is dead; a sample with tokens of both sides is, too."""
-        query = "SELECT 1 FROM orphans WHERE policy = ? AND low < ? AND ? <= high LIMIT 1"
-        return bool(self._db.value(query, (policy, newest, oldest)))
+        self.policies()
+        return any(of == policy and low < newest and oldest <= high for of, low, high in self._dead)
 
     def live_steps(self, policy: str, most: int) -> list[StepRow]:
         """Return the policy's last live steps, newest first."""

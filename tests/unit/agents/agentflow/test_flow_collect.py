@@ -14,7 +14,7 @@ from rillflow.agents.agentflow.actions import ANSWER, Decision
 from rillflow.agents.agentflow.collect import collect
 from rillflow.agents.agentflow.planner import ROLE
 from rillflow.config.data import SourceConfig
-from rillflow.dataflow.ledger.tables import TABLES
+from rillflow.dataflow.ledger.schema import TABLES
 from rillflow.storage.trajectories import FILE, KINDS, Bounds, Trajectory, TrajectoryStore
 
 DECISION = Decision(thought="I know.", action=ANSWER, action_input="42").written()
@@ -34,9 +34,8 @@ def ledger(folder: Path, tasks: int) -> Any:
             )
             for place in range(tasks):
                 database.execute(
-                    "INSERT INTO tasks (id, grp, lane, round, ord, place, seed, state, reward) "
-                    "VALUES (?, ?, ?, 0, 0, ?, 0, 'done', 1.0)",
-                    (f"{group}.{place}", group, lane, place),
+                    "INSERT INTO tasks (grp, place, seed, state, reward) VALUES (?, ?, 0, 'done', 1.0)",
+                    (group, place),
                 )
                 database.execute(
                     "INSERT INTO samples VALUES (?, ?, 0, 'p', 'unit', 0, 0, 8, 4, 4, 0, 0, 1.0, 0, 1, '', 0)",

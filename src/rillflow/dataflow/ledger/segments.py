@@ -1,0 +1,169 @@
+"""Storage units and their segments: how many rows of each may still be asked for.
+
+Every sample that is `live`, and every row that a stage has added to one, counts in its segment's `live`. A segment
+whose count has been 0 for `drop_after` seconds is dropped, and nothing that refers to it is accepted from then on. A
+node that dies between its put and its report leaves rows that nobody knows of: a segment that its unit found, and
+nobody reported, is dropped like the others, but not while a task or a stage batch is held that was leased before it was
+found.
+
+The only writer of units, segments and quarantine.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from rillflow.dataflow.ledger.database import Part
+from rillflow.dataflow.ledger.tables import NEWEST
+from rillflow.errors import BadRequest
+from rillflow.types import Row, UnitInfo
+from rillflow.types.decoding import json_decoder
+
+RECLAIMED = "segments_reclaimed"  # the counter of segments that were dropped unreported
+_MOST_IDLE = 1000  # that a unit is asked about at once
+_TAKE = (
+    "UPDATE segments SET live = live + ?, touched = ?, unreported = NULL "
+    "WHERE unit = ? AND segment = ? AND state = 'live' "
+    "AND EXISTS (SELECT 1 FROM units WHERE units.unit = segments.unit AND units.state = 'healthy')"
+)
+_KNOW = (
+    "INSERT OR IGNORE INTO segments (unit, segment, live, touched) "
+    "SELECT ?1, ?2, ?3, ?4 FROM units WHERE unit = ?1 AND state = 'healthy'"
+)
+_OLDEST_TASK = (
+    "SELECT min(t.leased_at) FROM groups g JOIN tasks t ON t.grp = g.id WHERE g.lane IN ('train', 'eval') "
+    "AND g.state = 'playing' AND t.state = 'leased'"
+)
+_OLDEST_STAGE_BATCH = "SELECT min(CAST(substr(id, 2) AS INTEGER)) FROM stage_batches WHERE state = 'leased'"
+
+
+class Storage(Part):
+    """Storage units and their segments."""
+
+    def hear(self, info: UnitInfo) -> None:
+        if not info.unit or len(info.unit) > 200:
+            raise BadRequest("a unit's name has 1 to 200 characters", "a unit draws its name once and keeps it")
+        if not math.isfinite(info.load):
+            raise BadRequest(f"the load of unit {info.unit!r:.80} is {info.load}", "a unit's load is its waiting bytes")
+        self._db.run(
+            "INSERT INTO units VALUES (?, ?, ?, ?, 'healthy') ON CONFLICT (unit) DO UPDATE SET info = excluded.info, "
+            "load = excluded.load, seen = excluded.seen, state = 'healthy'",
+            (info.unit, msgspec.json.encode(info).decode(), info.load, self._clock.now()),
+        )
+
+    def grace(self) -> None:
+        """Give healthy units, and segments that nobody needs, their full time again."""
+        now = self._clock.now()
+        self._db.run("UPDATE units SET seen = ? WHERE state = 'healthy'", (now,))
+        self._db.run("UPDATE segments SET touched = ? WHERE state = 'live' AND live = 0", (now,))
+
+    def healthy(self) -> list[UnitInfo]:
+        """Return the units that were heard of lately, the least loaded first."""
+        found = self._db.column("SELECT info FROM units WHERE state = 'healthy' ORDER BY load, unit")
+        return [json_decoder(UnitInfo).decode(info) for info in found]
+
+    @property
+    def count(self) -> int:
+        return int(self._db.value("SELECT count(*) FROM units WHERE state = 'healthy'"))
+
+    @property
+    def seen(self) -> float | None:
+        """When a unit was heard of last, or None if none ever was."""
+        found: float | None = self._db.value("SELECT max(seen) FROM units")
+        return found
+
+    def silent(self) -> list[str]:
+        """Mark the units that were not heard of for too long as gone; returns their names."""
+        names: list[str] = self._db.column(
+            "SELECT unit FROM units WHERE state = 'healthy' AND seen < ?",
+            (self._clock.now() - self._rules.unit_timeout,),
+        )
+        self._db.many("UPDATE units SET state = 'gone' WHERE unit = ?", [(name,) for name in names])
+        return names
+
+    # ------------------------------------------------------------ rows that are needed
+
+    def take(self, rows: Iterable[Row]) -> bool:
+        """Count the rows as needed; False, changing nothing, when one lies where nothing can be read any more."""
+        wanted: dict[tuple[str, int], int] = {}
+        for row in rows:
+            place = (row.unit, row.segment)
+            wanted[place] = wanted.get(place, 0) + 1
+        now = self._clock.now()
+        taken: list[tuple[str, int, int]] = []
+        for place, number in wanted.items():
+            if not (self._db.run(_TAKE, (number, now, *place)) or self._db.run(_KNOW, (*place, number, now))):
+                self.let_go(taken)
+                return False
+            taken.append((*place, number))
+        return True
+
+    def let_go(self, rows: Iterable[tuple[str, int, int]]) -> None:
+        """Count rows as needed no more, given units, segments and how many."""
+        now = self._clock.now()
+        self._db.many(
+            "UPDATE segments SET live = live - ?, touched = ? WHERE unit = ? AND segment = ?",
+            [(number, now, unit, segment) for unit, segment, number in rows],
+        )
+
+    def note(self, rows: Iterable[Row]) -> None:
+        """Note the segments of rows that nobody will ask for, so that they are dropped some day."""
+        now = self._clock.now()
+        self._db.many(_KNOW, [(*place, 0, now) for place in {(row.unit, row.segment) for row in rows}])
+
+    def quarantine(self, row: Row, sample: str, reason: str) -> int:
+        """Set a row aside that could not be read as it was written; returns 0 for one that is known."""
+        return self._db.run(
+            "INSERT OR IGNORE INTO quarantine VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (row.unit, row.segment, row.offset, row.length, sample, reason, self._clock.now()),
+        )
+
+    # ------------------------------------------------------------ dropping
+
+    def found(self, unit: str, segments: Sequence[int]) -> None:
+        """Watch those of the unit's closed segments that nobody has reported."""
+        numbers = json.dumps([segment for segment in segments if 0 <= segment <= NEWEST])
+        self._db.run(
+            "INSERT OR IGNORE INTO segments (unit, segment, live, touched, unreported) "
+            "SELECT ?, j.value, 0, ?, ? FROM json_each(?) j",
+            (unit, self._clock.now(), self._db.counter("stage_batches"), numbers),
+        )
+
+    def idle(self, unit: str) -> list[int]:
+        """Return the segments that nobody has needed for a while. Somebody may still write into them."""
+        rows = self._db.all(
+            "SELECT segment, touched, unreported FROM segments WHERE unit = ? AND state = 'live' AND live = 0 "
+            "AND touched < ? ORDER BY segment LIMIT ?",
+            (unit, self._clock.now() - self._rules.drop_after, _MOST_IDLE),
+        )
+        if all(unreported is None for _, _, unreported in rows):
+            return [segment for segment, _, _ in rows]
+        task, stage = self._db.value(_OLDEST_TASK), self._db.value(_OLDEST_STAGE_BATCH)
+        return [
+            segment
+            for segment, touched, unreported in rows
+            if unreported is None or ((task is None or touched < task) and (stage is None or unreported <= stage))
+        ]
+
+    def closed(self, unit: str, segments: Sequence[int]) -> None:
+        """Drop those of the segments, into which nobody writes any more, that are still idle."""
+        idle = set(self.idle(unit))
+        self._db.many(
+            "UPDATE segments SET state = 'dropping' WHERE unit = ? AND segment = ?",
+            [(unit, segment) for segment in segments if segment in idle],
+        )
+
+    def dropping(self, unit: str) -> list[int]:
+        query = "SELECT segment FROM segments WHERE unit = ? AND state = 'dropping' ORDER BY segment"
+        return self._db.column(query, (unit,))
+
+    def dropped(self, unit: str, segments: Sequence[int]) -> None:
+        for segment in segments:
+            where = "unit = ? AND segment = ? AND state = 'dropping'"
+            if self._db.value(f"SELECT unreported FROM segments WHERE {where}", (unit, segment)) is not None:
+                self._db.count(RECLAIMED)
+            self._db.run(f"UPDATE segments SET state = 'dropped' WHERE {where}", (unit, segment))
