@@ -18,10 +18,10 @@ from typing import Any
 
 from rillflow.engine.embedded import EmbeddedEngine
 from rillflow.gateway import Policy, Renderer, Sessions, calls
-from rillflow.gateway.sessions import frames
-from rillflow.gateway.sessions.keeping import Asked
+from rillflow.gateway.sessions import events
+from rillflow.gateway.sessions.log_protocol import Asked
 from rillflow.gateway.sessions.session import Session
-from rillflow.gateway.sessions.sessionlog import FileSessionLog
+from rillflow.gateway.sessions.session_log import FileSessionLog
 from rillflow.gateway.trees import placing
 from rillflow.gateway.trees.messages import Message, message
 from rillflow.gateway.trees.tree import Node, TokenTree
@@ -70,9 +70,9 @@ def row_bytes(node: Node, tree: TokenTree) -> int:
     whole.tokens = above.tokens[:0]
     whole.tokens.fromlist(above.prompt())
     whole.messages = tuple(said for before in above.path() for said in before.messages)
-    pieces = [frames.piece_of(whole, tree), frames.piece_of(node, tree)]
-    payload = frames.answered(Asked(node.call, "policy", 0), 1, node, pieces)
-    return seal(columns_of(Frame(0, frames.Kind.ANSWERED, payload))).length
+    pieces = [events.piece_of(whole, tree), events.piece_of(node, tree)]
+    payload = events.answered(Asked(node.call, "policy", 0), 1, node, pieces)
+    return seal(columns_of(Frame(0, events.Kind.ANSWERED, payload))).length
 
 
 async def kept(turns: int = 20) -> tuple[int, int]:
@@ -95,7 +95,7 @@ async def kept(turns: int = 20) -> tuple[int, int]:
 
 
 def tiny_engine(context: int) -> EmbeddedEngine:
-    """The tiny policy with a longer context than it was trained for: its answers do not matter here."""
+    """Return the tiny policy with a longer context than it was trained with; its answers do not matter here."""
     model = load_policy_model("tiny", "fp32", pick_device("cpu"))
     model.config.max_position_embeddings = context
     return EmbeddedEngine(model, version=0, slots=2, context=context, queue=16, exact=False)

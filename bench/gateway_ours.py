@@ -17,9 +17,8 @@ from typing import Any
 from rillflow.config import GatewayConfig, SamplingConfig
 from rillflow.engine.remote import RemoteEngine
 from rillflow.gateway import Gateway, Policy, Renderer
-from rillflow.gateway.sampling.fleet import Fleet
-from rillflow.gateway.sampling.pool import EnginePool
-from rillflow.gateway.sessions.sessionlog import FileSessionLog
+from rillflow.gateway.sampling.pool import EnginePool, Fleet
+from rillflow.gateway.sessions.session_log import FileSessionLog
 
 LIMITS = GatewayConfig(sessions=1 << 20, total=1 << 16)
 
@@ -54,7 +53,7 @@ class Ours:
         return keys
 
     def close(self) -> list[int]:
-        """Return the samples of the last session, and the number of trained tokens in each."""
+        """Close all sessions; return how many tokens train in each sample of the last one."""
         trained: list[int] = []
         for name in self._opened:
             record = self.gateway.sessions.close(name)

@@ -26,7 +26,7 @@ def chunked(data: bytes) -> bytes:
 
 
 class Answers:
-    """The answers, made once: ids and log-probs for an engine's caller, text for a chat's."""
+    """The answers, made once: ids and log-probs for callers of an engine, text for chats."""
 
     def __init__(self, ids: list[int], texts: list[str]) -> None:
         size = len(ids) // PARTS

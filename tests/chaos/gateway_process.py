@@ -22,7 +22,7 @@ from gateway_support import make_renderer
 
 from rillflow.config import SamplingConfig
 from rillflow.gateway import Gateway, Policy
-from rillflow.gateway.sessions.sessionlog import FileSessionLog
+from rillflow.gateway.sessions.session_log import FileSessionLog
 from rillflow.types import Chunk, GenerateRequest
 
 SESSIONS = 16

@@ -17,8 +17,7 @@ from forwarder import Forwarder, forwarder
 from rillflow.engine.host import EngineHost
 from rillflow.engine.remote import RemoteEngine
 from rillflow.engine.service import EngineService
-from rillflow.gateway.sampling.fleet import Fleet
-from rillflow.gateway.sampling.pool import EnginePool
+from rillflow.gateway.sampling.pool import EnginePool, Fleet
 
 pytestmark = pytest.mark.chaos
 TOKEN = "t" * 32

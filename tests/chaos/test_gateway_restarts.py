@@ -15,7 +15,7 @@ from gateway_process import HELD
 
 from rillflow.gateway import Sessions, session_url
 from rillflow.gateway.sessions.session import Session
-from rillflow.gateway.sessions.sessionlog import FileSessionLog
+from rillflow.gateway.sessions.session_log import FileSessionLog
 
 pytestmark = pytest.mark.chaos
 KILLS = 5

@@ -2,8 +2,7 @@
 
 Invariants: a reason to hold is there until it is released or its time is over; engines sample while there is none. A
 hold that *moves* ends every running answer between two tokens, with a last chunk that says `abort`: whatever was
-sampled comes before it, so who asked can go on elsewhere from the ids it has. Other holds keep the answers open. A hold
-that *frees* has the engines give back what memory they can, until they sample again.
+sampled comes before it, so who asked can go on elsewhere from the ids it has. Other holds keep the answers open.
 """
 
 from __future__ import annotations
@@ -105,10 +104,8 @@ class EngineHost:
 
     # ------------------------------------------------------------ who may sample
 
-    async def hold(
-        self, reason: str, *, move: bool = False, seconds: float = HOLD_SECONDS, free: bool = False
-    ) -> EngineInfo:
-        """Stop sampling for `reason`; returns once no token is being sampled. Asked again, it lasts anew."""
+    async def hold(self, reason: str, *, move: bool = False, seconds: float = HOLD_SECONDS) -> EngineInfo:
+        """Stop sampling for `reason`; return once no token is being sampled. A second hold renews the first."""
         async with self._one_at_a_time:
             self._forget(reason)
             loop = asyncio.get_running_loop()
@@ -118,10 +115,14 @@ class EngineHost:
             await asyncio.gather(*(engine.pause() for engine in self.engines.values()))
             if move and self._cut is not None and not self._cut.done():
                 self._cut.set_result(None)
-            if free:
-                await asyncio.gather(*(engine.free() for engine in self.engines.values() if isinstance(engine, Frees)))
             self._note_busy()
             return self.known
+
+    async def free(self) -> None:
+        """Have engines that are held give back the memory that they can, until they sample again."""
+        async with self._one_at_a_time:
+            if self._holds:
+                await asyncio.gather(*(engine.free() for engine in self.engines.values() if isinstance(engine, Frees)))
 
     async def release(self, reason: str) -> EngineInfo:
         return await self._release(reason)

@@ -14,11 +14,10 @@ from typing import Any
 
 from rillflow.config import Recipe, ResourcesConfig, RuntimeConfig
 from rillflow.evaluate.stage import Ended, open_engines, open_stage
-from rillflow.gateway.sessions.keeping import Asked, Unkept
+from rillflow.gateway.sessions.log_protocol import Asked, NoSessionLog
 from rillflow.gateway.sessions.session import Session
-from rillflow.gateway.trees.forks import cause, forks
 from rillflow.gateway.trees.messages import Body
-from rillflow.gateway.trees.record import Sample
+from rillflow.gateway.trees.record import Sample, cause, forks
 from rillflow.gateway.trees.tree import Node
 from rillflow.types import Task
 
@@ -88,7 +87,7 @@ async def try_policy(recipe: Recipe, task: Task, folder: Path, tell: Tell) -> Ou
     return watcher.outcome(ended)
 
 
-class Watcher(Unkept):
+class Watcher(NoSessionLog):
     """Tells every answer of a session as it ends, and keeps the session to look at."""
 
     def __init__(self, tell: Tell) -> None:

@@ -1,4 +1,4 @@
-"""Sessions, token trees, chat rendering and the dialects that agents speak."""
+"""The gateway: sessions, token trees, chat rendering and the dialects of agents."""
 
 from rillflow.gateway.calls import Policy
 from rillflow.gateway.server import Gateway, anthropic_url, session_url

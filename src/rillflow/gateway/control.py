@@ -1,12 +1,12 @@
 """The routes beside the dialects: rewards over HTTP, and sessions for agents from outside.
 
-The recipe's reward is final. Where it has a reward function, nobody gives rewards over HTTP; else the node's token
-does, and a session's own key only where the recipe says `rewards: agent`. This holds for `/reward` and for the reward
-in `/end`. Attempts that are refused are counted with the session.
+The recipe's reward is final. If the recipe has a reward function, rewards over HTTP are refused. Else the node's token
+may give them, and a session's own key only if the recipe says `rewards: agent`. This holds for `/reward` and for the
+reward in `/end`. Refused rewards are counted with the session.
 
-An end is sent with the session's own key or the node's token; tasks are handed out for the node's token only.
-What is acknowledged here is on disk first: a task's session before its key is told, a reward, an end. An end is
-answered once the run has taken the episode, or refused it.
+A session is ended with its own key or the node's token; tasks are handed out for the node's token only. Everything that
+is acknowledged here is on disk first: a task's session before its key is sent, a reward, an end. An end is answered
+once the run has accepted or refused the episode.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from rillflow.wire.messages import Request, Response, Send, Stream
 
 Body = TypeVar("Body")
 
-LONGEST_WAIT = 300.0  # of one question for a task
-END_SECONDS = 300.0  # for the run to take an episode
-KEEP_ALIVE = 5.0  # between two signs of life on a feed
-SAID = "said"  # the key of a session's detail under which its agent's last word is kept
+LONGEST_WAIT = 300.0  # of one request for a task
+END_SECONDS = 300.0  # for the run to accept an episode
+KEEP_ALIVE = 5.0  # between two empty lines on a quiet feed
+SAID = "said"  # the key of a session's detail that holds the end its agent sent
 
 
 class Control:
-    """Adds the routes to a gateway that has not started. `on_reward` is told which session was given one.
+    """Adds the routes to a gateway that has not started. `on_reward` is called with the id of a rewarded session.
 
     `givers` says who may give rewards (`Recipe.reward_givers`).
     """
@@ -54,7 +54,7 @@ class Control:
     async def _reward(self, request: Request) -> Response:
         self._check_giver(request, self._gateway.session_of(request))
         gift = await self._body(request, GiveReward)
-        session = self._gateway.session_of(request)  # now, not before its body: what is acknowledged counts
+        session = self._gateway.session_of(request)  # again, because it may have been closed while the body was read
         await session.reward(gift.value, call=gift.call, turn=gift.turn, leaf=gift.leaf, policy=gift.policy)
         self._on_reward(session.id)
         return _json(Rewarded(session=session.id))
@@ -68,7 +68,7 @@ class Control:
         if said.reward is not None:
             self._check_giver(request, session)
         offer = self._feed.end(session.id, said)
-        if offer.ended.result() is said:  # the first word; it is kept, so that a gateway which dies now carries it out
+        if offer.ended.result() is said:  # the first end; it is kept, so that a gateway that restarts carries it out
             self._gateway.sessions.note(session.id, {**session.detail, SAID: msgspec.to_builtins(said)})
             self._gateway.sessions.end(session.id)
         await self._gateway.sessions.log.synced()
@@ -77,7 +77,7 @@ class Control:
                 await offer.over.wait()
         ended = self._feed.outcome(session.id)
         if ended is None:
-            raise CallRefused("the run has not taken the episode yet: ask again", status=503, code="not_taken_yet")
+            raise CallRefused("the run has not accepted the episode yet: ask again", status=503, code="not_taken_yet")
         return _json(ended)
 
     def _check_giver(self, request: Request, session: Session) -> None:
@@ -86,10 +86,10 @@ class Control:
             return
         session.rewards_refused += 1
         if self._givers == "nobody":
-            why = "the recipe's `reward` function decides what a session is worth; rewards are given over HTTP only "
-            why += "where the recipe has no `reward`"
+            why = "the recipe's `reward` function gives the rewards; they are accepted over HTTP only "
+            why += "if the recipe has no `reward`"
         else:
-            why = "a session's key gives no rewards; set `rewards: agent` in the recipe, or send the node's token"
+            why = "a session's key may not give rewards; set `rewards: agent` in the recipe, or send the node's token"
         raise CallRefused(f"this reward does not count: {why}", status=403, code="reward_refused")
 
     async def _take(self, request: Request) -> Response:
@@ -105,7 +105,7 @@ class Control:
         return Response(status=204) if task is None else _json(task)
 
     async def _fetched(self, asker: Asker) -> OutsideTask | None:
-        """The next task that is there; its session is on disk before anybody has its key."""
+        """Take the next task, if any. Its session is on disk before its key is sent."""
         task = asker.fetch()
         if task is not None:
             await self._gateway.sessions.log.synced()
@@ -125,7 +125,7 @@ class Control:
 
 
 class _FeedStream(Stream):
-    """Tasks as lines of JSON until the run ends or the agent goes; an empty line now and then as a sign of life."""
+    """Tasks as lines of JSON until the run ends or the agent goes, with empty lines to keep the connection alive."""
 
     def __init__(self, feed: Feed, asker: Asker, fetched: Callable[[], Awaitable[OutsideTask | None]]) -> None:
         super().__init__(media_type=NDJSON, headers={"cache-control": "no-cache"})
@@ -144,7 +144,7 @@ class _FeedStream(Stream):
 
 
 async def _news(asker: Asker, seconds: float) -> None:
-    """Wait until the asker can fetch a task, or the run has ended, or the time is over."""
+    """Wait until the asker can fetch a task or the run has ended, for at most `seconds`."""
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await asker.news.wait()

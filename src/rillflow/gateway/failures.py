@@ -1,4 +1,4 @@
-"""What a call can be refused for, in words that every dialect can shape."""
+"""Errors of calls, which each dialect writes in the shape of its provider."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rillflow.errors import RillflowError
 
 
 class CallRefused(RillflowError):
-    """A call that cannot be served. `code` and `param` are what providers call them; `status` travels as it is."""
+    """A call that cannot be served. `code` and `param` are as in OpenAI's errors; `status` is the HTTP status."""
 
     def __init__(self, message: str, *, status: int = 400, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)

@@ -1,8 +1,8 @@
-"""The feed: tasks go to agents from outside as fast as they have hands free, and no faster.
+"""The feed: tasks for agents from outside, which take them at their own pace.
 
-An agent asks for tasks through an `Asker` with so many free hands. Each offered task goes to exactly one asker; one
-that an asker has not fetched when it leaves goes to the next. Nothing is leased that nobody asks for: `wanted` is the
-number of free hands that no task is on its way to. A hand is free again once its session is over.
+An agent requests tasks through an `Asker` with a number of free slots. Each offered task goes to exactly one asker; a
+task that an asker has not fetched when it leaves goes to the next. `wanted` is the number of free slots without a task,
+and the node leases no more tasks than that. A slot is free again once its session is over.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from rillflow.gateway.failures import CallRefused
 from rillflow.types import Prompt
 
 MOST_ASKERS = 1024
-REMEMBERED = 4096  # ends, for agents that ask again because they did not hear the answer
+REMEMBERED = 4096  # ended sessions, for agents that repeat a request whose answer was lost
 
 
 class OutsideTask(msgspec.Struct, frozen=True, kw_only=True):
-    """A task in an agent's hands: its session at the gateway, with `seconds` left until it is cut."""
+    """A task for an agent: its session at the gateway, which ends after `seconds`."""
 
     session: str
     api_key: str
@@ -37,7 +37,7 @@ class OutsideTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EndSession(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An agent has done its task. `answer` is for the recipe's reward function; `error` says why it could not."""
+    """The end of a task. `answer` is for the recipe's reward function; `error` says why the agent failed."""
 
     reward: float | dict[str, float] | None = None
     answer: Any = None
@@ -45,7 +45,7 @@ class EndSession(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether the episode counts, and if not, why."""
+    """The outcome of a session: whether the run accepted the episode, and why not."""
 
     session: str
     accepted: bool
@@ -53,7 +53,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Offer:
-    """One task on its way: offered, taken by an agent, ended by it, over once its end is told to the run."""
+    """One task: offered, taken by an agent, ended by the agent, and over once the run knows of its end."""
 
     def __init__(self, session: str, open_session: Callable[[], OutsideTask]) -> None:
         loop = asyncio.get_running_loop()
@@ -65,7 +65,7 @@ class Offer:
         self._open = open_session
 
     def take(self) -> OutsideTask:
-        """Its session begins now."""
+        """Open the session of the task."""
         task = self._open()
         if not self.taken.done():
             self.taken.set_result(None)
@@ -73,7 +73,7 @@ class Offer:
 
 
 class Asker:
-    """An agent, or a fleet of them, that asks for tasks. `given` is what it has not fetched yet, `news` that it can."""
+    """An agent, or several behind one connection. `given` are tasks to fetch; `news` is set while there are some."""
 
     def __init__(self, free: int) -> None:
         self.free = free
@@ -87,7 +87,7 @@ class Asker:
         self.news.set()
 
     def fetch(self) -> OutsideTask | None:
-        """The next task, if there is one: it is taken now."""
+        """Take the next task; None if none is given."""
         task = self.given.popleft().take() if self.given else None
         if not self.given:
             self.news.clear()
@@ -95,7 +95,7 @@ class Asker:
 
 
 class Feed:
-    """All askers and offers of one node. `on_ask` is told when somebody wants a task."""
+    """All askers and offers of one node. `on_ask` is called when an asker has free slots."""
 
     def __init__(self) -> None:
         self.on_ask: Callable[[], None] = lambda: None
@@ -117,7 +117,7 @@ class Feed:
         return offer
 
     def go_on(self, session: str) -> Offer:
-        """A session that an agent took from the node before this one; asked again, it is the same offer."""
+        """Return the offer of a session that an agent took before the node restarted."""
         offer = self._offers.get(session)
         if offer is None:
             offer = self._offers[session] = Offer(session, _taken_before)
@@ -125,7 +125,7 @@ class Feed:
         return offer
 
     def over(self, session: str, *, accepted: bool, reason: str = "") -> None:
-        """The run has been told of the session's end, or wants it no more."""
+        """Close the offer of a session: the run knows of its end, or no longer needs it."""
         offer = self._offers.pop(session, None)
         if offer is None:
             return
@@ -142,7 +142,7 @@ class Feed:
             self._match()
 
     def close(self) -> None:
-        """The run has ended: nobody gets a task any more."""
+        """Hand out no more tasks; the run has ended."""
         self.closed = True
         for asker in self._askers:
             asker.news.set()
@@ -150,11 +150,11 @@ class Feed:
     # ------------------------------------------------------------ the agents' side
 
     def join(self, capacity: int, playing: Iterable[str] = ()) -> Asker:
-        """Ask for as many tasks at a time as `capacity`, less those that the agent is `playing` already."""
+        """Add an asker for `capacity` tasks at a time, minus those that the agent is already `playing`."""
         if self.closed:
             raise run_ended()
         if len(self._askers) >= MOST_ASKERS:
-            raise QueueFull(f"{MOST_ASKERS} agents ask for tasks already", "let one agent ask for more at once")
+            raise QueueFull(f"{MOST_ASKERS} agents already request tasks", "let one agent request more at once")
         asker = Asker(capacity)
         for session in playing:
             offer = self._offers.get(session)
@@ -166,7 +166,7 @@ class Feed:
         return asker
 
     def leave(self, asker: Asker) -> None:
-        """What it has not fetched goes to another; what it has taken goes on without it."""
+        """Remove an asker. Tasks that it has not fetched go to others; those that it has taken continue."""
         self._askers.remove(asker)
         asker.free = 0
         self._waiting.extendleft(reversed(asker.given))
@@ -176,11 +176,11 @@ class Feed:
         self._match()
 
     def outcome(self, session: str) -> Ended | None:
-        """What became of a session that is over, as long as it is remembered."""
+        """Return the outcome of a recent session that is over; else None."""
         return self._recent.get(session)
 
     def end(self, session: str, said: EndSession) -> Offer:
-        """The agent has ended its session; the first word counts."""
+        """Record the end of a session and return its offer. Only the first end counts."""
         offer = self._offers.get(session)
         if offer is None or not offer.taken.done():
             raise CallRefused(
@@ -192,7 +192,7 @@ class Feed:
             offer.ended.set_result(said)
         return offer
 
-    # ------------------------------------------------------------ bringing both together
+    # ------------------------------------------------------------ matching
 
     def _match(self) -> None:
         while self._waiting and (asker := self._next()) is not None:
@@ -201,7 +201,7 @@ class Feed:
             self.on_ask()
 
     def _next(self) -> Asker | None:
-        """The next in turn with a hand free."""
+        """Return the next asker in turn with a free slot."""
         for _ in range(len(self._askers)):
             self._askers.rotate(-1)
             if self._askers[-1].free > 0:
@@ -214,4 +214,4 @@ def run_ended() -> CallRefused:
 
 
 def _taken_before() -> OutsideTask:
-    raise AssertionError("a session that goes on is never given again")
+    raise AssertionError("a session that was taken before the restart is never offered")

@@ -1,11 +1,11 @@
-"""What an answer must look like, as grammars that engines sample under; checked before a token is drawn.
+"""Grammars for answers of a given shape. They are checked before a token is sampled.
 
-Invariants: what passes here can be kept, so a keyword that nothing enforces is refused rather than promised; of a tool
-that is not strict it is left out, because there it was never a promise. JSON is written as Python's `json.dumps` writes
-it, without free whitespace, in which small models lose themselves. An object that lists its properties has no others
-unless the schema says so.
+Invariants: an engine can enforce every grammar that passes here. A keyword of a schema that cannot be enforced is
+refused; for a tool that is not strict it is left out. JSON is written like Python's `json.dumps`, without free
+whitespace, in which small models lose themselves. An object with listed properties has no others unless its schema
+allows them.
 
-What is not promised: that an answer ends before `max_tokens`, and that there is a sensible one. Bound the strings.
+A grammar does not guarantee that an answer ends before `max_tokens`, nor that it makes sense. Bound the strings.
 """
 
 from __future__ import annotations
@@ -22,31 +22,34 @@ from llguidance.gbnf_to_lark import any_to_lark
 from rillflow.engine.grammars import compiled
 from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.reading.reasoning import ReasoningFormat
-from rillflow.gateway.reading.tools.parts import Json, Matching, Maybe, Piece, ToolFormat, Until
+from rillflow.gateway.reading.tools import Json, Matching, Maybe, Piece, ToolFormat, Until
 from rillflow.gateway.trees.render import Renderer
 from rillflow.types import Grammar
 
 LARGEST = 64 << 10  # bytes of a schema or grammar
 DEEPEST = 32  # objects and lists within each other
-_CHECKED = 512  # grammars of which it is remembered that they are right
+_CHECKED = 512  # grammars whose check is cached
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _OBJECT = {"type": "object"}
-# Below these keys stand schemas: one, several, or several by name.
+# Keys whose values are schemas: one, a list, or several by name.
 _ONE, _MANY = ("items", "additionalProperties"), ("prefixItems", "anyOf", "oneOf", "allOf")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 
 
-# ---------------------------------------------------------------- what an agent may ask for
+# ---------------------------------------------------------------- grammars of a request
 
 
 def of_schema(schema: Any, param: str, *, strict: bool = True) -> Grammar:
-    """`param` is where it stands in the request. Without `strict`, keywords that cannot be kept are left out."""
+    """Return the grammar of a JSON schema. `param` is its path in the request.
+
+    Without `strict`, keywords that cannot be enforced are left out.
+    """
     if schema is True or schema == {}:
         schema = _OBJECT
     if not isinstance(schema, dict):
-        raise CallRefused("a JSON schema is an object", param=param)
+        raise CallRefused("a JSON schema must be an object", param=param)
     if _deeper(schema, DEEPEST):
-        raise CallRefused(f"a schema may be {DEEPEST} deep, this one is deeper", param=param)
+        raise CallRefused(f"the schema is nested more than {DEEPEST} levels deep", param=param)
     _check_size(msgspec.json.encode(schema), param)
     closed = schema if _mentions(schema, "allOf") else _closed(schema)
     kept = closed if strict else _loosened(closed)
@@ -55,7 +58,7 @@ def of_schema(schema: Any, param: str, *, strict: bool = True) -> Grammar:
 
 
 def _options(*, strict: bool) -> dict[str, Any]:
-    """How llguidance reads a schema: without `strict` it passes over keywords that it does not know."""
+    """Return options for llguidance. Without `strict` it ignores keywords that it does not know."""
     return _SPACING if strict else _SPACING | {"lenient": True}
 
 
@@ -70,25 +73,25 @@ def of_regex(regex: str, param: str) -> Grammar:
 
 def of_choices(choices: Sequence[str], param: str) -> Grammar:
     if not choices or not all(isinstance(choice, str) and choice for choice in choices):
-        raise CallRefused("choices are texts, at least one and none of them empty", param=param)
+        raise CallRefused("choices must be a list of non-empty strings", param=param)
     return of_regex("|".join(f"(?:{re.escape(choice)})" for choice in choices), param)
 
 
 def of_lark(text: str, param: str) -> Grammar:
-    """Lark, or the EBNF of llama.cpp."""
+    """Return the grammar of a text in Lark's syntax or llama.cpp's EBNF."""
     _check_size(text.encode(), param)
     try:
         text = any_to_lark(text)
-    except Exception as error:  # a reader in plain Python, which meets texts of all kinds
+    except Exception as error:  # the converter may raise anything for a malformed text
         raise CallRefused(f"the grammar cannot be read: {error}", param=param) from error
     return _checked(Grammar(kind="lark", text=text), param)
 
 
-# ---------------------------------------------------------------- what the model's own way of writing makes of it
+# ---------------------------------------------------------------- grammars in the formats of a model
 
 
 class Calls(NamedTuple):
-    """Tools in the OpenAI shape, of which one may be called, or (`forced`) must be; with `names`, only one of these."""
+    """Tools in the OpenAI shape. One of them may be called, with `forced` must be; with `names`, only one of these."""
 
     tools: Sequence[Mapping[str, Any]]
     format: ToolFormat
@@ -103,8 +106,10 @@ def composed(
     renderer: Renderer,
     reasoning: ReasoningFormat | None = None,
 ) -> Grammar | None:
-    """The grammar of the whole answer: of a call, or of `grammar`, behind the `reasoning` of a model that reasons
-    (`inside` says whether the prompt has opened it; None: it does not). A Lark grammar is of the whole answer as it is.
+    """Return the grammar of the whole answer: a call, or `grammar`, after the reasoning of a model that reasons.
+
+    `inside` says whether the prompt has opened the reasoning (None: the model does not reason). A Lark grammar
+    describes the whole answer and stays as it is.
     """
     if grammar is not None and (grammar.kind == "lark" or (calls is None and inside is None)):
         return grammar
@@ -124,7 +129,7 @@ def composed(
         return Grammar(kind="lark", text="\n".join([f"start: {body}", *rules]))
     lead = _text(reasoning.lead, renderer)
     thought = f"thought {lead}" if inside else f"({_text(reasoning.open, renderer)} thought {lead})?"
-    # The layout between reasoning and answer is dropped when it is read.
+    # Blank text between reasoning and answer is dropped by the reader.
     head = [f"start: {thought} /[ \\n]{{0,2}}/ ({body})", _until("thought", reasoning.close, renderer)]
     return Grammar(kind="lark", text="\n".join([*head, *rules]))
 
@@ -147,7 +152,7 @@ def _call_rules(calls: Calls, renderer: Renderer) -> list[str]:
 
 
 class _Writing:
-    """Writes the shape of one call as Lark rules, which begin with its `name`."""
+    """Writes the shape of one call as Lark rules, whose names begin with `name`."""
 
     def __init__(self, name: str, options: Mapping[str, Any], renderer: Renderer) -> None:
         self.name = name
@@ -178,7 +183,7 @@ class _Writing:
 
 
 def _until(name: str, end: str, renderer: Renderer) -> str:
-    """A rule for any text up to `end`, which may be a token that no text can become."""
+    """Return a rule for any text up to `end`, which may be a special token."""
     ids = renderer.encode(end)
     if len(ids) == 1 and ids[0] in renderer.special_ids:
         return f"{name}: /(?s:.*)/ <[{ids[0]}]>"
@@ -192,7 +197,7 @@ def _inlined(grammar: Grammar) -> str:
 
 
 def _text(text: str, renderer: Renderer) -> str:
-    """A literal. A marker that is a token of its own may be one that no text can become: either is right."""
+    """Return a literal. A marker may be a special token or its text; either matches."""
     parts: list[str] = []
     for token, said in renderer.pieces(text):
         parts.append(_quoted(said) if token is None else f"(<[{token}]>|{_quoted(said)})")
@@ -214,7 +219,7 @@ def _wrong(grammar: Grammar) -> str:
 def _checked(grammar: Grammar, param: str) -> Grammar:
     wrong = _wrong(grammar)
     if wrong and not wrong.startswith("WARNING"):
-        raise CallRefused(f"this cannot be kept: {wrong}", param=param)
+        raise CallRefused(f"this grammar cannot be enforced: {wrong}", param=param)
     return grammar
 
 
@@ -237,7 +242,7 @@ def _mentions(value: Any, key: str) -> bool:
 
 
 def _closed(schema: Any) -> Any:
-    """With no properties but those that are listed, wherever some are and nothing is said of others."""
+    """Return a schema whose objects have no other properties than those listed, unless it allows others."""
     if not isinstance(schema, dict):
         return schema
     made = _below(schema, _closed)
@@ -247,7 +252,7 @@ def _closed(schema: Any) -> Any:
 
 
 def _loosened(schema: Any) -> Any:
-    """Without the patterns and references that no grammar can hold, which llguidance does not pass over by itself."""
+    """Return a schema without the patterns and references that llguidance can neither enforce nor ignore."""
     if not isinstance(schema, dict):
         return schema
     made = _below(schema, _loosened)
@@ -266,7 +271,7 @@ def _matchable(pattern: Any) -> bool:
 
 
 def _below(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """`schema` with the schemas right below it changed."""
+    """Return `schema` with `change` applied to its direct subschemas."""
     made = dict(schema)
     for key in _ONE:
         if key in made:

@@ -1,6 +1,6 @@
-"""The routes of a gateway: those of the providers that agents speak to, and ours for rewards, tasks and engines.
+"""The routes of a gateway: those of the providers, and our own for rewards, tasks and engines.
 
-A session's routes exist twice, by the session's path (`in_session`) and by its key alone.
+The routes of agents exist twice, with the session in the path (`in_session`) and without, by the session's key.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Names = Annotated[list[str], msgspec.Meta(max_length=1000)]
 
 _OPENAI, _ANTHROPIC = (shapes.ErrorAnswer,), (shapes.AnthropicErrorAnswer,)
 _EITHER = _OPENAI + _ANTHROPIC
-_COUNTS = "only counts: nothing of the session changes"
-_SAMPLES = "an answer that nobody reads is aborted, and its place in the session's tree is never trained on"
-_HOLD = "a hold is known by its reason"
+_COUNTS = "only counts: the session does not change"
+_SAMPLES = "an answer that is not read is aborted, and its node in the session's tree is never trained on"
+_HOLD = "a hold is identified by its reason"
 
 
 class GiveReward(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A reward for one answer (`call`: the id that the agent saw), for the answers of the n-th call (`turn`, from 0),
-    for one leaf of a policy's tree, or, with none of these, for the whole session."""
+    for one leaf of a policy's tree, or else for the whole session."""
 
     value: float
     call: str | None = None
@@ -45,13 +45,13 @@ class Rewarded(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TakeTask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Ask for one task, and wait so many seconds for it."""
+    """Request one task, and wait up to `wait` seconds for it."""
 
     wait: float = 0.0
 
 
 class Interrupt(msgspec.Struct, forbid_unknown_fields=True):
-    """Without `engines` it is for all; without `seconds` until it is resumed, or this gateway ends."""
+    """Hold engines (default: all) for `seconds` (default: until they are resumed or this gateway ends)."""
 
     reason: Reason
     engines: Names | None = None
@@ -72,7 +72,7 @@ def _asking(summary: str, dialect: Any, answer: type) -> Route[Any, Any]:
 
 
 class AgentRoutes:
-    """What an agent calls, as of its provider."""
+    """The routes of the providers, for agents."""
 
     ask_chat = _asking("OpenAI chat completions", chat, shapes.ChatAnswer)
     ask_completions = _asking("OpenAI completions", completions, shapes.CompletionAnswer)
@@ -117,15 +117,15 @@ class ControlRoutes:
     )  # fmt: skip
     end = raw(
         "POST", f"{SESSION}/end", "node", summary="End a session that was taken from the feed", body=EndSession,
-        again="the first word counts, and its outcome is repeated", answers={JSON: (Ended,)}, errors=_OPENAI,
+        again="the first end counts, and its outcome is repeated", answers={JSON: (Ended,)}, errors=_OPENAI,
     )  # fmt: skip
     sessions = raw(
         "POST", "/sessions", "node", summary="Take one task, if one comes in time", body=TakeTask, waits=True,
-        again="a task whose agent says nothing is played again after its deadline",
+        again="a task whose agent does not end it is played again after its deadline",
         answers={JSON: (OutsideTask,)}, errors=_OPENAI, optional=True,
     )  # fmt: skip
     feed = raw(
-        "GET", "/feed", "node", summary="A stream of tasks, one JSON object a line, as hands get free", waits=True,
+        "GET", "/feed", "node", summary="A stream of tasks, one JSON object a line, as slots become free", waits=True,
         answers={NDJSON: (OutsideTask,)}, errors=_OPENAI, query=("capacity", "playing"),
     )  # fmt: skip
 
@@ -134,14 +134,14 @@ class EngineControlRoutes:
     """The rollout manager, for operators and the resource manager."""
 
     interrupt = raw(
-        "POST", "/engines/interrupt", "operator", summary="Hold engines, or move what they do", body=Interrupt,
+        "POST", "/engines/interrupt", "operator", summary="Hold engines, or move their calls", body=Interrupt,
         again=_HOLD, answers={JSON: ()}, errors=_OPENAI,
     )  # fmt: skip
     resume = raw(
-        "POST", "/engines/resume", "operator", summary="Take back a reason to hold engines", body=Resume, again=_HOLD,
+        "POST", "/engines/resume", "operator", summary="Release engines from a hold", body=Resume, again=_HOLD,
         answers={JSON: ()}, errors=_OPENAI,
     )  # fmt: skip
     engines = raw(
-        "GET", "/engines", "reader", summary="Which engines sample, and which are held", answers={JSON: ()},
+        "GET", "/engines", "reader", summary="Every engine, and every hold", answers={JSON: ()},
         errors=_OPENAI,
     )  # fmt: skip

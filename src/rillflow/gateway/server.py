@@ -1,9 +1,8 @@
-"""The gateway's HTTP service. An agent gets a base URL and a key, and talks to it as to any provider.
+"""The gateway's HTTP service. An agent gets a base URL and a key, and uses it like any provider.
 
-A session's key opens that session's routes, by path (`/s/{session}/v1/…`) or by the key alone (`/v1/…`), the
-description of all routes, and nothing else. The node's token opens the routes of every session; engines are held with
-the operator's. Agents are answered in their provider's shape, errors included; our own processes as everywhere on our
-wire.
+A session's key opens that session's routes, by path (`/s/{session}/v1/…`) or by the key alone (`/v1/…`), and the
+description of all routes. The node's token opens the routes of every session; the operator's token holds engines.
+Agents get answers and errors in the shape of their provider; other routes answer like all our services.
 """
 
 from __future__ import annotations
@@ -21,19 +20,28 @@ import msgspec
 from rillflow.config import GatewayConfig, SamplingConfig
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import ConfigError, RillflowError, Unauthorized
-from rillflow.gateway import models, running
-from rillflow.gateway.calls import Answer, Call, Policy, begin_beside
-from rillflow.gateway.dialects import DIALECTS, Dialect, chat, dialect_of, messages, responses
+from rillflow.gateway import lifetime
+from rillflow.gateway.answers import Answer
+from rillflow.gateway.calls import Call, Policy, begin_in_thread
+from rillflow.gateway.dialects import (
+    DIALECTS,
+    Dialect,
+    chat,
+    dialect_of,
+    listed_models,
+    messages,
+    responses,
+    shown_model,
+)
 from rillflow.gateway.dialects.openai import overruled
 from rillflow.gateway.failures import CallRefused
-from rillflow.gateway.giants import refuse_giants
+from rillflow.gateway.long_texts import SHORT, SHORT_BODY, TextThreads, refuse_too_long
 from rillflow.gateway.routes import ASKING, AgentRoutes, in_session
-from rillflow.gateway.sessions.keeping import SessionLog
+from rillflow.gateway.sessions.log_protocol import SessionLog
 from rillflow.gateway.sessions.session import Session, Sessions
-from rillflow.gateway.texts import SHORT, SHORT_BODY, TextThreads
-from rillflow.gateway.trees.continuing import answer_of, following
+from rillflow.gateway.shapes import CountAnswer, ResponsesCount
+from rillflow.gateway.trees.matching import Place, answer_of, following
 from rillflow.gateway.trees.messages import Message
-from rillflow.gateway.trees.placing import Place
 from rillflow.gateway.trees.template import Tools
 from rillflow.gateway.trees.tree import TokenTree
 from rillflow.types.route import JSON, Route
@@ -48,11 +56,11 @@ log = logging.getLogger(__name__)
 
 AGENT_HEADER = "x-rillflow-agent"
 _AGENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-OURS = (Common.health.path, Common.metrics.path)  # of every service, and as there: no provider's shape
+OURS = (Common.health.path, Common.metrics.path)  # routes of every service, without a provider's shape
 
 
 class _Asked(NamedTuple):
-    """A request of a dialect and what it asks for."""
+    """A decoded request of a dialect, its call and its policy."""
 
     request: Any
     call: Call
@@ -60,7 +68,7 @@ class _Asked(NamedTuple):
 
 
 class _Counted(NamedTuple):
-    """A prompt whose tokens are to be counted: of the policy `name`, behind the answer `previous` if any."""
+    """A prompt whose tokens are counted: of the policy `name`, after the answer `previous` if that is given."""
 
     name: str
     policy: Policy
@@ -71,9 +79,9 @@ class _Counted(NamedTuple):
 
 
 class Gateway(Service):
-    """Serves the sessions of one node, by policy. With a `log`, what a session holds outlives this process.
+    """Serves the sessions of one node. With a `log`, sessions survive this process.
 
-    Session keys are signed with `token`. Without a `keyring`, `token` is the run's own.
+    Session keys are signed with `token`. Without a `keyring`, `token` is also the token of the run.
     """
 
     def __init__(
@@ -119,7 +127,7 @@ class Gateway(Service):
         self.raw(in_session(route), endpoint, gate=gate)
         self.raw(route, endpoint, gate=gate)
 
-    # ------------------------------------------------------------ who may do what
+    # ------------------------------------------------------------ keys and tokens
 
     def presented(self, request: Request) -> str:
         return presented_key(request)
@@ -134,16 +142,16 @@ class Gateway(Service):
         )
 
     def session_of(self, request: Request) -> Session:
-        """The session that a request is about: the one that its key opens, or, with a token, its path's."""
+        """Return the session of a request: that of its key, or with a token that of its path."""
         name = request.params.get("session")
         if not self.has_token(request):
             return self.sessions.of_key(presented_key(request))
         if name is None:
-            raise CallRefused("this path names no session: send the session's own key, or ask below /s/SESSION")
+            raise CallRefused("this path has no session: send the session's own key, or use /s/SESSION")
         return self.sessions.get(name)
 
     def has_token(self, request: Request) -> bool:
-        """Return whether a request was sent with a token of the run, not with a session's key."""
+        """Return whether a request has a token of the run, not a session's key."""
         return self.keyring.scope_of(presented_key(request)) is not None
 
     def error_response(self, error: RillflowError, request: Request) -> Response:
@@ -162,7 +170,7 @@ class Gateway(Service):
             begin = self._admit(session, asked)
             renderer = asked.policy.renderer
             if asked.call.live:
-                return await running.streamed(
+                return await lifetime.streamed(
                     begin,
                     lambda answer: dialect.stream(asked.request, answer, renderer),
                     session,
@@ -170,7 +178,7 @@ class Gateway(Service):
                     self._clock,
                     shape=dialect.error_event,
                 )
-            answer = await running.whole(begin, session, request, self._clock)
+            answer = await lifetime.whole(begin, session, request, self._clock)
             return Response(dialect.whole(asked.request, answer, renderer), media_type=JSON)
 
         return ask
@@ -190,48 +198,50 @@ class Gateway(Service):
         return asked
 
     def _fitting(self, request: Any) -> tuple[str, Policy]:
-        """Return the policy that a decoded request asks for, if its context may hold the request's text."""
+        """Return the policy of a decoded request. Raises ContextOverflow if the request cannot fit into its context."""
         name = self._policy_name(request.model)
         policy = self._policies[name]
-        refuse_giants(request, policy.renderer, policy.engine.context)
+        refuse_too_long(request, policy.renderer, policy.engine.context)
         return name, policy
 
-    def _admit(self, session: Session, asked: _Asked) -> running.Begin:
-        """Count a call in, or refuse it. The result must be run before anything is awaited: it is at work then."""
+    def _admit(self, session: Session, asked: _Asked) -> lifetime.Begin:
+        """Count a call, or refuse it, and return the function that begins it. Call that before anything is awaited."""
         number = session.admit(self.limits, self._clock.monotonic())
         id, created = _call_id(session, number), int(self._clock.now())
 
         async def begin() -> Answer:
             async with session.turn:
-                return await begin_beside(session, asked.policy, asked.call, id, created, texts=self._texts)
+                return await begin_in_thread(session, asked.policy, asked.call, id, created, texts=self._texts)
 
         return begin
 
     def _tell_overruled(self, session: Session, replaced: str) -> None:
-        """Count it, and say it once: an agent that asks for temperature 0 would give groups without variance."""
+        """Count a call whose sampling parameters were replaced, and log the first one."""
         session.sampling_overruled += 1
         if not self._told_overruled:
             self._told_overruled = True
             log.warning(
-                "an agent asks for %s: the recipe's own sampling is used; `sampling.wins: agent` lets agents choose",
+                "an agent asked for %s, but the recipe's sampling is used; `sampling.wins: agent` lets agents choose",
                 replaced,
             )
 
     async def chat(self, name: str, body: bytes, agent: str) -> bytes:
-        """The answer of the chat route to an agent in this process, without HTTP and not as a stream. What is refused
-        is raised as it is; nothing of the session has changed then."""
+        """Answer a chat request of an agent in this process, without HTTP and not as a stream.
+
+        A refusal is raised as it is; the session has not changed then.
+        """
         if not self._gate.enter():
             raise self._gate.refusal()
         try:
             session = self.sessions.get(name)
             asked = await self._read(session, chat, body, checked_agent(agent) if agent else "")
-            answer = await running.whole(self._admit(session, asked), session, None, self._clock)
+            answer = await lifetime.whole(self._admit(session, asked), session, None, self._clock)
             return chat.whole(asked.request, answer, asked.policy.renderer)
         finally:
             self._gate.leave()
 
     async def _count(self, request: Request) -> Response:
-        """How many tokens a call with these messages would be given now. Nothing of the session changes."""
+        """Return how many tokens the prompt of these messages would have now. The session does not change."""
         session, raw = self.session_of(request), await request.read(self.limits.body)
 
         def read() -> _Counted:
@@ -242,10 +252,10 @@ class Gateway(Service):
             return _Counted(name, policy.with_options(options), history, tools, tools_key)
 
         counted = await self._counted(session, read, long=len(raw) > SHORT_BODY)
-        return _json({"input_tokens": counted})
+        return _json(CountAnswer(counted))
 
     async def _count_input(self, request: Request) -> Response:
-        """As `_count`, for the responses dialect."""
+        """Return the same for the responses dialect."""
         session, raw = self.session_of(request), await request.read(self.limits.body)
 
         def read() -> _Counted:
@@ -256,36 +266,36 @@ class Gateway(Service):
             return _Counted(name, policy, call.history, call.tools, call.tools_key, call.previous)
 
         counted = await self._counted(session, read, long=len(raw) > SHORT_BODY)
-        return _json({"object": "response.input_tokens", "input_tokens": counted})
+        return _json(ResponsesCount(counted))
 
     async def _counted(self, session: Session, read: Callable[[], _Counted], *, long: bool) -> int:
         async with session.turn:
             name, policy, history, tools, key, previous = await self._texts.run(read, long=long)
-            whole = history if previous is None else following(session, previous, history)
+            whole = history if previous is None else following(session.trees, previous, history)
             tree = session.trees.get(name) or TokenTree()
             place = Place(tree, policy.renderer, whole, tools, key, reading=policy.reading(tools))
             await self._texts.run(place.render, long=place.size > SHORT)
             return place.count()
 
     async def _response(self, request: Request) -> Response:
-        """An answer of the session, as the responses dialect shows it. When it was given is not kept."""
+        """Return an answer of the session in the responses dialect. Its time is not kept."""
         session = self.session_of(request)
         id = request.params["response"].removeprefix("resp_")
-        policy, node = answer_of(session, id, "response_id")
+        policy, node = answer_of(session.trees, id, "response_id")
         return _json(responses.kept(id, policy, node, self._created))
 
     async def _models(self, request: Request) -> Response:
         self.session_of(request)
-        return _json(models.listed(request, list(self._names), self._created))
+        return _json(listed_models(request, list(self._names), self._created))
 
     async def _model(self, request: Request) -> Response:
         self.session_of(request)
         name = request.params["model"]
         self._policy_name(name)
-        return _json(models.one(request, name, self._created))
+        return _json(shown_model(request, name, self._created))
 
     def _policy_name(self, model: str) -> str:
-        """The policy that a request's `model` asks for, by its name or by an alias of it."""
+        """Return the policy of a request's `model`, which is its name or an alias."""
         name = self._names.get(model)
         if name is None:
             known = ", ".join(self._names)
@@ -303,7 +313,7 @@ class Gateway(Service):
 
 
 def _check_tools(call: Call, name: str, policy: Policy) -> None:
-    """Refuse tools that the model would never hear of, and calls that nobody could read."""
+    """Refuse tools that the model would never see and whose calls could not be read."""
     if call.tools and policy.tools is None:
         raise CallRefused(
             f"the chat template of {name} has no place for tools: set policies.{name}.tools to the format in which "
@@ -313,7 +323,7 @@ def _check_tools(call: Call, name: str, policy: Policy) -> None:
 
 
 def presented_key(request: Request) -> str:
-    """OpenAI clients send a bearer token, Anthropic's an `x-api-key`."""
+    """Return the key of a request: OpenAI clients send a bearer token, Anthropic's an `x-api-key`."""
     header = request.headers.get("authorization")
     return bearer(header) if header is not None else request.headers.get("x-api-key", "").strip()
 
@@ -327,23 +337,23 @@ def agent_of(request: Request) -> str:
 def checked_agent(agent: str) -> str:
     if not _AGENT.fullmatch(agent):
         raise CallRefused(
-            f"the header {AGENT_HEADER} is no name: use up to 100 letters, digits, dots, dashes and underscores",
+            f"the header {AGENT_HEADER} must be a name of up to 100 letters, digits, dots, dashes and underscores",
             param=AGENT_HEADER,
         )
     return agent
 
 
 def session_url(base: str, session: str) -> str:
-    """The base URL of a session for an OpenAI client."""
+    """Return the base URL of a session for an OpenAI client."""
     return f"{anthropic_url(base, session)}/v1"
 
 
 def anthropic_url(base: str, session: str) -> str:
-    """The base URL of a session for an Anthropic client, which adds the version itself."""
+    """Return the base URL of a session for an Anthropic client, which adds the version itself."""
     return f"{base}/s/{quote(session, safe='')}"
 
 
-def _json(value: object) -> Response:
+def _json(value: msgspec.Struct) -> Response:
     return Response(msgspec.json.encode(value), media_type=JSON)
 
 

@@ -1,10 +1,12 @@
-"""What is answered, as types: the description of the routes is made from them and tests hold the answers to them."""
+"""The answers of the gateway's routes as structs. Dialects build them, and the description of the routes shows them."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
 import msgspec
+
+Unset = msgspec.UnsetType
 
 # ---------------------------------------------------------------- OpenAI
 
@@ -26,6 +28,15 @@ class Usage(msgspec.Struct):
     total_tokens: int
 
 
+class TokenLogprob(msgspec.Struct):
+    """`bytes` is None for a token that holds part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[Any]
+
+
 class CalledFunction(msgspec.Struct):
     name: str
     arguments: str
@@ -41,67 +52,152 @@ class ChatSaid(msgspec.Struct):
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    tool_calls: list[CalledTool] | msgspec.UnsetType = msgspec.UNSET
-    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[CalledTool] | Unset = msgspec.UNSET
+    reasoning_content: str | Unset = msgspec.UNSET
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[TokenLogprob]
+    refusal: None
 
 
 class ChatChoice(msgspec.Struct):
     index: int
     message: ChatSaid
     finish_reason: Literal["stop", "length", "tool_calls"]
-    logprobs: dict[str, Any] | None
+    logprobs: ChatLogprobs | None
 
 
-class ChatAnswer(msgspec.Struct):
+class ChatAnswer(msgspec.Struct, tag_field="object", tag="chat.completion"):
     id: str
-    object: Literal["chat.completion"]
     created: int
     model: str
     choices: list[ChatChoice]
     usage: Usage
 
 
+class CompletionLogprobs(msgspec.Struct):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: None
+    text_offset: list[int]
+
+
 class CompletionChoice(msgspec.Struct):
+    """`finish_reason` is None in a stream until the answer has ended."""
+
     index: int
     text: str
-    finish_reason: Literal["stop", "length"]
-    logprobs: dict[str, Any] | None
+    finish_reason: Literal["stop", "length"] | None
+    logprobs: CompletionLogprobs | None
 
 
-class CompletionAnswer(msgspec.Struct):
+class CompletionAnswer(msgspec.Struct, tag_field="object", tag="text_completion"):
     id: str
-    object: Literal["text_completion"]
     created: int
     model: str
     choices: list[CompletionChoice]
     usage: Usage
 
 
-class ResponsesAnswer(msgspec.Struct):
+class Model(msgspec.Struct, tag_field="object", tag="model"):
     id: str
-    object: Literal["response"]
-    created_at: float
-    model: str
-    status: Literal["completed", "incomplete", "failed"]
-    output: list[dict[str, Any]]
-    usage: dict[str, Any]
-
-
-class ResponsesCount(msgspec.Struct):
-    object: Literal["response.input_tokens"]
-    input_tokens: int
-
-
-class Model(msgspec.Struct):
-    id: str
-    object: Literal["model"]
     created: int
     owned_by: str
 
 
-class Models(msgspec.Struct):
-    object: Literal["list"]
+class Models(msgspec.Struct, tag_field="object", tag="list"):
     data: list[Model]
+
+
+# ---------------------------------------------------------------- OpenAI's responses
+
+
+Status = Literal["completed", "incomplete", "failed", "in_progress"]
+
+
+class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
+    text: str
+
+
+class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
+    text: str
+    annotations: list[Any]
+    logprobs: list[TokenLogprob]
+
+
+class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning"):
+    id: str
+    summary: list[Any]
+    content: list[ReasoningText]
+    status: Status
+
+
+class MessageItem(msgspec.Struct, tag_field="type", tag="message"):
+    id: str
+    role: Literal["assistant"]
+    status: Status
+    content: list[OutputText]
+
+
+class CallItem(msgspec.Struct, tag_field="type", tag="function_call"):
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: Status
+
+
+OutputItem = ReasoningItem | MessageItem | CallItem
+
+
+class ResponsesUsage(msgspec.Struct):
+    input_tokens: int
+    input_tokens_details: dict[str, int]
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+    total_tokens: int
+
+
+class IncompleteDetails(msgspec.Struct):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseError(msgspec.Struct):
+    code: str
+    message: str
+
+
+class ResponsesAnswer(msgspec.Struct, kw_only=True, tag_field="object", tag="response"):
+    """A response. One that is retrieved later lacks the fields that only its request had."""
+
+    id: str
+    created_at: float
+    status: Status
+    model: str
+    output: list[OutputItem]
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None = None
+    metadata: dict[str, Any]
+    parallel_tool_calls: bool
+    temperature: float | None = None
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_p: float | None = None
+    usage: ResponsesUsage | None = None
+    background: bool | Unset = msgspec.UNSET
+    max_output_tokens: int | Unset | None = msgspec.UNSET
+    previous_response_id: str | Unset | None = msgspec.UNSET
+    reasoning: dict[str, Any] | Unset = msgspec.UNSET
+    store: bool | Unset = msgspec.UNSET
+    text: dict[str, Any] | Unset = msgspec.UNSET
+    truncation: str | Unset = msgspec.UNSET
+    user: str | Unset | None = msgspec.UNSET
+
+
+class ResponsesCount(msgspec.Struct, tag_field="object", tag="response.input_tokens"):
+    input_tokens: int
 
 
 # ---------------------------------------------------------------- Anthropic
@@ -112,16 +208,15 @@ class AnthropicError(msgspec.Struct):
     message: str
 
 
-class AnthropicErrorAnswer(msgspec.Struct):
-    type: Literal["error"]
+class AnthropicErrorAnswer(msgspec.Struct, tag_field="type", tag="error"):
     error: AnthropicError
 
 
 class AnthropicUsage(msgspec.Struct):
     input_tokens: int
     output_tokens: int
-    cache_creation_input_tokens: int
-    cache_read_input_tokens: int
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int = 0
 
 
 class SaidText(msgspec.Struct, tag_field="type", tag="text"):
@@ -139,13 +234,14 @@ class SaidToolUse(msgspec.Struct, tag_field="type", tag="tool_use"):
     input: dict[str, Any]
 
 
-class MessagesAnswer(msgspec.Struct):
+class MessagesAnswer(msgspec.Struct, tag_field="type", tag="message"):
+    """`stop_reason` is None in the first event of a stream."""
+
     id: str
-    type: Literal["message"]
     role: Literal["assistant"]
     model: str
     content: list[SaidText | SaidThinking | SaidToolUse]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
     stop_sequence: str | None
     usage: AnthropicUsage
 
@@ -154,8 +250,7 @@ class CountAnswer(msgspec.Struct):
     input_tokens: int
 
 
-class AnthropicModel(msgspec.Struct):
-    type: Literal["model"]
+class AnthropicModel(msgspec.Struct, tag_field="type", tag="model"):
     id: str
     display_name: str
     created_at: str

@@ -15,11 +15,11 @@ from rillflow.contracts import SystemClock
 from rillflow.errors import RunError
 from rillflow.gateway.control import Control
 from rillflow.gateway.feed import Feed
-from rillflow.gateway.sampling.control import add_engine_routes
+from rillflow.gateway.sampling.manager import add_engine_routes
 from rillflow.gateway.sampling.node_engines import node_engines
 from rillflow.gateway.server import Gateway
 from rillflow.gateway.sessions.session import Session
-from rillflow.gateway.sessions.sessionlog import FileSessionLog
+from rillflow.gateway.sessions.session_log import FileSessionLog
 from rillflow.rollout.cast import build_gateway, open_cast
 from rillflow.rollout.handover import Handover
 from rillflow.rollout.kept import FailureSender

@@ -17,8 +17,7 @@ from rillflow.clients.dataflow import DataflowClient
 from rillflow.clients.units import UnitWriter
 from rillflow.config.tracebacks import UserErrors, short
 from rillflow.errors import DeadlineExceeded, LeaseLost, RillflowError, StorageError, Unavailable
-from rillflow.gateway.trees.forks import cause, forks, forks_always
-from rillflow.gateway.trees.record import Sample, SessionRecord
+from rillflow.gateway.trees.record import Sample, SessionRecord, cause, forks, forks_always
 from rillflow.rollout.episode import EpisodeFailed
 from rillflow.rollout.kept import FailureSender
 from rillflow.rollout.rewards import RewardRules, check_parts, require_all

@@ -29,9 +29,8 @@ from rillflow.engine.service import EngineService
 from rillflow.gateway import Gateway
 from rillflow.gateway.control import Control
 from rillflow.gateway.feed import Feed
-from rillflow.gateway.sampling.control import add_engine_routes
-from rillflow.gateway.sampling.fleet import Fleet
-from rillflow.gateway.sampling.manager import RolloutManager
+from rillflow.gateway.sampling.manager import RolloutManager, add_engine_routes
+from rillflow.gateway.sampling.pool import Fleet
 from rillflow.runtime.folder import RunFolder
 from rillflow.storage import write_json
 from rillflow.types import AskTurn, UnitBeat, UnitBeatReply

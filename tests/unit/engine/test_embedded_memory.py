@@ -83,7 +83,7 @@ async def test_an_idle_engine_samples_again_after_it_was_freed(kit: Any) -> None
     assert answer.raw_logprobs == pytest.approx(kit.plain(plain, answer), abs=1e-5)
 
 
-async def test_a_hold_frees_when_it_is_asked_to(kit: Any) -> None:
+async def test_held_engines_free_memory_on_request(kit: Any) -> None:
     model, _ = kit.pair()
     async with kit.running(model) as engine:
         assert isinstance(engine, Frees)
@@ -94,7 +94,8 @@ async def test_a_hold_frees_when_it_is_asked_to(kit: Any) -> None:
         await kit.until(lambda: engine.stats().generated_tokens >= 5)
         await host.hold("keeping")
         assert engine.cache_bytes
-        await host.hold("training", free=True)
+        await host.hold("training")
+        await host.free()
         assert engine.cache_bytes == 0
         await host.release("keeping")
         assert engine.cache_bytes == 0

@@ -99,7 +99,7 @@ Script = list[Chunk | Exception | None]
 
 
 class ScriptedEngine:
-    """Plays scripts in the order of the requests; None in a script waits until the test continues."""
+    """Plays scripts in the order of the requests. None in a script waits until the test sets `gate`."""
 
     context = 4096
     version = 1
@@ -146,7 +146,7 @@ class ScriptedEngine:
 
 
 def says(renderer: Renderer, text: str, *, finish: str = "stop", version: int = 1, step: int = 3) -> Script:
-    """A script that samples `text` in small chunks, with the end of the turn if the answer ends with a stop token."""
+    """Return a script that samples `text` in small chunks, with the end of the turn if it finishes with `stop`."""
     ids = renderer.encode(text) + ([renderer.end_token] if finish == "stop" and renderer.end_token else [])
     parts = [ids[at : at + step] for at in range(0, len(ids), step)] or [[]]
     return [chunk(part, version, finish if place == len(parts) - 1 else None) for place, part in enumerate(parts)]

@@ -34,7 +34,7 @@ class Asking:
 
     @property
     def prompts(self) -> list[str]:
-        """Return the engine's prompt as text."""
+        """Return the prompts that the engine got, as text."""
         return [self.served.renderer.decode(request.tokens) for request in self.served.engine.requests]
 
     async def chat(self, *messages: Any, **arguments: Any) -> Any:

@@ -16,9 +16,8 @@ from rillflow.config import SamplingConfig
 from rillflow.gateway import Gateway, Policy
 from rillflow.gateway.control import Control
 from rillflow.gateway.feed import Feed
-from rillflow.gateway.sampling.control import add_engine_routes
-from rillflow.gateway.sampling.fleet import Fleet
-from rillflow.gateway.sampling.manager import RolloutManager
+from rillflow.gateway.sampling.manager import RolloutManager, add_engine_routes
+from rillflow.gateway.sampling.pool import Fleet
 
 TOKEN = "the-run-token"
 

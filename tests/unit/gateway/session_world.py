@@ -26,7 +26,8 @@ from gateway_support import (
 
 from rillflow.errors import Unavailable
 from rillflow.gateway import Renderer, SessionRecord, Sessions
-from rillflow.gateway.calls import Answer, Call, Policy, begin
+from rillflow.gateway.answers import Answer
+from rillflow.gateway.calls import Call, Policy, begin
 from rillflow.gateway.trees.messages import Message, message
 from rillflow.gateway.trees.tree import TokenTree
 from rillflow.types import Chunk, GenerateRequest, Sampling

@@ -11,9 +11,10 @@ from gateway_support import Script, ScriptedEngine, chunk, make_renderer
 
 from rillflow.errors import EngineError, RillflowError
 from rillflow.gateway import Policy, Sessions
-from rillflow.gateway.calls import Answer, Call, begin
+from rillflow.gateway.answers import Answer
+from rillflow.gateway.calls import Call, begin
 from rillflow.gateway.sessions.session import Session
-from rillflow.gateway.sessions.sessionlog import FileSessionLog
+from rillflow.gateway.sessions.session_log import FileSessionLog
 from rillflow.gateway.trees.messages import Message, ToolCall, message
 from rillflow.gateway.trees.tree import Node
 from rillflow.types import GenerateRequest, Sampling
@@ -142,7 +143,7 @@ def view(session: Session) -> dict[str, Any]:
 
 
 def nodes_of(session: Session) -> dict[int, Any]:
-    """Return the nodes that lead to answers which an agent may have seen."""
+    """Return the nodes on the paths to answers that an agent may have seen."""
     found: dict[int, Any] = {}
     for policy, tree in session.trees.items():
         for node in tree.nodes():

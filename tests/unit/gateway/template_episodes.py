@@ -1,7 +1,7 @@
-"""Episodes with tools under published chat templates: what a model of each would write, and what becomes of it.
+"""Episodes with tools under published chat templates, with answers as a model of each template would write them.
 
-The templates are read from the folder of public data, never copied. Their tokenizers are not here, so that each has a
-byte-level one with the template's own special tokens: every other byte is one token.
+The templates are read from the folder of public data. The models' tokenizers are not available, so each template has a
+byte-level tokenizer with its special tokens; every other byte is one token.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from transformers import PreTrainedTokenizerFast
 
 from rillflow.dataflow.sources.benchmarks import data_folder
 from rillflow.gateway.calls import Policy
-from rillflow.gateway.reading.detokenise import Detokeniser
+from rillflow.gateway.reading.incremental import Detokeniser
 from rillflow.gateway.reading.reader import Read, Reader
 from rillflow.gateway.reading.reasoning import Thought
 from rillflow.gateway.reading.tools import ParsedCall, offered
+from rillflow.gateway.trees.matching import Place
 from rillflow.gateway.trees.messages import Message, ToolCall, message
-from rillflow.gateway.trees.placing import Place
 from rillflow.gateway.trees.render import History, Renderer
 from rillflow.gateway.trees.template import ChatTemplate
 from rillflow.gateway.trees.tree import Node, TokenTree
@@ -52,10 +52,10 @@ Write = Callable[[int], str]  # the call of a turn, as the model writes it
 
 
 class Published(NamedTuple):
-    """A template and what its model writes: `call`, `thought` before it (with `options`), and around the last answer.
+    """A template and the texts of its model: `call`, `thought` before it (with `options`), `around` the last answer.
 
-    `end` follows an answer, `called` a call; `plain` stands in the place of the thought where there is none. `tools`
-    names the format for a template that has no place for tools.
+    `end` follows an answer, `called` a call. `plain` replaces the thought in an answer without reasoning. `tools` is
+    the format for a template that has no place for tools.
     """
 
     file: str
@@ -327,8 +327,10 @@ class Stage:
 
 
 class Played(NamedTuple):
-    """What an episode left: its leaves, the tokens of all their paths, and whether every prompt was the template's own
-    text; `parsed` if every call was read, whole and in pieces."""
+    """The result of an episode: its leaves and the tokens of all their paths.
+
+    `exact`: every prompt was the template's own text. `parsed`: every call was read, whole and in pieces.
+    """
 
     leaves: int
     tokens: int

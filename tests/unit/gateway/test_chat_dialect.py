@@ -16,7 +16,7 @@ THOUGHT = "<think>\nhm, boxes\n</think>\n\n"
 
 
 async def helped(asked: Any, *messages: Any, **arguments: Any) -> tuple[Any, list[Any]]:
-    """Return the result and the events of the client's own stream helper."""
+    """Return the answer that the client's stream helper builds, and its events."""
     async with asked.client.chat.completions.stream(
         model="policy", messages=list(messages) or [USER], **arguments
     ) as stream:
@@ -96,7 +96,7 @@ async def test_an_answer_is_continued_whether_its_reasoning_is_replayed_or_not()
         assert [row.fork for row in record.samples("policy")] == ["", ""]
 
 
-# Writes the name of whoever speaks, where a message has one.
+# Writes the name of a message, if it has one.
 NAMING = CHATML.replace("'<|im_start|>' ~ m.role ~", "'<|im_start|>' ~ m.role ~ (' ' ~ m.name if m.name else '') ~")
 
 

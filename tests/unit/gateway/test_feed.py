@@ -61,7 +61,7 @@ async def test_what_was_not_fetched_goes_to_the_next() -> None:
     second = feed.join(1)
     assert fetched(second) == "a"
     assert feed.wanted() == 0
-    feed.over("b", accepted=True)  # its client has disconnected: no capacity becomes free
+    feed.over("b", accepted=True)  # its asker has left, so no slot becomes free
     assert feed.wanted() == 0
 
 

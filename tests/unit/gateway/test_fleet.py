@@ -1,4 +1,4 @@
-"""The engines of a fleet and the choice among them: affinity, load, the roster, lost engines and versions."""
+"""The engines of a node and the choice of one for a call: affinity, load, the roster, losses and versions."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from counting_engine import CountingEngine, request, until
 from rillflow.engine.host import EngineHost
 from rillflow.engine.remote import RemoteEngine
 from rillflow.engine.service import EngineService
-from rillflow.gateway.sampling.fleet import PROBE_EVERY, Fleet
-from rillflow.gateway.sampling.pool import EnginePool
+from rillflow.gateway.sampling.pool import PROBE_EVERY, EnginePool, Fleet
 from rillflow.types import Chunk, EngineInfo
 
 TOKEN = "t" * 32
@@ -47,7 +46,7 @@ def picks(fleet: Fleet, groups: int = 300, floor: int = -1) -> dict[str, str]:
 
 
 async def test_groups_have_favourites_and_only_those_of_a_lost_engine_move(fleet: Fleet) -> None:
-    fleet.hear([info(f"e{n}") for n in range(4)], open_engine)
+    fleet.follow([info(f"e{n}") for n in range(4)], open_engine)
     before = picks(fleet)
     assert min(Counter(before.values()).values()) > 40
     assert picks(fleet) == before
@@ -58,18 +57,18 @@ async def test_groups_have_favourites_and_only_those_of_a_lost_engine_move(fleet
 
 
 async def test_a_favourite_that_falls_behind_in_work_is_left(fleet: Fleet) -> None:
-    fleet.hear([info("a"), info("b", slots=8)], open_engine)
+    fleet.follow([info("a"), info("b", slots=8)], open_engine)
     group = next(group for group, engine in picks(fleet).items() if engine == "a")
     fleet.members["a"].calls = 4
     assert fleet.pick("p", group, -1) is fleet.members["a"], "as long as it has slots"
     fleet.members["a"].calls = 7
     assert fleet.pick("p", group, -1) is fleet.members["b"]
-    fleet.hear([info("a"), info("b", slots=8, running=8, waiting=4)], open_engine)
+    fleet.follow([info("a"), info("b", slots=8, running=8, waiting=4)], open_engine)
     assert fleet.pick("p", group, -1) is fleet.members["a"], "the other one has as much to do, for others"
 
 
 async def test_an_engine_of_the_version_asked_for_comes_first(fleet: Fleet) -> None:
-    fleet.hear([info("a", version=3), info("b", version=5)], open_engine)
+    fleet.follow([info("a", version=3), info("b", version=5)], open_engine)
     assert set(picks(fleet, floor=4).values()) == {"b"}
     assert set(picks(fleet, floor=9).values()) == {"a", "b"}
     assert fleet.versions(["p"]) == {"p": 3}
@@ -78,7 +77,7 @@ async def test_an_engine_of_the_version_asked_for_comes_first(fleet: Fleet) -> N
 
 
 async def test_held_and_lost_engines_get_nothing(fleet: Fleet) -> None:
-    fleet.hear([info("a", paused="tag"), info("b", version=7)], open_engine)
+    fleet.follow([info("a", paused="tag"), info("b", version=7)], open_engine)
     assert set(picks(fleet).values()) == {"b"}
     assert fleet.versions(["p"]) == {"p": 7}, "what is held for long does not hold back the node"
     fleet.members["b"].up = False
@@ -90,16 +89,16 @@ async def test_held_and_lost_engines_get_nothing(fleet: Fleet) -> None:
 
 
 async def test_the_roster_brings_moves_and_removes_engines(fleet: Fleet) -> None:
-    fleet.hear([info("a", "http://127.0.0.1:1"), info("b")], open_engine)
+    fleet.follow([info("a", "http://127.0.0.1:1"), info("b")], open_engine)
     first = fleet.members["a"]
-    fleet.hear([info("a", "http://127.0.0.1:1", version=2)], open_engine)
+    fleet.follow([info("a", "http://127.0.0.1:1", version=2)], open_engine)
     assert fleet.members["a"] is first
     assert first.engine.known.versions == {"p": 2}
     assert "b" in fleet.members, "a roster that was started anew has not heard of everybody yet"
-    fleet.hear([info("a", "http://127.0.0.1:2")], open_engine)
+    fleet.follow([info("a", "http://127.0.0.1:2")], open_engine)
     assert fleet.members["a"] is not first
     fleet.members["b"].up = False
-    fleet.hear([info("a", "http://127.0.0.1:2")], open_engine)
+    fleet.follow([info("a", "http://127.0.0.1:2")], open_engine)
     assert set(fleet.members) == {"a"}
 
 
@@ -161,10 +160,10 @@ async def test_versions_of_a_group_do_not_go_back_when_it_changes_engines() -> N
 @pytest.mark.parametrize("turns", range(4))
 async def test_a_wait_for_news_that_is_cut_as_they_come_is_cut(turns: int) -> None:
     fleet = Fleet()
-    task = asyncio.create_task(fleet.news(60))
+    task = asyncio.create_task(fleet.changed(60))
     for _ in range(3):
         await asyncio.sleep(0)
-    fleet.tell()
+    fleet.notify()
     for _ in range(turns):
         await asyncio.sleep(0)
     if task.cancel():  # it had not ended yet
@@ -176,7 +175,7 @@ async def test_a_stranger_at_an_engines_address_is_a_lost_engine(fleet: Fleet) -
     """Its port may be another run's by now."""
     stranger = EngineService(EngineHost("e", {"p": CountingEngine()}), "s" * 32)
     url = await stranger.start()
-    fleet.hear([info("strange", url), info("gone")], open_engine)
+    fleet.follow([info("strange", url), info("gone")], open_engine)
     fleet.add(EngineHost("own", {"p": CountingEngine()}))
     pool = EnginePool("p", fleet, context=100)
     group = next(g for g in map(str, range(100)) if fleet.pick("p", g, -1) is fleet.members["strange"])
@@ -190,15 +189,15 @@ async def test_a_stranger_at_an_engines_address_is_a_lost_engine(fleet: Fleet) -
 
 
 async def test_an_engine_that_the_roster_forgot_is_asked_whether_it_lives(fleet: Fleet) -> None:
-    """It may not have been called for long; its old version must not hold back the node."""
+    """Without calls its loss goes unnoticed, and its last known version would hold back the node."""
     service = EngineService(EngineHost("new", {"p": CountingEngine(version=7)}), TOKEN)
     new = info("new", await service.start(), version=7)
-    fleet.hear([new, info("old", version=3)], open_engine)
+    fleet.follow([new, info("old", version=3)], open_engine)
     assert fleet.versions(["p"]) == {"p": 3}
-    fleet.hear([new], open_engine)
+    fleet.follow([new], open_engine)
     await until(lambda: not fleet.members["old"].up)
     assert fleet.versions(["p"]) == {"p": 7}
-    fleet.hear([], open_engine)
+    fleet.follow([], open_engine)
     assert set(fleet.members) == {"new"}
     for _ in range(3):
         await asyncio.sleep(PROBE_EVERY)

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from gateway_support import chunk, make_renderer
 
-from rillflow.gateway.trees.forks import cause, forks, forks_always
+from rillflow.gateway.trees.matching import Place, RawPlace
 from rillflow.gateway.trees.messages import Message, ToolCall, message
-from rillflow.gateway.trees.placing import Place, RawPlace
+from rillflow.gateway.trees.record import cause, forks, forks_always
 from rillflow.gateway.trees.tree import Node, TokenTree
 
 RENDERER = make_renderer()
@@ -60,7 +60,7 @@ def test_a_conversation_that_goes_on_has_no_fork() -> None:
     [
         (
             (system("Now: 12:00"), USER), said("a"), (system("Now: 12:01"), USER, said("a"), NEXT),
-            "the client writes the system prompt anew: content of messages[0] differs at character 9: '1' instead of",
+            "the client changes the system prompt: content of messages[0] differs at character 9: '1' instead of",
         ),
         (
             (USER,), said("a b"), (USER, said("a c"), NEXT),

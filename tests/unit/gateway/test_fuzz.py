@@ -32,7 +32,7 @@ CHECKS = (
     checks.response_headers_conformance,
     checks.response_schema_conformance,
 )
-# The most frequent refusals.
+# Fields that would be refused most often.
 ANSWERED = {"model": "policy", "max_tokens": 3, "top_k": 2, "prompt": "hello"} | dict.fromkeys(
     Distortions.__struct_fields__
 )
@@ -103,7 +103,7 @@ def target() -> Iterator[Target]:
 
 
 def fuzz(target: Target, examples: int, mode: GenerationMode, *, answered: bool) -> dict[str, set[int]]:
-    """Return the statuses of each operation over `cases` cases."""
+    """Return the statuses of each operation over `examples` cases."""
     seen = {}
     for operation in target.operations:
         # A session's routes without its name have the same behind them.

@@ -15,7 +15,7 @@ from serving import Served, served, until
 
 from rillflow.config import GatewayConfig
 from rillflow.errors import EngineError
-from rillflow.gateway import anthropic_url, running, session_url
+from rillflow.gateway import anthropic_url, lifetime, session_url
 from rillflow.types import Chunk, GenerateRequest
 
 USER: Any = {"role": "user", "content": "hello"}
@@ -46,12 +46,12 @@ class Clients:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "PATIENCE", 0.01)
-    monkeypatch.setattr(running, "QUIET", 0.02)
+    monkeypatch.setattr(lifetime, "PATIENCE", 0.01)
+    monkeypatch.setattr(lifetime, "QUIET", 0.02)
 
 
 async def text_of(stream: Any) -> str:
-    """Return the text that a client reads from the events of any dialect."""
+    """Return the text that a client builds from the events of any dialect."""
     said = []
     async for event in stream:
         if hasattr(event, "choices"):
@@ -100,7 +100,7 @@ async def test_a_stream_that_waits_for_other_calls_of_its_session_begins() -> No
 
 
 class Patient(ScriptedEngine):
-    """Answers no call before `calls` calls are at the gateway."""
+    """Answers no call until the given number of calls is at the gateway."""
 
     def __init__(self, gateway: Served, calls: int) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Patient(ScriptedEngine):
 
 
 async def test_three_hundred_calls_at_once_of_a_stock_client_are_all_answered() -> None:
-    """With 64 at work and the others refused, 40 still had a 429 after the client's own retries."""
+    """With 64 running calls and a 429 for the others, 40 still failed after the client's own retries."""
     async with served() as gateway:
         clients, engine = Clients(gateway), Patient(gateway, 300)
         policies = gateway.gateway._policies

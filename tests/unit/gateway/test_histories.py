@@ -11,10 +11,11 @@ from test_server import HandClock, running
 
 from rillflow.contracts import SystemClock
 from rillflow.gateway import Gateway, Sessions
-from rillflow.gateway.calls import Answer, Call, Policy, begin
-from rillflow.gateway.running import streamed
+from rillflow.gateway.answers import Answer
+from rillflow.gateway.calls import Call, Policy, begin
+from rillflow.gateway.lifetime import streamed
+from rillflow.gateway.trees.matching import Place
 from rillflow.gateway.trees.messages import Message, message
-from rillflow.gateway.trees.placing import Place
 from rillflow.gateway.trees.record import samples
 from rillflow.gateway.trees.tree import Node, TokenTree
 from rillflow.types import Sampling

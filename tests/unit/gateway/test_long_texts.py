@@ -1,4 +1,4 @@
-"""Long texts delay no other call, and texts that cannot fit are refused, wherever a client may put them."""
+"""Long texts do not delay other sessions, and texts that cannot fit are refused in every field."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rillflow.gateway import Renderer
 from rillflow.gateway.dialects import chat, completions, messages, responses
 from rillflow.gateway.trees import tokens
 from rillflow.gateway.trees.messages import message
-from rillflow.gateway.trees.tokenising import encode_apart
+from rillflow.gateway.trees.tokenizer_process import encode_apart
 
 LONG = "hello " * 4000  # long enough for a thread
 MARK = "the long text"
@@ -115,7 +115,7 @@ async def test_calls_of_a_session_are_placed_in_the_order_in_which_they_came() -
 
 
 async def test_a_client_that_goes_leaves_its_sessions_turn_to_the_thread() -> None:
-    """Otherwise a client that sends and disconnects in a loop takes all threads."""
+    """Otherwise a client that connects and disconnects in a loop would occupy all threads."""
     async with slow_gateway() as (gateway, renderer):
         gone = asyncio.create_task(
             gateway.call("POST", chat.PATH, json={"model": "policy"} | LONG_BODIES["message"][1])
@@ -167,7 +167,7 @@ def test_a_text_that_is_tokenised_in_a_process_of_its_own_has_the_same_ids(monke
 
 
 def test_a_process_that_tokenises_and_fails_says_why() -> None:
-    with pytest.raises(ChildProcessError, match=r"ended \(1\): .*expected"):
+    with pytest.raises(ChildProcessError, match=r"failed \(1\): .*expected"):
         encode_apart("not a tokenizer", "text")
 
 

@@ -107,7 +107,7 @@ DEPTHS = (50, 200, 900, 5000)
 
 @pytest.mark.parametrize("depth", DEPTHS)
 async def test_depth_within_json_is_answered_or_refused(bench: Served, depth: int) -> None:
-    """The template may refuse nesting that the decoder accepts; this must not give a 500."""
+    """A depth that the decoder accepts may be too much for the template; that must not be a 500."""
     nested = json.loads("[" * 200 + "]" * 200)  # deeper ones are written by hand
     schema = b'{"a":' * depth + json.dumps(nested if depth == 200 else 1).encode() + b"}" * depth
     for path, tool in (

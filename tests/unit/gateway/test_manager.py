@@ -15,10 +15,8 @@ from rillflow.config.agents import PauseConfig
 from rillflow.engine.build import build_engine
 from rillflow.engine.host import EngineHost
 from rillflow.errors import BadRequest, EngineLost
-from rillflow.gateway.sampling.control import add_engine_routes
-from rillflow.gateway.sampling.fleet import Fleet
-from rillflow.gateway.sampling.manager import LEASE, RENEW, RolloutManager
-from rillflow.gateway.sampling.pool import EnginePool
+from rillflow.gateway.sampling.manager import LEASE, RENEW, RolloutManager, add_engine_routes
+from rillflow.gateway.sampling.pool import EnginePool, Fleet
 from rillflow.types import Chunk, EngineInfo, GenerateRequest, Sampling
 from rillflow.wire import Service
 
@@ -139,8 +137,7 @@ async def test_calls_stay_open_through_a_pause(made: list[World]) -> None:
     assert [chunk.version for chunk in chunks] == [0] * 5 + [2] * 15
 
 
-@pytest.mark.parametrize(("leave", "back"), [("tag", "rollout"), ("lost", "restored")])
-async def test_a_resource_that_leaves_sends_its_calls_away(made: list[World], leave: str, back: str) -> None:
+async def test_a_hold_that_moves_sends_calls_to_another_engine(made: list[World]) -> None:
     world = make(made)
     chunks: list[Chunk] = []
     task = asyncio.create_task(world.collect(chunks))
@@ -148,40 +145,34 @@ async def test_a_resource_that_leaves_sends_its_calls_away(made: list[World], le
     place = next(number for number, engine in enumerate(world.engines) if engine.open)
     world.engines[place].give(5)
     await until(lambda: len(chunks) == 5)
-    if leave == "tag":
-        await world.manager.tag(f"e{place}", "train")
-    else:
-        await world.manager.lost(f"e{place}")
-    assert world.paused[place] == f"node-0: {leave}"
+    await world.manager.hold("training", [f"e{place}"], move=True)
+    assert world.paused[place] == "node-0: training"
     world.engines[1 - place].give(100)
     await asyncio.wait_for(task, 60)
     assert [chunk.tokens[0] for chunk in chunks] == expected(request())
     assert [chunk.seam for chunk in chunks if chunk.seam] == ["preempted"]
-    if back == "rollout":
-        await world.manager.tag(f"e{place}", "rollout")
-    else:
-        await world.manager.restored(f"e{place}")
+    await world.manager.release("training", [f"e{place}"])
     assert world.paused == ["", ""]
 
 
 async def test_reasons_add_up(made: list[World]) -> None:
     world = make(made)
-    await world.manager.interrupt("maintenance", ["e0"])
-    await world.manager.interrupt("weights", ["e0"])
-    await world.manager.resume("weights")
+    await world.manager.hold("maintenance", ["e0"])
+    await world.manager.hold("weights", ["e0"])
+    await world.manager.release("weights")
     assert world.paused == ["node-0: maintenance", ""]
     assert world.manager.state()["held"] == [
         {"engine": "e0", "reason": "maintenance", "move": False, "seconds_left": None}
     ]
-    await world.manager.resume("maintenance", ["e1"])
+    await world.manager.release("maintenance", ["e1"])
     assert world.paused[0], "it was resumed elsewhere only"
-    await world.manager.resume("maintenance")
+    await world.manager.release("maintenance")
     assert world.paused == ["", ""]
 
 
 async def test_an_interruption_ends_with_its_time(made: list[World]) -> None:
     world = make(made)
-    await world.manager.interrupt("short", seconds=5)
+    await world.manager.hold("short", seconds=5)
     await world.pass_time(4)
     assert world.paused == ["node-0: short"] * 2
     await world.pass_time(2)
@@ -190,9 +181,9 @@ async def test_an_interruption_ends_with_its_time(made: list[World]) -> None:
 
 async def test_engines_are_told_again_as_long_as_the_reason_holds(made: list[World]) -> None:
     world = make(made)
-    await world.manager.interrupt("maintenance")
+    await world.manager.hold("maintenance")
     fresh = EngineHost("e0", {"p": CountingEngine()})
-    world.fleet.add(fresh)  # it was restarted and has no reasons
+    world.fleet.add(fresh)  # it was restarted and has no holds
     assert fresh.known.paused == ""
     await world.pass_time(RENEW)
     assert fresh.known.paused == "node-0: maintenance"
@@ -208,19 +199,19 @@ async def test_an_engine_that_cannot_be_told_does_not_stop_the_others(
     world = make(made)
     monkeypatch.setattr(world.hosts[0], "hold", gone)
     monkeypatch.setattr(world.hosts[0], "release", gone)
-    await world.manager.interrupt("maintenance")
+    await world.manager.hold("maintenance")
     assert world.paused == ["", "node-0: maintenance"]
-    await world.manager.resume("maintenance")
+    await world.manager.release("maintenance")
     assert world.paused == ["", ""]
     monkeypatch.undo()
 
 
 async def test_what_nobody_knows_is_refused(made: list[World]) -> None:
     world = make(made)
-    with pytest.raises(BadRequest, match="no engine 'e7'"):
-        await world.manager.interrupt("maintenance", ["e7"])
+    with pytest.raises(BadRequest, match="no engine is called 'e7'"):
+        await world.manager.hold("maintenance", ["e7"])
     with pytest.raises(BadRequest, match="reason"):
-        await world.manager.interrupt("")
+        await world.manager.hold("")
     assert world.paused == ["", ""]
 
 
@@ -262,8 +253,8 @@ async def test_real_engines_continue_a_preempted_answer_as_if_nothing_had_happen
         chunks.append(chunk)
         if len(chunks) in (1, 2, 3):  # to the other engine and back and there again
             place = next(name for name, member in fleet.members.items() if member.calls)
-            await manager.tag(place, "train")
-            await manager.tag("e1" if place == "e0" else "e0", "rollout")
+            await manager.hold("training", [place], move=True)
+            await manager.release("training", ["e1" if place == "e0" else "e0"])
     assert [token for chunk in chunks for token in chunk.tokens] == whole
     assert {chunk.seam for chunk in chunks} == {"", "preempted"}
     await fleet.close()
@@ -271,9 +262,9 @@ async def test_real_engines_continue_a_preempted_answer_as_if_nothing_had_happen
 
 async def test_a_reason_that_is_renewed_as_it_goes_is_gone(made: list[World]) -> None:
     world = make(made)
-    await world.manager.interrupt("maintenance")
+    await world.manager.hold("maintenance")
     world.clock.time += RENEW
-    resumed = asyncio.create_task(world.manager.resume("maintenance"))
+    resumed = asyncio.create_task(world.manager.release("maintenance"))
     renewed = asyncio.create_task(world.manager.tick())
     await asyncio.gather(resumed, renewed)
     assert world.paused == ["", ""]
@@ -290,9 +281,9 @@ async def test_a_hold_that_arrives_after_its_release_is_taken_back(
         return await plain(reason, **how)
 
     monkeypatch.setattr(world.hosts[0], "hold", late)
-    interrupted = asyncio.create_task(world.manager.interrupt("maintenance"))
+    interrupted = asyncio.create_task(world.manager.hold("maintenance"))
     await until(lambda: world.paused[1] != "")
-    await world.manager.resume("maintenance")
+    await world.manager.release("maintenance")
     go.set()
     await interrupted
     assert world.paused == ["", ""]
@@ -308,7 +299,7 @@ async def test_an_engine_that_refuses_to_be_told_does_not_end_the_manager(
 
     monkeypatch.setattr(world.hosts[0], "hold", refuse)
     monkeypatch.setattr(world.hosts[0], "release", refuse)
-    await world.manager.interrupt("maintenance")
+    await world.manager.hold("maintenance")
     assert world.paused == ["", "node-0: maintenance"]
-    await world.manager.resume("maintenance")
+    await world.manager.release("maintenance")
     assert world.paused == ["", ""]

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from gateway_support import COUNTING, chunk, make_renderer
 
+from rillflow.gateway.trees.matching import Place
 from rillflow.gateway.trees.messages import Message, ToolCall, message
-from rillflow.gateway.trees.placing import Place
 from rillflow.gateway.trees.record import samples
 from rillflow.gateway.trees.render import Renderer
 from rillflow.gateway.trees.tree import Node, TokenTree

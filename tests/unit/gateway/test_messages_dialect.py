@@ -19,7 +19,7 @@ CALL = '<tool_call>\n{"name": "count", "arguments": {"box": "red"}}\n</tool_call
 SCHEMA = {"type": "object", "properties": {"box": {"type": "string"}}, "required": ["box"]}
 TOOLS: list[Any] = [{"name": "count", "description": "Counts.", "input_schema": SCHEMA}]
 USER: Any = {"role": "user", "content": "hello"}
-# A template of a model that reasons: the text between the markers is read as thinking.
+# A template of a model that reasons: text between the markers is thinking.
 THINKING = CHATML + "{#- </think> -#}"
 
 
@@ -41,7 +41,7 @@ class Agent:
         return {"model": "policy", "max_tokens": 40, "messages": list(messages) or [USER]} | arguments
 
     async def events(self, **arguments: Any) -> tuple[list[Any], Any]:
-        """Return the events of the stream helper, and the message that it put together."""
+        """Return the events of the stream helper and the message that it builds."""
         async with self.client.messages.stream(**self.body(**arguments)) as stream:
             seen = [event async for event in stream]
             return seen, await stream.get_final_message()
@@ -325,7 +325,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages: "),
     (
         {"messages": [USER, {"role": "assistant", "content": "The answer is ("}]},
-        "messages: the last one is the assistant's",
+        "messages: the last message is the assistant's",
     ),
     ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
     ({"messages": [{"role": "robot", "content": ""}]}, "messages[0].role"),

@@ -93,7 +93,7 @@ async def test_own_engines_are_patched_in_turn_and_tell_what_it_took(tmp_path: P
 
 
 class Roster:
-    """Gives scripted answers."""
+    """Returns the given engines."""
 
     def __init__(self) -> None:
         self.hosts: list[EngineHost] = []

@@ -17,7 +17,7 @@ from serving import TOKEN, served, until
 
 from rillflow.config import GatewayConfig
 from rillflow.gateway import Renderer
-from rillflow.gateway.sessions.sessionlog import FileSessionLog
+from rillflow.gateway.sessions.session_log import FileSessionLog
 from rillflow.types import Chunk, GenerateRequest
 
 BIG = 123456789012345678901234567890

@@ -13,8 +13,7 @@ from counting_engine import CountingEngine, expected, request, until
 from rillflow.engine.host import EngineHost
 from rillflow.errors import ContextOverflow, EngineLost, QueueFull, Unavailable
 from rillflow.gateway.sampling import pool as module
-from rillflow.gateway.sampling.fleet import Fleet
-from rillflow.gateway.sampling.pool import EnginePool
+from rillflow.gateway.sampling.pool import EnginePool, Fleet
 from rillflow.types import Chunk, EngineInfo, GenerateRequest, Sampling
 
 
@@ -152,7 +151,7 @@ async def test_without_an_engine_a_call_waits_and_says_so(two: World) -> None:
     for engine in two.engines:
         engine.give(100)
     await two.hosts[1].release("tag")
-    two.fleet.tell()
+    two.fleet.notify()
     await call.ended()
     assert two.pool.waiting() == []
     assert not two.engines[0].requests
@@ -163,7 +162,7 @@ async def test_an_engine_that_comes_later_is_used() -> None:
     pool = EnginePool("p", fleet, context=4096)
     call = Call(pool, request())
     await until(lambda: bool(pool.waiting()))
-    assert "none is there" in pool.waiting()[0]
+    assert "no engine has registered" in pool.waiting()[0]
     fleet.add(EngineHost("late", {"p": CountingEngine()}))
     await call.ended()
     await fleet.close()
@@ -318,7 +317,7 @@ class Fickle:
 
 async def test_calls_that_were_sent_away_often_have_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_FIRST_PAUSE", 0.0)
-    monkeypatch.setattr("rillflow.gateway.sampling.fleet.PROBE_EVERY", 0.001)
+    monkeypatch.setattr("rillflow.gateway.sampling.pool.PROBE_EVERY", 0.001)
     fleet = Fleet([Fickle(["away"] * 10 + ["lost", "away", "lost"])])
     call = Call(EnginePool("p", fleet, context=4096), request())
     await call.ended()

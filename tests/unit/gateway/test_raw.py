@@ -1,4 +1,4 @@
-"""Raw prompts: sampled tokens keep their ids, and no chat's path is taken for theirs."""
+"""Raw prompts: sampled text keeps its ids, and chats share no path with them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from tokenizers import processors
 
 from rillflow.gateway import Renderer
 from rillflow.gateway.failures import CallRefused
+from rillflow.gateway.trees.matching import Place, RawPlace
 from rillflow.gateway.trees.messages import message
-from rillflow.gateway.trees.placing import Place, RawPlace
 from rillflow.gateway.trees.record import samples, transcript
 from rillflow.gateway.trees.tree import Node, TokenTree
 
@@ -112,7 +112,7 @@ def test_prompts_that_cannot_be_sampled_from(prompt: str | list[int]) -> None:
 
 
 def opening_renderer() -> tuple[Renderer, int]:
-    """A tokenizer that begins every text with a special token, and that token's id."""
+    """Return the renderer of a tokenizer that puts an id before every text, and that id."""
     tokenizer = make_tokenizer()
     tokenizer.bos_token = "<|endoftext|>"
     bos = tokenizer.bos_token_id

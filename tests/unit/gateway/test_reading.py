@@ -9,11 +9,10 @@ from gateway_support import make_renderer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rillflow.gateway.reading.detokenise import Detokeniser
 from rillflow.gateway.reading.formats import TOOL_FORMATS, reasoning_format
+from rillflow.gateway.reading.incremental import Detokeniser, StopStrings
 from rillflow.gateway.reading.reader import Read, Reader
 from rillflow.gateway.reading.reasoning import Think, Thought
-from rillflow.gateway.reading.stops import StopStrings
 from rillflow.gateway.reading.tools import Offered, ParsedCall
 
 RENDERER = make_renderer()

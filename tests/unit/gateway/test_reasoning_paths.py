@@ -8,7 +8,8 @@ import pytest
 from gateway_support import CHATML, DEEPSEEK_LIKE, QWEN_LIKE, ScriptedEngine, make_renderer, says
 
 from rillflow.gateway import Renderer, SessionRecord, Sessions
-from rillflow.gateway.calls import Answer, Call, Policy, begin
+from rillflow.gateway.answers import Answer
+from rillflow.gateway.calls import Call, Policy, begin
 from rillflow.gateway.trees.messages import Message, message
 from rillflow.types import Sampling
 

@@ -38,7 +38,7 @@ def text_of(renderer: Renderer, messages: list[Message], *, prompt: bool = True)
 
 
 def behind(renderer: Renderer, history: list[Message], before: Canonical | None) -> Rendered | None:
-    """What follows the answer of `history`, its second message, which was sampled as its words alone."""
+    """Return what follows the answer, the second message of `history`, which was sampled without markers."""
     said = [*renderer.encode(history[1].body["content"]), renderer.end_token or 0]
     return renderer.after_answer(history, 2, None, said=said, before=before, reading=PLAIN_READING)
 

@@ -11,8 +11,8 @@ from gateway_support import CHATML, QWEN_LIKE, chunk
 from openai_support import CHAT_TOOLS, HERMES_CALL, STYLES, USER, asking
 
 from rillflow.config import GatewayConfig
-from rillflow.gateway.sessions.sessionlog import FileSessionLog
-from rillflow.gateway.trees.continuing import following
+from rillflow.gateway.sessions.session_log import FileSessionLog
+from rillflow.gateway.trees.matching import following
 from rillflow.gateway.trees.messages import message
 
 TOOLS: list[Any] = [{"type": "function", "name": "count", "parameters": {"type": "object"}}]
@@ -261,7 +261,7 @@ async def test_a_previous_response_is_known_after_a_restart(tmp_path: Path) -> N
     try:
         (session,) = log.restore()
         told = [message("user", "and?")]
-        history = following(session, first.id.removeprefix("resp_"), told)
+        history = following(session.trees, first.id.removeprefix("resp_"), told)
         assert [said.body for said in history] == [
             {"role": "user", "content": "hello"},
             {"role": "assistant", "content": "one"},

@@ -13,8 +13,8 @@ from gateway_support import chunk, make_renderer
 
 from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.sessions.rewards import Gift, Rewards
+from rillflow.gateway.trees.matching import Place
 from rillflow.gateway.trees.messages import Message, message
-from rillflow.gateway.trees.placing import Place
 from rillflow.gateway.trees.record import SessionRecord
 from rillflow.gateway.trees.tree import Node, TokenTree
 from rillflow.types import COLUMNS

@@ -1,4 +1,4 @@
-"""Sessions outlive their process: acknowledged answers are restored, wherever the log was cut."""
+"""Sessions survive their process: everything that agents saw is restored, wherever the log was cut."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from rillflow.errors import DiskFull
 from rillflow.gateway import Sessions
 from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.sessions.session import Session
-from rillflow.gateway.sessions.sessionlog import FileSessionLog
+from rillflow.gateway.sessions.session_log import FileSessionLog
 from rillflow.storage import SegmentWriter
 from rillflow.storage.segments import segment_path
 from soak import repetitions
 
-# How long the log was, what the sessions were and which answers they had, and whom the step before concerned.
+# The length of the log, the sessions, their answers, and the session of the last step.
 Moment = tuple[int, dict[str, dict[str, Any]], dict[str, dict[str, tuple[int, ...]]], str]
 
 
@@ -55,7 +55,7 @@ def moment(player: Player, folder: Path, alive: list[str], touched: str) -> Mome
 
 
 async def play(folder: Path, seed: int, steps: int) -> list[Moment]:
-    """The state after each acknowledged step."""
+    """Return the state after each acknowledged step."""
     player = Player(folder, seed)
     alive = [player.open() for _ in range(3)]
     moments: list[Moment] = []

@@ -1,4 +1,4 @@
-"""Facts that a session logs once survive full disks, repeated restarts and odd numbers."""
+"""Events that a session logs only once survive full disks, repeated restarts and odd numbers."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ async def test_a_session_that_ended_on_a_full_disk_takes_no_call_after_a_restart
     player.sessions.end(name)
     await lose(player)
     disk.full = False
-    await player.log.synced()  # the agent asks again, and learns that its end is kept
+    await player.log.synced()  # the agent asks again, and its end is acknowledged
     again = await after_restart(player, tmp_path)
     assert view(again.sessions.get(name)) == view(session)
     await again.log.close()
@@ -181,7 +181,7 @@ async def test_a_stream_that_cannot_be_noted_as_begun_is_the_same_draw_later(
     monkeypatch.setattr(player.log._log, "_pending", 0)
     answer = player.begin(session, live=True, choices=1)
     with pytest.raises(Unavailable):
-        await anext(answer.pieces())  # nobody may see what may leave no trace
+        await anext(answer.pieces())  # no token may be seen before its call is logged
     assert not any(session.draws.values())
     assert not answers(session)
     monkeypatch.undo()
@@ -189,7 +189,7 @@ async def test_a_stream_that_cannot_be_noted_as_begun_is_the_same_draw_later(
 
 
 async def test_no_answer_of_a_stream_ends_before_its_beginning_is_kept(tmp_path: Path, disk: Disk) -> None:
-    """Otherwise a crash after it would leave a call that was seen but is not recorded."""
+    """Otherwise a crash after it would leave a call that is not known to have been seen."""
     player = Player(tmp_path, 1)
     session = player.sessions.get(player.open())
     await player.log.synced()
@@ -199,5 +199,5 @@ async def test_no_answer_of_a_stream_ends_before_its_beginning_is_kept(tmp_path:
     await lose(player)
     disk.full = False
     with pytest.raises(DiskFull):
-        await anext(answer.pieces())  # nobody may see what may leave no trace
+        await anext(answer.pieces())  # no token may be seen before its call is logged
     await player.log.close()

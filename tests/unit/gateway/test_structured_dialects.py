@@ -1,4 +1,4 @@
-"""Structured answers: the requests of each dialect, the engine's grammar, and refusals."""
+"""Structured answers: the requests of each dialect, the grammar that the engine gets, and refusals before that."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rillflow.engine.grammars import compiled
 from rillflow.gateway import anthropic_url
 from rillflow.gateway.dialects.structured import forced
 from rillflow.gateway.grammars import DEEPEST, LARGEST, Calls, composed, of_schema
-from rillflow.gateway.reading.tools.hermes import Hermes
+from rillflow.gateway.reading.json_formats import Hermes
 from rillflow.types import Grammar
 from tiny_policy import tiny_renderer
 
@@ -29,14 +29,14 @@ OTHER = {"type": "function", "function": {"name": "empty"}}
 
 
 def grammar(asked: Any) -> Grammar:
-    """Return the engine's request of the last call."""
+    """Return the grammar that the engine got with the last call."""
     found = asked.served.engine.requests[-1].sampling.grammar
     assert found is not None
     return found
 
 
 def accepts(asked: Any, text: str) -> bool:
-    """Return whether that grammar accepts a whole answer, by the tokens of the gateway's tokenizer."""
+    """Return whether that grammar accepts a whole answer in the tokens of the gateway's tokenizer."""
     tree = llguidance.hf.from_tokenizer(asked.served.renderer._tokenizer)
     matcher = llguidance.LLMatcher(tree, compiled(grammar(asked)))
     assert not matcher.is_error(), matcher.get_error()
@@ -166,7 +166,7 @@ async def test_the_other_dialects_force_calls_too() -> None:
             made: Any = await client.messages.create(**body, tools=tools, tool_choice=choice)
             assert made.stop_reason == "tool_use"
             assert accepts(asked, HERMES_CALL)
-        with pytest.raises(anthropic.BadRequestError, match="no tool 'other'"):
+        with pytest.raises(anthropic.BadRequestError, match="tool 'other' is not among"):
             await client.messages.create(**body, tools=tools, tool_choice={"type": "tool", "name": "other"})
         await client.close()
 
@@ -203,7 +203,7 @@ async def test_tools_that_are_no_functions_are_neither_offered_nor_in_the_gramma
         assert accepts(asked, HERMES_CALL)
         assert not accepts(asked, HERMES_CALL.replace("count", "write"))
         assert "write" not in asked.prompts[0]
-        with pytest.raises(openai.BadRequestError, match="where there are tools"):
+        with pytest.raises(openai.BadRequestError, match="if the request has tools"):
             await asked.chat(tools=[custom], tool_choice="required")
 
 
@@ -323,8 +323,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (with_schema({"type": "string", "pattern": "(?=a)b"}), WHERE, "look-around"),
     (with_schema({"$ref": "https://example.org/schema"}), WHERE, "example.org"),
     (with_schema("string"), WHERE, "object"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, WHERE, "needs its schema"),
-    ({"response_format": {"type": "json_schema"}}, WHERE, "needs its schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, WHERE, "needs a schema"),
+    ({"response_format": {"type": "json_schema"}}, WHERE, "needs a schema"),
     ({"response_format": {"type": "structural_tag"}}, "response_format.type", "structural_tag"),
     ({"guided_regex": "(a"}, "guided_regex", "unclosed"),
     ({"guided_choice": []}, "", ""),
@@ -332,12 +332,12 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_grammar": "start: nothing"}, "guided_grammar", "nothing"),
     ({"guided_json": "{"}, "guided_json", "not JSON"),
     ({"structured_outputs": {"choice": "a"}}, "structured_outputs.choice", "list"),
-    ({"structured_outputs": {"regex": ["a"]}}, "structured_outputs.regex", "text"),
+    ({"structured_outputs": {"regex": ["a"]}}, "structured_outputs.regex", "string"),
     ({"guided_regex": "a", "response_format": FORMAT}, "response_format", "one shape"),
-    ({"tool_choice": "required"}, "tool_choice", "where there are tools"),
-    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "no tool 'x'"),
-    ({"tools": [TOOL], "tool_choice": only("x")}, "tool_choice", "no tool 'x'"),
-    ({"tools": [TOOL], "tool_choice": only(mode="required")}, "tool_choice", "where there are tools"),
+    ({"tool_choice": "required"}, "tool_choice", "if the request has tools"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "not among"),
+    ({"tools": [TOOL], "tool_choice": only("x")}, "tool_choice", "not among the tools"),
+    ({"tools": [TOOL], "tool_choice": only(mode="required")}, "tool_choice", "if the request has tools"),
     ({"tools": [TOOL], "tool_choice": only("count", mode="none")}, "tool_choice", "a mode"),
     ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": "count"}}, "tool_choice", "a mode"),
     (

@@ -17,7 +17,7 @@ from rillflow.agents.roles import PolicyRole
 from rillflow.config import SamplingConfig
 from rillflow.engine.embedded import EmbeddedEngine
 from rillflow.gateway import Gateway, Policy, session_url
-from rillflow.gateway.sessions.frames import make, piece_of
+from rillflow.gateway.sessions.events import make, piece_of
 from rillflow.gateway.trees.tree import TokenTree
 from rillflow.trainer.batches import TRAINED_COLUMNS, make_rows
 from rillflow.types import BatchSample, Row

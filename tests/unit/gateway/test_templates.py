@@ -23,9 +23,9 @@ from rillflow.errors import BadRequest, ConfigError
 from rillflow.gateway.grammars import Calls, composed
 from rillflow.gateway.reading.formats import REASONING_FORMATS, TOOL_FORMATS, tool_format
 from rillflow.gateway.reading.tools import Offered, ParsedCall
-from rillflow.gateway.trees.forks import cause
 from rillflow.gateway.trees.messages import ToolCall, message
 from rillflow.gateway.trees.probes import PROBE_TOOL, RESULT, STAND_IN, calling, result
+from rillflow.gateway.trees.record import cause
 from rillflow.gateway.trees.template import ChatTemplate
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "templates.md"
@@ -80,7 +80,7 @@ def test_an_episode_is_one_path_unless_the_template_rewrites_it(published: Publi
 
 @pytest.mark.parametrize(("published", "reasons"), CASES, ids=IDS)
 def test_no_sampled_token_is_changed(published: Published, reasons: bool) -> None:
-    """Sampled ids are in the paths of all answers that follow them, id for id."""
+    """Sampled ids are in the paths of all answers that follow."""
     for history in ("template", "append"):
         tree = played(published, reasons=reasons, history=history).tree
         for leaf in tree.leaves():
@@ -121,7 +121,7 @@ def test_reasoning_that_is_dropped_at_a_question_forks_or_is_appended() -> None:
     found = play(stage(of("Qwen-Qwen3"), reasons=True), users=True)
     assert (found.leaves, found.exact) == (8, True)
     told = cause(found.tree, found.forks[0])
-    assert "messages[1], of which it leaves out the reasoning" in told
+    assert "messages[1], without its reasoning," in told
     appended = play(stage(of("Qwen-Qwen3"), reasons=True, history="append"), users=True)
     assert (appended.leaves, appended.forks) == (1, [])
     (leaf,) = appended.tree.leaves()
@@ -138,7 +138,7 @@ def test_a_generation_prompt_that_the_template_drops_forks_or_is_appended() -> N
 
 
 def test_words_that_a_template_drops_beside_a_call_fork() -> None:
-    """Llama 3's writes the call alone; what is appended keeps the words."""
+    """Llama 3's template writes the call alone; `history: append` keeps the words."""
     for history, leaves in (("template", 2), ("append", 1)):
         one = stage(of("meta-llama-Llama-3.1"), reasons=False, history=history)
         assert one.renderer.append_only
@@ -235,7 +235,7 @@ def test_an_unknown_format_is_refused_at_the_start() -> None:
     with pytest.raises(ConfigError, match="no format 'herms'"):
         tool_format("herms", ChatTemplate(make_tokenizer()))
     assert tool_format("auto", ChatTemplate(make_tokenizer(PLAIN))) is None, "it has no place for tools"
-    own = tool_format("rillflow.gateway.reading.tools.hermes:Hermes", ChatTemplate(make_tokenizer()))
+    own = tool_format("rillflow.gateway.reading.json_formats:Hermes", ChatTemplate(make_tokenizer()))
     assert own is not None
 
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rillflow.gateway.reading.formats import TOOL_FORMATS
+from rillflow.gateway.reading.incremental import JsonScan, Quotes
 from rillflow.gateway.reading.tools import Offered, ParsedCall, Part
-from rillflow.gateway.reading.tools.scanning import JsonScan, Quotes
 from rillflow.gateway.trees.messages import ToolCall, message
 
 CALL = '<tool_call>{"name": "count", "arguments": {"box": "red"}}</tool_call>'

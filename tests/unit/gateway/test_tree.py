@@ -10,8 +10,8 @@ from gateway_support import COUNTING, FORGETFUL, chunk, make_renderer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rillflow.gateway.trees.matching import Place
 from rillflow.gateway.trees.messages import Message, ToolCall, message
-from rillflow.gateway.trees.placing import Place
 from rillflow.gateway.trees.record import SessionRecord, samples, transcript
 from rillflow.gateway.trees.render import Renderer
 from rillflow.gateway.trees.tree import Node, TokenTree

@@ -269,7 +269,7 @@ def test_forks_by_design_are_a_hint() -> None:
 
     apart = "the user's message differs: content of messages[0] differs at character 9: 'a' instead of 'b'"
     assert [advisory.severity for advisory in advise(forking(apart))] == ["hint"]
-    system = "the client writes the system prompt anew: content of messages[0] differs at character 9"
+    system = "the client changes the system prompt: content of messages[0] differs at character 9"
     assert [advisory.severity for advisory in advise(forking(system))] == ["warning"]
 
 

@@ -20,7 +20,7 @@ from rillflow.dataflow.units import FileUnit
 from rillflow.gateway import Gateway, Policy, Renderer
 from rillflow.gateway.control import Control, Givers
 from rillflow.gateway.feed import Feed
-from rillflow.gateway.sessions.sessionlog import FileSessionLog
+from rillflow.gateway.sessions.session_log import FileSessionLog
 from rillflow.rollout.episodes import Episodes
 from rillflow.rollout.kept import FailureSender
 from rillflow.rollout.late import LateRewards

@@ -40,7 +40,7 @@ async def test_an_agent_that_forks_at_every_call_is_told_of_once(
         assert (done.metrics["forks"], done.metrics["tokens_trained"]) == (2.0, 9.0)
         assert done.metrics["tokens_forwarded"] == sum(sample.tokens for sample in done.samples)
     (note,) = [done.notes["forks"] for done in world.dataflow.done if done.notes]
-    assert "the client writes the system prompt anew: content of messages[0] differs at character 14" in note
+    assert "the client changes the system prompt: content of messages[0] differs at character 14" in note
     assert "'2 calls.' instead of " in note
     assert f"forward {done.metrics['tokens_forwarded']:.0f} tokens to train 9;" in note
     assert caplog.text.count("begins a new path") == 1

@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from rillflow.contracts import SystemClock
-from rillflow.gateway import running
-from rillflow.gateway.running import Cutting
+from rillflow.gateway import lifetime
+from rillflow.gateway.lifetime import Cutting
 from rillflow.rollout.episode import EpisodeFailed, RunningEpisode, play
 from rillflow.rollout.handover import NodeClock
 from rillflow.types import Prompt, Task
@@ -64,7 +64,7 @@ async def test_a_call_is_cut_when_its_session_has_no_time_left_and_not_before() 
     clock.stop()
     work = asyncio.create_task(asyncio.sleep(60))
     cutting = Cutting(work, session, None, clock)
-    await asyncio.sleep(5 * running._LOOK)
+    await asyncio.sleep(5 * lifetime._LOOK)
     assert not work.done()
     clock.go()
     with pytest.raises(asyncio.CancelledError):

@@ -1,7 +1,7 @@
 """The OpenAI chat-completions dialect: its request to a `Call`, an `Answer` to its response or its stream.
 
-`tool_choice` "none" keeps the tools in the prompt but reads no calls; "required" or a named tool has exactly one call
-sampled. With `allowed_tools` all tools stay in the prompt, and a call of one that is not allowed stays text.
+`tool_choice` "none" keeps the tools in the prompt but parses no calls. With "required" or a named tool, exactly one
+call is sampled. With `allowed_tools` all tools stay in the prompt, and a call of a tool that is not allowed stays text.
 `parallel_tool_calls` changes nothing. Reasoning is shown as `reasoning_content`.
 """
 
@@ -14,9 +14,11 @@ from typing import Any, Literal
 import msgspec
 
 from rillflow.config import GatewayConfig, SamplingConfig
-from rillflow.gateway.calls import Answer, Call, Choice, Piece
-from rillflow.gateway.dialects.chunks import Chunks
+from rillflow.gateway.answers import Answer, Choice, Piece
+from rillflow.gateway.calls import Call
 from rillflow.gateway.dialects.openai import (
+    DONE,
+    Chunks,
     Distortions,
     NonNegative,
     Part,
@@ -40,9 +42,9 @@ from rillflow.gateway.dialects.openai import (
     usage,
     within,
 )
-from rillflow.gateway.dialects.sse import DONE
 from rillflow.gateway.dialects.structured import allowed, forced, functions, guided
 from rillflow.gateway.failures import CallRefused
+from rillflow.gateway.shapes import CalledFunction, CalledTool, ChatAnswer, ChatChoice, ChatLogprobs, ChatSaid
 from rillflow.gateway.trees.messages import Message, ToolCall, message
 from rillflow.gateway.trees.render import Renderer
 from rillflow.gateway.trees.template import prompt_key
@@ -122,9 +124,9 @@ def decode(raw: bytes, limits: GatewayConfig) -> ChatRequest:
     if request.top_logprobs:
         raise CallRefused("only the sampled token's log-prob is known", param="top_logprobs")
     if request.chat_template is not None:
-        raise CallRefused("the chat template is the policy's: policies.NAME.chat_template", param="chat_template")
+        raise CallRefused("set the chat template in the recipe: policies.NAME.chat_template", param="chat_template")
     if request.functions:
-        raise CallRefused("functions are offered as `tools`", param="functions")
+        raise CallRefused("offer functions as `tools`", param="functions")
     return request
 
 
@@ -154,7 +156,7 @@ def to_call(request: ChatRequest, defaults: SamplingConfig) -> Call:
 
 
 def to_message(place: int, given: ChatMessage) -> Message:
-    """`place` is where it stands among the messages."""
+    """Return the message at `place` of a request."""
     calls = [ToolCall(call.id, call.function.name, call.function.arguments) for call in given.tool_calls or ()]
     return message(
         _ROLES.get(given.role, given.role),
@@ -170,46 +172,50 @@ def to_message(place: int, given: ChatMessage) -> Message:
 
 
 def whole(request: ChatRequest, answer: Answer, renderer: Renderer) -> bytes:
-    return msgspec.json.encode(
-        {
-            "id": f"chatcmpl-{answer.id}",
-            "object": "chat.completion",
-            "created": answer.created,
-            "model": request.model,
-            "choices": [_choice(request, choice, renderer) for choice in answer.choices],
-            "usage": usage(answer.prompt_tokens, answer.completion_tokens),
-        }
+    shown = ChatAnswer(
+        id=f"chatcmpl-{answer.id}",
+        created=answer.created,
+        model=request.model,
+        choices=[_choice(request, choice, renderer) for choice in answer.choices],
+        usage=usage(answer),
+    )
+    return msgspec.json.encode(shown)
+
+
+def _choice(request: ChatRequest, choice: Choice, renderer: Renderer) -> ChatChoice:
+    said = ChatSaid(role="assistant", content=choice.text, refusal=None)
+    if choice.reasoning:
+        said.reasoning_content = choice.reasoning
+    if choice.calls:
+        said.content = choice.text or None
+        said.tool_calls = [_called(call) for call in choice.calls]
+    return ChatChoice(
+        index=choice.index,
+        message=said,
+        finish_reason=_finish(choice),
+        logprobs=_logprobs(sampled(choice), renderer) if request.logprobs else None,
     )
 
 
-def _choice(request: ChatRequest, choice: Choice, renderer: Renderer) -> dict[str, Any]:
-    said: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
-    if choice.reasoning:
-        said["reasoning_content"] = choice.reasoning
-    if choice.calls:
-        said["content"] = choice.text or None
-        said["tool_calls"] = [call.body() for call in choice.calls]
-    return {
-        "index": choice.index,
-        "message": said,
-        "finish_reason": _finish(choice),
-        "logprobs": _logprobs(sampled(choice), renderer) if request.logprobs else None,
-    }
+def _called(call: ToolCall) -> CalledTool:
+    return CalledTool(id=call.id, type="function", function=CalledFunction(name=call.name, arguments=call.arguments))
 
 
-def _finish(choice: Choice) -> str:
-    return "tool_calls" if choice.calls and choice.finish == "stop" else choice.finish
+def _finish(choice: Choice) -> Literal["stop", "length", "tool_calls"]:
+    if choice.finish == "length":
+        return "length"
+    return "tool_calls" if choice.calls else "stop"
 
 
-def _logprobs(tokens: tuple[tuple[int, float], ...], renderer: Renderer) -> dict[str, Any]:
-    return {"content": logprob_entries(tokens, renderer), "refusal": None}
+def _logprobs(tokens: tuple[tuple[int, float], ...], renderer: Renderer) -> ChatLogprobs:
+    return ChatLogprobs(content=logprob_entries(tokens, renderer), refusal=None)
 
 
 # ---------------------------------------------------------------- the stream
 
 
 async def stream(request: ChatRequest, answer: Answer, renderer: Renderer) -> AsyncGenerator[bytes]:
-    """Events as the engine samples; the first one comes once something is known to have been sampled."""
+    """Yield events while the engine samples. The first comes with the first piece."""
     chunks = Chunks(f"chatcmpl-{answer.id}", "chat.completion.chunk", request.model, answer, request.stream_options)
     begun: set[int] = set()
     called = [0] * len(answer.choices)
@@ -227,13 +233,13 @@ async def stream(request: ChatRequest, answer: Answer, renderer: Renderer) -> As
 
 
 def _deltas(piece: Piece, choice: Choice, number: int) -> list[dict[str, Any]]:
-    """A call is named first, with its id; its arguments, the `number`-th call's, come after."""
+    """Return the deltas of a piece. A call has two: its id and name, then its arguments; `number` is its index."""
     if piece.finish is not None:
         return [_delta(piece.choice, {}, _finish(choice))]
     if piece.call is None:
         said = {"content": piece.text} if piece.text else {"reasoning_content": piece.reasoning}
         return [_delta(piece.choice, said)]
-    named = {"index": number} | piece.call._replace(arguments="").body()
+    named = {"index": number} | msgspec.structs.asdict(_called(piece.call._replace(arguments="")))
     arguments = {"index": number, "function": {"arguments": piece.call.arguments}}
     return [_delta(piece.choice, {"tool_calls": [part]}) for part in (named, arguments)]
 

@@ -1,23 +1,25 @@
 """The OpenAI completions dialect: a raw prompt, text or ids, and the text that follows it.
 
-The prompt is continued as it is, without a chat template. One prompt to a request. Of log-probs only the sampled
-token's is known, so that `top_logprobs` is null and a prompt's own log-probs (`echo` with `logprobs`) are refused.
+The prompt is continued as it is, without a chat template. A request has one prompt. Only the log-prob of the sampled
+token is known, so `top_logprobs` is null, and log-probs of the prompt (`echo` with `logprobs`) are refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from rillflow.config import GatewayConfig, SamplingConfig
 from rillflow.errors import RillflowError
-from rillflow.gateway.calls import Answer, Call
+from rillflow.gateway.answers import Answer
+from rillflow.gateway.calls import Call
 from rillflow.gateway.dialects import openai
-from rillflow.gateway.dialects.chunks import Chunks
 from rillflow.gateway.dialects.openai import (
+    DONE,
+    Chunks,
     Distortions,
     Positive,
     Share,
@@ -36,10 +38,11 @@ from rillflow.gateway.dialects.openai import (
     usage,
     within,
 )
-from rillflow.gateway.dialects.sse import DONE
 from rillflow.gateway.dialects.structured import guided
 from rillflow.gateway.failures import CallRefused
+from rillflow.gateway.shapes import CompletionAnswer, CompletionChoice, CompletionLogprobs, ErrorAnswer
 from rillflow.gateway.trees.render import Renderer
+from rillflow.types import FinishReason
 
 PATH = "/v1/completions"
 __all__ = ["PATH", "decode", "error_body", "error_event", "stream", "to_call", "whole"]
@@ -83,23 +86,23 @@ def decode(raw: bytes, limits: GatewayConfig) -> CompletionRequest:
     tokens_within("max_tokens", request.max_tokens, request.n or 1, limits)
     _prompt(request)
     if request.suffix:
-        raise CallRefused("text is only continued, never filled in", param="suffix")
+        raise CallRefused("text can only be continued, not filled in", param="suffix")
     if request.best_of not in (None, request.n or 1):
-        raise CallRefused("every answer that is sampled is given back: ask for `n`", param="best_of")
+        raise CallRefused("every sampled answer is returned: use `n`", param="best_of")
     if request.echo and request.logprobs is not None:
-        raise CallRefused("the log-probs of a prompt are not known", param="echo")
+        raise CallRefused("the log-probs of the prompt are not known", param="echo")
     return request
 
 
 def _prompt(request: CompletionRequest) -> str | list[int]:
-    """The one prompt, which may stand in a list of its own."""
+    """Return the one prompt, which may be in a list."""
     prompt = request.prompt
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         if len(prompt) > 1:
-            raise CallRefused(f"one prompt to a request, got {len(prompt)}", param="prompt")
+            raise CallRefused(f"a request has one prompt, got {len(prompt)}", param="prompt")
         prompt = prompt[0]
     if not prompt:
-        raise CallRefused("a prompt of at least one token is needed", param="prompt")
+        raise CallRefused("the prompt must not be empty", param="prompt")
     if not isinstance(prompt, str) and not all(type(id) is int and id >= 0 for id in prompt):
         raise CallRefused("a prompt is text or a list of token ids", param="prompt")
     return prompt
@@ -128,24 +131,23 @@ def to_call(request: CompletionRequest, defaults: SamplingConfig) -> Call:
 def whole(request: CompletionRequest, answer: Answer, renderer: Renderer) -> bytes:
     before = _echo(request, answer, renderer)
     choices = [
-        {
-            "index": choice.index,
-            "text": before + choice.text,
-            "logprobs": None if request.logprobs is None else _logprobs(sampled(choice), renderer, 0),
-            "finish_reason": choice.finish,
-        }
+        CompletionChoice(
+            index=choice.index,
+            text=before + choice.text,
+            finish_reason=_finish(choice.finish),
+            logprobs=None if request.logprobs is None else _logprobs(sampled(choice), renderer, 0),
+        )
         for choice in answer.choices
     ]
-    return msgspec.json.encode(
-        {
-            "id": f"cmpl-{answer.id}",
-            "object": "text_completion",
-            "created": answer.created,
-            "model": request.model,
-            "choices": choices,
-            "usage": usage(answer.prompt_tokens, answer.completion_tokens),
-        }
+    shown = CompletionAnswer(
+        id=f"cmpl-{answer.id}", created=answer.created, model=request.model, choices=choices, usage=usage(answer)
     )
+    return msgspec.json.encode(shown)
+
+
+def _finish(finish: FinishReason | None) -> Literal["stop", "length"] | None:
+    """Return the finish of an answer; an aborted one is never shown."""
+    return None if finish == "abort" else finish
 
 
 def _echo(request: CompletionRequest, answer: Answer, renderer: Renderer) -> str:
@@ -155,19 +157,19 @@ def _echo(request: CompletionRequest, answer: Answer, renderer: Renderer) -> str
     return prompt if isinstance(prompt, str) else renderer.decode(answer.prompt)
 
 
-def _logprobs(tokens: Iterable[tuple[int, float]], renderer: Renderer, offset: int) -> dict[str, Any]:
-    """`offset`: how much of the answer's text is before these tokens."""
+def _logprobs(tokens: Iterable[tuple[int, float]], renderer: Renderer, offset: int) -> CompletionLogprobs:
+    """Return the log-probs of tokens. `offset` is the length of the answer's text before them."""
     entries = logprob_entries(tokens, renderer)
     offsets = []
     for entry in entries:
         offsets.append(offset)
-        offset += len(entry["token"])
-    return {
-        "tokens": [entry["token"] for entry in entries],
-        "token_logprobs": [entry["logprob"] for entry in entries],
-        "top_logprobs": None,
-        "text_offset": offsets,
-    }
+        offset += len(entry.token)
+    return CompletionLogprobs(
+        tokens=[entry.token for entry in entries],
+        token_logprobs=[entry.logprob for entry in entries],
+        top_logprobs=None,
+        text_offset=offsets,
+    )
 
 
 async def stream(request: CompletionRequest, answer: Answer, renderer: Renderer) -> AsyncGenerator[bytes]:
@@ -180,17 +182,13 @@ async def stream(request: CompletionRequest, answer: Answer, renderer: Renderer)
             before = echo if piece.choice not in echoed else ""
             echoed.add(piece.choice)
             shown = _logprobs(piece.tokens, renderer, offsets[piece.choice]) if piece.tokens else None
-            offsets[piece.choice] += sum(map(len, shown["tokens"])) if shown else 0
+            offsets[piece.choice] += sum(map(len, shown.tokens)) if shown else 0
+            text, finish = before + piece.text, _finish(piece.finish)
             yield chunks.one(
-                {
-                    "index": piece.choice,
-                    "text": before + piece.text,
-                    "logprobs": shown,
-                    "finish_reason": piece.finish,
-                }
+                CompletionChoice(index=piece.choice, text=text, finish_reason=finish, logprobs=shown),
             )
     yield chunks.usage() + DONE
 
 
-def error_body(error: RillflowError) -> dict[str, Any]:
+def error_body(error: RillflowError) -> ErrorAnswer:
     return openai.error_body(error, prompt="prompt")

@@ -1,9 +1,9 @@
 """Anthropic's messages dialect: its request to a `Call`, an `Answer` to its response or its events.
 
-The model sees the prompt that it would see through the OpenAI chat dialect: tools are rendered in the function
-shape, results of tools as messages of their own, blocks of text put together as they are. Fields that this gateway
-does not know are ignored, because clients send extras; a known field of the wrong type, or past a limit, is refused
-by name. Thinking is shown where the model wrote some, whatever the request says about it.
+The model gets the same prompt as through the OpenAI chat dialect: tools are rendered as functions, each tool result is
+a separate message, and blocks of text are concatenated. Unknown fields are ignored, because clients send extras. A
+known field with a wrong type, or beyond a limit, is refused by name. Thinking is shown if the model wrote some,
+whatever the request says about it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,26 @@ import msgspec
 
 from rillflow.config import GatewayConfig, SamplingConfig
 from rillflow.errors import ContextOverflow, RillflowError
-from rillflow.gateway.calls import Answer, Call, Choice, Piece
-from rillflow.gateway.dialects.openai import Positive, Share, Temperature, TopK, read, sampling, within
+from rillflow.gateway.answers import Answer, Choice, Piece
+from rillflow.gateway.calls import Call
+from rillflow.gateway.dialects.openai import Positive, Share, Temperature, TopK, named_event, read, sampling, within
 from rillflow.gateway.dialects.openai import Text as NonEmpty
-from rillflow.gateway.dialects.sse import named_event
 from rillflow.gateway.dialects.structured import forced, formatted
 from rillflow.gateway.failures import CallRefused
+from rillflow.gateway.shapes import (
+    AnthropicError,
+    AnthropicErrorAnswer,
+    AnthropicUsage,
+    MessagesAnswer,
+    SaidText,
+    SaidThinking,
+    SaidToolUse,
+)
 from rillflow.gateway.trees.messages import Body, Message, ToolCall, dump_object, message, parse_object
 from rillflow.gateway.trees.render import Renderer
 from rillflow.gateway.trees.template import Tools, prompt_key
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 PATH = "/v1/messages"
 COUNT_PATH = "/v1/messages/count_tokens"
@@ -41,7 +52,7 @@ _ERRORS = {
 
 
 class Block(msgspec.Struct, tag_field="type"):
-    """A part of a message's content; the kinds that are no text and no tool's are refused by their `type`."""
+    """A part of a message's content. Only the kinds below are accepted; others are refused by their `type`."""
 
 
 class Text(Block, tag="text"):
@@ -138,8 +149,8 @@ def _check(request: CountRequest, limits: GatewayConfig) -> None:
     within("tools", len(request.tools or ()), limits.tools)
     if request.messages[-1].role == "assistant":
         raise CallRefused(
-            "the last one is the assistant's: an answer that somebody else began is not continued, "
-            "so let the user or a tool have the last word",
+            "the last message is the assistant's, but a given beginning of an answer cannot be continued: "
+            "end with a message of the user or a tool",
             param="messages",
         )
 
@@ -171,7 +182,7 @@ def _forced(choice: ToolChoice | None, tools: Tools) -> tuple[str, ...]:
 
 
 def prompt_of(request: CountRequest) -> tuple[list[Message], Tools, bytes]:
-    """What the chat template is given: the history, the tools, and the key that tells equal lists of tools."""
+    """Return what the chat template gets: the history, the tools, and the key of the tools and options."""
     history = [message("system", _joined(request.system))] if request.system else []
     for place, turn in enumerate(request.messages):
         history += _assistant(turn, place) if turn.role == "assistant" else _said(turn, place)
@@ -202,12 +213,12 @@ def _assistant(turn: Turn, place: int) -> list[Message]:
             case ToolUse():
                 calls.append(ToolCall(block.id, block.name, dump_object(block.input)))
             case ToolResult():
-                raise _misplaced(place, number, "a tool_result belongs into a user's message")
+                raise _misplaced(place, number, "a tool_result must be in a user's message")
     return [message("assistant", text, calls, reasoning=reasoning)]
 
 
 def _said(turn: Turn, place: int) -> list[Message]:
-    """A message of the user or the system; each result of a tool in it becomes a message of its own, in its place."""
+    """Return the messages of a user's or system turn. Each tool result in it becomes a separate message."""
     if isinstance(turn.content, str):
         return [message(turn.role, turn.content)]
     made: list[Message] = []
@@ -220,7 +231,7 @@ def _said(turn: Turn, place: int) -> list[Message]:
             texts = []
             made.append(message("tool", _result(block), call_id=block.tool_use_id))
         else:
-            raise _misplaced(place, number, "only the assistant thinks and uses tools")
+            raise _misplaced(place, number, "thinking and tool_use must be in an assistant's message")
     return [*made, message(turn.role, _joined(texts))] if texts or not made else made
 
 
@@ -237,68 +248,69 @@ def _misplaced(place: int, number: int, why: str) -> CallRefused:
 
 def whole(request: MessagesRequest, answer: Answer, renderer: Renderer) -> bytes:
     (choice,) = answer.choices
-    content: list[Body] = []
+    shown = _empty(request, answer)
     if choice.reasoning:
-        content.append({"type": "thinking", "thinking": choice.reasoning, "signature": answer.id})
+        shown.content.append(SaidThinking(thinking=choice.reasoning, signature=answer.id))
     if choice.text:
-        content.append({"type": "text", "text": choice.text})
-    content += [_tool_use(call) | {"input": parse_object(call.arguments) or {}} for call in choice.calls]
-    return msgspec.json.encode(_head(request, answer) | {"content": content} | _end(choice) | {"usage": _usage(answer)})
+        shown.content.append(SaidText(text=choice.text))
+    shown.content += [_tool_use(call, parse_object(call.arguments) or {}) for call in choice.calls]
+    shown.stop_reason, shown.stop_sequence = _end(choice)
+    shown.usage = _usage(answer)
+    return msgspec.json.encode(shown)
 
 
-def _head(request: MessagesRequest, answer: Answer) -> Body:
-    return {"id": f"msg_{answer.id}", "type": "message", "role": "assistant", "model": request.model}
+def _empty(request: MessagesRequest, answer: Answer) -> MessagesAnswer:
+    """Return an answer without content, as a stream begins."""
+    return MessagesAnswer(
+        id=f"msg_{answer.id}",
+        role="assistant",
+        model=request.model,
+        content=[],
+        stop_reason=None,
+        stop_sequence=None,
+        usage=AnthropicUsage(input_tokens=answer.prompt_tokens, output_tokens=0),
+    )
 
 
-def _tool_use(call: ToolCall) -> Body:
-    return {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+def _tool_use(call: ToolCall, input: dict[str, Any]) -> SaidToolUse:
+    return SaidToolUse(id=call.id, name=call.name, input=input)
 
 
-def _end(choice: Choice) -> Body:
+def _end(choice: Choice) -> tuple[StopReason, str | None]:
+    """Return the stop reason of an answer, and its stop sequence if that ended it."""
     if choice.finish == "length":
-        return {"stop_reason": "max_tokens", "stop_sequence": None}
+        return "max_tokens", None
     if choice.calls:
-        return {"stop_reason": "tool_use", "stop_sequence": None}
-    if choice.stop:
-        return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop}
-    return {"stop_reason": "end_turn", "stop_sequence": None}
+        return "tool_use", None
+    return ("stop_sequence", choice.stop) if choice.stop else ("end_turn", None)
 
 
-def _usage(answer: Answer) -> Body:
-    return {
-        "input_tokens": answer.prompt_tokens,
-        "output_tokens": answer.completion_tokens,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": 0,
-    }
+def _usage(answer: Answer) -> AnthropicUsage:
+    return AnthropicUsage(input_tokens=answer.prompt_tokens, output_tokens=answer.completion_tokens)
 
 
 # ---------------------------------------------------------------- the stream
 
 
 async def stream(request: MessagesRequest, answer: Answer, renderer: Renderer) -> AsyncGenerator[bytes]:
-    """Events as the engine samples; the first one comes once something is known to have been sampled."""
+    """Yield events while the engine samples. The first comes with the first piece."""
     blocks = _Blocks(answer.id)
     begun = False
     async with aclosing(answer.pieces()) as pieces:
         async for piece in pieces:
             if not begun:
                 begun = True
-                yield _message_start(request, answer)
+                yield _event("message_start", {"message": _empty(request, answer)})
             for data in blocks.events(piece):
                 yield data
-    yield _event("message_delta", {"delta": _end(answer.choices[0]), "usage": _usage(answer)})
+    reason, sequence = _end(answer.choices[0])
+    delta = {"stop_reason": reason, "stop_sequence": sequence}
+    yield _event("message_delta", {"delta": delta, "usage": _usage(answer)})
     yield _event("message_stop", {})
 
 
-def _message_start(request: MessagesRequest, answer: Answer) -> bytes:
-    empty: Body = {"content": [], "stop_reason": None, "stop_sequence": None}
-    usage = _usage(answer) | {"output_tokens": 0}
-    return _event("message_start", {"message": _head(request, answer) | empty | {"usage": usage}})
-
-
 class _Blocks:
-    """Pieces to blocks: one is open at a time, and it is closed before another begins or the answer ends."""
+    """Writes pieces as blocks. One block is open at a time; it is closed before another begins or the answer ends."""
 
     def __init__(self, id: str) -> None:
         self._id = id
@@ -307,19 +319,19 @@ class _Blocks:
 
     def events(self, piece: Piece) -> Iterator[bytes]:
         if piece.reasoning:
-            yield from self._into("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            yield from self._into("thinking", SaidThinking(thinking="", signature=""))
             yield self._delta({"type": "thinking_delta", "thinking": piece.reasoning})
         if piece.text:
-            yield from self._into("text", {"type": "text", "text": ""})
+            yield from self._into("text", SaidText(text=""))
             yield self._delta({"type": "text_delta", "text": piece.text})
         if piece.call is not None:
             yield from self._close()
-            yield from self._into("tool_use", _tool_use(piece.call))
+            yield from self._into("tool_use", _tool_use(piece.call, {}))
             yield self._delta({"type": "input_json_delta", "partial_json": piece.call.arguments})
         if piece.finish is not None:
             yield from self._close()
 
-    def _into(self, kind: str, block: Body) -> Iterator[bytes]:
+    def _into(self, kind: str, block: SaidText | SaidThinking | SaidToolUse) -> Iterator[bytes]:
         if self._open != kind:
             yield from self._close()
             self._open = kind
@@ -344,17 +356,17 @@ def _event(name: str, value: Body) -> bytes:
 # ---------------------------------------------------------------- errors
 
 
-def error_body(error: RillflowError) -> Body:
-    """The provider's shape: clients choose their exception by status and `type`."""
+def error_body(error: RillflowError) -> AnthropicErrorAnswer:
+    """Return an error in Anthropic's shape, whose clients choose their exception by status and `type`."""
     kind = _ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     text = error.message
     if isinstance(error, ContextOverflow):
         text = f"prompt is too long: {text}"
     elif isinstance(error, CallRefused) and error.param:
         text = f"{error.param}: {text}"
-    return {"type": "error", "error": {"type": kind, "message": text}}
+    return AnthropicErrorAnswer(AnthropicError(type=kind, message=text))
 
 
 def error_event(error: RillflowError) -> bytes:
-    """How a stream that has begun says that it was cut."""
-    return _event("error", error_body(error))
+    """Return the last event of a stream that fails after it began."""
+    return _event("error", {"error": error_body(error).error})

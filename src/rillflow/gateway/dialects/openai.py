@@ -1,8 +1,8 @@
-"""What the OpenAI dialects share: checks of what is asked, sampling, log-probs, the shape of errors and of events.
+"""What the OpenAI dialects share: checks of a request, sampling, log-probs, errors and events.
 
-Fields that a dialect does not know are ignored, because clients send extras; a known field of the wrong type, or past
-a limit, is refused by name, and so is one that would change the sampled distribution. Nothing of the engine (ids,
-versions) is shown to the agent.
+Fields that a dialect does not know are ignored, because clients send extras. A known field with a wrong type, or beyond
+a limit, is refused by name, and so is a field that would change the sampled distribution. The agent sees no token ids
+or versions.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import msgspec
 
 from rillflow.config import GatewayConfig, SamplingConfig
 from rillflow.errors import ContextOverflow, RillflowError
-from rillflow.gateway.calls import Choice
-from rillflow.gateway.dialects.sse import event
+from rillflow.gateway.answers import Answer, Choice
 from rillflow.gateway.failures import CallRefused
+from rillflow.gateway.shapes import Error, ErrorAnswer, TokenLogprob, Usage
 from rillflow.gateway.trees.render import Renderer
 from rillflow.types import Grammar, Sampling
 
@@ -30,9 +30,11 @@ Text = Annotated[str, msgspec.Meta(min_length=1)]
 Stop = str | list[str] | None
 ToolChoice = Literal["none", "auto", "required"] | dict[str, Any] | None
 
+DONE = b"data: [DONE]\n\n"
+
 Decoded = TypeVar("Decoded")
 
-# Engines hold these as 32-bit numbers. Past them nothing changes: no vocabulary is so large, no nucleus so small.
+# Engines hold these as 32-bit numbers. Values beyond them change nothing: no vocabulary is that large.
 _MOST_K, _LEAST_P = (1 << 31) - 1, 1e-6
 
 _PATH = re.compile(r" - at `\$\.?(.*)`$")
@@ -41,7 +43,7 @@ _CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 
 
 class Part(msgspec.Struct):
-    """A piece of a message's content. Only text is understood."""
+    """A part of a message's content. Only text is accepted."""
 
     type: str
     text: str | None = None
@@ -53,7 +55,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class Sampled(Protocol):
-    """What requests of every dialect say of sampling."""
+    """The sampling parameters that requests of every dialect have."""
 
     temperature: float | None
     top_p: float | None
@@ -63,7 +65,7 @@ class Sampled(Protocol):
 class Distortions(msgspec.Struct, kw_only=True):
     """Fields of OpenAI's, vLLM's and SGLang's requests that change the distribution of the next token.
 
-    No engine here samples by them, and training would not know of them: each is refused unless it changes nothing.
+    No engine here applies them, and training would not account for them. Each is refused unless it changes nothing.
     """
 
     frequency_penalty: float | None = None
@@ -123,7 +125,7 @@ def within(param: str, asked: int, limit: int) -> None:
 
 
 def tokens_within(param: str, asked: int | None, choices: int, limits: GatewayConfig) -> None:
-    """The bound on what one request may ask for, over all its answers."""
+    """Refuse a request for too many tokens over all its answers."""
     if asked is not None and asked * choices > limits.tokens:
         raise CallRefused(
             f"at most {limits.tokens} tokens may be asked for, got {choices} answers of {asked}", param=param
@@ -131,19 +133,19 @@ def tokens_within(param: str, asked: int | None, choices: int, limits: GatewayCo
 
 
 def as_stops(stop: Stop) -> tuple[str, ...]:
-    """The stop strings; an empty one is as if it were not given."""
+    """Return the stop strings without empty ones."""
     return tuple(filter(None, [stop] if isinstance(stop, str) else stop or ()))
 
 
 def joined(content: str | Sequence[Part] | None, param: str) -> str:
-    """The text of a message's content; `param` is where it stands in the request."""
+    """Return the text of a message's content. `param` is its path in the request."""
     if isinstance(content, str):
         return content
     texts = []
     for number, part in enumerate(content or ()):
         text = part.text if part.text is not None else part.refusal
         if text is None:
-            raise CallRefused(f"only text parts are understood, not {part.type!r}", param=f"{param}[{number}].type")
+            raise CallRefused(f"only text parts are accepted, not {part.type!r}", param=f"{param}[{number}].type")
         texts.append(text)
     return "".join(texts)
 
@@ -155,8 +157,10 @@ def sampling(
     seed: int | None = None,
     grammar: Grammar | None = None,
 ) -> Sampling:
-    """The agent's own sampling wins over the recipe's, field by field, unless the recipe says that its own does. A
-    `top_k` of -1 or 0 switches it off; a `top_p` of 0 is the smallest share that an engine can hold."""
+    """Return the sampling of a call: the agent's own parameters, else the recipe's; with `wins: recipe` the recipe's.
+
+    A `top_k` of -1 or 0 switches it off. A `top_p` of 0 is the smallest value that an engine can hold.
+    """
     own = defaults.wins != "recipe"
     top_p = request.top_p if own and request.top_p is not None else defaults.top_p
     top_k = request.top_k if own and request.top_k is not None else defaults.top_k
@@ -171,7 +175,7 @@ def sampling(
 
 
 def overruled(request: Sampled, defaults: SamplingConfig) -> str:
-    """What a request asks for that the recipe's own sampling replaces, such as `temperature 0.0`; empty: nothing."""
+    """Return a parameter of the request that the recipe replaces, such as `temperature 0.0`; empty if none."""
     if defaults.wins != "recipe":
         return ""
     for name in ("temperature", "top_p", "top_k"):
@@ -184,39 +188,76 @@ def overruled(request: Sampled, defaults: SamplingConfig) -> str:
 # ---------------------------------------------------------------- the response
 
 
-def usage(prompt: int, completed: int) -> dict[str, int]:
-    return {"prompt_tokens": prompt, "completion_tokens": completed, "total_tokens": prompt + completed}
+def usage(answer: Answer) -> Usage:
+    prompt, completed = answer.prompt_tokens, answer.completion_tokens
+    return Usage(prompt_tokens=prompt, completion_tokens=completed, total_tokens=prompt + completed)
 
 
 def sampled(choice: Choice) -> tuple[tuple[int, float], ...]:
-    """The tokens of a whole answer with their log-probs."""
+    """Return the tokens of a whole answer with their log-probs."""
     return tuple(zip(choice.node.tokens, choice.node.logprobs, strict=True))
 
 
-def logprob_entries(tokens: Iterable[tuple[int, float]], renderer: Renderer) -> list[dict[str, Any]]:
-    """One entry for each token but those that end an answer, which have no text."""
+def logprob_entries(tokens: Iterable[tuple[int, float]], renderer: Renderer) -> list[TokenLogprob]:
+    """Return one entry for each token, except stop tokens, which have no text."""
     entries = []
     for token, logprob in tokens:
         if token in renderer.stop_tokens:
             continue
         text = renderer.decode([token])
-        # Part of a character has no text of its own, and its bytes are not to be had from every tokenizer.
+        # A token with part of a character has no text, and not every tokenizer gives its bytes.
         known = list(text.encode()) if "\ufffd" not in text else None
-        entries.append({"token": text, "logprob": logprob, "bytes": known, "top_logprobs": []})
+        entries.append(TokenLogprob(token=text, logprob=logprob, bytes=known, top_logprobs=[]))
     return entries
 
 
-def error_body(error: RillflowError, prompt: str = "messages") -> dict[str, Any]:
-    """The provider's shape: clients choose their exception by status and `code`. `prompt` names what overflows."""
+def error_body(error: RillflowError, prompt: str = "messages") -> ErrorAnswer:
+    """Return an error in OpenAI's shape, whose clients choose their exception by status and `code`.
+
+    `prompt` is the field that holds the prompt.
+    """
     kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
     code, param = _CODES.get(error.status), None
     if isinstance(error, ContextOverflow):
         code, param = "context_length_exceeded", prompt
     elif isinstance(error, CallRefused):
         code, param = error.code or code, error.param
-    return {"error": {"message": error.message, "type": kind, "param": param, "code": code}}
+    return ErrorAnswer(Error(message=error.message, type=kind, param=param, code=code))
 
 
 def error_event(error: RillflowError) -> bytes:
-    """How a stream that has begun says that it was cut."""
+    """Return the last event of a stream that fails after it began."""
     return event(error_body(error))
+
+
+# ---------------------------------------------------------------- streams
+
+
+def event(value: Any) -> bytes:
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def named_event(value: dict[str, Any]) -> bytes:
+    """Return an event that is named after its type, as some providers do."""
+    return b"event: %b\ndata: %b\n\n" % (value["type"].encode(), msgspec.json.encode(value))
+
+
+class Chunks:
+    """Writes the chunks of a stream of chat completions or completions. Their common head is encoded once."""
+
+    def __init__(self, id: str, kind: str, model: str, answer: Answer, options: StreamOptions | None) -> None:
+        self._answer = answer
+        self._with_usage = options is not None and bool(options.include_usage)
+        head = msgspec.json.encode({"id": id, "object": kind, "created": answer.created, "model": model})
+        self._head = b"data: " + head[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if self._with_usage else b"]}\n\n"
+
+    def one(self, choice: Any) -> bytes:
+        return self._head + msgspec.json.encode(choice) + self._tail
+
+    def usage(self) -> bytes:
+        """Return the last chunk if the agent asked for usage."""
+        if not self._with_usage:
+            return b""
+        counted = msgspec.json.encode(usage(self._answer))
+        return self._head + b'],"usage":' + counted + b"}\n\n"

@@ -1,9 +1,9 @@
 """The OpenAI responses dialect: its request to a `Call`, an `Answer` to its response or its stream.
 
-`previous_response_id` names an earlier answer of the same session, found in the session's trees: nothing else is
-stored, and `store` changes nothing; a response that is retrieved has what was said and null for what was asked. The
-instructions of that earlier call are not carried over. Tools that the provider would run itself are left out of the
-prompt: only functions can be called here.
+`previous_response_id` names an earlier answer of the same session, which is found in the session's trees. Nothing else
+is stored, and `store` changes nothing: a response that is retrieved later has its output, and null for fields of its
+request. The instructions of the earlier call are not carried over. Tools that the provider would run itself are left
+out of the prompt: only functions can be called here.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import msgspec
 
 from rillflow.config import GatewayConfig, SamplingConfig
 from rillflow.errors import EngineError, RillflowError
-from rillflow.gateway.calls import Answer, Call
+from rillflow.gateway.answers import Answer
+from rillflow.gateway.calls import Call
 from rillflow.gateway.dialects import openai
-from rillflow.gateway.dialects.items import Item, call_item, message_item, messages_of, reasoning_item, text_part
 from rillflow.gateway.dialects.openai import (
     Distortions,
     NonNegative,
@@ -28,6 +28,7 @@ from rillflow.gateway.dialects.openai import (
     ToolChoice,
     TopK,
     logprob_entries,
+    named_event,
     read,
     refuse_distortions,
     sampled,
@@ -35,12 +36,28 @@ from rillflow.gateway.dialects.openai import (
     tokens_within,
     within,
 )
-from rillflow.gateway.dialects.response_events import ResponseEvents
-from rillflow.gateway.dialects.sse import named_event
+from rillflow.gateway.dialects.response_items import (
+    Item,
+    ResponseEvents,
+    call_item,
+    message_item,
+    messages_of,
+    reasoning_item,
+    text_part,
+)
 from rillflow.gateway.dialects.structured import allowed, checked_type, forced, formatted
 from rillflow.gateway.failures import CallRefused
-from rillflow.gateway.trees.continuing import INSTRUCTIONS
-from rillflow.gateway.trees.messages import Message, ToolCall, dump_object, message
+from rillflow.gateway.shapes import (
+    ErrorAnswer,
+    IncompleteDetails,
+    OutputItem,
+    ResponseError,
+    ResponsesAnswer,
+    ResponsesUsage,
+    Status,
+    TokenLogprob,
+)
+from rillflow.gateway.trees.messages import INSTRUCTIONS, REASONING, Message, ToolCall, dump_object, message
 from rillflow.gateway.trees.render import Renderer
 from rillflow.gateway.trees.template import prompt_key
 from rillflow.gateway.trees.tree import Node
@@ -99,13 +116,13 @@ def decode(raw: bytes, limits: GatewayConfig) -> ResponsesRequest:
     within("tools", len(request.tools or ()), limits.tools)
     tokens_within("max_output_tokens", request.max_output_tokens, 1, limits)
     if not request.input and request.previous_response_id is None:
-        raise CallRefused("an input is needed", param="input")
+        raise CallRefused("the input must not be empty", param="input")
     if request.top_logprobs:
         raise CallRefused("only the sampled token's log-prob is known", param="top_logprobs")
     if request.background:
-        raise CallRefused("a response is answered on the connection that asked for it", param="background")
+        raise CallRefused("a response is sent on the connection of its request", param="background")
     if request.conversation is not None:
-        raise CallRefused("send the items, or name the previous response", param="conversation")
+        raise CallRefused("send the items, or the id of the previous response", param="conversation")
     return request
 
 
@@ -144,7 +161,7 @@ def _history(request: ResponsesRequest) -> list[Message]:
 
 
 def _functions(tools: list[dict[str, Any]] | tuple[()]) -> list[dict[str, Any]]:
-    """In the shape of chat completions, so that the model sees the same prompt through either dialect."""
+    """Return tools in the shape of chat completions, so that the model gets the same prompt in both dialects."""
     made = []
     for place, tool in enumerate(tools):
         if checked_type(tool, place) != "function":
@@ -164,11 +181,13 @@ def whole(request: ResponsesRequest, answer: Answer, renderer: Renderer) -> byte
     (choice,) = answer.choices
     logprobs = logprob_entries(sampled(choice), renderer) if request.logprobs else []
     said = _Said(choice.reasoning, choice.text, choice.calls, cut=choice.finish == "length")
-    return msgspec.json.encode(_ended(request, answer, _output(answer.id, said, logprobs)))
+    shown = _response(request, answer, "completed")
+    _end(shown, _output(answer.id, said, logprobs), answer.prompt_tokens, answer.completion_tokens, cut=said.cut)
+    return msgspec.json.encode(shown)
 
 
 class _Said(NamedTuple):
-    """What an answer comes to; `cut`: its length was."""
+    """The content of an answer. `cut`: it reached its length limit."""
 
     reasoning: str
     text: str
@@ -176,20 +195,20 @@ class _Said(NamedTuple):
     cut: bool
 
 
-def _output(id: str, said: _Said, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    items: list[dict[str, Any]] = []
+def _output(id: str, said: _Said, logprobs: list[TokenLogprob]) -> list[OutputItem]:
+    items: list[OutputItem] = []
     if said.reasoning:
         items.append(reasoning_item(f"rs_{id}_0", said.reasoning))
     if said.text or not (said.calls or said.reasoning):
         items.append(message_item(f"msg_{id}_{len(items)}", [text_part(said.text, logprobs)]))
     items += [call_item(f"fc_{id}_{len(items) + number}", call) for number, call in enumerate(said.calls)]
     if said.cut:
-        items[-1]["status"] = "incomplete"
+        items[-1].status = "incomplete"
     return items
 
 
-def kept(id: str, policy: str, node: Node, created: int) -> dict[str, Any]:
-    """Return the response of an answer that a session keeps, for those who retrieve it."""
+def kept(id: str, policy: str, node: Node, created: int) -> ResponsesAnswer:
+    """Return the response of an earlier answer of a session."""
     (body,) = (message.body for message in node.messages)
     calls = [
         ToolCall(call["id"], call["function"]["name"], text if isinstance(text, str) else dump_object(text))
@@ -197,83 +216,69 @@ def kept(id: str, policy: str, node: Node, created: int) -> dict[str, Any]:
         for text in [call["function"]["arguments"]]
     ]
     cut, completed = node.finish == "length", len(node.tokens)
-    said = _Said(body.get("reasoning_content", ""), body["content"], calls, cut=cut)
+    said = _Said(body.get(REASONING, ""), body["content"], calls, cut=cut)
     prompt = sum(len(above.tokens) for above in node.path()) - completed
-    return {
-        "id": f"resp_{id}",
-        "object": "response",
-        "created_at": created,
-        "status": "incomplete" if cut else "completed",
-        "error": None,
-        "instructions": None,
-        "metadata": {},
-        "model": policy,
-        "parallel_tool_calls": True,
-        "temperature": None,
-        "tool_choice": "auto",
-        "tools": [],
-        "top_p": None,
-        **_result(_output(id, said, []), prompt, completed, cut=cut),
-    }
+    shown = ResponsesAnswer(
+        id=f"resp_{id}",
+        created_at=created,
+        status="completed",
+        model=policy,
+        output=[],
+        metadata={},
+        parallel_tool_calls=True,
+        tool_choice="auto",
+        tools=[],
+    )
+    _end(shown, _output(id, said, []), prompt, completed, cut=cut)
+    return shown
 
 
-def _ended(request: ResponsesRequest, answer: Answer, output: list[dict[str, Any]]) -> dict[str, Any]:
-    cut = answer.choices[0].finish == "length"
-    result = _result(output, answer.prompt_tokens, answer.completion_tokens, cut=cut)
-    return _response(request, answer, "incomplete" if cut else "completed") | result
+def _end(shown: ResponsesAnswer, output: list[OutputItem], prompt: int, completed: int, *, cut: bool) -> None:
+    """Fill in what is known at the end of an answer."""
+    shown.output = output
+    if cut:
+        shown.status, shown.incomplete_details = "incomplete", IncompleteDetails("max_output_tokens")
+    shown.usage = ResponsesUsage(
+        input_tokens=prompt,
+        input_tokens_details={"cached_tokens": 0},
+        output_tokens=completed,
+        output_tokens_details={"reasoning_tokens": 0},
+        total_tokens=prompt + completed,
+    )
 
 
-def _result(output: list[dict[str, Any]], prompt: int, completed: int, *, cut: bool) -> dict[str, Any]:
-    return {
-        "output": output,
-        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-        "usage": {
-            "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": 0},
-            "output_tokens": completed,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": prompt + completed,
-        },
-    }
-
-
-def _response(request: ResponsesRequest, answer: Answer, status: str) -> dict[str, Any]:
-    """A response that holds nothing yet; clients expect every field."""
+def _response(request: ResponsesRequest, answer: Answer, status: Status) -> ResponsesAnswer:
+    """Return a response without output. Clients expect every field."""
     sampling = answer.choices[0].request.sampling
-    return {
-        "id": f"resp_{answer.id}",
-        "object": "response",
-        "created_at": answer.created,
-        "status": status,
-        "background": False,
-        "error": None,
-        "incomplete_details": None,
-        "instructions": request.instructions,
-        "max_output_tokens": request.max_output_tokens,
-        "metadata": request.metadata or {},
-        "model": request.model,
-        "output": [],
-        "parallel_tool_calls": request.parallel_tool_calls is not False,
-        "previous_response_id": request.previous_response_id,
-        "reasoning": request.reasoning or {"effort": None, "summary": None},
-        "store": request.store is not False,
-        "temperature": sampling.temperature,
-        "text": {"format": _form(request) or {"type": "text"}},
-        "tool_choice": request.tool_choice or "auto",
-        "tools": request.tools or [],
-        "top_p": sampling.top_p,
-        "truncation": request.truncation or "disabled",
-        "usage": None,
-        "user": request.user,
-    }
+    return ResponsesAnswer(
+        id=f"resp_{answer.id}",
+        created_at=answer.created,
+        status=status,
+        model=request.model,
+        output=[],
+        instructions=request.instructions,
+        metadata=request.metadata or {},
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        temperature=sampling.temperature,
+        tool_choice=request.tool_choice or "auto",
+        tools=request.tools or [],
+        top_p=sampling.top_p,
+        background=False,
+        max_output_tokens=request.max_output_tokens,
+        previous_response_id=request.previous_response_id,
+        reasoning=request.reasoning or {"effort": None, "summary": None},
+        store=request.store is not False,
+        text={"format": _form(request) or {"type": "text"}},
+        truncation=request.truncation or "disabled",
+        user=request.user,
+    )
 
 
 # ---------------------------------------------------------------- the stream
 
 
 async def stream(request: ResponsesRequest, answer: Answer, renderer: Renderer) -> AsyncGenerator[bytes]:
-    """The first event comes once something is known to have been sampled; an engine's error is told as a failed
-    response after that."""
+    """Yield events while the engine samples. The first comes with the first piece; a later error fails the response."""
     events = ResponseEvents(answer.id, renderer)
     begun = False
     try:
@@ -287,26 +292,30 @@ async def stream(request: ResponsesRequest, answer: Answer, renderer: Renderer) 
     except Exception as error:
         if not begun:
             raise
-        yield events.life("failed", _response(request, answer, "failed") | _failure(error, events.output))
+        failed = _response(request, answer, "failed")
+        failed.output, failed.error = events.output, _failure(error)
+        yield events.life("failed", failed)
         return
-    ended = _ended(request, answer, events.output)
-    yield events.life(ended["status"], ended)
+    ended, cut = _response(request, answer, "completed"), answer.choices[0].finish == "length"
+    _end(ended, events.output, answer.prompt_tokens, answer.completion_tokens, cut=cut)
+    yield events.life(ended.status, ended)
 
 
-def _failure(error: Exception, output: list[dict[str, Any]]) -> dict[str, Any]:
+def _failure(error: Exception) -> ResponseError:
     known = error if isinstance(error, RillflowError) else EngineError(f"{type(error).__name__}: {error}")
     code = "rate_limit_exceeded" if known.status == 429 else "server_error"
-    return {"output": output, "error": {"code": code, "message": known.message}}
+    return ResponseError(code=code, message=known.message)
 
 
-def error_body(error: RillflowError) -> dict[str, Any]:
+def error_body(error: RillflowError) -> ErrorAnswer:
     return openai.error_body(error, prompt="input")
 
 
 def error_event(error: RillflowError) -> bytes:
-    """How a stream says that it was cut, or failed before its response began: with the fields of the documented event,
-    and with the `error` that makes clients raise it."""
-    said = error_body(error)["error"]
-    code = said["code"] or said["type"]
-    shown = {"type": "error", "code": code, "message": said["message"], "param": said["param"], "error": said}
-    return named_event(shown)
+    """Return the last event of a stream that fails before its response began.
+
+    It has the fields of the documented event, and the `error` that makes clients raise it.
+    """
+    said = error_body(error).error
+    shown = {"type": "error", "code": said.code or said.type, "message": said.message, "param": said.param}
+    return named_event(shown | {"error": said})

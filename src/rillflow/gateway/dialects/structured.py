@@ -1,6 +1,6 @@
-"""How the dialects ask for answers of a shape: JSON of a schema, a pattern, one of several texts, a forced call.
+"""The fields of requests that ask for structured answers: a JSON schema, a pattern, a choice, or a forced call.
 
-An answer has one shape at most; two that are asked for at once are refused, by name.
+An answer has at most one shape. A request for two is refused, with the names of the fields.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rillflow.types import Grammar
 
 
 class Guided(Protocol):
-    """What vLLM's clients send beside OpenAI's fields."""
+    """The fields of vLLM's clients beside OpenAI's."""
 
     guided_json: Any
     guided_regex: str | None
@@ -26,23 +26,23 @@ class Guided(Protocol):
 
 
 def formatted(param: str, form: Mapping[str, Any] | None, *, nested: str | None = None) -> Grammar | None:
-    """Of a `{"type": …}`; its schema stands in it, or in what it has under `nested`."""
+    """Return the grammar of a `{"type": …}`. Its schema is in it, or in the object under the key `nested`."""
     kind = "text" if form is None else form.get("type", "text")
     if form is None or kind == "text":
         return None
     if kind == "json_object":
         return grammars.any_object()
     if kind != "json_schema":
-        raise CallRefused(f"text, json_object and json_schema are served, not {kind!r}", param=f"{param}.type")
+        raise CallRefused(f"text, json_object and json_schema are supported, not {kind!r}", param=f"{param}.type")
     where = param if nested is None else f"{param}.{nested}"
     holder = form if nested is None else form.get(nested)
     if not isinstance(holder, dict) or "schema" not in holder:
-        raise CallRefused("a json_schema needs its schema", param=f"{where}.schema")
+        raise CallRefused("a json_schema needs a schema", param=f"{where}.schema")
     return grammars.of_schema(holder["schema"], f"{where}.schema")
 
 
 def guided(request: Guided, form: Mapping[str, Any] | None) -> Grammar | None:
-    """Of `response_format` and of vLLM's own fields."""
+    """Return the grammar of `response_format` (`form`) or of vLLM's own fields; None if none is set."""
     asked = {
         "guided_json": request.guided_json,
         "guided_regex": request.guided_regex,
@@ -57,7 +57,7 @@ def guided(request: Guided, form: Mapping[str, Any] | None) -> Grammar | None:
     if (grammar := formatted("response_format", form, nested="json_schema")) is not None:
         found["response_format"] = grammar
     if len(found) > 1:
-        raise CallRefused(f"an answer has one shape, not several: {', '.join(found)}", param=list(found)[-1])
+        raise CallRefused(f"an answer has one shape, but several are set: {', '.join(found)}", param=list(found)[-1])
     return next(iter(found.values()), None)
 
 
@@ -71,10 +71,10 @@ def _of(kind: str, value: Any, param: str) -> Grammar:
         return grammars.of_schema(_schema(value, param), param)
     if kind == "choice":
         if not isinstance(value, list):
-            raise CallRefused("choices are a list of texts", param=param)
+            raise CallRefused("choices must be a list of strings", param=param)
         return grammars.of_choices(value, param)
     if not isinstance(value, str):
-        raise CallRefused("it must be a text", param=param)
+        raise CallRefused("it must be a string", param=param)
     return grammars.of_regex(value, param) if kind == "regex" else grammars.of_lark(value, param)
 
 
@@ -90,7 +90,7 @@ def _schema(value: Any, param: str) -> Any:
 def functions(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
     """Return the functions among the tools of a chat request.
 
-    Custom tools and tools that a provider would run itself are left out: nothing here can call them.
+    Custom tools and tools that a provider would run itself are left out, because they cannot be called here.
     """
     found = []
     for place, tool in enumerate(tools or ()):
@@ -100,7 +100,7 @@ def functions(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
                 raise CallRefused("a function needs a name", param=f"tools[{place}].function.name")
             found.append(tool)
         elif checked_type(tool, place) == "function":
-            raise CallRefused("a tool of type function needs its function", param=f"tools[{place}].function")
+            raise CallRefused("a tool of type function needs a function", param=f"tools[{place}].function")
     return found
 
 
@@ -108,12 +108,12 @@ def checked_type(tool: Mapping[str, Any], place: int) -> str:
     """Return the type of the tool at `place`; refuse a tool without one."""
     kind = tool.get("type")
     if not isinstance(kind, str):
-        raise CallRefused("a tool is a function or has a type", param=f"tools[{place}]")
+        raise CallRefused("a tool needs a function or a type", param=f"tools[{place}]")
     return kind
 
 
 def forced(choice: str | Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]] | None) -> tuple[str, ...]:
-    """The names of the tools one of which must be called; empty where none must. `tools` are in the OpenAI shape."""
+    """Return the names of the tools of which one must be called; empty if none must."""
     names = _names(tools)
     if choice in (None, "none", "auto"):
         return ()
@@ -121,17 +121,17 @@ def forced(choice: str | Mapping[str, Any] | None, tools: Sequence[Mapping[str, 
         return only.names if only.required else ()
     if choice == "required":
         if not names:
-            raise CallRefused("a call can only be required where there are tools", param="tool_choice")
+            raise CallRefused("a call can only be required if the request has tools", param="tool_choice")
         return names
     if not isinstance(choice, Mapping) or choice.get("type") != "function":
-        return ()  # of tools that a provider would run itself
+        return ()  # a tool that a provider would run itself
     return (_known(choice, names),)
 
 
 def allowed(
     choice: str | Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]] | None
 ) -> tuple[str, ...] | None:
-    """The names of the only tools that may be called; None where any may."""
+    """Return the names of the tools that may be called; None if all may."""
     only = _allowed(choice, _names(tools))
     return None if only is None else only.names
 
@@ -142,7 +142,7 @@ class _Allowed(NamedTuple):
 
 
 def _allowed(choice: str | Mapping[str, Any] | None, names: tuple[str, ...]) -> _Allowed | None:
-    """Read a choice of type `allowed_tools`; None for any other. Chat completions nest it, responses do not."""
+    """Return a choice of type `allowed_tools`; None for any other. Chat completions nest it, responses do not."""
     if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
         return None
     inner = choice.get("allowed_tools", choice)
@@ -151,16 +151,16 @@ def _allowed(choice: str | Mapping[str, Any] | None, names: tuple[str, ...]) -> 
         raise CallRefused("allowed_tools needs a mode, auto or required, and a list of tools", param="tool_choice")
     chosen = {_known(tool, names) for tool in tools if tool.get("type", "function") == "function"}
     if mode == "required" and not chosen:
-        raise CallRefused("a call can only be required where there are tools", param="tool_choice")
+        raise CallRefused("a call can only be required if the request has tools", param="tool_choice")
     return _Allowed(tuple(name for name in names if name in chosen), mode == "required")
 
 
 def _known(tool: Mapping[str, Any], names: tuple[str, ...]) -> str:
-    """The name of a function that is chosen, which must be one of the tools."""
+    """Return the name of a chosen function, which must be one of the tools."""
     inner = tool.get("function")
     name = inner.get("name") if isinstance(inner, Mapping) else tool.get("name")
     if not isinstance(name, str) or name not in names:
-        raise CallRefused(f"there is no tool {name!r} among the tools", param="tool_choice")
+        raise CallRefused(f"tool {name!r} is not among the tools", param="tool_choice")
     return name
 
 

@@ -1,1 +1,1 @@
-"""Sampled ids to what the agent sees: text, stop strings, reasoning, tool calls."""
+"""Reads sampled text: reasoning, tool calls, stop strings."""

@@ -1,8 +1,8 @@
-"""The formats of tool calls and of reasoning by name, and how a policy's are chosen.
+"""The registry of formats of tool calls and of reasoning, and how the formats of a policy are chosen.
 
-`auto` is decided by what the chat template writes: a probe's call is rendered, and the format whose parser reads it
-back is the one. A template that writes tools or calls in a format that is not here is refused: a wrong format would
-take every call for text. A template with no place for tools has no format, and requests with tools are refused by name.
+For `auto`, a call is rendered with the chat template, and the format whose parser reads it back is taken. A template
+that writes tools or calls in an unknown format is refused, because a wrong format would take every call for text. A
+template with no place for tools has no format, and requests with tools are refused.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from typing import Any, TypeVar
 
 from rillflow.config import resolve_object
 from rillflow.errors import ConfigError
+from rillflow.gateway.reading import json_formats, tagged
+from rillflow.gateway.reading.bare_json import Llama3, PlainJson
+from rillflow.gateway.reading.pythonic import Pythonic
 from rillflow.gateway.reading.reasoning import (
     CommandThink,
     Harmony,
@@ -21,32 +24,27 @@ from rillflow.gateway.reading.reasoning import (
     SeedThink,
     Think,
 )
-from rillflow.gateway.reading.tools import listed, named, tagged
-from rillflow.gateway.reading.tools.hermes import Hermes
-from rillflow.gateway.reading.tools.llama3 import Llama3
-from rillflow.gateway.reading.tools.parts import Offered, ParsedCall, ToolFormat, offered
-from rillflow.gateway.reading.tools.plain_json import PlainJson
-from rillflow.gateway.reading.tools.pythonic import Pythonic
+from rillflow.gateway.reading.tools import Offered, ParsedCall, ToolFormat, offered
 from rillflow.gateway.trees.messages import Body, dump_object
 from rillflow.gateway.trees.probes import ARGUMENT, NAME, PROBE_TOOL
 from rillflow.gateway.trees.template import ChatTemplate
 
 TOOL_FORMATS: dict[str, type[ToolFormat]] = {
-    "hermes": Hermes,
+    "hermes": json_formats.Hermes,
     "qwen3_coder": tagged.Qwen3Coder,
     "glm": tagged.Glm,
     "minimax": tagged.MiniMax,
     "seed": tagged.Seed,
-    "mistral": named.Mistral,
-    "mistral_args": named.MistralArgs,
-    "deepseek": named.DeepSeek,
-    "deepseek_r1": named.DeepSeekR1,
-    "kimi": named.Kimi,
-    "harmony": named.Harmony,
-    "command": listed.Command,
-    "nemotron": listed.Nemotron,
-    "phi": listed.Phi,
-    "granite": listed.Granite,
+    "mistral": json_formats.Mistral,
+    "mistral_args": json_formats.MistralArgs,
+    "deepseek": json_formats.DeepSeek,
+    "deepseek_r1": json_formats.DeepSeekR1,
+    "kimi": json_formats.Kimi,
+    "harmony": json_formats.Harmony,
+    "command": json_formats.Command,
+    "nemotron": json_formats.Nemotron,
+    "phi": json_formats.Phi,
+    "granite": json_formats.Granite,
     "llama3": Llama3,
     "pythonic": Pythonic,
     "json": PlainJson,
@@ -59,13 +57,13 @@ REASONING_FORMATS: dict[str, type[ReasoningFormat]] = {
     "think": Think,
 }
 AUTO, NONE = "auto", "none"
-_SHOWN = 200  # characters of a call that is not understood
+_SHOWN = 200  # characters of an unknown call in the error
 
 Format = TypeVar("Format", ToolFormat, ReasoningFormat)
 
 
 def tool_format(asked: str, template: ChatTemplate, where: str = "policies.NAME") -> ToolFormat | None:
-    """Return the format `asked` for, or (`auto`) the one that the chat template shows; None where it knows no tools."""
+    """Return the format named `asked`, or for `auto` that of the chat template; None if the template has no tools."""
     if asked != AUTO:
         return _made(asked, TOOL_FORMATS, ToolFormat, f"{where}.tools")
     written = template.written_call
@@ -80,13 +78,13 @@ def tool_format(asked: str, template: ChatTemplate, where: str = "policies.NAME"
         return None
     what = f"writes a call as {written.strip()[:_SHOWN]!r}" if written else "writes tools, but no calls"
     raise ConfigError(
-        f"the chat template {what}, which is no format of tool calls that is known here",
+        f"the chat template {what}, which is not a known format of tool calls",
         f"set {where}.tools to one of {', '.join(TOOL_FORMATS)}, or to a class of your own as module:Class",
     )
 
 
 def reasoning_format(asked: str, source: str, where: str = "policies.NAME") -> ReasoningFormat | None:
-    """Return the format `asked` for, or (`auto`) the one whose markers the chat template has; None: no reasoning."""
+    """Return the format named `asked`, or for `auto` that of the chat template; None for a model without reasoning."""
     if asked == NONE:
         return None
     if asked != AUTO:
@@ -118,20 +116,21 @@ def _made(name: str, known: Mapping[str, type[Format]], base: Any, key: str) -> 
         )
     kind = resolve_object(name)
     if not isinstance(kind, type) or not issubclass(kind, base):
-        raise ConfigError(f"{key}: {name} is no {base.__name__}", f"derive it from {base.__module__}.{base.__name__}")
+        parent = f"{base.__module__}.{base.__name__}"
+        raise ConfigError(f"{key}: {name} is not a {base.__name__}", f"derive it from {parent}")
     made: Format = kind()
     return made
 
 
 def _read(format: ToolFormat, written: str) -> list[ParsedCall]:
-    """Return the calls that a format finds in what a template wrote, if they are the probe's."""
+    """Return the calls that a format reads from a template's text if they are those of the probe; else nothing."""
     parser = format.parser(_PROBED)
     calls = [part for part in [*parser.feed(written), *parser.finish()] if isinstance(part, ParsedCall)]
     return calls if [call[:2] for call in calls] == [(NAME, f'{{"key": "{ARGUMENT}"}}')] else []
 
 
 def _writes(format: ToolFormat, texts: Sequence[str]) -> bool:
-    """Return whether a format writes what it reads as the template does."""
+    """Return whether a format writes a call exactly as the template does."""
     return any(calls and format.write(calls) in text for text in texts if (calls := _read(format, text)))
 
 

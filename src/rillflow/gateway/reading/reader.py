@@ -1,22 +1,24 @@
-"""Sampled ids to what an agent is shown: text, then its stop strings, its reasoning, its tool calls.
+"""Reads sampled ids into what an agent is shown: text, reasoning and tool calls.
 
-The parts are the same however the ids come in: one at a time, in chunks, or all at the end.
+The parts are the same however the ids arrive: one at a time, in chunks, or all at the end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rillflow.gateway.reading.detokenise import Detokeniser
+from rillflow.gateway.reading.incremental import Detokeniser, StopStrings
 from rillflow.gateway.reading.reasoning import Splitter, Thought
-from rillflow.gateway.reading.stops import StopStrings
 from rillflow.gateway.reading.tools import Part, ToolParser
 
 Read = Part | Thought
 
 
 class Reader:
-    """Reads one answer. What is None is not looked for."""
+    """Reads one answer: decodes it, cuts it at stop strings, splits off the reasoning and parses tool calls.
+
+    A step that is None is left out.
+    """
 
     def __init__(
         self,
@@ -32,12 +34,12 @@ class Reader:
 
     @property
     def stop(self) -> str:
-        """The stop string that has cut the answer; empty while none has."""
+        """The stop string that cut the answer; empty until one does."""
         return self.stops.hit if self.stops is not None else ""
 
     @property
     def unparsed(self) -> int:
-        """Texts that look like calls of tools and cannot be parsed."""
+        """The number of texts that look like tool calls but cannot be parsed."""
         return self._tools.unparsed if self._tools is not None else 0
 
     def feed(self, ids: Iterable[int]) -> list[Read]:
@@ -47,15 +49,15 @@ class Reader:
         return self._split(text) if text else []
 
     def finish(self) -> list[Read]:
-        """The answer has ended: what was held back is decided."""
+        """Return what was held back; the answer has ended."""
         return self._last(self._detokeniser.finish())
 
     def whole(self, ids: Iterable[int]) -> list[Read]:
-        """An answer of which nothing was fed."""
+        """Read a whole answer at once."""
         return self._last(self._detokeniser.whole(ids))
 
     def of_text(self, text: str) -> list[Read]:
-        """An answer that is text already."""
+        """Read a whole answer that is already decoded."""
         return self._last(text)
 
     def _last(self, text: str) -> list[Read]:

@@ -1,14 +1,14 @@
-"""Reasoning in sampled text, told apart from the answer: one class for each way in which models write it.
+"""Reasoning in sampled text: one class for each format in which models write it.
 
-The same parts come out however the text is cut. Blank text next to the markers is layout and dropped. Templates that
-open the reasoning themselves leave the answer to begin inside it. Reasoning that is never closed stays reasoning.
+The parts do not depend on how the text is cut. Blank text next to the markers is layout and is dropped. If the chat
+template opens the reasoning, the answer begins inside it. Reasoning that is never closed stays reasoning.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar, NamedTuple, Protocol
 
-from rillflow.gateway.reading.stops import held_back
+from rillflow.gateway.reading.incremental import held_back
 
 
 class Thought(NamedTuple):
@@ -23,13 +23,13 @@ class Splitter(Protocol):
     def feed(self, text: str) -> list[str | Thought]: ...
 
     def finish(self) -> list[str | Thought]:
-        """The text has ended: decide about what was held back."""
+        """Return what was held back; the text has ended."""
 
 
 class ReasoningFormat:
-    """How a model writes its reasoning. A class of your own derives from this one; it is made without arguments.
+    """How a model writes its reasoning. Derive your own format from this class; its constructor takes no arguments.
 
-    The reasoning stands between `open` and `close`. `lead` follows it before a call or an answer; an answer stands
+    The reasoning stands between `open` and `close`. `lead` follows it, before a call or an answer. An answer stands
     between the two texts of `answer`.
     """
 
@@ -39,15 +39,15 @@ class ReasoningFormat:
     answer: ClassVar[tuple[str, str]] = ("", "")
 
     def splitter(self, *, inside: bool) -> Splitter:
-        """Return what splits one answer; `inside`: the prompt has opened the reasoning."""
+        """Return a splitter for one answer. `inside`: the prompt has opened the reasoning."""
         return ReasoningSplit(self, inside=inside)
 
     def opened_by(self, prompt: str) -> bool:
-        """Return whether a prompt that ends so has opened the reasoning itself."""
+        """Return whether a prompt with this end has opened the reasoning."""
         return prompt.rstrip().endswith(self.open)
 
     def shown_by(self, template: str) -> bool:
-        """Return whether a chat template is of a model that reasons so."""
+        """Return whether a chat template uses this format."""
         return self.close in template
 
 
@@ -73,22 +73,22 @@ class MistralThink(ReasoningFormat):
 
 
 class CommandThink(ReasoningFormat):
-    """Command R7B and A: `<|START_THINKING|>…<|END_THINKING|>`, and the answer between markers of its own."""
+    """Command R7B and A: `<|START_THINKING|>…<|END_THINKING|>`; the answer has its own markers."""
 
     open, close = "<|START_THINKING|>", "<|END_THINKING|>"
     answer = ("<|START_RESPONSE|>", "<|END_RESPONSE|>")
 
 
 class ReasoningSplit:
-    """Splits at the markers of a format with an opening and a closing one."""
+    """Splits at the opening and the closing marker of a format."""
 
     def __init__(self, format: ReasoningFormat, *, inside: bool) -> None:
         self._format = format
         self._layout = tuple(filter(None, format.answer))
         self._inside = inside
         self._held = ""
-        self._blank = inside  # whether blank text at this place is layout
-        self._begun = inside  # whether anything but blank text has come
+        self._blank = inside  # blank text at this place is layout
+        self._begun = inside  # more than blank text has come
 
     def feed(self, text: str) -> list[str | Thought]:
         parts: list[str | Thought] = []
@@ -133,7 +133,7 @@ class ReasoningSplit:
 
 
 class Harmony(ReasoningFormat):
-    """gpt-oss: channels. The analysis is reasoning, the rest is the answer; calls are left to the tools' parser."""
+    """gpt-oss: the channel `analysis` is reasoning. The rest is the answer, in which the tool parser finds calls."""
 
     open, close = "<|channel|>analysis<|message|>", "<|end|>"
     lead = "<|start|>assistant"
@@ -152,9 +152,9 @@ _LONGEST_HEAD = 400
 
 
 class HarmonySplit:
-    """Follows the messages of an answer: a head, `<|message|>`, and text up to the message's end.
+    """Splits an answer into its messages: a head, `<|message|>`, and text up to the end of the message.
 
-    The text of a message with a recipient is a call: it stays as it is, head and all.
+    A message with a recipient is a call and stays as it is, with its head.
     """
 
     def __init__(self, *, inside: bool) -> None:
@@ -187,7 +187,7 @@ class HarmonySplit:
         may_be = any(start.startswith(self._held) or self._held.startswith(start) for start in _HEADS)
         if may_be and len(self._held) <= _LONGEST_HEAD + len(_MESSAGE):
             return False
-        self._in_head = self._thinks = False  # no head: a model that writes plain text
+        self._in_head = self._thinks = False  # the model writes plain text without heads
         return bool(self._held)
 
     def _content(self, parts: list[str | Thought]) -> bool:

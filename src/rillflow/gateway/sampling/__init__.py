@@ -1,1 +1,1 @@
-"""Engines as one source of tokens: the pool, the fleet behind it, and who may sample now."""
+"""The engines of a node: one stream of tokens for each call, and which engines may sample."""

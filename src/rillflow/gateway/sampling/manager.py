@@ -1,15 +1,16 @@
-"""The rollout manager: which engine may sample now. Calls stay open whatever it decides.
+"""The rollout manager: which engines of a node may sample now. Calls stay open whatever it decides.
 
-    what happens                        interrupts                       resumes
-    enough sampled (`PauseConfig`)      all engines, calls held          newer weights, or `at_most` seconds
-    new weights                         an engine's own load, which      the load's end
+    cause                               held                             until
+    enough sampled (`PauseConfig`)      all engines, calls wait          newer weights, or `at_most` seconds
+    new weights                         the engine's own load, which     the end of the load
                                         cuts between two tokens
-    a tag other than rollout            that engine, calls moved         the tag rollout again
-    a resource is lost                  that engine, calls moved         the resource is restored
-    somebody asks (`interrupt`)         as asked                         `resume`, or the time asked for
+    the node's worker trains            its own engine, calls move       the worker rolls out again
+                                        or wait
+    an operator (`/engines/interrupt`)  as requested                     `/engines/resume`, or the requested seconds
 
-Invariants: an engine samples while nobody has a reason against it. A reason lives at the engine, where those of several
-nodes meet, and ends there by itself when the manager that gave it is no longer there to renew it.
+Invariant: an engine samples while no hold has a reason against it. This is the only mechanism that stops an engine.
+The reasons are kept at the engine, because several nodes may share it. A reason at an engine process is a lease: the
+manager renews it, and it expires if the manager dies.
 """
 
 from __future__ import annotations
@@ -17,28 +18,37 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from rillflow.config.agents import PauseConfig
 from rillflow.contracts import Clock, SystemClock
+from rillflow.engine.remote import RemoteEngine
 from rillflow.errors import BadRequest, RillflowError
-from rillflow.gateway.sampling.fleet import Fleet
-from rillflow.gateway.sampling.triggers import Threshold
+from rillflow.gateway.routes import EngineControlRoutes, Interrupt, Resume
+from rillflow.gateway.sampling.pool import Fleet
+from rillflow.types.decoding import json_decoder
+from rillflow.types.route import JSON
+from rillflow.wire import Service
+from rillflow.wire.messages import Request, Response
 
 log = logging.getLogger(__name__)
 
 TICK = 0.1
-LEASE = 10.0  # seconds that an engine keeps a reason which is not renewed
+LEASE = 10.0  # seconds until an engine process drops a reason that is not renewed
 RENEW = 3.0
-ROLLOUT = "rollout"
-_THRESHOLD, _TAG, _LOST = "threshold", "tag", "lost"
+_THRESHOLD = "threshold"
+_BODY = 1 << 20
+
+Body = TypeVar("Body")
 
 
 @dataclass(slots=True)
 class Held:
-    """One reason against one engine. `versions` are those that it served when it was held."""
+    """One reason against one engine. `versions` are those that the engine served when the hold began."""
 
     move: bool
     until: float
@@ -46,8 +56,34 @@ class Held:
     renewed: float = -math.inf
 
 
+class Threshold:
+    """Counts what was sampled since the last weights, up to the bounds of `rollout.pause_after`."""
+
+    def __init__(self, bounds: PauseConfig, clock: Clock) -> None:
+        self.bounds = bounds
+        self._clock = clock
+        self.restart()
+
+    def restart(self) -> None:
+        """Count from zero: new weights were loaded, or a pause ended without any."""
+        self._episodes = 0
+        self._since = self._clock.monotonic()
+
+    def episode_finished(self) -> None:
+        self._episodes += 1
+
+    def reached(self) -> str:
+        """Return which bound is reached, in words; empty while none is."""
+        bounds = self.bounds
+        if bounds.episodes is not None and self._episodes >= bounds.episodes:
+            return f"{self._episodes} episodes since the last weights"
+        if bounds.seconds is not None and self._clock.monotonic() - self._since >= bounds.seconds:
+            return f"{bounds.seconds:g} s since the last weights"
+        return ""
+
+
 class RolloutManager:
-    """Interrupts and resumes the engines of a fleet. `name` tells its reasons from those of other managers."""
+    """Holds and releases the engines of a fleet. `name` marks its reasons among those of other managers."""
 
     def __init__(
         self, fleet: Fleet, *, name: str = "node", pause: PauseConfig | None = None, clock: Clock | None = None
@@ -59,34 +95,21 @@ class RolloutManager:
         self._held: dict[tuple[str, str], Held] = {}
         self._served: dict[str, dict[str, int]] = {}
 
-    # ------------------------------------------------------------ what happens
-
     def episode_finished(self) -> None:
         if self._threshold is not None:
             self._threshold.episode_finished()
 
-    async def tag(self, engine: str, active: str) -> None:
-        """An engine's resource has another task now, or rolls out again."""
-        if active == ROLLOUT:
-            await self.resume(_TAG, [engine])
-        else:
-            await self.interrupt(_TAG, [engine], move=True)
-
-    async def lost(self, engine: str) -> None:
-        """An engine's resource is about to go, or has gone."""
-        await self.interrupt(_LOST, [engine], move=True)
-
-    async def restored(self, engine: str) -> None:
-        await self.resume(_LOST, [engine])
-
     # ------------------------------------------------------------ reasons
 
-    async def interrupt(
+    async def hold(
         self, reason: str, engines: Iterable[str] | None = None, *, move: bool = False, seconds: float = math.inf
     ) -> None:
-        """Stop engines (all: None) for `reason`. With `move`, running calls go on elsewhere, else they are held."""
+        """Stop engines (None: all) for `reason`. With `move`, running calls continue at other engines; else they wait.
+
+        Returns once the engines that answered sample no token.
+        """
         if not reason:
-            raise BadRequest("an interruption needs a reason", "say why: it is shown in the status")
+            raise BadRequest("a hold needs a reason", "say why: the status shows it")
         for engine in self._named(engines):
             member = self._fleet.members.get(engine)
             versions = dict(member.engine.known.versions) if member is not None else {}
@@ -94,11 +117,11 @@ class RolloutManager:
         log.info("%s: engines stop sampling: %s", self._name, reason)
         await self._renew()
 
-    async def resume(self, reason: str, engines: Iterable[str] | None = None) -> None:
-        """The reason is gone; engines that have no other sample again."""
+    async def release(self, reason: str, engines: Iterable[str] | None = None) -> None:
+        """Drop `reason` at engines (None: all). An engine without another reason samples again."""
         named = None if engines is None else set(engines)
         gone = [key for key in self._held if key[1] == reason and (named is None or key[0] in named)]
-        await asyncio.gather(*(self._release(*key) for key in gone))
+        await asyncio.gather(*(self._drop(*key) for key in gone))
 
     def _named(self, engines: Iterable[str] | None) -> list[str]:
         known = list(self._fleet.members)
@@ -107,21 +130,21 @@ class RolloutManager:
         named = list(engines)
         for engine in named:
             if engine not in known:
-                raise BadRequest(f"there is no engine {engine!r}", f"one of: {', '.join(known) or 'none is there'}")
+                raise BadRequest(f"no engine is called {engine!r}", f"known engines: {', '.join(known) or 'none'}")
         return named
 
-    async def _release(self, engine: str, reason: str) -> None:
+    async def _drop(self, engine: str, reason: str) -> None:
         self._held.pop((engine, reason), None)
         member = self._fleet.members.get(engine)
         if member is not None:
             try:
-                await member.engine.release(self._said(reason))
+                await member.engine.release(self._full(reason))
             except RillflowError as error:
-                log.info("%s: not released, its reasons end by themselves: %s", engine, error.message)
-        self._fleet.tell()
+                log.info("%s: could not be released, the hold will expire: %s", engine, error.message)
+        self._fleet.notify()
 
     async def _renew(self) -> None:
-        """Tell engines again why they must not sample: one that was started anew does not know."""
+        """Repeat the holds that are due. An engine that was restarted has lost its reasons."""
         now = self._clock.monotonic()
         due = [key for key, held in self._held.items() if now - held.renewed >= RENEW]
         await asyncio.gather(*(self._hold(engine, reason, now) for engine, reason in due))
@@ -133,14 +156,17 @@ class RolloutManager:
         held.renewed = now
         if member is None:
             return
+        # An engine of this process dies with its manager, so its hold needs no lease. Training may block the event
+        # loop for longer than a lease lasts.
+        seconds = LEASE if isinstance(member.engine, RemoteEngine) else math.inf
         try:
-            await member.engine.hold(self._said(reason), move=held.move, seconds=LEASE)
+            await member.engine.hold(self._full(reason), move=held.move, seconds=seconds)
         except RillflowError as error:
-            log.info("%s: not reached, it is told again: %s", engine, error.message)
-        if (engine, reason) not in self._held:  # released meanwhile, perhaps before this arrived
-            await self._release(engine, reason)
+            log.info("%s: could not be held, trying again: %s", engine, error.message)
+        if (engine, reason) not in self._held:  # it was released meanwhile, perhaps before the hold arrived
+            await self._drop(engine, reason)
 
-    def _said(self, reason: str) -> str:
+    def _full(self, reason: str) -> str:
         return f"{self._name}: {reason}"
 
     # ------------------------------------------------------------ the clock
@@ -151,18 +177,18 @@ class RolloutManager:
             await asyncio.sleep(TICK)
 
     async def tick(self) -> None:
-        """Look at what has changed since the last time."""
-        await self._see_weights()
+        """Compare versions, times and counts with the bounds, and renew what is due."""
+        await self._compare_weights()
         await self._end_overdue()
         if self._threshold is not None and self._fleet.members and not self._holding(_THRESHOLD):
             why = self._threshold.reached()
             if why:
                 log.info("%s: %s", self._name, why)
-                await self.interrupt(_THRESHOLD, seconds=self._threshold.bounds.at_most)
+                await self.hold(_THRESHOLD, seconds=self._threshold.bounds.at_most)
         await self._renew()
 
-    async def _see_weights(self) -> None:
-        """An engine with other weights than those it was held with samples again."""
+    async def _compare_weights(self) -> None:
+        """Release engines whose weights have changed since the threshold stopped them."""
         for name, member in list(self._fleet.members.items()):
             versions = member.engine.known.versions
             if self._served.get(name, versions) != versions and self._threshold is not None:
@@ -170,12 +196,12 @@ class RolloutManager:
             self._served[name] = dict(versions)
             held = self._held.get((name, _THRESHOLD))
             if held is not None and held.versions != versions:
-                await self._release(name, _THRESHOLD)
+                await self._drop(name, _THRESHOLD)
 
     async def _end_overdue(self) -> None:
         now = self._clock.monotonic()
         for engine, reason in [key for key, held in self._held.items() if now >= held.until]:
-            await self._release(engine, reason)
+            await self._drop(engine, reason)
             if reason == _THRESHOLD and self._threshold is not None:
                 self._threshold.restart()
 
@@ -183,7 +209,7 @@ class RolloutManager:
         return any(held == reason for _, held in self._held)
 
     def state(self) -> dict[str, Any]:
-        """For people: every engine, and every reason against one."""
+        """Return every engine and every reason, for people."""
         now = self._clock.monotonic()
         engines = {
             name: {
@@ -205,3 +231,42 @@ class RolloutManager:
             for (engine, reason), held in self._held.items()
         ]
         return {"engines": engines, "held": held}
+
+
+# ---------------------------------------------------------------- routes
+
+
+def add_engine_routes(service: Service, manager: RolloutManager) -> None:
+    """Add the routes that hold engines, release them and show them."""
+
+    async def interrupt(ask: Interrupt) -> None:
+        seconds = math.inf if ask.seconds is None else ask.seconds
+        await manager.hold(ask.reason, ask.engines, move=ask.move, seconds=seconds)
+
+    async def resume(ask: Resume) -> None:
+        await manager.release(ask.reason, ask.engines)
+
+    async def show(request: Request) -> Response:
+        return _state(manager)
+
+    service.raw(EngineControlRoutes.interrupt, _taking(Interrupt, interrupt, manager))
+    service.raw(EngineControlRoutes.resume, _taking(Resume, resume, manager))
+    service.raw(EngineControlRoutes.engines, show)
+
+
+def _taking(
+    kind: type[Body], act: Callable[[Body], Awaitable[None]], manager: RolloutManager
+) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        try:
+            ask = json_decoder(kind).decode(await request.read(_BODY))
+        except (msgspec.MsgspecError, UnicodeError) as error:
+            raise BadRequest(f"{request.path}: {error}", 'send JSON, such as {"reason": "maintenance"}') from error
+        await act(ask)
+        return _state(manager)
+
+    return endpoint
+
+
+def _state(manager: RolloutManager) -> Response:
+    return Response(msgspec.json.encode(manager.state()), media_type=JSON)

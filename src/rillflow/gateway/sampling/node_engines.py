@@ -1,14 +1,13 @@
-"""The engines of one node: its own, in this process, engine processes that come and go, found through the roster, or
-both, where the node is hosted by a trainer that needs its own engine's worker from time to time.
+"""The engines of one node: those of its own process, engine processes that it finds through the roster, or both.
 
-The node and its gateway see the same either way: a pool for each policy and a rollout manager.
+A node has both if a trainer hosts it: the trainer needs the worker of the own engine from time to time. The node and
+its gateway see the same in each case: a pool for each policy and a rollout manager.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -22,9 +21,8 @@ from rillflow.engine.follow import follow
 from rillflow.engine.host import EngineHost, tell_busy
 from rillflow.engine.remote import RemoteEngine
 from rillflow.errors import RillflowError
-from rillflow.gateway.sampling.fleet import Fleet
 from rillflow.gateway.sampling.manager import RolloutManager
-from rillflow.gateway.sampling.pool import EnginePool
+from rillflow.gateway.sampling.pool import EnginePool, Fleet
 from rillflow.storage import startup
 from rillflow.storage.spans import SpanLog, Spans, open_spans
 from rillflow.types import EngineInfo, Engines, LookEngines
@@ -32,16 +30,16 @@ from rillflow.weights.refresh import Refresher, StoreSupply, troubles
 
 log = logging.getLogger(__name__)
 
-FOLLOW_EVERY = 0.02  # seconds between two looks at the roster, at least
-NEWS_WAIT = 1.0  # how long it may think about whether there is news: as often as engines tell how loaded they are
-_AWAY = 0.2  # between two looks when it cannot be asked
+FOLLOW_EVERY = 0.02  # least seconds between two requests for the roster
+NEWS_WAIT = 1.0  # how long such a request may wait for a change: engines report their load as often
+_AWAY = 0.2  # seconds until the next request when the roster did not answer
 Roster = Callable[[LookEngines], Awaitable[Engines]]
 
 
 class NodeEngines:
-    """What a node samples with: at least one of `host` (engines of its own) and `roster` is there.
+    """The engines of a node. At least one of `host` (engines of this process) and `roster` is given.
 
-    `spans` hear what the own engines do; what is in `closing` is closed after them.
+    The activity of the own engines is written to `spans`; `closing` is closed after them.
     """
 
     def __init__(
@@ -71,7 +69,7 @@ class NodeEngines:
         self._news = -1  # of the roster's last answer
         self._closing = closing
         for refresher in self._refreshers.values():
-            refresher.on_load = self.fleet.tell
+            refresher.on_load = self.fleet.notify
         if host is not None:
             host.trouble = lambda: troubles(self._refreshers.values())
         if host is not None and spans is not None:
@@ -80,7 +78,7 @@ class NodeEngines:
                 refresher.spans = spans
 
     async def start(self) -> None:
-        """Own engines begin with the newest weights; engine processes are looked for once."""
+        """Load the newest weights into the own engines and read the roster once."""
         if self._host is not None:
             await self._host.start()
         startup.doing("fetching the newest weights")
@@ -88,7 +86,7 @@ class NodeEngines:
         await self.look()
 
     async def run(self) -> None:
-        """Follow weights and engines for ever."""
+        """Follow weights and engines until the task is cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.manager.run(), name="rollout-manager")
             for policy, refresher in self._refreshers.items():
@@ -102,54 +100,58 @@ class NodeEngines:
         if self._closing is not None:
             await asyncio.to_thread(self._closing.close)
 
-    # ------------------------------------------------------------ the worker's other task
+    # ------------------------------------------------------------ while the worker trains
 
     async def hold(self, reason: str, *, move: bool = False, free: bool = False) -> bool:
-        """Keep the own engines from sampling until `release`. With `move`, the answers under way go on at engine
-        processes, if any is there to take them: returns whether they did. Others wait."""
+        """Keep the own engines from sampling until `release`; with `free`, give back their spare memory.
+
+        With `move`, running answers continue at engine processes if some serve every policy; else they wait. Returns
+        whether they moved.
+        """
         if self._host is None:
             return False
         moving = move and all(self._elsewhere(policy) for policy in self.pools)
-        await self._host.hold(reason, move=moving, seconds=math.inf, free=free)
+        await self.manager.hold(reason, [self._host.name], move=moving)
+        if free:
+            await self._host.free()
         return moving
 
     async def release(self, reason: str) -> None:
         if self._host is not None:
-            await self._host.release(reason)
-            self.fleet.tell()
+            await self.manager.release(reason, [self._host.name])
 
     def _elsewhere(self, policy: str) -> bool:
         return any(member.engine is not self._host for member in self.fleet.ready(policy))
 
     def own_version(self, policy: str) -> int | None:
-        """What the own engine of the policy serves."""
+        """Return the version that the own engine of the policy serves."""
         return self._host.engines[policy].version if self._host is not None else None
 
-    # ------------------------------------------------------------ what the node tells others
+    # ------------------------------------------------------------ what the node reports
 
     def versions(self) -> dict[str, int] | None:
-        """Of every policy the lowest that its engines serve; None while one has no engine: no task can be played."""
+        """Return the lowest version that the engines of each policy serve; None while a policy has no engine."""
         return self.fleet.versions(self.pools)
 
     @property
     def trouble(self) -> str:
-        """Why an own engine samples nothing, because of its weights."""
+        """Why an own engine cannot sample with its weights; empty if it can."""
         return self._host.known.trouble if self._host is not None else ""
 
     async def newer(self, than: Mapping[str, int], seconds: float) -> None:
-        """Until the engines serve other versions, for so many seconds at most."""
+        """Wait until the engines serve other versions, for at most `seconds`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while self.versions() == than:
-                    await self.fleet.news(seconds)
+                    await self.fleet.changed(seconds)
 
     @property
     def own(self) -> bool:
-        """Whether the engines are this node's alone, in its process."""
+        """True if all engines are in this process."""
         return self._roster is None
 
     def behind(self, heads: Mapping[str, int]) -> list[str]:
-        """Policies whose weights this node could pull now. Engine processes pull by themselves."""
+        """Return the policies whose weights this node could pull now. Engine processes pull their own."""
         if self._host is None:
             return []
         return [
@@ -196,20 +198,20 @@ class NodeEngines:
             await asyncio.sleep(FOLLOW_EVERY if known else _AWAY)
 
     async def look(self, wait: float = 0.0) -> bool:
-        """Ask the roster, which may wait for news; whether it answered. What is known stays as it is if not."""
+        """Request the roster, which may wait for a change. Returns False, and changes nothing, if it did not answer."""
         if self._roster is None:
             return False
         try:
             found = await self._roster(LookEngines(news=self._news, wait=wait))
         except RillflowError as error:
-            log.warning("the roster of engines was not to be had: %s", error.message)
+            log.warning("the roster of engines did not answer: %s", error.message)
             return False
         self._news = found.news
-        self.fleet.hear(found.engines, self._open)
+        self.fleet.follow(found.engines, self._open)
         return True
 
     def _open(self, info: EngineInfo) -> RemoteEngine:
-        log.info("engine %s is there, at %s", info.name, info.url)
+        log.info("engine %s registered at %s", info.name, info.url)
         engine = RemoteEngine(info.name, info.url, self._token)
         engine.hear(info)
         return engine
@@ -229,10 +231,13 @@ def node_engines(
     spans: Spans | None = None,
     clock: Clock | None = None,
 ) -> NodeEngines:
-    """The engines that the recipe asks for; `weights` is the folder of all weight stores but those in `stores`. With
-    `turn`, not all nodes of a run change their weights at once; `tell` hears what a new one fetches. A node that is
-    `hosted` by a trainer always has an engine of its own. What own engines do is written to `spans`, by default those
-    of a worker of the node's name."""
+    """Build the engines of a recipe.
+
+    `weights` is the folder of all weight stores except those in `stores`. With `turn`, the nodes of a run update one
+    after the other; `tell` is called with the downloads of a new version. A node that is `hosted` by a trainer always
+    has an engine of its own. The activity of own engines is written to `spans`, by default to those of a worker with
+    the node's name.
+    """
     if recipe.rollout.engines and not hosted:
         return NodeEngines(recipe, name=name, token=token, roster=roster, clock=clock)
     exact = recipe.runtime.deterministic

@@ -1,1 +1,1 @@
-"""Sessions, their log on disk, and their rewards."""
+"""Sessions, their rewards and their log."""

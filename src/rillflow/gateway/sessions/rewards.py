@@ -1,8 +1,8 @@
-"""Rewards that an episode is given, by whom and whenever: to a call, a turn, a leaf or the whole session.
+"""The rewards of an episode: for a call, a turn, a leaf or the whole session.
 
-Each target has one reward, the last that it was given. Calls and turns are looked up when they are given, leaves when
-the session is settled: until then its trees still grow. What names nothing is refused, or reported by `settle`;
-it never goes to something else.
+Each target has one reward, the last one given. Calls and turns are looked up when the reward is given, leaves when the
+session is settled, because the trees grow until then. A reward for an unknown target is refused, or reported by
+`settle`; it never goes to another target.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.trees.tree import Node, TokenTree
 
 _PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
-_MOST_LEAVES = 16_384  # numbers may be named before there are such leaves
+_MOST_LEAVES = 16_384  # a leaf may be rewarded before it exists
 _HIGHEST_LEAF = (1 << 31) - 1
-_MOST_POLICIES = 1024  # the same of policies
+_MOST_POLICIES = 1024  # likewise a policy
 _LONGEST_NAME = 256
-_NAMED = 8  # of the calls that there are, in a refusal
+_NAMED = 8  # calls that a refusal lists
 
 
 class Gift(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One reward, its target looked up: `answers` by their nodes' `call`, a leaf of a policy, or else the session."""
+    """One reward with its target: `answers` by their nodes' `call`, a leaf of a policy, or else the session."""
 
     value: float
     answers: tuple[str, ...] = ()
@@ -35,10 +35,10 @@ class Gift(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """What the gifts of a session come to. `unknown` says which of them name nothing that it has.
+    """The rewards of a session by target. `unknown` lists the rewards whose target does not exist.
 
-    `answers` are by a node's `call`, `leaves` by policy and number (the place among the policy's samples); `session`
-    is by policy, for those that made a call.
+    `answers` are by a node's `call`, `leaves` by policy and number (the index of the sample), and `session` by policy,
+    for policies that were called.
     """
 
     answers: Mapping[str, float] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Settled:
 
 
 class Rewards:
-    """The rewards of one session, whose `trees` grow meanwhile."""
+    """The rewards of one session, whose `trees` may still grow."""
 
     def __init__(self, trees: Mapping[str, TokenTree]) -> None:
         self._trees = trees
@@ -65,18 +65,18 @@ class Rewards:
         leaf: int | None = None,
         policy: str | None = None,
     ) -> Gift:
-        """Give `value` to one target; returns the gift that `restore` takes.
+        """Give `value` to one target; return the gift that `restore` takes.
 
-        `call` is an id as the agent saw it, with or without its dialect's prefix and the number of a choice; `turn`
-        counts the calls that were begun and not abandoned, from 0, those of `policy` where it is given. Without
-        `policy`, a leaf is the only policy's, and a session's reward is that of all policies without their own.
+        `call` is an id as the agent saw it, with or without the prefix of its dialect and the number of a choice.
+        `turn` counts the calls that were begun and not abandoned, from 0; with `policy`, those of that policy. Without
+        `policy`, a leaf belongs to the only policy, and a session's reward to all policies without their own.
         """
         if not math.isfinite(value):
-            raise CallRefused("a reward is a finite number", param="value")
+            raise CallRefused("a reward must be a finite number", param="value")
         if sum(target is not None for target in (call, turn, leaf)) > 1:
-            raise CallRefused("a reward goes to a call, a turn or a leaf, not to several of them", param="call")
+            raise CallRefused("a reward has one target: a call, a turn or a leaf", param="call")
         if policy is not None and not 0 < len(policy) <= _LONGEST_NAME:
-            raise CallRefused("this cannot name a policy", param="policy")
+            raise CallRefused(f"the name of a policy has 1 to {_LONGEST_NAME} characters", param="policy")
         if call is not None:
             gift = Gift(float(value), self._call(call, policy))
         elif turn is not None:
@@ -99,7 +99,7 @@ class Rewards:
                 self._session[gift.policy] = gift.value
 
     def state(self) -> list[Gift]:
-        """Gifts that come to the same."""
+        """Return gifts that give the same rewards."""
         return [
             *(Gift(value, (answer,)) for answer, value in self._answers.items()),
             *(Gift(value, leaf=leaf, policy=policy) for (policy, leaf), value in self._leaves.items()),
@@ -108,11 +108,11 @@ class Rewards:
 
     @property
     def of_session(self) -> bool:
-        """Whether the whole session, or a policy's part of it, was given a reward."""
+        """True if the session, or a policy's part of it, has a reward."""
         return bool(self._session)
 
     def settle(self) -> Settled:
-        """What has been given so far, as far as its targets are there."""
+        """Return the rewards so far by target, for targets that exist."""
         there = {node.call for tree in self._trees.values() for node in tree.nodes() if node.usable}
         leaves: dict[str, dict[int, float]] = {}
         unknown = [f"answer {answer!r}" for answer in self._answers if answer not in there]
@@ -133,7 +133,7 @@ class Rewards:
     # ------------------------------------------------------------ looking up
 
     def _calls(self, policy: str | None) -> dict[str, list[Node]]:
-        """The calls that were begun and not abandoned, with their answers, in the order of their beginning."""
+        """Return the calls that were begun and not abandoned, with their answers, in order."""
         trees = [tree for name, tree in self._trees.items() if policy in (None, name)]
         calls = {
             id: [node for node in nodes if not node.abandoned] for tree in trees for id, nodes in tree.calls.items()
@@ -156,14 +156,14 @@ class Rewards:
 
     def _leaf(self, value: float, leaf: int, policy: str) -> Gift:
         if not 0 <= leaf <= _HIGHEST_LEAF:
-            raise CallRefused(f"leaves are numbered from 0, and not beyond {_HIGHEST_LEAF}", param="leaf")
+            raise CallRefused(f"leaves are numbered from 0 to {_HIGHEST_LEAF}", param="leaf")
         if (policy, leaf) not in self._leaves and len(self._leaves) >= _MOST_LEAVES:
-            raise CallRefused(f"at most {_MOST_LEAVES} leaves have a reward", code="reward_limit_exceeded")
+            raise CallRefused(f"at most {_MOST_LEAVES} leaves can have a reward", code="reward_limit_exceeded")
         return Gift(value, leaf=leaf, policy=policy)
 
     def _whole(self, value: float, policy: str | None) -> Gift:
         if policy not in self._session and len(self._session) >= _MOST_POLICIES:
-            raise CallRefused(f"at most {_MOST_POLICIES} policies have a reward", code="reward_limit_exceeded")
+            raise CallRefused(f"at most {_MOST_POLICIES} policies can have a reward", code="reward_limit_exceeded")
         return Gift(value, policy=policy)
 
     def _only_policy(self) -> str:

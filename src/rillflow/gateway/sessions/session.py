@@ -1,13 +1,13 @@
 """Sessions: the gateway's view of episodes.
 
-A session's key opens only its own routes. It carries the session's id and a signature, so that a call with the key
-of a session that is gone can be told so, and it is different each time an id is opened, so that a process left over
-from an earlier attempt cannot write into a later one.
+A session's key opens only its own routes. It holds the session's id and a signature, so that a call with the key of a
+closed session gets the right error. It is different each time an id is opened, so that a process left over from an
+earlier attempt cannot write into a later one.
 
-Every draw's seed depends on the session's seed and the prompt alone: on how often the same prompt was asked before
-in this session, never on which call came first among different ones.
+The seed of a draw depends on the session's seed, the prompt, and how often that prompt was asked before in this
+session. It does not depend on the order of calls with different prompts.
 
-With a log, a session outlives the process: its log has everything that an agent was told, before the agent was.
+With a log, a session survives the process: everything that an agent gets is in the log before.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from rillflow.config import GatewayConfig
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import QueueFull, RunError
 from rillflow.gateway.failures import CallRefused, session_gone, session_late
-from rillflow.gateway.sessions.keeping import Asked, SessionLog, Unkept
+from rillflow.gateway.sessions.log_protocol import Asked, NoSessionLog, SessionLog
 from rillflow.gateway.sessions.rewards import Rewards
 from rillflow.gateway.trees.record import SessionRecord
 from rillflow.gateway.trees.tree import Node, TokenTree
 
-LINGER = 600.0  # seconds after its deadline that a session which nobody closes is kept
-_GIVEN_BYTES, _SAMPLED_BYTES = 4, 16  # of a token: its id; also two log-probs and a version
+LINGER = 600.0  # seconds that a session is kept after its deadline if it is not closed
+_GIVEN_BYTES, _SAMPLED_BYTES = 4, 16  # for each token: its id; for a sampled one also two log-probs and a version
 
 
 class Numbers:
-    """Counts the nodes of a session; `next` can be set where they are made again."""
+    """Numbers the nodes of a session. `next` is set when nodes are restored."""
 
     def __init__(self) -> None:
         self.next = 0
@@ -51,7 +51,7 @@ class Numbers:
 
 
 class Draw(NamedTuple):
-    """Which of the calls with the same prompt this is."""
+    """The number of a call among those with the same prompt."""
 
     prompt: bytes
     number: int
@@ -59,15 +59,17 @@ class Draw(NamedTuple):
 
 @dataclass(slots=True)
 class Session:
-    """One episode's calls: a token tree for each policy, and what is at work now, with how to abandon it.
+    """The calls of one episode: a token tree for each policy, and the running calls.
 
-    Of the calls `at_work`, those that hold one of the `places` are sampled; the others wait for one, in order. A call
-    has the session's `turn` while its text is worked on.
-    `deadline` is on the monotonic clock, `until` the same moment on the wall's. `detail` belongs to whoever opened the
-    session. `held` counts the bytes that it keeps. `incomplete` says what is missing of it, and why; it is empty where
-    every token that an agent may have seen is here. `rewards_refused` counts attempts to give it a reward without the
-    right to, `sampling_overruled` calls whose own sampling the recipe's has replaced, `unparsed_calls` texts that look
-    like calls of tools and cannot be parsed, `faults` calls that failed through no fault of the agent.
+    `at_work` maps the task of each running call to the function that abandons it. Calls that hold one of the `places`
+    are sampled; the others wait in order. A call holds the session's `turn` while its text is processed. `deadline` is
+    on the monotonic clock, `until` is the same moment on the wall clock. `detail` belongs to the code that opened the
+    session. `held` is the number of bytes that the session keeps. `incomplete` says what is missing and why; it is
+    empty if every token that an agent may have seen is here.
+
+    Counters: `rewards_refused`: rewards that were sent without the right to; `sampling_overruled`: calls whose sampling
+    parameters the recipe replaced; `unparsed_calls`: texts that look like tool calls but cannot be parsed; `faults`:
+    calls that failed because of the engine or the disk.
     """
 
     id: str
@@ -77,7 +79,7 @@ class Session:
     deadline: float
     until: float = 0.0
     linger: float = LINGER
-    log: SessionLog = field(default_factory=Unkept)
+    log: SessionLog = field(default_factory=NoSessionLog)
     detail: Mapping[str, Any] = field(default_factory=dict)
     calls: int = 0
     closed: bool = False
@@ -101,7 +103,7 @@ class Session:
 
     @property
     def name(self) -> str:
-        """The key without its signature: it tells the openings of one id apart, and opens nothing."""
+        """The key without its signature. It differs between the openings of one id, and opens nothing."""
         return self.key.rpartition(".")[0]
 
     def tree(self, policy: str) -> TokenTree:
@@ -110,20 +112,20 @@ class Session:
         return self.trees[policy]
 
     def admit(self, limits: GatewayConfig, now: float) -> int:
-        """Count a call in, or refuse it; returns its number."""
+        """Count a call and return its number, or refuse it."""
         if self.closed:
             raise session_gone(self.id)
         if now >= self.deadline:
             raise session_late(self.id)
         if len(self.at_work) >= limits.concurrent + limits.waiting:
             raise QueueFull(
-                f"session {self.id!r} already has {limits.concurrent} calls at work and {limits.waiting} that wait"
+                f"session {self.id!r} already has {limits.concurrent} running and {limits.waiting} waiting calls"
             )
         if self.calls >= limits.calls:
             raise CallRefused(f"session {self.id!r} has made {limits.calls} calls", code="call_limit_exceeded")
         if self.held >= limits.session_bytes:
             raise CallRefused(
-                f"session {self.id!r} holds {limits.session_bytes} bytes, the most that are kept of one",
+                f"session {self.id!r} holds its limit of {limits.session_bytes} bytes",
                 code="session_limit_exceeded",
             )
         self.calls += 1
@@ -132,23 +134,23 @@ class Session:
     def record(self) -> SessionRecord:
         return SessionRecord(self.id, self.calls, self.trees, rewards=self.rewards, incomplete=self.incomplete)
 
-    # ------------------------------------------------------------ what its log is told
+    # ------------------------------------------------------------ events for its log
 
     def begun(self, asked: Asked, nodes: Sequence[Node]) -> None:
-        """A call's answers, one for each node, are about to be sampled below one given node."""
+        """Log that the answers of a call, one for each node, are about to be sampled."""
         self.log.begun(self, asked, nodes)
 
     async def shown(self, asked: Asked) -> None:
-        """Before the agent sees the first of a live call's tokens."""
+        """Return once the agent may see the first token of a live call."""
         await self.log.shown(self, asked)
 
     async def ended(self, asked: Asked, node: Node) -> None:
-        """Before the agent can know that an answer has ended: returns once it is on disk."""
+        """Return once the answer is on disk, so that the agent may see its end."""
         self.count(node)
         await self.log.ended(self, asked, node)
 
     def abandoned(self, asked: Asked, nodes: Sequence[Node]) -> None:
-        """A call has failed, and its nodes were abandoned as far as nobody continued from them."""
+        """Log that a call has failed; its nodes were abandoned unless a later call continued from them."""
         for node in nodes:
             if node.finish in {None, "abort"}:
                 self.count(node)
@@ -163,17 +165,17 @@ class Session:
         leaf: int | None = None,
         policy: str | None = None,
     ) -> None:
-        """Give a reward (see `Rewards.give`); it is on disk when this returns."""
+        """Give a reward (see `Rewards.give`); return once it is on disk."""
         self.rewards.give(value, call=call, turn=turn, leaf=leaf, policy=policy)
         self.log.rewarded(self)
         await self.log.synced()
 
     def count_unparsed(self, texts: int) -> None:
-        """Count texts of an answer that look like calls of tools but cannot be parsed."""
+        """Count texts of an answer that look like tool calls but cannot be parsed."""
         self.unparsed_calls += texts
 
     def count(self, node: Node) -> None:
-        """Count what a node keeps; a given one, which many calls may share, once: later ones have higher numbers."""
+        """Count the bytes of a node. A given node, which calls may share, is counted once."""
         if node.kind != "given" or node.id > self._counted:
             self.held += size_of(node)
         if node.kind == "given":
@@ -182,7 +184,7 @@ class Session:
     # ------------------------------------------------------------ draws
 
     def draw(self, policy: str, prompt: list[int]) -> Draw:
-        """The next draw from this prompt: the lowest number that no other call has."""
+        """Return the next draw from this prompt: the lowest number that no other call has."""
         digest = prompt_digest(policy, prompt)
         taken = self.draws.setdefault(digest, set())
         number = next(number for number in count() if number not in taken)
@@ -190,11 +192,11 @@ class Session:
         return Draw(digest, number)
 
     def give_back(self, draw: Draw) -> None:
-        """A call failed and nobody saw its answer: when it is tried again, it is the same draw."""
+        """Give back the draw of a call that failed unseen, so that its retry is the same draw."""
         self.draws[draw.prompt].discard(draw.number)
 
     def seeds(self, draw: Draw, choices: int, asked_seed: int | None) -> list[int]:
-        """One seed for each choice. An agent's own seed makes equal requests equal, within this session."""
+        """Return one seed for each choice. With an agent's own seed, equal requests in a session get equal answers."""
         which = f"draw {draw.number}" if asked_seed is None else f"seed {asked_seed}"
         head = blake2b(f"{self.seed}/{which}/".encode() + draw.prompt)
         return [_seed(head, index) for index in range(choices)]
@@ -205,7 +207,7 @@ def prompt_digest(policy: str, prompt: Sequence[int]) -> bytes:
 
 
 def size_of(node: Node) -> int:
-    """Bytes kept of a node: its tokens and what the agent said or saw."""
+    """Return the bytes of a node: its tokens and messages."""
     each = _SAMPLED_BYTES if node.kind == "sampled" else _GIVEN_BYTES
     return each * len(node.tokens) + sum(message.size for message in node.messages)
 
@@ -217,7 +219,7 @@ def _seed(head: blake2b, index: int) -> int:
 
 
 class Sessions:
-    """The sessions of one gateway that are not closed, and those whose record is not yet safe elsewhere."""
+    """The open sessions of one gateway, and closed ones whose log is still needed."""
 
     def __init__(
         self,
@@ -227,7 +229,7 @@ class Sessions:
         log: SessionLog | None = None,
     ) -> None:
         self.limits = limits or GatewayConfig()
-        self.log = log or Unkept()
+        self.log = log or NoSessionLog()
         self.clock = clock or SystemClock()
         self._secret = secret.encode()
         self._open: dict[str, Session] = {}
@@ -238,7 +240,7 @@ class Sessions:
         return len(self._open)
 
     def restore(self) -> list[Session]:
-        """Go on with the sessions of the log; those that nobody would wait for any more are closed."""
+        """Return the sessions of the log, open again. Those past their deadline and `linger` are closed."""
         restored = []
         for session in self.log.restore():
             session.key = self._signed(session.name)
@@ -260,16 +262,16 @@ class Sessions:
         detail: Mapping[str, Any] | None = None,
         linger: float = LINGER,
     ) -> str:
-        """Begin a session; returns its key. Its calls end with its deadline, if it is not closed before.
+        """Open a session and return its key. Its calls end with its deadline, unless it is closed before.
 
-        `detail` is JSON that outlives the process with it. A session that nobody closes goes `linger` seconds after
-        its deadline.
+        `detail` is JSON that is restored with the session. A session that is not closed is removed `linger` seconds
+        after its deadline.
         """
         self._sweep()
         if id in self._open:
             raise RunError(f"session {id!r} is already open", "use a new id for each attempt")
         if not id or "/" in id:
-            raise RunError(f"{id!r} cannot name a session", "use a non-empty id without slashes")
+            raise RunError(f"{id!r} cannot be the id of a session", "use a non-empty id without slashes")
         if len(self._open) >= self.limits.sessions:
             raise QueueFull(f"{self.limits.sessions} sessions are open", "close some first")
         self.forget(id)
@@ -295,14 +297,14 @@ class Sessions:
         self.log.noted(session)
 
     def end(self, id: str) -> None:
-        """No more calls: those at work are cut and what they sampled is abandoned. It can still be rewarded."""
+        """Refuse more calls, cancel the running ones and abandon their answers. Rewards can still be given."""
         session = self.get(id)
         if not session.closed:
             self._cut(session)
             self.log.noted(session)
 
     def close(self, id: str, *, keep: bool = False) -> SessionRecord:
-        """End a session, if it has not ended, and let go of it. Its log stays until `forget` if it is to `keep` it."""
+        """End a session and return its record. With `keep`, its log stays until `forget`."""
         session = self._open.pop(id, None)
         if session is None:
             raise session_gone(id)
@@ -314,7 +316,7 @@ class Sessions:
         return session.record()
 
     def forget(self, id: str) -> None:
-        """What a closed session left is safe elsewhere, or wanted no more; unknown ids are passed over."""
+        """Remove the log of a closed session: its record is safe elsewhere, or not needed. Unknown ids are ignored."""
         session = self._kept.pop(id, None)
         if session is not None:
             self.log.closed(session)
@@ -331,7 +333,7 @@ class Sessions:
         heappush(self._leaving, (session.deadline + session.linger, session.id, session.key))
 
     def _sweep(self) -> None:
-        """Close what nobody has closed in time: otherwise lost episodes would pile up for ever."""
+        """Close sessions that were not closed in time, so that lost episodes do not accumulate."""
         now = self.clock.monotonic()
         while self._leaving and self._leaving[0][0] <= now:
             _, id, key = heappop(self._leaving)
@@ -348,7 +350,7 @@ class Sessions:
         return session
 
     def of_key(self, key: str) -> Session:
-        """The session that `key` opens; refused as gone where the session was closed or opened again since."""
+        """Return the session that `key` opens. It is refused if the session was closed, or opened again since."""
         name = self.name_in(key)
         session = self.get(name)
         if not hmac.compare_digest(session.key.encode(), key.encode()):
@@ -356,7 +358,7 @@ class Sessions:
         return session
 
     def name_in(self, key: str) -> str:
-        """The id in a key that this gateway signed; empty for anything else."""
+        """Return the id in a key that this gateway signed; empty for any other text."""
         name, _, signature = key.rpartition(".")
         if not hmac.compare_digest(signature.encode(), self._sign(name).encode()):
             return ""

@@ -1,1 +1,1 @@
-"""Token trees: where a call belongs, how messages become ids, what a session leaves."""
+"""Token trees: matching calls to paths, rendering messages into ids, and the samples of a session."""

@@ -1,10 +1,10 @@
-"""Messages in the one form that rendering, matching and transcripts share, whatever dialect they came in.
+"""Messages in the form that rendering, matching and transcripts share, whatever dialect they came in.
 
-Two messages are the same when their keys are equal. A key ignores what agents change when they replay a history
-without meaning anything by it: tool-call ids, absent against empty content, blank text beside tool calls, the spelling
-of the arguments' JSON. It ignores the reasoning too, because most agents leave it out: a message without reasoning is
-the same as one with any, one with reasoning only the same as one with that reasoning. A name is part of the key; but
-agents name answers after themselves, so `unnamed` finds an answer that was sampled without a name.
+Two messages are the same when their keys are equal. A key ignores what agents change when they repeat a history: ids of
+tool calls, absent against empty content, blank text beside tool calls, and the spelling of the arguments' JSON. It
+ignores the reasoning too, because most agents leave it out: a message without reasoning matches one with any reasoning,
+and a message with reasoning matches only that reasoning. The name is part of the key. Agents name answers after
+themselves, so `unnamed` finds an answer that was sampled without a name.
 """
 
 from __future__ import annotations
@@ -17,25 +17,27 @@ import msgspec
 
 Body = dict[str, Any]
 
+REASONING = "reasoning_content"  # the field of a body that holds the reasoning
+INSTRUCTIONS = "instructions"  # marks, in the body of a message, instructions for one call only
+
 _object = msgspec.json.Decoder(dict[str, Any])
-_DEPTH = 64  # levels of an object: what handles it later takes more of the stack than its parser
+_DEPTH = 64  # levels of an object: later steps need more stack than the parser
 
 
 class ToolCall(NamedTuple):
-    """A call of a tool; `arguments` is JSON text when the model wrote an object, anything else otherwise."""
+    """A tool call. `arguments` is JSON text if the model wrote an object, and any text otherwise."""
 
     id: str
     name: str
     arguments: str
 
-    def body(self) -> Body:
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
-
 
 class Message(NamedTuple):
-    """`body` is what the template sees and the transcript shows; `call_ids` and `reasoning`, less the blank around
-    it, tell equal answers apart. `unnamed` is the key that an assistant's message has without its name; empty where it
-    has none."""
+    """A message. `body` is what the template gets and the transcript shows.
+
+    `call_ids` and `reasoning` (stripped) distinguish answers with equal keys. `unnamed` is the key without the name,
+    for an assistant's message with a name; else it is empty.
+    """
 
     role: str
     key: bytes
@@ -46,7 +48,7 @@ class Message(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes kept of it, about: also of what its key ignores."""
+        """The bytes that it takes, about, including what its key ignores."""
         ids = sum(map(len, self.call_ids)) + len(self.body.get("tool_call_id", ""))
         return len(self.key) + len(self.reasoning) + ids
 
@@ -56,7 +58,7 @@ def message(
 ) -> Message:
     body: Body = {"role": role, "content": text}
     if reasoning:
-        body["reasoning_content"] = reasoning
+        body[REASONING] = reasoning
     if name:
         body["name"] = name
     if call_id:
@@ -67,7 +69,7 @@ def message(
         key = msgspec.json.encode((role, text, name))
         return Message(role, key, body, reasoning=reasoning.strip(), unnamed=unnamed)
     parsed = [(call.name, parse_object(call.arguments)) for call in calls]
-    # Templates write arguments with `tojson`: given the text, they would quote it a second time.
+    # Templates write arguments with `tojson`, which would quote a text a second time.
     body["tool_calls"] = [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _given(call, value)}}
         for call, (_, value) in zip(calls, parsed, strict=True)
@@ -97,7 +99,7 @@ PLAIN_READING = AnswerReading(lambda prompt, text, calls: message("assistant", t
 
 
 def same_words(one: Message, other: Message) -> bool:
-    """Return whether two answers say the same: reasoning, text and calls, but for blank text around them and ids."""
+    """Return whether two answers have the same reasoning, text and calls, apart from blank text at the ends and ids."""
     return _words(one) == _words(other)
 
 
@@ -108,7 +110,7 @@ def _words(said: Message) -> tuple[Any, ...]:
 
 
 def parse_object(text: str) -> dict[str, Any] | None:
-    """The JSON object that `text` is, or None; one nested deeper than anybody means is none to us."""
+    """Return the JSON object in `text`; None if it is anything else or nested too deeply."""
     try:
         value = _object.decode(text)
     except (msgspec.MsgspecError, RecursionError, UnicodeError):
@@ -117,7 +119,7 @@ def parse_object(text: str) -> dict[str, Any] | None:
 
 
 def _nested(value: Any, levels: int) -> bool:
-    """Whether it has no more levels than that."""
+    """Return whether a value has at most `levels` levels."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return levels >= 0 and all(_nested(item, levels - 1) for item in inner)
 
@@ -131,7 +133,7 @@ def _given(call: ToolCall, value: dict[str, Any] | None) -> dict[str, Any] | str
 
 
 def _canonical(value: Any) -> Any:
-    """Numbers as JavaScript would write them back: 1.0 and 1 are the same argument."""
+    """Return a value with whole floats as integers, as JavaScript writes them: 1.0 and 1 are the same argument."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, dict):

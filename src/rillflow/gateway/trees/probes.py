@@ -1,16 +1,20 @@
-"""Conversations that tell whether a chat template is append-only.
+"""Conversations that find out how a chat template treats earlier turns.
 
-They cover what real templates do to earlier turns: dropping the reasoning of old answers, writing the tools beside
-the last question, joining consecutive tool results, a default system message. The texts are arbitrary but unlikely
-to be special to any template.
+They cover what real templates do: they drop the reasoning of old answers, write the tools beside the last question,
+join consecutive tool results, or add a default system message. The texts are arbitrary but unlikely to be special to a
+template.
 """
 
 from __future__ import annotations
 
 from itertools import product
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from rillflow.gateway.trees.messages import Body
+from rillflow.errors import BadRequest
+from rillflow.gateway.trees.messages import REASONING, Body
+
+if TYPE_CHECKING:
+    from rillflow.gateway.trees.render import Renderer
 
 NAME, ARGUMENT, RESULT, ID = "probe", "qvalue", "rprobe", "probe0001"
 
@@ -62,15 +66,15 @@ def _histories() -> list[list[Body]]:
         [_user("qolder"), calling(""), result("rolder")],
     )
     thinking = "<think>\nhmm\n</think>\n\nalast"
-    reasoned = answer("alast") | {"reasoning_content": "hmm"}
+    reasoned = answer("alast") | {REASONING: "hmm"}
     answers = (answer("alast"), answer(""), answer(thinking), reasoned)
     return [[*start, _user("qlast"), answer] for start, answer in product(starts, answers)]
 
 
 def _calling_histories() -> list[list[Body]]:
-    reasoned = calling("alast") | {"reasoning_content": "hmm"}
+    reasoned = calling("alast") | {REASONING: "hmm"}
     ends = (calling("alast"), calling(""), calling("<think>\nhmm\n</think>\n\nalast"), reasoned)
-    older = (calling("aolder"), calling("aolder") | {"reasoning_content": "hmm"})
+    older = (calling("aolder"), calling("aolder") | {REASONING: "hmm"})
     return [[_user("qlast"), end] for end in ends] + [
         [_user("qlast"), before, result("rolder"), end] for before, end in product(older, ends)
     ]
@@ -84,3 +88,76 @@ def _probes() -> list[Probe]:
 
 
 PROBES = _probes()
+
+# ---------------------------------------------------------------- what the probes find
+
+
+class Traits(NamedTuple):
+    """How a template treats earlier turns.
+
+    `append_only`: no message changes how an earlier one is written. `near`: an answer and the tool results after it do
+    not change anything before them. `drops_words`: it leaves out words beside tool calls.
+    """
+
+    append_only: bool = False
+    near: bool = False
+    drops_words: bool = False
+
+
+def traits_of(renderer: Renderer) -> Traits:
+    """Return how the renderer's template treats earlier turns, over all probes."""
+    probing = _Probing(renderer)
+    append_only = near = True
+    for probe in PROBES:
+        append_only = append_only and probing.appends(probe)
+        near = near and (not only_results(probe.new) or probing.is_near(probe))
+        if not (append_only or near):
+            break
+    return Traits(append_only, near, probing.drops_words)
+
+
+class _Probing:
+    def __init__(self, renderer: Renderer) -> None:
+        self.drops_words = False
+        self._renderer = renderer
+
+    def appends(self, probe: Probe) -> bool:
+        """Return whether new messages are written after a stand-in as they are after the whole history."""
+        renderer = self._renderer
+        try:
+            found = renderer.continued(probe.history, probe.new, probe.tools)
+        except BadRequest:
+            return True  # the template refuses this shape, so it never occurs
+        try:
+            rest = renderer.after_stand_in(probe.new)
+            beside = renderer.after_stand_in([probe.history[-1], *probe.new], answered=False)
+        except BadRequest:
+            return False
+        if found is None or rest is None or beside != found or not found.endswith(rest):
+            return False
+        return self._has_words(probe.history[-1], found[: len(found) - len(rest)])
+
+    def _has_words(self, answer: Body, written: str) -> bool:
+        """Return whether `written` holds the words of a probe's answer. Words beside calls may be missing."""
+        words = [answer["content"].rpartition("\n")[2]] if answer["content"] else []
+        if answer.get("tool_calls") and words and words[0] not in written:
+            self.drops_words, words = True, []
+        thought = [answer[REASONING]] if REASONING in answer and not self.drops_words else []
+        return all(word in written for word in [*words, *thought])
+
+    def is_near(self, probe: Probe) -> bool:
+        """Return whether an answer after a stand-in is continued, or rewritten, as in the whole history."""
+        renderer = self._renderer
+        try:
+            whole = renderer.continued(probe.history, probe.new, probe.tools)
+        except BadRequest:
+            return True
+        try:
+            near = [STAND_IN[0], probe.history[-1]]
+            return renderer.continued(near, probe.new, renderer.template.least_tools) == whole
+        except BadRequest:
+            return False
+
+
+def only_results(new: list[Body]) -> bool:
+    return bool(new) and all(body["role"] == "tool" for body in new)

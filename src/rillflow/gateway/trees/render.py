@@ -1,19 +1,19 @@
-"""Messages to token ids through the chat template, without ever touching ids that are already stored.
+"""Renders messages into token ids through the chat template. Ids that are stored never change.
 
-A first prompt is rendered whole. A later one is rendered as what the template writes behind the stored path: the end of
-the answer where sampling was cut before it, the template's text between turns, the new messages and the generation
-prompt. That is possible where the template still writes the path as it was: its text begins with the prompt that was
-answered, and goes on with the answer, as it was sampled or in other spelling (the spaces of JSON, say). If it leaves
-something of that out, its reasoning or a generation prompt, it *rewrites* the answer: `after_answer` gives None and the
-caller forks from the last prompt that is still written so, or (`history="append"`) the new messages are appended to
-what was sampled.
+A first prompt is rendered whole. For a later one, only what the template writes after the stored path is rendered: the
+end of the answer if sampling stopped before it, the template's text between turns, the new messages and the generation
+prompt. This requires that the template still writes the path as before: its text begins with the prompt that was
+answered and continues with the answer, as it was sampled or in another spelling (such as other spaces in JSON). If the
+template drops a part of that, such as the reasoning or a generation prompt, it *rewrites* the answer. `after_answer`
+then returns None and the caller forks from the last prompt that is still written as before; with `history="append"` the
+new messages are appended to what was sampled.
 
-The whole text need not be rendered at every turn. Probes at construction find out of a template whether
+The whole text is not rendered at every turn. Probes in the constructor find out whether a template is
 
-* it is *append-only*: no message changes how an earlier one is written. New messages are rendered behind a stand-in for
-  the history, in time that does not grow with it;
-* it is *near*: the same holds of an answer and the tools' results that follow it. A template that drops old reasoning
-  does so when a question comes, not within the turns of an agent with its tools.
+* *append-only*: no message changes how an earlier one is written. New messages are rendered after a stand-in for the
+  history, in time that does not grow with the history;
+* *near*: the same holds for an answer and the tool results after it. A template that drops old reasoning does so when a
+  question comes, not between the tool calls of an agent.
 """
 
 from __future__ import annotations
@@ -31,9 +31,18 @@ import msgspec
 
 from rillflow.config import PolicyConfig
 from rillflow.errors import BadRequest, ConfigError
-from rillflow.gateway.trees.messages import AnswerReading, Body, Message, same_words
-from rillflow.gateway.trees.probes import ARGUMENT, PROBES, RESULT, STAND_IN, STAND_IN_CALLING, Probe, result
-from rillflow.gateway.trees.template import REASONING, ChatTemplate, Tools
+from rillflow.gateway.trees.messages import REASONING, AnswerReading, Body, Message, same_words
+from rillflow.gateway.trees.probes import (
+    ARGUMENT,
+    RESULT,
+    STAND_IN,
+    STAND_IN_CALLING,
+    Traits,
+    only_results,
+    result,
+    traits_of,
+)
+from rillflow.gateway.trees.template import ChatTemplate, Tools
 from rillflow.gateway.trees.tokens import Tokens
 from rillflow.gateway.trees.tree import Canonical
 from rillflow.weights.model_folder import model_folder
@@ -42,17 +51,17 @@ from rillflow.weights.models import load_tokenizer
 History = Literal["template", "append"]
 
 _CACHED_PROMPTS = 512
-_CACHED_BYTES = 1 << 16  # of the messages and tools of one cached prompt
-_VARIANTS = 16  # sets of options of single calls that are kept
+_CACHED_BYTES = 1 << 16  # of the messages and tools of a cached prompt
+_VARIANTS = 16  # sets of options of calls whose renderers are kept
 _DIGEST = 16
-_PROMPT_END = 64  # characters at the end of a prompt, in which it may open the reasoning
+_PROMPT_END = 64  # characters at the end of a prompt in which it may open the reasoning
 _MARK = "qmark0q"
 
 
 class Rendered(NamedTuple):
-    """Ids to add to a path; `canonical` of the path with them, where later extensions must be compared with it.
+    """Ids to add to a path. `canonical` is that of the extended path, if later extensions are compared with it.
 
-    Sessions share what is kept for the next that asks the same: nobody changes it.
+    Sessions share cached instances, which must not be changed.
     """
 
     tokens: array[int]
@@ -60,15 +69,18 @@ class Rendered(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """What ends an answer: its text and its id; none if nothing does."""
+    """The text and the id of the token that ends an answer; empty if the template has none."""
 
     text: str = ""
     token: int | None = None
 
 
 class Renderer(Tokens):
-    """One policy's tokenizer and chat template, which any thread may use. `stop_tokens` end an answer; they include
-    the end of a turn. Without `probed` every extension is compared with the whole text."""
+    """One policy's tokenizer and chat template, for any thread.
+
+    `stop_tokens` end an answer; they include the end of a turn. Without `probed`, every extension is compared with the
+    whole text.
+    """
 
     def __init__(
         self,
@@ -88,10 +100,8 @@ class Renderer(Tokens):
         eos = tokenizer.eos_token_id
         self._given_stops = tuple(stop_tokens)
         self._find_ends([*([] if eos is None else [eos]), *self._given_stops])
-        self._drops_words = False  # beside calls
-        self.append_only = self.near = False
-        if probed:
-            self._probe()
+        self._traits = traits_of(self) if probed else Traits()
+        self.append_only, self.near = self._traits.append_only, self._traits.near
 
     @classmethod
     def load(
@@ -102,8 +112,10 @@ class Renderer(Tokens):
         options: Mapping[str, Any] | None = None,
         history: History = "template",
     ) -> Renderer:
-        """Of a policy's model; its generation config may name more stop tokens than the tokenizer. `chat_template` is a
-        file that replaces the model's own."""
+        """Load the renderer of a model. `chat_template` is a file that replaces the model's own template.
+
+        The model's generation config may name more stop tokens than its tokenizer.
+        """
         config = model_folder(model) / "generation_config.json"
         stops = msgspec.json.decode(config.read_bytes()).get("eos_token_id") if config.exists() else None
         tokenizer = load_tokenizer(model)
@@ -111,7 +123,7 @@ class Renderer(Tokens):
         return cls(tokenizer, [stops] if isinstance(stops, int) else stops or (), template=template, history=history)
 
     def variant(self, options: Mapping[str, Any]) -> Renderer:
-        """Return this renderer with more options of the template, those of one call."""
+        """Return this renderer with the additional template options of one call."""
         if not options:
             return self
         key = msgspec.json.encode(options, order="sorted")
@@ -130,7 +142,7 @@ class Renderer(Tokens):
     # ------------------------------------------------------------ rendering
 
     def first(self, messages: Sequence[Message], tools: Tools, tools_key: bytes) -> Rendered:
-        """The whole prompt. The episodes of a group begin with the same one."""
+        """Return the whole prompt. It is cached, because the episodes of a group begin with the same one."""
         key = _key(b"first", tools_key, messages)
         found = self._kept(key)
         if found is not None:
@@ -148,26 +160,26 @@ class Renderer(Tokens):
         before: Canonical | None,
         reading: AnswerReading,
     ) -> Rendered | None:
-        """What follows an answer, the last of `covered` messages, of which the ids `said` were sampled.
+        """Return what follows an answer, which is the last of `covered` messages and was sampled as the ids `said`.
 
-        `before` is the canonical text of the prompt that was answered, where it is known; `reading` reads an
-        answer's text. None where the template rewrites the prompt or the answer.
+        `before` is the canonical text of the prompt that was answered, if known. The result is None if the template
+        rewrites the prompt or the answer.
         """
         last = said[-1] if len(said) and said[-1] in self.stop_tokens else None
         new = bodies(history[covered:])
         if self.append_only and not self._loses(history[covered - 1]):
-            # Behind a stand-in the new messages say it all.
+            # After a stand-in the result depends on the new messages alone.
             key = _key(b"after", b"cut" if last is None else b"%d" % last, history[covered:])
             kept = self._kept(key)
             if kept is not None:
                 return kept
-            rest = self._behind_stand_in(new)
+            rest = self.after_stand_in(new)
             return None if rest is None else self._keep(key, Rendered(self._ids_behind(rest, last), None))
         answered = _Answered(history[covered - 1], self._text_of(said, last), last, reading)
         told = bodies(history[:covered])
         canonical: Canonical | None = None
-        # An answer behind another answer may change that one: no probe has asked twice.
-        if self.near and _only_results(new) and told[-2:-1] and told[-2]["role"] != "assistant":
+        # An answer after another answer may change that one; no probe has two in a row.
+        if self.near and only_results(new) and told[-2:-1] and told[-2]["role"] != "assistant":
             told, tools, asked = [STAND_IN[0], told[-1]], self.template.least_tools, self._asked
             whole = self._text([*told, *new], tools, prompt=True)
             at = len(asked) if whole.startswith(asked) else -1
@@ -183,15 +195,17 @@ class Renderer(Tokens):
         return None if end is None else Rendered(self._ids_behind(whole[end:], last), canonical)
 
     def after_prompt(self, new: Sequence[Message]) -> Rendered | None:
-        """What follows any generation prompt of an append-only template when the agent wrote the answer itself."""
-        text = self._behind_stand_in(bodies(new), answered=False)
+        """Return what follows a generation prompt of an append-only template when the agent wrote the answer itself."""
+        text = self.after_stand_in(bodies(new), answered=False)
         return None if text is None else self._rendered(text, None)
 
     def after_prompts(
         self, history: Sequence[Message], tools: Tools, prompts: Sequence[Canonical]
     ) -> tuple[int, Rendered]:
-        """How many of `prompts`, each longer than the one before, the text of `history` begins with, and what follows
-        the last of these: the whole text where there are none."""
+        """Return how many of `prompts` the text of `history` begins with, and what follows the last of these.
+
+        Each prompt is longer than the one before. If none matches, the whole text follows.
+        """
         text = self._text(bodies(history), tools, prompt=True)
         state = blake2b(digest_size=_DIGEST)
         at = kept = 0
@@ -203,11 +217,11 @@ class Renderer(Tokens):
         return kept, self._rendered(text[at:], self._canonical(text))
 
     def canonical(self, messages: Sequence[Message], tools: Tools) -> Canonical:
-        """Of the prompt for `messages`."""
+        """Return the canonical text of the prompt for `messages`."""
         return canonical_of(self._text(bodies(messages), tools, prompt=True))
 
     def text(self, messages: Sequence[Message], tools: Tools, *, prompt: bool) -> str:
-        """What the template writes for a conversation, with the generation prompt behind it or without."""
+        """Return what the template writes for a conversation, with or without the generation prompt."""
         return self._text(bodies(messages), tools, prompt=prompt)
 
     def _rendered(self, text: str, canonical: Canonical | None) -> Rendered:
@@ -228,11 +242,14 @@ class Renderer(Tokens):
                     self._prompts.popitem(last=False)
         return rendered
 
-    # ------------------------------------------------------------ behind an answer
+    # ------------------------------------------------------------ after an answer
 
     def _end_of(self, answered: _Answered, whole: str, at: int, located: Callable[[], int | None]) -> int | None:
-        """Where in `whole`, which has the prompt's text up to `at`, the answer ends; None where it is rewritten.
-        `located` looks for the end by itself."""
+        """Return where in `whole` the answer ends; None if the template rewrites it.
+
+        `whole` has the text of the prompt up to `at` (-1: the prompt is rewritten). `located` finds the end of the turn
+        without the sampled text.
+        """
         ended_otherwise = answered.last == self._last_end.token and self._last_end not in self._ends
         if at < 0 or (answered.last is not None and ended_otherwise):
             return None
@@ -243,24 +260,26 @@ class Renderer(Tokens):
         if end is None or end < at:
             return None
         message, written = answered.message, whole[at:end]
-        # Reasoning that the prompt has opened goes on there, not further behind.
+        # Reasoning that the prompt opened must continue right after it.
         opened = bool(message.reasoning) and answered.text.lstrip().startswith(message.reasoning)
         if opened and not written.lstrip().startswith(message.reasoning):
             return None
         if answered.reading.opening in answered.text and answered.reading.opening not in written:
-            return None  # the template drops the markers of an empty reasoning, which are not in the message
+            return None  # the template drops the markers of empty reasoning, which the message does not show
         read = answered.reading.read(whole[max(at - _PROMPT_END, 0) : at], written, bool(message.call_ids))
         return end if same_words(read, message) else None
 
     def _ends_at(self, whole: str, at: int, last: int | None) -> bool:
-        """Whether an end of the turn stands at a place: the one that was sampled, or one of the template's."""
+        """Return whether a turn ends at `at`: with the sampled stop token, or with an end of the template."""
         rest = whole[at : at + 200].lstrip()
         texts = [ending.text for ending in self._ends]
         return rest.startswith((*texts, self.decode([last])) if last is not None else tuple(texts))
 
     def _located(self, whole: str, told: list[Body], new: list[Body], tools: Tools) -> int | None:
-        """Where in `whole` the last answer's turn ends: at the last end before the text of the first new message, which
-        a mark in it shows. None where no end can be found."""
+        """Return where in `whole` the turn of the last answer ends; None if it cannot be found.
+
+        It is the last end before the text of the first new message, which is found by rendering with a mark in it.
+        """
         until = len(whole)
         if new:
             marked = self._text([*told, new[0] | {"content": _MARK + new[0]["content"]}, *new[1:]], tools, prompt=True)
@@ -271,9 +290,9 @@ class Renderer(Tokens):
         return found if found >= 0 else None
 
     def _ids_behind(self, rest: str, last: int | None) -> array[int]:
-        """The ids of a text that begins with the end of an answer, less that end if it is what was sampled last."""
+        """Return the ids of a text that begins with the end of an answer, without that end if it was sampled."""
         if last is not None and rest.lstrip().startswith(self.decode([last])):
-            # Encoded together with the end of the turn, so that nothing is tokenised as the beginning of a text.
+            # Encoded with the end of the turn, so that nothing is tokenised as the beginning of a text.
             return self.ids(rest.lstrip())[1:]
         return self.ids(rest)
 
@@ -281,16 +300,18 @@ class Renderer(Tokens):
         return self.decode(said if last is None else said[:-1])
 
     def _loses(self, answer: Message) -> bool:
-        """Whether an append-only template leaves out something of an answer. What is appended anyway loses nothing."""
-        if not self._drops_words or self.history == "append" or not answer.body.get("tool_calls"):
+        """Return whether an append-only template drops a part of an answer; never with `history="append"`."""
+        if not self._traits.drops_words or self.history == "append" or not answer.body.get("tool_calls"):
             return False
         inlined = REASONING in answer.body and not self.template.has_reasoning
         return inlined or bool(answer.body["content"].strip())
 
-    def _behind_stand_in(self, new: list[Body], *, answered: bool = True) -> str | None:
-        """What the template writes for `new` behind a stand-in, its end included; None where `new` changes the
-        stand-in's own text: the probes cannot try every message, and some templates move a late system message to the
-        top."""
+    def after_stand_in(self, new: list[Body], *, answered: bool = True) -> str | None:
+        """Return what the template writes for `new` after a stand-in, from the end of the stand-in's answer on.
+
+        The result is None if `new` changes the text of the stand-in: the probes cannot try every message, and some
+        templates move a late system message to the top.
+        """
         if not answered:
             text = self._alone([STAND_IN[0], *new])
             return text[len(self._asked) :] if text.startswith(self._asked) else None
@@ -306,7 +327,7 @@ class Renderer(Tokens):
 
     @cached_property
     def _stand_in(self) -> str:
-        """The stand-in for a history up to the end of its answer."""
+        """The text of the stand-in for a history, up to the end of its answer."""
         text = self._alone([*STAND_IN, {"role": "user", "content": RESULT}])
         said = STAND_IN[1]["content"]
         return text[: self._next_end(text, text.rindex(said) + len(said), text.rindex(RESULT))]
@@ -317,7 +338,7 @@ class Renderer(Tokens):
         return text[: self._next_end(text, text.rindex(ARGUMENT) + len(ARGUMENT), text.rindex(RESULT))]
 
     def _next_end(self, text: str, start: int, until: int) -> int:
-        """Where the first end of an answer begins, from `start` on; `start` itself if nothing ends one."""
+        """Return where the first end of an answer begins, from `start` on; `start` itself without one."""
         found = [text.find(ending.text, start, until) for ending in self._ends if ending.text]
         return min((at for at in found if at >= 0), default=start)
 
@@ -328,13 +349,13 @@ class Renderer(Tokens):
         return self.template.text(messages, tools, prompt=prompt)
 
     def _alone(self, messages: list[Body], *, prompt: bool = True) -> str:
-        """The text of messages that stand in for a conversation."""
+        """Return the text of messages that stand in for a conversation."""
         return self._text(messages, self.template.least_tools, prompt=prompt)
 
-    # ------------------------------------------------------------ what kind of template this is
+    # ------------------------------------------------------------ properties of the template
 
     def _find_ends(self, stops: list[int]) -> None:
-        """Find what ends an answer, and an answer that calls a tool, when more messages follow."""
+        """Find the tokens that end an answer, with and without tool calls, when more messages follow."""
         said = STAND_IN[1]["content"]
         last = self._alone(STAND_IN, prompt=False).rpartition(said)[2]
         try:
@@ -344,7 +365,7 @@ class Renderer(Tokens):
             tail = last
         self._last_end = self._ending(last, stops)
         plain = self._ending(tail, stops)
-        # A token that ends an answer only in the middle of a conversation is nothing to stop at.
+        # A token that ends an answer only in the middle of a conversation is not a stop token.
         if plain.text in last or self._last_end.token not in stops:
             stops = [*stops, *([] if plain.token is None else [plain.token])]
         calling = self._ending(self.template.written_call.rpartition(ARGUMENT)[2], stops)
@@ -354,62 +375,21 @@ class Renderer(Tokens):
         self.stop_tokens = tuple(dict.fromkeys(stops))
 
     def _ending(self, tail: str, stops: list[int]) -> Ending:
-        """The first stop in a text behind an answer; else its first special token."""
+        """Return the first stop token in the text after an answer; else its first special token."""
         ids = self.encode(tail)
         ends = [id for id in ids if id in stops] or [id for id in ids if id in self._tokenizer.all_special_ids]
         return Ending(self.decode(ends[:1]), ends[0]) if ends else Ending()
 
-    def _probe(self) -> None:
-        append_only, near = True, True
-        for probe in PROBES:
-            append_only = append_only and self._passes(probe)
-            near = near and (not _only_results(probe.new) or self._is_near(probe))
-            if not (append_only or near):
-                break
-        self.append_only, self.near = append_only, near
+    def continued(self, told: list[Body], new: list[Body], tools: Tools) -> str | None:
+        """Return what the template writes after the prompt of the last answer in a history, for the probes.
 
-    def _passes(self, probe: Probe) -> bool:
-        """Whether a stand-in for the history gives what the whole history gives, for one shape of conversation."""
-        try:
-            found = self._continued(probe.history, probe.new, probe.tools)
-        except BadRequest:
-            return True  # a shape that the template refuses never comes up
-        try:
-            rest = self._behind_stand_in(probe.new)
-            beside = self._behind_stand_in([probe.history[-1], *probe.new], answered=False)
-        except BadRequest:
-            return False
-        if found is None or rest is None or beside != found or not found.endswith(rest):
-            return False
-        return self._says(probe.history[-1], found[: len(found) - len(rest)])
-
-    def _says(self, answer: Body, written: str) -> bool:
-        """Whether what is `written` holds what an answer of a probe says; but words beside calls may be missing."""
-        words = [answer["content"].rpartition("\n")[2]] if answer["content"] else []
-        if answer.get("tool_calls") and words and words[0] not in written:
-            self._drops_words, words = True, []
-        thought = [answer[REASONING]] if REASONING in answer and not self._drops_words else []
-        return all(word in written for word in [*words, *thought])
-
-    def _is_near(self, probe: Probe) -> bool:
-        """Whether an answer behind a stand-in for all before it is continued, or rewritten, as in the whole history."""
-        try:
-            whole = self._continued(probe.history, probe.new, probe.tools)
-        except BadRequest:
-            return True
-        try:
-            return self._continued([STAND_IN[0], probe.history[-1]], probe.new, self.template.least_tools) == whole
-        except BadRequest:
-            return False
-
-    def _continued(self, told: list[Body], new: list[Body], tools: Tools) -> str | None:
-        """What the template writes behind the prompt of the last answer in `told`; None where that changes the prompt,
-        unless the rest is all that matters."""
+        The result is None if the prompt changes. With `history="append"`, tool results are returned all the same.
+        """
         asked = self._text(told[:-1], tools, prompt=True)
         whole = self._text([*told, *new], tools, prompt=True)
         if whole.startswith(asked):
             return whole[len(asked) :]
-        if self.history != "append" or not _only_results(new):
+        if self.history != "append" or not only_results(new):
             return None
         end = self._located(whole, told, new, tools)
         return None if end is None else whole[end:]
@@ -444,12 +424,8 @@ def _source(chat_template: str | None) -> str | None:
 
 
 def _key(kind: bytes, detail: bytes, messages: Sequence[Message]) -> bytes:
-    """Of everything that the template sees, which is more than the messages' own keys: ids of calls, say."""
+    """Return a cache key of everything that the template sees; ids of calls are not in the messages' own keys."""
     return b"\n".join((kind, detail, msgspec.json.encode(bodies(messages))))
-
-
-def _only_results(new: list[Body]) -> bool:
-    return bool(new) and all(body["role"] == "tool" for body in new)
 
 
 def bodies(messages: Sequence[Message]) -> list[Body]:

@@ -1,9 +1,9 @@
-"""A policy's chat template: what it writes for messages and tools, with its options.
+"""A policy's chat template with its options.
 
-Messages are put as the template can take them. Probes at construction find out what it has no place for: reasoning,
-calls and results of tools are then given as text, because a template that does not know a field leaves it out without a
-word. Ids of calls are shortened for templates that insist on nine characters. The date is the one of construction, so
-that no conversation is rewritten at midnight.
+Messages are adapted to the template. Probes in the constructor find out what it has no place for: reasoning, tool calls
+and tool results are then passed as text, because a template silently drops a field that it does not know. Ids of calls
+are shortened for templates that insist on nine characters. The date is that of construction, so that no conversation is
+rewritten at midnight.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rillflow.errors import BadRequest, ConfigError
-from rillflow.gateway.trees.messages import Body
+from rillflow.gateway.trees.messages import REASONING, Body
 from rillflow.gateway.trees.probes import ARGUMENT, PROBE_TOOL, RESULT, STAND_IN, answer, calling, result
 
 Tools = list[Body] | None
 WriteCalls = Callable[[Sequence[Body]], str]
 
-REASONING = "reasoning_content"
 _FIELDS = (REASONING, "reasoning", "thinking")
 _THOUGHT = "qthought"
 _LONG_ID = "call_0123456789abcdef_0"
 _ID = 9  # characters of a shortened id
-# What a template is given by us, or by the library, and is therefore no option.
+# Variables that we or Jinja pass to every template; they are not options.
 _GIVEN = frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize", "documents"}
     | {"raise_exception", "strftime_now", "loop", "namespace", "range", "dict", "lipsum", "cycler", "joiner"}
@@ -44,8 +43,11 @@ _GIVEN = frozenset(
 
 
 class ChatTemplate:
-    """What the template of a tokenizer writes. `source` replaces the tokenizer's own; `options` are its variables, of
-    which unknown ones are a ConfigError. `write_calls` writes calls for a template with no place for them."""
+    """The chat template of a tokenizer; `source` replaces the tokenizer's own.
+
+    `options` are variables of the template; an unknown one raises ConfigError. `write_calls` writes tool calls for a
+    template that has no place for them.
+    """
 
     def __init__(
         self,
@@ -80,11 +82,11 @@ class ChatTemplate:
         self._short_ids = self._writes_results and self.writes_calls and not self._shows(RESULT, long)
 
     def text(self, messages: Sequence[Body], tools: Tools, *, prompt: bool) -> str:
-        """Return what the template writes for a conversation, with the generation prompt behind it or without."""
+        """Return what the template writes for a conversation, with or without the generation prompt."""
         return self._written(self._put(messages), tools, prompt=prompt)
 
     def variant(self, options: Mapping[str, Any]) -> ChatTemplate:
-        """Return this template with more options, those of one call: unknown ones are a BadRequest."""
+        """Return this template with the additional options of one call. Raises BadRequest for an unknown one."""
         for name in options:
             if name not in self.known_options:
                 message, hint = unknown_option(name, self.known_options)
@@ -95,12 +97,12 @@ class ChatTemplate:
 
     @property
     def has_reasoning(self) -> bool:
-        """Whether the template has a field for an answer's reasoning; it is in the text otherwise."""
+        """True if the template has a field for the reasoning; else the reasoning is part of the text."""
         return bool(self._reasoning_field)
 
     @property
     def writes_tools(self) -> bool:
-        """Whether the tools that an agent offers are in the prompt."""
+        """True if the template writes the offered tools into the prompt."""
         try:
             with_tools = self._written(STAND_IN[:1], [PROBE_TOOL], prompt=True)
             return PROBE_TOOL["function"]["name"] in with_tools
@@ -109,8 +111,7 @@ class ChatTemplate:
 
     @cached_property
     def written_call(self) -> str:
-        """What the template writes for an answer that calls a tool, with what follows it up to the tool's result; empty
-        if it leaves calls out."""
+        """The template's text of an answer that calls a tool, up to the tool's result; empty if it drops calls."""
         for after in ([result(RESULT)], []):
             try:
                 asked = self._written(STAND_IN[:1], self.least_tools, prompt=True)
@@ -127,12 +128,12 @@ class ChatTemplate:
 
     @property
     def written_ends(self) -> list[str]:
-        """`written_call` cut where a special token ends the answer: at each one that follows the call's argument."""
+        """`written_call`, cut at each special token after the argument: one of them ends the answer."""
         begin = self.written_call.find(ARGUMENT)
         found = {self.written_call.find(token, begin) for token in self._tokenizer.all_special_tokens}
         return [self.written_call[:at] for at in sorted(found) if at >= 0]
 
-    # ------------------------------------------------------------ how messages are put
+    # ------------------------------------------------------------ messages as the template takes them
 
     def _put(self, messages: Sequence[Body]) -> list[Body]:
         put: list[Body] = []
@@ -170,17 +171,17 @@ class ChatTemplate:
         return kept | {"content": f"<think>\n{body[REASONING]}\n</think>\n\n{body['content']}"}
 
     def _quiet(self, body: Body) -> Body:
-        """An answer that only calls has no text, which some templates write as an empty answer of its own."""
+        """Return an answer that only calls tools with the empty content that the template expects."""
         return body | {"content": self._silence} if body.get("tool_calls") and not body["content"] else body
 
     def _with_short_id(self, body: Body) -> Body:
         id = body.get("tool_call_id")
         return body | {"tool_call_id": _shortened(id)} if id and self._short_ids else body
 
-    # ------------------------------------------------------------ what the template knows
+    # ------------------------------------------------------------ properties of the template
 
     def _find_least_tools(self) -> Tools:
-        """The tools of a stand-in: none, but for a template that cannot do without."""
+        """Return the tools of a stand-in: None, unless the template fails without tools."""
         try:
             self._written(STAND_IN[:1], None, prompt=True)
         except BadRequest:
@@ -196,7 +197,7 @@ class ChatTemplate:
         return ""
 
     def _find_silence(self) -> str | None:
-        """Of the ways to say nothing, the one for which the template writes less."""
+        """Return the empty content, `""` or None, for which the template writes less."""
         lengths: dict[str | None, int] = {}
         for silence in ("", None):
             try:
@@ -207,7 +208,7 @@ class ChatTemplate:
         return min(lengths, key=lambda silence: lengths[silence], default="")
 
     def _shows(self, text: str, messages: list[Body]) -> bool:
-        """Return whether `text` is in what the template writes for `messages`, however it is asked."""
+        """Return whether the template writes `text` for `messages`, with or without the generation prompt."""
         for prompt in (False, True):
             try:
                 if text in self._written(messages, self.least_tools, prompt=prompt):
@@ -222,11 +223,11 @@ class ChatTemplate:
             return self._template(tools).render(
                 messages=list(messages), tools=tools, documents=None, add_generation_prompt=prompt, **variables
             )
-        except Exception as error:  # a template is code of the model's authors and may raise anything
+        except Exception as error:  # a template is the model authors' code and may raise anything
             raise BadRequest(f"the chat template cannot write these messages: {error}") from error
 
     def _template(self, tools: Tools) -> jinja2.Template:
-        """A tokenizer may have a template of its own for requests with tools."""
+        """Return the template for a request. A tokenizer may have a separate one for requests with tools."""
         return self._templates.get("tool_use" if tools else "default") or self._templates["default"]
 
     def _refuse_unknown(self) -> None:
@@ -236,7 +237,7 @@ class ChatTemplate:
 
 
 class _Generation(Extension):
-    """`{% generation %}`, by which templates mark answers for other libraries' training: its text is text."""
+    """`{% generation %}`, which marks answers for the training of other libraries. Its content is plain text here."""
 
     tags = {"generation"}  # noqa: RUF012  # as the base class has it
 
@@ -246,8 +247,10 @@ class _Generation(Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The environment in which chat templates are written to run: that of transformers. But a template may build lists,
-    which some published ones do."""
+    """The Jinja environment of transformers, for which chat templates are written.
+
+    Unlike there, a template may build lists: some published ones do.
+    """
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         return (isinstance(obj, list) and attr in ("append", "pop")) or super().is_safe_attribute(obj, attr, value)
@@ -281,23 +284,23 @@ def _raise(message: str) -> NoReturn:
 
 
 def prompt_key(tools: Tools, options: Mapping[str, Any] | None = None) -> bytes:
-    """Return what tells prompts apart beside their messages, as JSON; empty without tools and options."""
+    """Return a key of the tools and options of a prompt, as JSON; empty without any."""
     if options:
         return msgspec.json.encode({"tools": tools or [], "chat_template_kwargs": options}, order="sorted")
     return msgspec.json.encode(tools, order="sorted") if tools else b""
 
 
 def option_names(source: str) -> set[str]:
-    """Return the variables of a template that its user may set."""
+    """Return the names of the template's options."""
     tree = _environment().parse(source)
-    # A name that is set within a loop or a macro is the template's own.
+    # A name that is set within a loop or a macro is not an option.
     scopes = tree.find_all((jinja2.nodes.For, jinja2.nodes.Macro))
     own = {name.name for scope in scopes for name in scope.find_all(jinja2.nodes.Name) if name.ctx != "load"}
     return jinja2.meta.find_undeclared_variables(tree) - own - _GIVEN
 
 
 def unknown_option(name: str, known: set[str]) -> tuple[str, str]:
-    """Return what is wrong with an option that the template does not have, and what to do."""
+    """Return the message and the hint of the error about an unknown option."""
     close = difflib.get_close_matches(name, sorted(known), 1)
     near = f"did you mean {close[0]!r}? " if close else ""
     return f"the chat template has no option {name!r}", f"{near}it has: {', '.join(sorted(known)) or 'none'}"

@@ -1,4 +1,4 @@
-"""Text to ids and back, with one policy's tokenizer. Any thread may use it."""
+"""Encodes and decodes with the tokenizer of one policy, for any thread."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from rillflow.gateway.trees.tokenising import encode_apart
+from rillflow.gateway.trees.tokenizer_process import encode_apart
 
-_APART = 256 << 10  # characters that are tokenised in this process
+_APART = 256 << 10  # most characters that are tokenised in this process
 _MANY_IDS = 4096
 
 
 class Tokens:
-    """A tokenizer, as the gateway uses it."""
+    """The tokenizer of one policy."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._written = ""  # the tokenizer as JSON, once it is needed
         self._longest = max((len(token) for token in tokenizer.get_vocab()), default=1)
-        # Asked once: this way of encoding sets the tokenizer up, which no thread may do while another one encodes.
+        # Only here: this call sets the tokenizer up, which must not happen while another thread encodes.
         opened = list(tokenizer.encode("", add_special_tokens=True))[:1]
         self._opening = opened if opened == [tokenizer.bos_token_id] else []
 
     def encode(self, text: str) -> list[int]:
         if self._backend is not None:
-            # Of the ways to encode one text, this one lets other threads run meanwhile.
+            # This method of encoding releases the interpreter lock.
             return list(self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def ids(self, text: str) -> array[int]:
-        """As `encode`, for texts of any length."""
+        """Encode a text of any length."""
         if self._backend is None or len(text) <= _APART:
             return array("i", self.encode(text))
         if not self._written:
@@ -41,8 +41,8 @@ class Tokens:
         return encode_apart(self._written, text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Special tokens are text here: tool-call markers are often special."""
-        if self._backend is not None and len(ids) > _MANY_IDS:  # as slow, but it lets other threads run
+        """Decode ids. Special tokens become text, because tool-call markers are often special."""
+        if self._backend is not None and len(ids) > _MANY_IDS:  # as slow, but it releases the interpreter lock
             return str(self._backend.decode_batch([ids], skip_special_tokens=False)[0])
         if self._backend is not None:
             return str(self._backend.decode(ids, skip_special_tokens=False))
@@ -52,26 +52,28 @@ class Tokens:
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Ids of special tokens, which no text becomes while an engine samples under a grammar."""
+        """Ids of special tokens. Under a grammar, no text can become one of them."""
         return frozenset(self._tokenizer.all_special_ids)
 
     def pieces(self, text: str) -> list[tuple[int | None, str]]:
-        """Return a text cut into its added tokens, with their ids, and what stands between them."""
+        """Split a text into its added tokens, with their ids, and the text between them."""
         added = self._tokenizer.get_added_vocab()
         markers = "|".join(re.escape(marker) for marker in sorted(added, key=len, reverse=True))
         parts = re.split(f"({markers})", text) if markers else [text]
         return [(added.get(part), part) for part in parts if part]
 
     def opening(self, text: str) -> list[int]:
-        """The ids that the tokenizer puts before a text of its own, unless the text begins with them already."""
+        """Return the ids that the tokenizer puts before a text, unless the text already begins with them."""
         return self._opening if self._opening and not text.startswith(self._tokenizer.bos_token) else []
 
     def characters_of(self, tokens: int) -> int:
-        """Return a number of characters that no text of `tokens` tokens has: twice what the longest token would give,
-        for tokenizers that drop some of a text."""
+        """Return an upper bound of the characters of a text with `tokens` tokens.
+
+        It is twice the length of the longest token for each, because some tokenizers drop a part of a text.
+        """
         return tokens * 2 * self._longest
 
     @property
     def vocabulary(self) -> int:
-        """How many ids the tokenizer knows."""
+        """The number of ids that the tokenizer knows."""
         return len(self._tokenizer)

@@ -1,8 +1,8 @@
-"""The events of a session as bytes: what each adds to those before it, and nothing twice.
+"""The events of a session as bytes. Each event holds only what it adds to those before it.
 
-Ids take two bytes each where all of a node's fit, else four; log-probs are float32, as the columns that are trained
-on; untempered ones are left out where they are the same; versions and seams are runs. Whole numbers that msgpack has
-no room for, as a call's arguments may have them, are written out.
+Ids take two bytes each if all ids of a node fit, else four. Log-probs are float32, like the columns for training; raw
+ones are left out if they are equal. Versions are runs. Integers beyond msgpack's 64 bits, which the arguments of a call
+may have, are written as bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rillflow.gateway.sessions.keeping import Asked
+from rillflow.gateway.sessions.log_protocol import Asked
 from rillflow.gateway.sessions.rewards import Gift
 from rillflow.gateway.trees.messages import Body, Message, ToolCall, dump_object, message
 from rillflow.gateway.trees.tree import Canonical, Fork, Node, Seam, TokenTree
@@ -23,7 +23,7 @@ from rillflow.types import Chunk, FinishReason
 
 
 class Kind(IntEnum):
-    """The frame that ends a session is the log's own (`storage.frame_log.END`)."""
+    """The kinds of events. The frame log has its own kind for the end of a session (`storage.frame_log.END`)."""
 
     OPENED = 1
     NOTED = 2
@@ -34,7 +34,7 @@ class Kind(IntEnum):
 
 
 class Opened(msgspec.Struct, array_like=True, frozen=True):
-    """`name` is the key without its signature: the log holds nothing that opens a session."""
+    """A session was opened. `name` is its key without the signature, so the log holds nothing that opens a session."""
 
     id: str
     name: str
@@ -51,7 +51,7 @@ class Noted(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Begun(msgspec.Struct, array_like=True, frozen=True):
-    """A live call. `calls` is how many the session had made."""
+    """A live call has begun. `calls` is the number of calls that the session had made."""
 
     call: str
     calls: int
@@ -73,7 +73,7 @@ class Given(msgspec.Struct, array_like=True, frozen=True, tag=1):
 
 
 class Sampled(msgspec.Struct, array_like=True, frozen=True, tag=2):
-    """`runs`: how many tokens by which version. `raw` is empty where it equals `logprobs`."""
+    """A sampled node. `runs` has the number of tokens and their version. `raw` is empty if it equals `logprobs`."""
 
     id: int
     parent: int
@@ -94,7 +94,7 @@ Piece = Root | Given | Sampled
 
 
 class Answered(msgspec.Struct, array_like=True, frozen=True):
-    """An answer, and the nodes above it that are not in the log yet. `draw` -1: not known any more."""
+    """An answer, with the nodes above it that are not in the log yet. `draw` is -1 for an aborted answer."""
 
     call: str
     policy: str
@@ -112,12 +112,12 @@ class Abandoned(msgspec.Struct, array_like=True, frozen=True):
 
 Event = Opened | Noted | Begun | Answered | Abandoned | list[Gift]
 
-_WIDE = 1  # the code of a whole number of more than 64 bits
+_WIDE = 1  # the extension code of an integer of more than 64 bits
 
 
 def _read_wide(code: int, data: memoryview) -> int:
     if code != _WIDE:
-        raise ValueError(f"an extension of code {code}")
+        raise ValueError(f"unknown msgpack extension {code}")
     return int.from_bytes(data, "little", signed=True)
 
 
@@ -136,19 +136,19 @@ def encode(event: Event) -> bytes:
     try:
         return _encode(event)
     except OverflowError:
-        return _encode(_written_out(msgspec.to_builtins(event, builtin_types=(bytes,))))
+        return _encode(_with_extensions(msgspec.to_builtins(event, builtin_types=(bytes,))))
 
 
-def _written_out(value: Any) -> Any:
+def _with_extensions(value: Any) -> Any:
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
         return msgspec.msgpack.Ext(_WIDE, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
     if isinstance(value, dict):
-        return {key: _written_out(item) for key, item in value.items()}
-    return [_written_out(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: _with_extensions(item) for key, item in value.items()}
+    return [_with_extensions(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def decode(kind: int, payload: bytes) -> Event:
-    """Raises msgspec.MsgspecError, or KeyError for a kind that this version does not know."""
+    """Decode an event. Raises msgspec.MsgspecError, or KeyError for an unknown kind."""
     event: Event = _DECODERS[kind].decode(payload)
     return event
 
@@ -188,7 +188,7 @@ def piece_of(node: Node, tree: TokenTree) -> Piece:
 
 
 def _ids(tokens: Sequence[int]) -> bytes:
-    """The first byte says how many each takes."""
+    """Encode ids. The first byte is the number of bytes for each id."""
     if not tokens:
         return b""
     small = max(tokens) < 1 << 16
@@ -205,11 +205,11 @@ def _runs(versions: Sequence[int]) -> list[tuple[int, int]]:
     return [(len(list(run)), version) for version, run in groupby(versions)]
 
 
-# ---------------------------------------------------------------- and back
+# ---------------------------------------------------------------- bytes to nodes
 
 
 def make(piece: Piece, tree: TokenTree, nodes: dict[int, Node]) -> Node | None:
-    """The node of a piece, whose number is the tree's next; None where what it hangs on is not among `nodes`."""
+    """Add the node of a piece to the tree, with its next number. Returns None if its parent is not in `nodes`."""
     if isinstance(piece, Root):
         return tree.root(piece.tools)
     parent = nodes.get(piece.parent)
@@ -257,7 +257,7 @@ def _message(body: Body) -> Message:
         name=body.get("name", ""),
         call_id=body.get("tool_call_id", ""),
     )
-    return said._replace(body=body)  # a dialect may have marked it
+    return said._replace(body=body)  # with the marks of its dialect
 
 
 def _arguments(value: Any) -> str:

@@ -12,8 +12,8 @@ import pytest
 from gateway_support import chunk, make_renderer
 from serving import Served, served
 
-from rillflow.gateway import running
-from rillflow.gateway.outbox import Outbox
+from rillflow.gateway import lifetime
+from rillflow.gateway.lifetime import Outbox
 from rillflow.types import Chunk, GenerateRequest
 from rillflow.wire.messages import Stream
 
@@ -78,7 +78,7 @@ async def test_a_client_that_does_not_read_is_cut(choices: int, monkeypatch: pyt
             await asyncio.wait_for(talker.aborted.wait(), 30)
             # The connection is dropped, not left to wait for its reader.
             await until(lambda: not session.at_work and not gateway.gateway._listener.connections)
-            # Sampled tokens waited in the sockets, in the outbox and between the choices, and nowhere else.
+            # Sampled text waited only in the sockets, in the outbox and between the choices.
             assert talker.chunks * len(WORD) * 4096 * 5 < 64 << 20
             nodes = [node for node in session.tree("policy").nodes() if node.kind == "sampled"]
             assert all(node.abandoned for node in nodes)
@@ -151,7 +151,7 @@ async def test_a_stream_in_which_nothing_happens_shows_that_it_lives() -> None:
         async with http.post(f"{gateway.url}/v1/chat/completions", json=body, headers=headers) as response:
             read = b""
             for beats in (1, 2):
-                clock.time += running.QUIET
+                clock.time += lifetime.QUIET
                 while read.count(b": keep-alive\n\n") < beats:
                     read += await asyncio.wait_for(response.content.readany(), 60)
             gateway.engine.gate.set()

@@ -1,6 +1,6 @@
 """Llama 3.2 and 4, and others: the whole answer is Python, a list of calls such as `[count(box="red", most=3)]`.
 
-Markers around the list (`<|python_start|>`, `<|python_end|>`, `<|python_tag|>`) may be there. Anything else is text.
+The list may stand between markers (`<|python_start|>`, `<|python_end|>`, `<|python_tag|>`). Anything else is text.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from rillflow.gateway.reading.tools.parts import (
+from rillflow.gateway.reading.tools import (
     Json,
     Maybe,
     Offered,
@@ -50,7 +50,7 @@ class Pythonic(ToolFormat):
         rest = [key for key in properties if key not in needed]
         if needed:
             pieces += [Maybe((f", {key}=", Json(_value(parameters, key)))) for key in rest]
-        elif rest:  # without one before them the others have no comma to begin with
+        elif rest:  # no argument comes before these, so they have no comma to begin with
             pieces.append(Maybe((f"{rest[0]}=", Json(_value(parameters, rest[0])))))
         return [*pieces, ")]"]
 
@@ -112,7 +112,7 @@ def _call(entry: ast.expr, tools: Offered) -> ParsedCall | None:
 
 
 def _literal(value: ast.expr) -> Any:
-    """Return a value as JSON has it. Names are JSON's own: a variable is a ValueError."""
+    """Return a literal as JSON. Raises ValueError for a variable; `true`, `false` and `null` are JSON's."""
     if isinstance(value, ast.Name) and value.id in _JSON_NAMES:
         return _JSON_NAMES[value.id]
     if isinstance(value, ast.List | ast.Tuple):
@@ -120,11 +120,11 @@ def _literal(value: ast.expr) -> Any:
     if isinstance(value, ast.Dict):
         keys = [None if key is None else ast.literal_eval(key) for key in value.keys]
         if not all(isinstance(key, str) for key in keys):
-            raise ValueError("the keys of an object are texts")
+            raise ValueError("the keys of an object must be strings")
         return dict(zip(keys, map(_literal, value.values), strict=True))
     found = ast.literal_eval(value)
     if not isinstance(found, str | int | float | bool | None):
-        raise ValueError("not a value of JSON")
+        raise ValueError("not a JSON value")
     return found
 
 

@@ -1,14 +1,14 @@
-"""The life of one call over HTTP: it ends with its answer, its client's going, its session's close or deadline.
+"""The lifetime of one call over HTTP: it ends with its answer, when its client goes, or with its session.
 
-Whatever ends it, the generation is aborted and its concurrency is given back. A stream's first event is awaited for
-`PATIENCE` seconds before the response begins, so that a call which is refused at once is answered with its proper
-status. A stream that is held for longer (it waits for another call of its session, for an engine, for weights, for its
-first token) begins without an event. What goes wrong after that is said in its last event, so that no agent takes half
-an answer for a whole one.
+Whatever ends a call, its generation is aborted and its place among the session's calls is free again. The first event
+of a stream is awaited for `PATIENCE` seconds before the response begins, so that a call which is refused at once gets
+its proper status. A stream that waits longer (for another call of its session, for an engine, for weights, for its
+first token) begins without an event. A later error is the last event of the stream, so that no agent takes half an
+answer for a whole one.
 
-A client that stops reading makes its call wait, after a bounded number of bytes; one that reads nothing for
-`Stream.stalled` seconds counts as gone. A stream in which nothing happens carries a comment when it begins and every
-`QUIET` seconds, so that nobody on the way takes it for dead.
+A client that stops reading makes its call wait, after a bounded number of bytes; a client that reads nothing for
+`Stream.stalled` seconds counts as gone. A quiet stream carries a comment when it begins and every `QUIET` seconds, so
+that no proxy takes it for dead.
 """
 
 from __future__ import annotations
@@ -20,23 +20,26 @@ from typing import Any
 
 from rillflow.contracts import Clock
 from rillflow.errors import EngineError, RillflowError
-from rillflow.gateway.calls import Answer
+from rillflow.gateway.answers import Answer
 from rillflow.gateway.failures import CallRefused, session_gone, session_late
-from rillflow.gateway.outbox import COMMENT, Outbox
 from rillflow.gateway.sessions.session import Session
 from rillflow.wire.messages import Request, Send, Stream
 
 QUIET = 10.0
 PATIENCE = 1.0
-_FAULT = 500  # status from which on an error is not the agent's
-_LOOK, _LONGEST_LOOK = 0.01, 1.0  # seconds between two looks at a clock that may stand still, or be moved by hand
+BOUND = 64 << 10  # bytes that may wait until the call has to wait
+COMMENT = b": keep-alive\n\n"  # clients skip lines that begin with a colon
+_FAULT = 500  # the lowest status of errors that are not the agent's
+_LOOK, _LONGEST_LOOK = 0.01, 1.0  # seconds between two readings of a clock that may stand still, or jump in tests
 
 Begin = Callable[[], Awaitable[Answer]]
 
 
 class Cutting:
-    """Everything that may cut the task at work on a call: `request` tells when its client has gone, `clock` when its
-    session's time is over. `answer` is abandoned then, once there is one."""
+    """Cancels the task of a call when its client goes (`request`) or its session's time is over (`clock`).
+
+    `answer`, once it is set, is abandoned then.
+    """
 
     def __init__(self, task: asyncio.Task[Any], session: Session, request: Request | None, clock: Clock) -> None:
         self.answer: Answer | None = None
@@ -54,13 +57,13 @@ class Cutting:
         session.at_work[task] = self._abandon
 
     def release(self) -> None:
-        """The work has ended: nothing cuts the task any more."""
+        """Cancel nothing any more; the call has ended."""
         self._session.at_work.pop(self._task, None)
         self._timer.cancel()
         self._forget()
 
     def cause(self) -> CallRefused | None:
-        """Why the task was cut; None where it was not, or by someone else."""
+        """Return why the task was cancelled here; None if it was not."""
         if self._session.closed:
             return session_gone(self._session.id)
         if self._late:
@@ -77,7 +80,7 @@ class Cutting:
 
     def _expire(self) -> None:
         left = self._left()
-        if left > 0:  # the session's clock has stood still meanwhile
+        if left > 0:  # the session's clock stood still meanwhile
             self._timer = asyncio.get_running_loop().call_later(max(left, _LOOK), self._expire)
             return
         self._late = True
@@ -85,8 +88,10 @@ class Cutting:
 
 
 async def whole(begin: Begin, session: Session, request: Request | None, clock: Clock) -> Answer:
-    """Return the answer once it has ended, in the task of the request; raise what the work raised, or why it was cut.
-    Without a `request` there is no client that could go: whoever asks is in this task."""
+    """Return the answer once it has ended. Raises the error of the call, or why it was cancelled.
+
+    The call runs in the current task. A call from this process has no `request`.
+    """
     task = asyncio.current_task()
     assert task is not None
     cutting = Cutting(task, session, request, clock)
@@ -109,7 +114,7 @@ async def whole(begin: Begin, session: Session, request: Request | None, clock: 
 
 
 class EventStream(Stream):
-    """Server-sent events from a running call, several in one write where they wait."""
+    """Server-sent events from a running call. Events that wait are sent in one write."""
 
     def __init__(self, task: asyncio.Task[None], outbox: Outbox, first: bytes, clock: Clock) -> None:
         super().__init__(media_type="text/event-stream; charset=utf-8", headers={"cache-control": "no-cache"})
@@ -130,7 +135,7 @@ class EventStream(Stream):
 
 
 class _Pulse:
-    """Reminds an outbox every `QUIET` seconds; one that is not waited on takes no notice."""
+    """Adds a comment to an idle outbox every `QUIET` seconds."""
 
     def __init__(self, outbox: Outbox, clock: Clock) -> None:
         self._outbox = outbox
@@ -150,7 +155,7 @@ class _Pulse:
     def _look(self) -> None:
         now = self._clock.monotonic()
         if now >= self._due:
-            self._outbox.remind()
+            self._outbox.add_comment()
             self._due = now + QUIET
         self._look_later()
 
@@ -164,7 +169,7 @@ async def streamed(
     *,
     shape: Callable[[RillflowError], bytes],
 ) -> EventStream:
-    """Start the stream of an answer; an error after the response has begun travels in it, written by `shape`."""
+    """Start the stream of an answer. An error after the response has begun is sent in it, written by `shape`."""
     outbox = Outbox()
     begun = False
 
@@ -178,7 +183,7 @@ async def streamed(
                     await outbox.put(data)
 
     def ended(task: asyncio.Task[None]) -> None:
-        working.close()  # a task that is cancelled before its first turn never touches its work
+        working.close()  # a task that is cancelled before it runs never awaits its coroutine
         cutting.release()
         error = _failure(task, cutting)
         _count_fault(session, error)
@@ -207,17 +212,69 @@ async def streamed(
 
 
 def _failure(task: asyncio.Task[None], cutting: Cutting) -> BaseException | None:
-    """What went wrong with a task that has ended."""
+    """Return the error of a task that has ended."""
     if task.cancelled():
         return cutting.cause() or CallRefused("the client has gone", status=499)
     return task.exception()
 
 
 def _count_fault(session: Session, error: BaseException | None) -> None:
-    """Count an error of the engine or of the disk: what the agent makes of it is not the policy's doing."""
+    """Count an error of the engine or the disk, whose effect on the episode is not the policy's fault."""
     if error is not None and _said(error).status >= _FAULT and not isinstance(error, CallRefused):
         session.faults += 1
 
 
 def _said(error: BaseException) -> RillflowError:
     return error if isinstance(error, RillflowError) else EngineError(f"{type(error).__name__}: {error}")
+
+
+# ---------------------------------------------------------------- events that wait for the client
+
+
+class Outbox:
+    """A bounded queue of bytes with one writer and one reader. After `end` the reader gets the rest, then nothing.
+
+    A connection that does not keep up makes the call wait, so memory does not grow.
+    """
+
+    def __init__(self, bound: int = BOUND) -> None:
+        self._bound = bound
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._ended = False
+        self._filled = asyncio.Event()
+        self._taken = asyncio.Event()
+
+    async def put(self, data: bytes) -> None:
+        """Add data, and return once there is room for more. The reader bounds the time."""
+        self._add(data)
+        while self._size >= self._bound:
+            self._taken.clear()
+            await self._taken.wait()
+
+    def add_comment(self) -> None:
+        """Add a comment if the outbox is empty, for a reader that waits."""
+        if not self._parts and not self._ended:
+            self._add(COMMENT)
+
+    def end(self, last: bytes = b"") -> None:
+        self._add(last)
+        self._ended = True
+        self._filled.set()
+
+    async def take(self) -> bytes:
+        """Return everything that waits, at least one event; empty after the end."""
+        if not self._parts and not self._ended:
+            self._filled.clear()
+            await self._filled.wait()
+        data = b"".join(self._parts)
+        self._parts.clear()
+        self._size = 0
+        self._taken.set()
+        return data
+
+    def _add(self, data: bytes) -> None:
+        if data:
+            self._parts.append(data)
+            self._size += len(data)
+            self._filled.set()

@@ -1,12 +1,18 @@
-"""Formats with the tool's name as text and its arguments as one JSON object: Mistral, DeepSeek, Kimi-K2, gpt-oss."""
+"""Formats with a marker before the call and JSON arguments.
+
+Hermes writes one JSON object for each call, Granite, Phi, Nemotron and Command a JSON list of all calls, and Mistral,
+DeepSeek, Kimi-K2 and gpt-oss the name as text before a JSON object of arguments.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
+from typing import ClassVar
 
-from rillflow.gateway.reading.tools.blocks import Blocks, Values
-from rillflow.gateway.reading.tools.parts import (
+from rillflow.gateway.reading.tools import (
+    Blocks,
     Json,
     Matching,
     Offered,
@@ -15,14 +21,138 @@ from rillflow.gateway.reading.tools.parts import (
     Schema,
     ToolFormat,
     ToolParser,
+    Values,
     call_json,
     call_of,
     calls_of,
     json_call,
+    parse_call,
 )
 from rillflow.gateway.trees.messages import dump_object, parse_object
 
-_ID = "[a-zA-Z0-9]{9}"  # what Mistral's own tokenizer asks of an id
+# ---------------------------------------------------------------- one JSON object for each call
+
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+class Hermes(ToolFormat):
+    """Hermes, Qwen 2.5 and 3, Granite 4: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`."""
+
+    def parser(self, tools: Offered) -> ToolParser:
+        def read(body: str) -> list[ParsedCall] | None:
+            call = parse_call(body, tools)
+            return None if call is None else [call]
+
+        return Blocks(OPEN, CLOSE, read)
+
+    def write(self, calls: Sequence[ParsedCall]) -> str:
+        return "\n".join(f"{OPEN}\n{call_json(call)}\n{CLOSE}" for call in calls)
+
+    def shape(self, name: str, parameters: Schema) -> Sequence[Piece]:
+        return [OPEN, "\n", json_call(name, parameters), "\n", CLOSE]
+
+
+# ---------------------------------------------------------------- one JSON list of all calls
+
+
+class Listed(ToolFormat):
+    """A list between `open` and `close`; without `close` it ends with its last bracket."""
+
+    open: ClassVar[str]
+    close: ClassVar[str] = ""
+
+    def parser(self, tools: Offered) -> ToolParser:
+        read = partial(calls_of, tools=tools)
+        return Blocks(self.open, self.close, read) if self.close else Values((self.open,), read)
+
+    def write(self, calls: Sequence[ParsedCall]) -> str:
+        return f"{self.open}[{', '.join(call_json(call) for call in calls)}]{self.close}"
+
+    def shape(self, name: str, parameters: Schema) -> Sequence[Piece]:
+        return [self.open, "[", json_call(name, parameters), "]", self.close]
+
+
+class Granite(Listed):
+    """Granite 3: `<|tool_call|>[{"name": …, "arguments": {…}}]`. Granite 4 writes as Hermes does."""
+
+    open = "<|tool_call|>"
+    marks = ("respond only with <|tool_call|>",)
+
+
+class Phi(Listed):
+    """Phi-4-mini: `<|tool_call|>[{"name": …, "arguments": {…}}]<|/tool_call|>`, or `functools[…]`."""
+
+    open = "<|tool_call|>"
+    close = "<|/tool_call|>"
+    marks = ("<|/tool_call|>", "<|/tool|>")
+
+    def parser(self, tools: Offered) -> ToolParser:
+        return PhiParser(tools)
+
+
+class PhiParser:
+    """Reads both spellings, one after the other."""
+
+    def __init__(self, tools: Offered) -> None:
+        read = partial(calls_of, tools=tools)
+        self._marked = Blocks(Phi.open, Phi.close, read)
+        self._named = Values(("functools",), read)
+
+    @property
+    def unparsed(self) -> int:
+        return self._marked.unparsed + self._named.unparsed
+
+    def feed(self, text: str) -> list[ParsedCall | str]:
+        return self._all(self._marked.feed(text))
+
+    def finish(self) -> list[ParsedCall | str]:
+        return self._all(self._marked.finish()) + self._named.finish()
+
+    def _all(self, parts: list[ParsedCall | str]) -> list[ParsedCall | str]:
+        read: list[ParsedCall | str] = []
+        for part in parts:
+            read += self._named.feed(part) if isinstance(part, str) else [*self._named.finish(), part]
+        return read
+
+
+class Nemotron(Listed):
+    """Nemotron Nano 2: `<TOOLCALL>[{"name": …, "arguments": {…}}]</TOOLCALL>`."""
+
+    open = "<TOOLCALL>"
+    close = "</TOOLCALL>"
+
+
+class Command(Listed):
+    """Command R7B and A: `<|START_ACTION|>[{"tool_call_id": "0", "tool_name": …, "parameters": {…}}]<|END_ACTION|>`."""
+
+    open = "<|START_ACTION|>"
+    close = "<|END_ACTION|>"
+
+    def write(self, calls: Sequence[ParsedCall]) -> str:
+        joined = ",\n".join(
+            f'    {{"tool_call_id": "{number}", {call_json(call, "parameters", "tool_name")[1:]}'
+            for number, call in enumerate(calls)
+        )
+        return f"{self.open}[\n{joined}\n]{self.close}"
+
+    def shape(self, name: str, parameters: Schema) -> Sequence[Piece]:
+        numbered = {"type": "string", "pattern": "^[0-9]{1,3}$"}
+        found = json_call(name, parameters, "parameters", "tool_name")
+        properties = {"tool_call_id": numbered, **found.schema["properties"]}
+        return [
+            self.open,
+            "[\n    ",
+            found._replace(schema={**found.schema, "properties": properties, "required": list(properties)}),
+            "\n]",
+            self.close,
+        ]
+
+
+# ---------------------------------------------------------------- the name as text, the arguments as JSON
+
+
+_ID = "[a-zA-Z0-9]{9}"  # the ids that Mistral's own tokenizer accepts
 
 
 def _named(name: str, arguments: str, tools: Offered, id: str = "") -> ParsedCall | None:
@@ -31,7 +161,7 @@ def _named(name: str, arguments: str, tools: Offered, id: str = "") -> ParsedCal
 
 
 class Mistral(ToolFormat):
-    """Up to 2024: `[TOOL_CALLS][{"name": …, "arguments": {…}, "id": …}]`. The parser reads both of its spellings."""
+    """Up to 2024: `[TOOL_CALLS][{"name": …, "arguments": {…}, "id": …}]`. The parser reads the newer spelling too."""
 
     marks = ("[TOOL_CALLS][",)
     _head = re.compile(r"\s*([^\[\s]+)\s*(?:\[CALL_ID\]([^\[]*))?(?:\[ARGS\])?\s*")
@@ -74,7 +204,7 @@ class MistralArgs(Mistral):
 
 
 class DeepSeek(ToolFormat):
-    """V3.1: `<｜tool▁call▁begin｜>name<｜tool▁sep｜>{…}<｜tool▁call▁end｜>`, all between markers of their own."""
+    """V3.1: `<｜tool▁call▁begin｜>name<｜tool▁sep｜>{…}<｜tool▁call▁end｜>` in a section with its own markers."""
 
     marks = ("<｜tool▁calls▁begin｜>",)
     _call = re.compile(
@@ -152,8 +282,10 @@ class Kimi(ToolFormat):
 
 
 def _all(pattern: re.Pattern[str], body: str, tools: Offered) -> list[ParsedCall] | None:
-    """Return the calls of a section, or None where some of it is none. The last two groups are name and arguments; a
-    group before them is the id."""
+    """Return the calls of a section, or None if it holds anything else.
+
+    The last two groups of `pattern` are name and arguments; a group before them is the id.
+    """
     calls: list[ParsedCall] = []
     at = 0
     while at < len(body):
@@ -172,7 +304,7 @@ def _all(pattern: re.Pattern[str], body: str, tools: Offered) -> list[ParsedCall
 class Harmony(ToolFormat):
     """gpt-oss: ` to=functions.name<|channel|>commentary json<|message|>{…}<|call|>`, or with the channel first.
 
-    The reasoning format of the same name takes the other channels apart.
+    The reasoning format of the same name reads the other channels.
     """
 
     marks = ("<|channel|>commentary",)

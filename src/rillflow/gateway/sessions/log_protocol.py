@@ -1,4 +1,4 @@
-"""What a session tells its log, so that it outlives the gateway's process. Without a log it lives in memory alone."""
+"""The protocol of a session's log. With a log, a session survives the gateway's process."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ if TYPE_CHECKING:
 
 
 class Asked(NamedTuple):
-    """What the answers to one call share. `draw` is its number among the calls with the same prompt, `choices` how
-    many answers it gets; `live`: the agent may see tokens of them before they have ended."""
+    """What the answers to one call share.
+
+    `draw` is its number among the calls with the same prompt, `choices` the number of its answers. `live`: the agent
+    may see tokens before an answer has ended.
+    """
 
     call: str
     policy: str
@@ -22,40 +25,40 @@ class Asked(NamedTuple):
 
 
 class SessionLog(Protocol):
-    """Where sessions are kept. What was told is on disk once `synced` returns; `ended` waits for it itself."""
+    """Where sessions are kept. Events are on disk once `synced` returns; `ended` waits for that itself."""
 
     def restore(self) -> list[Session]:
-        """The sessions that were not closed, with keys that lack their signatures. Asked once, before all else."""
+        """Return the sessions that were not closed, with keys that lack their signatures. It is called once, first."""
 
     def opened(self, session: Session) -> None: ...
 
     def noted(self, session: Session) -> None:
-        """The session's detail has changed, or it takes no more calls."""
+        """Record that the session's detail has changed, or that it takes no more calls."""
 
     def begun(self, session: Session, asked: Asked, nodes: Sequence[Node]) -> None:
-        """Sampling of `nodes`, one for each answer, begins."""
+        """Record that sampling of `nodes`, one for each answer, begins."""
 
     async def shown(self, session: Session, asked: Asked) -> None:
-        """Tokens of a live call are about to be seen: returns once its beginning is on disk."""
+        """Return once the beginning of a live call, whose tokens are about to be seen, is on disk."""
 
     async def ended(self, session: Session, asked: Asked, node: Node) -> None:
-        """Returns once the answer, and all before it, is on disk; raises where that cannot be."""
+        """Return once the answer, and everything before it, is on disk. Raises if it cannot be written."""
 
     def abandoned(self, session: Session, asked: Asked, nodes: Sequence[Node]) -> None:
-        """The call has failed: nobody will see these answers, but for those with something below them."""
+        """Record that a call has failed. Its answers are never shown, except those that a later call extends."""
 
     def rewarded(self, session: Session) -> None: ...
 
     def closed(self, session: Session) -> None:
-        """The session has ended and what it left is safe elsewhere, or wanted no more."""
+        """Forget a session: its record is safe elsewhere, or not needed."""
 
     async def synced(self) -> None: ...
 
     async def close(self) -> None: ...
 
 
-class Unkept:
-    """Keeps nothing."""
+class NoSessionLog:
+    """A log that keeps nothing."""
 
     def restore(self) -> list[Session]:
         return []

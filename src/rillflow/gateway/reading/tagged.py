@@ -1,6 +1,6 @@
-"""Formats that write every argument between tags of its own: Qwen3-Coder, GLM, MiniMax, Seed.
+"""Formats that write each argument between its own tags: Qwen3-Coder, GLM, MiniMax, Seed.
 
-An argument is text; the tool's schema says what it is meant to be. Where it says nothing, text that is JSON is that.
+An argument is text, and the tool's schema gives its type. Without a type, text that is JSON is read as JSON.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from rillflow.gateway.reading.tools.blocks import Blocks
-from rillflow.gateway.reading.tools.parts import (
+from rillflow.gateway.reading.tools import (
+    Blocks,
     Json,
     Matching,
     Maybe,
@@ -31,8 +31,10 @@ _LINE = "\n"
 
 
 class Tagged(ToolFormat):
-    """`call` is one call with NAME in it, `argument` one argument with KEY and VALUE; calls stand between `open` and
-    `close`, each in a pair of its own or (`shared`) all in one."""
+    """A format described by two patterns: `call` with NAME in it, and `argument` with KEY and VALUE.
+
+    Each call stands between `open` and `close`; with `shared`, all calls stand between one pair.
+    """
 
     open: ClassVar[str]
     close: ClassVar[str]
@@ -46,7 +48,7 @@ class Tagged(ToolFormat):
     def _calls(self, body: str, tools: Offered) -> list[ParsedCall] | None:
         head, end = (_spaced(part) for part in self.call)
         named = head.replace(_NAME, r'([^<>"\s]+)')
-        # A call without an end of its own goes on to the end of the block.
+        # A call without an end marker ends with the block.
         pattern = re.compile(rf"\s*{named}(.*?){end or '$'}\s*", re.DOTALL)
         calls: list[ParsedCall] = []
         at = 0
@@ -65,7 +67,7 @@ class Tagged(ToolFormat):
         properties = tools.schemas.get(name, {}).get("properties", {})
         before, _, after = self.argument.partition(_VALUE)
         named = _spaced(before.removesuffix("\n")).replace(_KEY, r'([^<>"]+?)')
-        # Blank text at the ends of a value is its own, but for one line break where the format has one.
+        # Blank text at the ends of a value belongs to it, except one line break if the format has one.
         line = r"\n?"
         value = f"{line if before.endswith(_LINE) else ''}(.*?){line if after.startswith(_LINE) else ''}"
         pattern = re.compile(rf"\s*{named}{value}{_spaced(after.strip())}\s*", re.DOTALL)
@@ -114,7 +116,7 @@ class Tagged(ToolFormat):
 
 
 def _spaced(text: str) -> str:
-    """Return a pattern for `text` with any blank text where it has a line break."""
+    """Return a pattern for `text` that allows any blank text in place of a line break."""
     return r"\s*".join(map(re.escape, text.split("\n")))
 
 
@@ -124,7 +126,7 @@ def _is_text(schema: Any) -> bool:
 
 
 def _meant(text: str, schema: Any) -> Any:
-    """Return the value that `text` is by its schema. Templates write some values as Python does."""
+    """Return the value of an argument by its schema. Templates write some values as Python does."""
     if _is_text(schema):
         return text
     stripped = text.strip()
