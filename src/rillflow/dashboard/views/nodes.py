@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rillflow.dashboard.watched import Live, WatchedRun
-from rillflow.dataflow.ledger.snapshot import Snapshot
 from rillflow.dataflow.ledger.nodes import node_info
+from rillflow.dataflow.ledger.snapshot import Snapshot
 from rillflow.dataflow.ledger.tables import SUM, Node
 from rillflow.types import NodeInfo
 
