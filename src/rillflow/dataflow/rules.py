@@ -151,5 +151,5 @@ def _policy_rules(recipe: Recipe, name: str) -> PolicyRules:
 
 def derive_seed(*parts: str | int) -> int:
     """53 bits (exact in every language's numbers) from what identifies a thing, the same on every machine."""
-    text = "/".join(str(part) for part in parts)
+    text = "/".join(map(str, parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 11

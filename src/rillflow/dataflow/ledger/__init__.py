@@ -20,5 +20,6 @@ one writer; other modules change it through that one's methods.
 
 These decide and write nothing themselves: `leasing` and `throttle` (which tasks a node gets), `streams` (what a trainer
 may get), `serving` (what it is sent), `steps` (what a commit leaves), `scoring` (rewards of groups), `lost_rows`,
-`course` (the phases of a run). `snapshot` is for readers outside of the service.
+`course` (the phases of a run), `complete` (statistics of a complete group). `snapshot` is for readers outside of the
+service.
 """

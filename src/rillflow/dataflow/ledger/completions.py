@@ -113,11 +113,13 @@ class Judge:
 
 def _why_failed(lane: str, news: CompleteTask) -> str:
     """Return why a completion is a failure: nothing in it can be trained on, or it has no reward."""
-    trained = news.calls if lane == "eval" else sum([sample.trained for sample in news.samples])
+    trained, fits = news.calls if lane == "eval" else 0, abs(news.reward) <= LARGEST_REWARD
+    for sample in news.samples:
+        trained += sample.trained if lane == "train" else 0
+        fits = fits and abs(sample.reward) <= LARGEST_REWARD
     if trained == 0:
         return NO_MODEL_CALL
-    rewards = [news.reward, *[sample.reward for sample in news.samples]]
-    return "" if all([abs(reward) <= LARGEST_REWARD for reward in rewards]) else BAD_REWARD
+    return "" if fits else BAD_REWARD
 
 
 def _completed_before(news: CompleteTask) -> LeaseLost:

@@ -170,26 +170,27 @@ class Course(Part):
         return NEWEST if self._rules.epochs is None else self._rules.epochs * self._source.length
 
     def admit(self) -> int:
-        room, admitted, skipped = self._parts.streams.room(), 0, 0
+        room, skipped = self._parts.streams.room(), 0
+        if room < 1:
+            return 0
+        admitted: list[int] = []
         first = self._db.counter("cursor")
-        while admitted < room and skipped < _MOST_SKIPPED and first + admitted + skipped < self._end:
-            index = first + admitted + skipped
+        while len(admitted) < room and skipped < _MOST_SKIPPED and first + len(admitted) + skipped < self._end:
+            index = first + len(admitted) + skipped
             wanted = self._hooks.admits(self._source.at(index), index)
             if wanted is None:
                 break
             if wanted:
-                self._parts.groups.create("train", index, size=self._rules.group_size)
-                admitted += 1
+                admitted.append(index)
             else:
                 skipped += 1
-        if admitted or skipped:
-            self._db.count("cursor", admitted + skipped)
-        if skipped:
-            self._db.count("skipped", skipped)
-            self._db.count(SKIPPED_IN_A_ROW, skipped)
+        self._db.count("cursor", len(admitted) + skipped)
+        self._db.count("skipped", skipped)
+        self._db.count(SKIPPED_IN_A_ROW, skipped)
         if admitted:
+            self._parts.groups.create("train", admitted, size=self._rules.group_size)
             self._db.clear_counter(SKIPPED_IN_A_ROW)
-        return admitted
+        return len(admitted)
 
     # ------------------------------------------------------------ serving
 

@@ -63,8 +63,7 @@ class Evaluations(Part):
             "VALUES (?, ?, ?, ?, 'running', ?, ?)",
             (number, step, heads[self._rules.policy], json.dumps(heads), planned, self._clock.now()),
         )
-        for index in range(self._prompts):
-            self._groups.create("eval", index, size=self._rules.repeats, number=number, step=step)
+        self._groups.create("eval", range(self._prompts), size=self._rules.repeats, number=number, step=step)
 
     def _asked(self, step: int, heads: dict[str, int] | None) -> bool:
         """Return whether there is a round of this step; with `heads`, of these versions: others may have gone on."""

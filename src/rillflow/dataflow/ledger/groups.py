@@ -10,20 +10,19 @@ The only writer of groups, tally and recent.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 
 from rillflow.contracts import PromptSource
 from rillflow.dataflow.hooks import Hooks
+from rillflow.dataflow.ledger.complete import CompleteGroup, Episode, episodes_of, statistics_of
 from rillflow.dataflow.ledger.database import Base, Part
 from rillflow.dataflow.ledger.playing import Playing, PlayingGroup
 from rillflow.dataflow.ledger.samples import Samples
-from rillflow.dataflow.ledger.serving import alike, spread
-from rillflow.dataflow.ledger.shares import Shares, Statistics
+from rillflow.dataflow.ledger.serving import alike
+from rillflow.dataflow.ledger.shares import Key, Shares
 from rillflow.dataflow.ledger.states import MACHINES
-from rillflow.dataflow.ledger.tables import Group, Record, Share
+from rillflow.dataflow.ledger.tables import Group, Share
 from rillflow.dataflow.ledger.tasks import Tasks
 from rillflow.dataflow.ledger.versions import Lineage
 from rillflow.errors import DataError
@@ -35,52 +34,6 @@ _METRICS = json_decoder(dict[str, float])
 _LUCK = ("trained", "expired", "failed", "filtered")
 _ENDED = MACHINES["groups"].ends
 _OPEN_SHARE = MACHINES["shares"].open
-
-
-@dataclass(frozen=True)
-class CompleteGroup:
-    """A complete group, as hooks see it: the episodes in which `policy` has trained tokens, in their places' order."""
-
-    id: str
-    prompt: Prompt
-    policy: str
-    rewards: Sequence[float]
-    lengths: Sequence[int]
-    truncated: Sequence[bool]
-    staleness: int
-    alike: Sequence[Sequence[float]] = ()  # rewards of what is compared, where that is not all of `rewards`
-
-    @property
-    def flat(self) -> bool:
-        several = self._several()
-        return bool(several) and all(min(rewards) == max(rewards) for rewards in several)
-
-    @property
-    def deviation(self) -> float:
-        return max((spread(rewards)[1] for rewards in self._several()), default=math.inf)
-
-    def _several(self) -> list[Sequence[float]]:
-        return [rewards for rewards in (self.alike or [self.rewards]) if len(rewards) > 1]
-
-
-class _Episode(Record, frozen=True):
-    """The samples with trained tokens of one policy in one task."""
-
-    policy: str
-    trained: int
-    truncated: int
-    reward: float
-    oldest: int
-    newest: int
-    samples: int
-    tokens: int
-    live: int
-
-
-_EPISODES = (
-    "SELECT policy, sum(trained), max(truncated), avg(reward), min(oldest), max(newest), count(*), sum(tokens), "
-    "min(live) FROM samples WHERE grp = ? AND trained > 0 GROUP BY policy, place ORDER BY place"
-)
 
 
 class Groups(Part):
@@ -134,18 +87,21 @@ class Groups(Part):
 
     # ------------------------------------------------------------ admission
 
-    def create(self, lane: Lane, index: int, *, size: int, number: int = 0, step: int = 0) -> None:
-        """Admit the prompt at `index`; `number` and `step` are those of its evaluation round."""
-        group = f"t{index:06d}" if lane == "train" else f"e{number}.{index:06d}"
-        prompt = self._sources[lane].at(index)
-        self._db.run(
+    def create(self, lane: Lane, indices: Iterable[int], *, size: int, number: int = 0, step: int = 0) -> None:
+        """Admit the prompts at these positions; `number` and `step` are those of their evaluation round."""
+        prefix, now = "t" if lane == "train" else f"e{number}.", self._clock.now()
+        groups = [
+            PlayingGroup(f"{prefix}{index:06d}", lane, number, index, self._sources[lane].at(index).id)
+            for index in indices
+        ]
+        self._db.many(
             "INSERT INTO groups (id, lane, round, ord, prompt, planned, state, admitted_at) "
             "VALUES (?, ?, ?, ?, ?, ?, 'playing', ?)",
-            (group, lane, number, index, prompt.id, size, self._clock.now()),
+            [(group.id, lane, number, group.ord, group.prompt, size, now) for group in groups],
         )
-        self._tally(lane, "playing", "", 1)
-        self._db.count(f"admitted.{lane}")
-        self._tasks.create(PlayingGroup(group, lane, number, index, prompt.id), size=size, step=step)
+        self._tally(lane, "playing", "", len(groups))
+        self._db.count(f"admitted.{lane}", len(groups))
+        self._tasks.create(groups, size=size, step=step)
 
     def prompt(self, lane: Lane, index: int, expected: str) -> Prompt:
         prompt = self._sources[lane].at(index)
@@ -205,7 +161,7 @@ class Groups(Part):
         playing = self._playing.get(group)
         if playing.open:
             return False
-        row = self.row(group)
+        row = _row_of(playing)
         needed = 2 if row.lane == "train" and row.planned > 1 else 1
         if sum(task.state == "done" for task in playing.tasks) < needed:
             self._fail(row)
@@ -215,8 +171,7 @@ class Groups(Part):
         elif row.lane == "eval":
             self._move(row, "evaluated")
         else:
-            self._share_out(row, needed)
-            self.close(group)
+            self._move(row, *_end_of(self._share_out(row, playing, needed)))
         return True
 
     def _fail(self, row: Group) -> None:
@@ -237,33 +192,34 @@ class Groups(Part):
 
     # ------------------------------------------------------------ shares
 
-    def _share_out(self, row: Group, needed: int) -> None:
-        """Take each producer's statistics, let the filters judge it, and give the streams their shares."""
-        episodes: dict[str, list[_Episode]] = {}
-        for episode in self._db.rows(_Episode, _EPISODES, (row.id,)):
-            episodes.setdefault(episode.policy, []).append(episode)
+    def _share_out(self, row: Group, playing: PlayingGroup, needed: int) -> list[tuple[str, str]]:
+        """Take each producer's statistics, let the filters judge it, and give the streams their shares; returns the
+        states and causes of all shares of the group."""
+        episodes = episodes_of(self._db, row.id)
         for producer in [name for name, found in episodes.items() if not all(episode.live for episode in found)]:
             del episodes[producer]  # some of its rows were released, when no stream wanted them
             self._samples.release(row.id, producer)
         prompt = self.prompt(row.lane, row.ord, row.prompt)
-        known = {(share.producer, share.stream) for share in self._shares.of(row.id)}
+        shares = {share.key: (share.state, share.cause) for share in self._shares.of(row.id)} if playing.shared else {}
         for producer in self._rules.policies:
             if producer in episodes:
-                self._share(row, producer, episodes=episodes[producer], prompt=prompt, needed=needed, known=known)
+                self._share(row, producer, episodes=episodes[producer], prompt=prompt, needed=needed, shares=shares)
         self._remember(row.id, episodes)
+        return [shares[key] for key in sorted(shares)]
 
     def _share(
         self,
         row: Group,
         producer: str,
         *,
-        episodes: Sequence[_Episode],
+        episodes: Sequence[Episode],
         prompt: Prompt,
         needed: int,
-        known: set[tuple[str, str]],
+        shares: dict[Key, tuple[str, str]],
     ) -> None:
-        """Give a producer's part to its streams. Its rows are kept if one of the shares is ready."""
-        statistics = _statistics(episodes)
+        """Give a producer's part to its streams: the shares are added to those that the group has. The rows are kept if
+        one of them is ready."""
+        statistics = statistics_of(episodes)
         grouping = self._rules.grouping
         view = CompleteGroup(
             id=row.id,
@@ -280,16 +236,17 @@ class Groups(Part):
         held = False
         state, cause = self._hooks.verdict(view) if len(episodes) >= needed else ("filtered", TOO_FEW)
         for stream in self._rules.streams_of(producer):
-            if (producer, stream) in known:
+            key = (row.id, producer, stream)
+            if key in shares:
                 continue  # it ended before some tasks of the group had to be played again
             over = state == "ready" and self._lineage.done(stream)
-            end = ("expired", POLICY_DONE) if over else (state, cause)
-            self._shares.create((row.id, producer, stream), row.ord, *end, statistics)
+            shares[key] = end = ("expired", POLICY_DONE) if over else (state, cause)
+            self._shares.create(key, row.ord, *end, statistics)
             held = held or end[0] == "ready"
         if not held:
             self._samples.release(row.id, producer)
 
-    def _remember(self, group: str, episodes: dict[str, list[_Episode]]) -> None:
+    def _remember(self, group: str, episodes: dict[str, list[Episode]]) -> None:
         """Keep what each stream's next step says of the group: of its own policy's part in it, if it has one."""
         for stream in self._lineage.unfinished():
             for producer in (stream, *self._rules.policies[stream].producers):
@@ -413,6 +370,13 @@ class Groups(Part):
         self._playing.reload(group)
 
 
+def _row_of(playing: PlayingGroup) -> Group:
+    """Return the row of a group that is playing."""
+    return Group(
+        playing.id, playing.lane, playing.round, playing.ord, playing.prompt, len(playing.tasks), "playing", "", 0
+    )
+
+
 def _end_of(shares: Sequence[tuple[str, str]]) -> tuple[str, str]:
     """Return the state and the cause of a group whose shares are in these states for these causes."""
     if any(state in _OPEN_SHARE for state, _ in shares):
@@ -420,17 +384,3 @@ def _end_of(shares: Sequence[tuple[str, str]]) -> tuple[str, str]:
     if not shares:
         return "filtered", NO_STREAM
     return min(shares, key=lambda share: _LUCK.index(share[0]))
-
-
-def _statistics(episodes: Sequence[_Episode]) -> Statistics:
-    rewards = [episode.reward for episode in episodes]
-    mean, std = spread(rewards)
-    return Statistics(
-        oldest=min(episode.oldest for episode in episodes),
-        newest=max(episode.newest for episode in episodes),
-        mean=mean,
-        std=std,
-        size=len(rewards),
-        samples=sum(episode.samples for episode in episodes),
-        tokens=sum(episode.tokens for episode in episodes),
-    )

@@ -39,6 +39,7 @@ class PlayingGroup(msgspec.Struct, gc=False):
     tasks: list[Task] = []
     versions: dict[str, tuple[int, int]] = {}
     waiting: dict[str | None, int] = {}
+    shared: bool = False  # it was complete once, and may have shares
     open: int = 0
 
     @property
@@ -86,7 +87,8 @@ class Playing(Part):
             task.deadline = deadlines.get(task.attempt, self._clock.now() + self._rules.task_lease)
         name, lane, number, order, prompt = row
         versions = self._versions(group) if lane == "train" else {}
-        self.add(PlayingGroup(name, lane, number, order, prompt, tasks, versions))
+        shared = bool(self._db.value("SELECT EXISTS (SELECT 1 FROM shares WHERE grp = ?)", (group,)))
+        self.add(PlayingGroup(name, lane, number, order, prompt, tasks, versions, shared=shared))
 
     def _versions(self, group: str) -> dict[str, tuple[int, int]]:
         """Return the versions of a group's tokens. Rows that were released once are trained no more; those of a policy

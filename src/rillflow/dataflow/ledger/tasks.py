@@ -72,19 +72,17 @@ class Tasks(Part):
         self._judged_by: tuple[dict[str, Policy], Judge] | None = None
         self._no_deadline = (-1, -math.inf)  # as of so many rollbacks, no lease ends before this time
 
-    def create(self, group: PlayingGroup, *, size: int, step: int) -> None:
-        """Add the tasks of a new group. A seed depends on the step of an evaluation, not on its number: an evaluation
+    def create(self, groups: Iterable[PlayingGroup], *, size: int, step: int) -> None:
+        """Add the tasks of new groups. A seed depends on the step of an evaluation, not on its number: an evaluation
         that is repeated after a rollback is equal."""
-        seeds = [derive_seed(self._rules.seed, group.lane, group.ord, step, place) for place in range(size)]
-        self._db.many(
-            "INSERT INTO tasks (grp, place, seed) VALUES (?, ?, ?)",
-            [(group.id, place, seed) for place, seed in enumerate(seeds)],
-        )
-        group.tasks = [
-            Task(f"{group.id}.{place}", group.id, place, group.lane, seed, "pending")
-            for place, seed in enumerate(seeds)
-        ]
-        self._playing.add(group)
+        rows: list[tuple[str, int, int]] = []
+        for group in groups:
+            for place in range(size):
+                seed = derive_seed(self._rules.seed, group.lane, group.ord, step, place)
+                rows.append((group.id, place, seed))
+                group.tasks.append(Task(f"{group.id}.{place}", group.id, place, group.lane, seed, "pending"))
+            self._playing.add(group)
+        self._db.many("INSERT INTO tasks (grp, place, seed) VALUES (?, ?, ?)", rows)
 
     @property
     def pending(self) -> int:
