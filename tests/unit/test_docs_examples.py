@@ -133,3 +133,15 @@ def test_a_python_snippet_can_be_imported(code: str) -> None:
             module = importlib.import_module(node.module or "")
             for name in node.names:
                 assert hasattr(module, name.name) or importlib.util.find_spec(f"{node.module}.{name.name}")
+
+
+def named_files() -> Iterator[Any]:
+    for page in PAGES:
+        if page.name != "CHANGELOG.md":  # it names files of earlier days
+            for name in re.findall(r"`((?:src|tests|bench|recipes|scripts|docs)/[\w/.-]+)`", page.read_text()):
+                yield pytest.param(name, id=f"{page.relative_to(ROOT)} {name}")
+
+
+@pytest.mark.parametrize("name", {one.values[0]: one for one in named_files()}.values())
+def test_a_named_file_exists(name: str) -> None:
+    assert name == "bench/NAME.py" or (ROOT / name).exists()

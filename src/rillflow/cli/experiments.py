@@ -131,7 +131,7 @@ def audit(
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole report as JSON")] = False,
 ) -> None:
     """Prove from the ledger that every prompt, task, sample and batch is in exactly one state."""
-    from rillflow.cli.audit import print_report
+    from rillflow.cli.reports import print_report
     from rillflow.dataflow.audit import audit as audit_ledger
     from rillflow.runtime.folder import RunFolder
 
@@ -186,7 +186,7 @@ def export(
     ] = False,
 ) -> None:
     """Write a version of a policy as a plain Hugging Face model folder."""
-    from rillflow.cli.quiet import quieten
+    from rillflow.cli.terminal import quieten
 
     quieten()
     from rillflow.cli.export import Exporter

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from rillflow.cli.live import LiveLine
-from rillflow.cli.quiet import quieten
+from rillflow.cli.terminal import LiveLine, quieten
 from rillflow.config.supervised import FitRecipe, read_resolved_fit
 from rillflow.errors import RunError
 from rillflow.observe.progress import sparkline

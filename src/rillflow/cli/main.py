@@ -2,24 +2,7 @@
 
 from __future__ import annotations
 
-from rillflow.cli import (
-    dashboard,
-    environments,
-    evaluate,
-    experiments,
-    label,
-    observe,
-    parts,
-    pool,
-    rewards,
-    sandbox,
-    show,
-    tools,
-    watching,
-)
+from rillflow.cli import agents, evaluate, experiments, parts, pool, watching
 from rillflow.cli.app import app
 
-__all__ = [
-    "app", "dashboard", "environments", "evaluate", "experiments", "label", "observe", "parts", "pool", "rewards",
-    "sandbox", "show", "tools", "watching",
-]  # fmt: skip
+__all__ = ["agents", "app", "evaluate", "experiments", "parts", "pool", "watching"]

@@ -88,7 +88,7 @@ def timeline(
     as_json: Annotated[bool, typer.Option("--json", help="Print the shares as JSON")] = False,
 ) -> None:
     """Show how each worker of a run spent its time: rollout, inference, training, switching, loading, idle."""
-    from rillflow.cli.timeline import show_timeline
+    from rillflow.cli.reports import show_timeline
     from rillflow.runtime.folder import RunFolder
 
     with clear_errors():

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from rich.console import Console
 from rich.text import Text
 
-from rillflow.cli.timeline import draw_timeline
+from rillflow.cli.reports import draw_timeline
 from rillflow.config import PolicyConfig, Recipe
 from rillflow.errors import ConfigError, RunError
 from rillflow.observe.advisories import FactReader, advise

@@ -14,10 +14,9 @@ from rich.table import Table
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.errors import WireError
 from rillflow.resources.placement import hosted_node, node_of
-from rillflow.resources.priorities import remeasured, with_rooflines
 from rillflow.resources.roofline import measure_apart
 from rillflow.resources.tags import NONE, retagged
-from rillflow.resources.workers import Worker, find
+from rillflow.resources.workers import Worker, find, remeasured, with_rooflines
 from rillflow.runtime.folder import RunFolder
 from rillflow.types import NodeInfo
 from rillflow.wire import Client

@@ -20,7 +20,7 @@ from rillflow.config import Recipe, load_recipe
 from rillflow.dataflow.rules import derive_seed
 from rillflow.dataflow.sources import open_heldout, open_sources
 from rillflow.errors import ConfigError
-from rillflow.observe.conversation import labelled, sampled_tokens, several, shortened, spoken
+from rillflow.observe.trajectories import labelled, sampled_tokens, several, shortened, spoken
 from rillflow.rollout.loading import check_players, refuse_outside
 from rillflow.types import Prompt, Task
 

@@ -18,11 +18,10 @@ from xxhash import xxh3_64_hexdigest
 from rillflow.agents.rewards.answers import text_of
 from rillflow.dataflow.rules import derive_seed
 from rillflow.errors import RewardError, RunError
-from rillflow.evaluate.kept import KeptEpisodes
-from rillflow.evaluate.records import Record, RecordFile
+from rillflow.evaluate.records import KeptEpisodes, Record, RecordFile
+from rillflow.evaluate.scores import vote
 from rillflow.evaluate.stage import Ended, Stage
 from rillflow.evaluate.suites import Suite
-from rillflow.evaluate.votes import vote
 from rillflow.gateway.trees.record import SessionRecord
 from rillflow.types import Prompt, Task
 

@@ -16,9 +16,8 @@ from typing import Any
 from rillflow.agents.rewards.registry import load_group_reward
 from rillflow.config import Recipe
 from rillflow.errors import ConfigError
-from rillflow.evaluate.kept import KeptEpisodes
 from rillflow.evaluate.playing import Tally, play_suite
-from rillflow.evaluate.records import Record, RecordFile, fingerprint
+from rillflow.evaluate.records import KeptEpisodes, Record, RecordFile, fingerprint
 from rillflow.evaluate.scores import Scores, score
 from rillflow.evaluate.stage import open_engines, open_stage
 from rillflow.evaluate.suites import Suite

@@ -1,22 +1,79 @@
-"""What the answers to a benchmark come to: avg@k, pass@k, majority@k, and how sure one can be of them.
+"""Scores of the answers to a benchmark: avg@k, pass@k, majority@k, each with its confidence interval.
 
-Questions are what was drawn from a population, so every interval is over questions; the samples of one question are
-never taken for independent ones. Samples without a reward count for nothing and are counted apart.
+Questions are a sample of a population, so every interval is over questions; the samples of one question never count as
+independent. Samples without a reward are left out and counted separately.
+
+For a majority vote each answer has a key: its text without the words around it, or None if it has nothing to vote for.
+Two spellings of one formula are two keys; only the reward knows that they are equal.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from decimal import Decimal
 from statistics import NormalDist
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from rillflow.agents.rewards.answers import inside, text_of
+from rillflow.agents.rewards.qa import normalised
 from rillflow.evaluate.records import Record
+
+Kind = Literal["math", "code", "text"]
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
+_BOXED = "\\boxed{"
+_LONGEST = 100  # places before or behind the point that are written out
+
+
+def vote(kind: Kind, answer: Any) -> str | None:
+    """The key of an answer; programs have none: two that do the same look different."""
+    text = text_of(answer)
+    if not text or kind == "code":
+        return None
+    if kind == "math":
+        return _math(text)
+    return normalised(inside(text, "answer") or text) or None
+
+
+def _math(text: str) -> str | None:
+    boxed = last_boxed(text)
+    if boxed is not None:
+        return _canonical(boxed)
+    _, marked, after = text.rpartition("####")
+    numbers = _NUMBER.findall(after if marked else text)
+    return _canonical(numbers[0] if marked else numbers[-1]) if numbers else None
+
+
+def last_boxed(text: str) -> str | None:
+    """Return the content of the last \\boxed{…}, with balanced braces."""
+    begin = text.rfind(_BOXED)
+    if begin < 0:
+        return None
+    depth, start = 1, begin + len(_BOXED)
+    for place in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if depth == 0:
+            return text[start:place]
+    return None
+
+
+def _canonical(text: str) -> str | None:
+    plain = re.sub(r"\s+|\\[,;! ]|\\left|\\right|\$", "", text).rstrip(".")
+    try:
+        number = Decimal(plain.replace(",", ""))
+        # 1e999999 is short, its digits are not: it votes as it is written.
+        if number.is_finite() and abs(number.adjusted()) <= _LONGEST:
+            return f"{number.normalize():f}"
+    except ArithmeticError:
+        pass
+    return plain or None
+
 
 RIGHT = 1.0 - 1e-9
 LEVEL = 0.95

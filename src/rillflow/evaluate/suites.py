@@ -11,7 +11,7 @@ from rillflow.dataflow.sources import open_source
 from rillflow.dataflow.sources.benchmarks import benchmark
 from rillflow.dataflow.sources.naming import source_names
 from rillflow.errors import ConfigError
-from rillflow.evaluate.votes import Kind
+from rillflow.evaluate.scores import Kind
 from rillflow.gateway.trees.render import Renderer, load_renderer
 from rillflow.weights.model_folder import model_folder
 

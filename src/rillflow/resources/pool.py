@@ -10,10 +10,8 @@ in no assignment.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
-
-import msgspec
 
 from rillflow.config.resources import Tag
 from rillflow.resources.workers import Worker
@@ -45,12 +43,6 @@ class Pool:
         """Remove a worker that has left or died; returns its active tag."""
         del self._workers[name]
         return self._active.pop(name, None)
-
-    def retag(self, name: str, tags: Collection[Tag]) -> Tag | None:
-        """Change what a worker can do; returns what it did, if it cannot go on with that and is idle now."""
-        self._workers[name] = msgspec.structs.replace(self._workers[name], tags=frozenset(tags))
-        active = self._active.get(name)
-        return self._active.pop(name) if active is not None and active not in tags else None
 
     def ask(
         self, tag: Tag, count: int, *, policy: str | None = None, preempt: bool = True, prefer: Sequence[str] = ()

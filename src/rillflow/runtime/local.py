@@ -19,7 +19,7 @@ from typing import Any
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.errors import BadRequest, DeadlineExceeded, RillflowError, RunError, StorageError, WireError
 from rillflow.resources.placement import Placed, maintainers, services
-from rillflow.resources.priorities import measured, with_rooflines
+from rillflow.resources.workers import measured, with_rooflines
 from rillflow.runtime.early import MODULES, EarlyServer, available
 from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.maintaining import end_nodes

@@ -188,7 +188,7 @@ def stage_role(folder: RunFolder, stage: str, *, policy: str | None = None, name
     name = name or f"stage-{policy}-{stage}-0"
     _check_name(name)
     startup.report_to(folder.root, name, "importing torch")
-    from rillflow.stages.main import run_stage
+    from rillflow.stages.worker import run_stage
 
     _use_threads(recipe.runtime.threads)
 

@@ -22,7 +22,8 @@ from rillflow.clients.units import UnitWriter
 from rillflow.config import Recipe
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import DeadlineExceeded, LeaseLost, RunError, StorageError, Unavailable
-from rillflow.stages.stage import Stage
+from rillflow.stages.stage import Stage, build_stage
+from rillflow.storage import startup
 from rillflow.storage.spans import NoSpans, Spans
 from rillflow.trainer.batches import Databuffer, columns_of, make_rows, payload_name
 from rillflow.trainer.remote_stream import Renewal
@@ -149,3 +150,27 @@ class StageWorker:
         finally:
             renewing.cancel()
             await asyncio.wait({renewing})
+
+
+async def run_stage(
+    recipe: Recipe,
+    policy: str,
+    name: str,
+    *,
+    dataflow_url: str,
+    token: str,
+    patience: float | None = None,
+    spans: Spans | None = None,
+) -> None:
+    """Work for the stage `name` of `policy` until the run has ended. `token` is the stage's, `spans` its timeline."""
+    startup.doing("loading the model")
+    stage = await asyncio.to_thread(build_stage, recipe, policy, name)
+    worker = StageWorker(
+        recipe, policy, name, stage, dataflow_url=dataflow_url, token=token, patience=patience, spans=spans
+    )
+    startup.ready()
+    log.info("works for stage %s of %s", name, policy)
+    try:
+        await worker.run()
+    finally:
+        await worker.close()

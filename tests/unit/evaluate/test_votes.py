@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rillflow.evaluate.votes import vote
+from rillflow.evaluate.scores import vote
 
 
 @pytest.mark.parametrize(

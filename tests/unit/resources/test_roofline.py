@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from rillflow.config import load_recipe
 from rillflow.errors import RunError
-from rillflow.resources.priorities import measured, remeasured, with_rooflines
 from rillflow.resources.roofline import DECODE_INTENSITY, Roofline, measure, measure_apart
-from rillflow.resources.workers import initial_workers
+from rillflow.resources.workers import initial_workers, measured, remeasured, with_rooflines
 
 NUMBERS = st.floats(0.01, 1e5)
 ABOVE = st.floats(1.01, 100.0)

@@ -47,13 +47,6 @@ class PoolMachine(RuleBasedStateMachine):
         del self.tags[name]
         assert name not in self.pool
 
-    @rule(name=names, tags=TAG_SETS)
-    def retag(self, name: str, tags: frozenset[Tag]) -> None:
-        before = self.pool.active(name)
-        interrupted = self.pool.retag(name, tags)
-        self.tags[name] = tags
-        assert interrupted == (before if before not in tags else None)
-
     @rule(tag=st.sampled_from(["rollout", "train"]), count=st.integers(0, 4), preempt=st.booleans())
     def ask(self, tag: Tag, count: int, preempt: bool) -> None:
         before = {name: self.pool.active(name) for name in self.tags}

@@ -1,8 +1,13 @@
-"""An advisory: a problem or a possible improvement, the numbers behind it, and what to do next."""
+"""An advisory (a problem or a possible improvement, with its numbers and what to do next) and the thresholds of the
+rules.
+
+A false advisory costs more trust than a late one, so every threshold is far from the values of healthy runs of the
+shipped recipes. `rillflow advise` prints the measured number beside the threshold.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -20,3 +25,56 @@ class Advisory(msgspec.Struct, frozen=True, kw_only=True):
     why: str
     what_to_do: str
     since: float | None = None
+
+
+class Threshold(NamedTuple):
+    value: float
+    reason: str
+
+
+THRESHOLDS: dict[str, Threshold] = {
+    # learning
+    "rewards_equal": Threshold(128, "rewards; a policy that succeeds in 2 % of its episodes rarely fails so often"),
+    "length_correlation": Threshold(0.8, "of reward and length; healthy runs show up to 0.4"),
+    "length_growth": Threshold(1.2, "times the first steps' length; a correlation alone may be the task's nature"),
+    "length_samples": Threshold(64, "samples before a correlation says anything"),
+    "high_kl": Threshold(0.3, "nats, median of the last steps; single steps of tiny batches reach 1, medians 0.02"),
+    "high_clip": Threshold(0.4, "of all tokens, median of the last steps; healthy runs clip up to 0.12 in one step"),
+    "reward_fall": Threshold(0.5, "of the best mean of a few steps is left; noise of small batches stays above it"),
+    "grown_gradient": Threshold(20, "times the first steps' gradient norm, median; healthy runs grow up to 5 times"),
+    "entropy_collapse": Threshold(0.1, "of the first steps' entropy is left while the reward has not risen"),
+    "length_collapse": Threshold(0.3, "of the first steps' length is left while the reward has not risen"),
+    "truncated": Threshold(0.5, "of the samples; a tiny policy cuts up to 0.06 of its answers when it starts"),
+    "apart": Threshold(0.05, "nats between engine and trainer; the same precision shows 0.001 to 0.02"),
+    "one_sided": Threshold(0.7, "of a difference has one sign where a distribution is cut; rounding errors have none"),
+    "as_stale": Threshold(0.5, "times the difference of older versions, up to twice: weights do not follow"),
+    "other_weights": Threshold(0.5, "nats; cutting a distribution moves a token by less, another model by more"),
+    "answers": Threshold(16, "kept answers before their shares say anything"),
+    "repeating": Threshold(0.5, "of the kept answers repeat something at their end; healthy runs have none"),
+    "same_answers": Threshold(0.9, "of the kept answers are one text, though their prompts differ"),
+    "few_steps": Threshold(4, "steps on each side of a comparison: one step is noise"),
+    # episodes
+    "failed": Threshold(0.2, "of the episodes; retries hide fewer, and each costs an episode's time"),
+    "failed_count": Threshold(4, "episodes: one or two failures are an accident"),
+    "tool_errors": Threshold(0.2, "errors of a tool for each episode; a policy's own bad arguments stay below"),
+    "forks": Threshold(0.8, "of the calls that could go on begin a new path; subagents and retries fork now and then"),
+    # fleet
+    "slow_node": Threshold(4, "times the others' median seconds of an episode; busy machines show up to 3"),
+    "node_episodes": Threshold(3, "episodes of a node before its pace says anything"),
+    "failing_node": Threshold(0.5, "of a node's episodes fail, while the others' fail half as often or less"),
+    "stale_versions": Threshold(4, "versions behind the newest, beyond the recipe's own bound"),
+    # flow
+    "stall": Threshold(60, "seconds without a step, and five times the longest pause before"),
+    "first_step": Threshold(300, "seconds before the first step: large models load and compile that long"),
+    "silence": Threshold(60, "seconds without a sign of life of a run that says it is running"),
+    "disk_free": Threshold(0.02, "of the disk is free; a checkpoint may need as much"),
+    # hints
+    "trainer_waits": Threshold(0.5, "of the trainer's time; below, generation and training overlap well"),
+    "nodes_wait": Threshold(0.5, "of the rollout workers' time"),
+    "dropped_stale": Threshold(0.1, "of the ended groups became too old: a tenth of the generation is wasted"),
+    "flat_groups": Threshold(0.5, "of the complete groups had equal rewards: half of the generation trains nothing"),
+}
+
+
+def threshold(name: str) -> float:
+    return THRESHOLDS[name].value

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean, median
 
 from rillflow.dataflow.ledger_facts import NodeFacts
-from rillflow.observe.advisories.advisory import Advisory
+from rillflow.observe.advisories.advisory import Advisory, threshold
 from rillflow.observe.advisories.facts import Facts
 from rillflow.observe.advisories.learning import last, of_policy
-from rillflow.observe.advisories.thresholds import threshold
 
 _CURES = {
     "numerics": "Give engine.dtype and trainer.dtype the same precision and look for a quantised cache; if the "

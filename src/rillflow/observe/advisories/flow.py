@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from rillflow.observe.advisories.advisory import Advisory
+from rillflow.observe.advisories.advisory import Advisory, threshold
 from rillflow.observe.advisories.facts import Facts
-from rillflow.observe.advisories.thresholds import threshold
 from rillflow.types import MODEL_WAIT, SLOW_TOOL, UserError
 
 _FAILURES = "failures."

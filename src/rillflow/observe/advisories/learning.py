@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean, median
 
-from rillflow.observe.advisories.advisory import Advisory
+from rillflow.observe.advisories.advisory import Advisory, threshold
 from rillflow.observe.advisories.facts import AnswerFacts, Facts, Step
-from rillflow.observe.advisories.thresholds import threshold
 
 Number = Callable[[Step], float | None]
 

@@ -1,12 +1,78 @@
-"""The rules in the order in which their advisories are shown: causes before what follows from them."""
+"""All rules in the order in which their advisories are shown (causes before consequences), and hints for healthy
+runs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from statistics import fmean
 
-from rillflow.observe.advisories import fleet, flow, hints, learning
-from rillflow.observe.advisories.advisory import SEVERITIES, Advisory
+from rillflow.observe.advisories import fleet, flow, learning
+from rillflow.observe.advisories.advisory import SEVERITIES, Advisory, threshold
 from rillflow.observe.advisories.facts import Facts
+from rillflow.observe.advisories.learning import last, window
+
+
+def trainer_waits(facts: Facts) -> Iterator[Advisory]:
+    """In a colocated run trainers wait by design."""
+    for policy, steps in facts.policies.items():
+        waited = last(steps, lambda step: step.wait_fraction)
+        if facts.settings.on_policy or waited is None or waited < threshold("trainer_waits") or len(steps) < window():
+            continue
+        yield Advisory(
+            key="trainer_waits",
+            severity="hint",
+            title=f"The trainer of {policy} waits for data {waited:.0%} of its time.",
+            why=f"mean of the last {window()} steps; `rillflow balance` has the numbers of the pool",
+            what_to_do="Add rollout nodes (rollout.nodes) or episodes at once (rollout.episodes), or train on smaller "
+            "batches.",
+        )
+        return
+
+
+def nodes_wait(facts: Facts) -> Iterator[Advisory]:
+    rollout = {worker: share for worker, share in facts.idle.items() if worker.startswith("rollout")}
+    waited = [last(steps, lambda step: step.wait_fraction) or 0.0 for steps in facts.policies.values()]
+    if not rollout or fmean(rollout.values()) < threshold("nodes_wait") or max(waited, default=1.0) > _BUSY:
+        return
+    worst = max(rollout, key=lambda worker: rollout[worker])
+    yield Advisory(
+        key="nodes_wait",
+        severity="hint",
+        title=f"The rollout nodes are idle {fmean(rollout.values()):.0%} of their time, {worst} {rollout[worst]:.0%}.",
+        why=f"the trainer waits for data {max(waited):.0%} of its time, so it is the slower side",
+        what_to_do="Use fewer rollout nodes, give the trainer more of the machine, or raise dataflow.staleness.",
+    )
+
+
+_BUSY = 0.2  # share of waiting above which the trainer is not the slower side
+
+
+def dropped_stale(facts: Facts) -> Iterator[Advisory]:
+    ended = sum(facts.ledger.groups.get(state, 0) for state in ("trained", "filtered", "expired", "failed"))
+    expired = facts.ledger.groups.get("expired.stale", 0)
+    if ended and expired / ended >= threshold("dropped_stale"):
+        yield Advisory(
+            key="dropped_stale",
+            severity="hint",
+            title=f"{expired} of {ended} groups became too old before they could be trained.",
+            why=f"dataflow.staleness is {facts.settings.staleness}",
+            what_to_do="Use fewer rollout nodes or episodes at once, or raise dataflow.staleness.",
+        )
+
+
+def flat_groups(facts: Facts) -> Iterator[Advisory]:
+    filtered = facts.ledger.groups.get("filtered.zero_variance", 0)
+    complete = filtered + facts.ledger.groups.get("trained", 0) + facts.ledger.groups.get("expired.stale", 0)
+    if complete and filtered / complete >= threshold("flat_groups"):
+        yield Advisory(
+            key="flat_groups",
+            severity="hint",
+            title=f"{filtered} of {complete} groups had equal rewards and were dropped.",
+            why="the filter zero_variance drops groups that have nothing to compare",
+            what_to_do="Choose prompts of middle difficulty (curators: greso, curriculum), raise dataflow.group_size, "
+            "or sample at a higher temperature.",
+        )
+
 
 Rule = Callable[[Facts], Iterator[Advisory]]
 
@@ -31,10 +97,10 @@ RULES: Sequence[Rule] = (
     learning.truncated_answers,
     learning.repeated_answers,
     learning.collapse,
-    hints.trainer_waits,
-    hints.nodes_wait,
-    hints.dropped_stale,
-    hints.flat_groups,
+    trainer_waits,
+    nodes_wait,
+    dropped_stale,
+    flat_groups,
 )
 
 

@@ -1,14 +1,100 @@
-"""TensorBoard event files in RUN/tensorboard."""
+"""TensorBoard event files in RUN/tensorboard: a scalar is one `Event` message in one TFRecord.
+
+The package tensorboardX would write them too, but it imports torch, which takes longer than all else that
+`rillflow run` does in its own process. The format is fixed: `event.proto` and `summary.proto` of TensorFlow, framed by
+`u64 length | u32 masked CRC-32C of the length | message | u32 masked CRC-32C of the message`.
+"""
 
 from __future__ import annotations
 
+import os
+import socket
+import struct
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from rillflow.observe.event_file import EventFile
 from rillflow.observe.follower import Outcome
 from rillflow.observe.trackers.base import Point
+
+_VERSION = b"brain.Event:2"
+_POLYNOMIAL = 0x82F63B78  # Castagnoli's, reversed
+_MASK = 0xA282EAD8
+# Keys of protobuf fields: number << 3 | wire type (0 varint, 1 eight bytes, 2 length-delimited, 5 four bytes).
+_WALL_TIME, _STEP, _FILE_VERSION, _SUMMARY = 1 << 3 | 1, 2 << 3 | 0, 3 << 3 | 2, 5 << 3 | 2
+_VALUE, _TAG, _SIMPLE_VALUE = 1 << 3 | 2, 1 << 3 | 2, 2 << 3 | 5
+
+
+class EventFile:
+    """One event file in `folder`, which is made with it. Nothing is on disk before `flush`."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+        self._file = open(folder / name, "ab")  # noqa: SIM115 - open until `close`
+        self._waiting = [_record(_moment(time.time()) + _bytes(_FILE_VERSION, _VERSION))]
+
+    def add(self, tag: str, value: float, step: int, wall_time: float) -> None:
+        number = bytes([_SIMPLE_VALUE]) + struct.pack("<f", value)
+        summary = _bytes(_VALUE, _bytes(_TAG, tag.encode()) + number)
+        self._waiting.append(_record(_moment(wall_time) + bytes([_STEP]) + _varint(step) + _bytes(_SUMMARY, summary)))
+
+    def flush(self) -> None:
+        """OSError where the disk takes no more; a part of the last record may be written then."""
+        waiting, self._waiting = b"".join(self._waiting), []
+        self._file.write(waiting)
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _record(message: bytes) -> bytes:
+    length = struct.pack("<Q", len(message))
+    return length + _masked(length) + message + _masked(message)
+
+
+def _moment(seconds: float) -> bytes:
+    return bytes([_WALL_TIME]) + struct.pack("<d", seconds)
+
+
+def _bytes(key: int, content: bytes) -> bytes:
+    return bytes([key]) + _varint(len(content)) + content
+
+
+def _varint(number: int) -> bytes:
+    """Seven bits a byte, lowest first. A negative number is taken as 64 bits."""
+    number &= (1 << 64) - 1
+    parts = []
+    while number > 0x7F:
+        parts.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*parts, number])
+
+
+def _masked(content: bytes) -> bytes:
+    crc = _crc32c(content)
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + _MASK) & 0xFFFFFFFF)
+
+
+def _table() -> list[int]:
+    table = []
+    for entry in range(256):
+        for _ in range(8):
+            entry = entry >> 1 ^ (_POLYNOMIAL if entry & 1 else 0)  # noqa: PLW2901
+        table.append(entry)
+    return table
+
+
+_TABLE = _table()
+
+
+def _crc32c(content: bytes) -> int:
+    crc = 0xFFFFFFFF
+    for byte in content:
+        crc = crc >> 8 ^ _TABLE[(crc ^ byte) & 0xFF]
+    return crc ^ 0xFFFFFFFF
 
 
 class TensorBoard:

@@ -10,9 +10,11 @@ the trainer has starved recently.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rillflow.dataflow.balance import STARVING, Branch, Report, decide
+from rillflow.resources.maintainer.pool import Member
 
 MOST_AT_ONCE = 0.25  # of the pool that is retired by idleness alone
 _LEAST_BUSY = 0.01  # samples entered, so nodes were at work, if only between two observations
@@ -57,3 +59,29 @@ def starves(report: Report) -> bool:
 def _flow(report: Report) -> str:
     made = report.production
     return f"{made.entered} samples entered, {made.consumed} consumed"
+
+
+def victims(pool: Sequence[Member], count: int, spare_gpus: int, *, keep_of_run: int = 1) -> list[Member]:
+    """Return at most `count` nodes with at most `spare_gpus` GPUs. `keep_of_run` of the run's own nodes always stay."""
+    chosen: list[Member] = []
+    run_left = sum(member.kind == "run" and member.counts for member in pool)
+    for member in sorted((m for m in pool if m.counts and m.kind != "other"), key=_order):
+        if len(chosen) == count:
+            break
+        if member.gpus > spare_gpus or (member.kind == "run" and run_left <= keep_of_run):
+            continue
+        chosen.append(member)
+        spare_gpus -= member.gpus
+        run_left -= member.kind == "run"
+    return chosen
+
+
+def _order(member: Member) -> tuple[bool, bool, float, int, str]:
+    """Return the sort key: own nodes first, then suspects, then the slowest. A node without samples is not slow."""
+    rate = member.rate if member.rate is not None else float("inf")
+    return member.kind != "own", not member.suspect, rate, -_number(member.name), member.name
+
+
+def _number(name: str) -> int:
+    tail = name.rsplit("-", 1)[-1]
+    return int(tail) if tail.isdecimal() else -1

@@ -1,16 +1,125 @@
-"""Trajectories in a terminal: a table of them, and one of them as a whole, with its tokens where that is asked for."""
+"""Conversations and kept trajectories as lines for a terminal: messages, tables, one episode, and its tokens.
+
+`rillflow.storage.trajectories` stores and reads them. Texts of tokens are for people to read: they are never tokenised
+again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import yaml
 from rich.table import Table
 from rich.text import Text
 
-from rillflow.observe.conversation import labelled, several, shortened, spoken
+from rillflow.errors import DataError
 from rillflow.storage.trajectories import TokenPath, Trajectory, TrajectoryInfo, conversation
+from rillflow.weights.model_folder import model_folder
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_WIDTH = 11  # columns of who speaks
+_SHOWN = 400  # characters of a payload or an answer
+_STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
+
+
+def spoken(message: Mapping[str, Any], who: str = "", note: str = "") -> Text:
+    """Return a message with its tool calls; `who` is the speaker where the role says too little, `note` stands behind
+    it."""
+    role = str(message.get("role", ""))
+    style = _STYLES.get(role, "")
+    parts: list[Text] = []
+    if reasoning := message.get("reasoning_content"):
+        parts.append(Text(str(reasoning).strip(), "dim italic"))
+    content = message.get("content")
+    if isinstance(content, str) and content.strip():
+        parts.append(Text(content.rstrip()))
+    elif content and not isinstance(content, str):
+        parts.append(Text(json.dumps(content, ensure_ascii=False)))
+    parts += [Text(called(call), "bold") for call in message.get("tool_calls") or ()]
+    said = Text("\n").join(parts or [Text("(nothing)", "dim")])
+    if note:
+        said.append(f"  {note}", "dim")
+    return labelled(who or role, said, style)
+
+
+def called(call: Mapping[str, Any]) -> str:
+    """Return a tool call as `name(argument=value, …)`; arguments that are not an object stay as written."""
+    function = call.get("function") or {}
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            return f"{function.get('name')}({arguments})"
+    if not isinstance(arguments, Mapping):
+        return f"{function.get('name')}({'' if arguments is None else arguments})"
+    shown = ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in arguments.items())
+    return f"{function.get('name')}({shown})"
+
+
+def labelled(label: str, said: Text | str, style: str = "") -> Text:
+    """Return text with a label in front of its first line; the others are indented as far."""
+    text = said if isinstance(said, Text) else Text(said)
+    lines = text.split("\n", allow_blank=True)
+    indented = Text("\n" + " " * _WIDTH).join(lines)
+    return Text.assemble((f"{label:<{_WIDTH - 1}.{_WIDTH - 1}} ", style), indented)
+
+
+def shortened(value: Any) -> str:
+    """Return a payload or an answer as text, cut where it is long."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}… ({len(text)} characters)"
+
+
+def several(count: int, what: str) -> str:
+    return f"{count or 'no'} {what}{'' if count == 1 else 's'}"
+
+
+def sampled_tokens(texts: Sequence[str], logprobs: Sequence[float]) -> Text:
+    """Return tokens with their log-probs, those that were unlikely in red."""
+    line = Text()
+    for text, logprob in zip(texts, logprobs, strict=True):
+        line.append(json.dumps(text, ensure_ascii=False)[1:-1] or "·", "red" if logprob < -2.3 else "green")
+        line.append(f" {logprob:.2f}  ", "dim")
+    return line
+
+
+_FILE = "tokenizer.json"
+
+
+def token_texts(run: str | Path, policy: str, tokens: Sequence[int]) -> list[str]:
+    """Return the text that each token adds to those before it. A token that ends inside a character adds nothing, and
+    the one that completes it adds the whole character. DataError where the tokenizer is not on this machine."""
+    from tokenizers.decoders import DecodeStream
+
+    tokenizer, stream = _tokenizer(_model(Path(run), policy)), DecodeStream(skip_special_tokens=False)
+    return [stream.step(tokenizer, token) or "" for token in tokens]
+
+
+def _model(run: Path, policy: str) -> str:
+    try:
+        recipe = yaml.safe_load((run / "recipe.yaml").read_text())
+        return str(recipe["policies"][policy]["model"])
+    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+        raise DataError(f"{run} has no policy {policy!r:.80}", "its recipe.yaml names the policies") from error
+
+
+@lru_cache(8)
+def _tokenizer(model: str) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    path = model_folder(model) / _FILE
+    if not path.is_file():
+        raise DataError(f"the tokenizer of {model} is not on this machine", f"{path} does not exist")
+    return Tokenizer.from_file(str(path))
+
 
 Colouring = Literal["mask", "version", "advantage", "logprob", "gap"]
 Texts = Callable[[str, Sequence[int]], Sequence[str]]  # what the tokens of a policy say

@@ -1,7 +1,8 @@
-"""A line of progress: one that changes on a terminal, one every few seconds elsewhere."""
+"""Lines of progress on a terminal, and silence of the packages that load models."""
 
 from __future__ import annotations
 
+import os
 import time
 
 from rich.console import Console
@@ -40,3 +41,16 @@ class LiveLine:
         elif not self._quiet and (due or time.monotonic() - self._printed >= _PLAIN_EVERY):
             self._printed = time.monotonic()
             self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+_QUIET = {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+
+
+def quieten() -> None:
+    """Silence transformers; call before it is imported. Variables that are already set win."""
+    os.environ.update({name: value for name, value in _QUIET.items() if name not in os.environ})
