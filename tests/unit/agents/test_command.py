@@ -1,4 +1,4 @@
-"""A command agent: what its program gets, what it may leave, and that nothing of it stays."""
+"""A command agent: its environment, its results, and that no process or file stays."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ def test_what_a_dead_node_left_is_removed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("made", ["os.mkfifo(answer)", "os.mkdir(answer)", "os.symlink('/dev/zero', answer)"])
 async def test_an_answer_that_is_no_file_is_none(world: World, made: str) -> None:
-    """A pipe that nobody writes into would hold the whole node up."""
+    """A pipe without a writer would block the whole node."""
     agent = world.agent(f"import os\nanswer = os.environ['RILLFLOW_ANSWER']\n{made}\n")
     helped: list[Path] = []
 

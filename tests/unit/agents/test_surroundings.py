@@ -1,4 +1,4 @@
-"""What a recipe puts around its workflow is opened whole or not at all."""
+"""Tools and environment of a recipe are opened together or not at all."""
 
 from __future__ import annotations
 

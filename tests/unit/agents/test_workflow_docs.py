@@ -17,7 +17,7 @@ PAYLOAD = {"question": "What is 2 + 2?", "answer": "4"}
 
 
 def example(heading: str) -> dict[str, Any]:
-    """What the first Python block below a heading defines."""
+    """Return the names that the first Python block below a heading defines."""
     section = PAGE.read_text().split(f"# {heading}\n", 1)[1]
     found = re.search(r"```python\n(.*?)```", section, re.DOTALL)
     assert found is not None

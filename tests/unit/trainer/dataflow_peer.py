@@ -1,4 +1,4 @@
-"""A dataflow service imitated over real HTTP, with a real storage unit: what a trainer needs to run."""
+"""A dataflow service imitated over real HTTP, with a real storage unit, for a trainer."""
 
 from __future__ import annotations
 

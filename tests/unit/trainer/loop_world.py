@@ -99,7 +99,7 @@ class Unigram:
 
 @dataclass
 class Ledger:
-    """What the dataflow service remembers: batches in order, and which version each one on the live line made."""
+    """The state of the dataflow service: batches in order, and the version that each one on the live line made."""
 
     batches: int
     events: list[str] = field(default_factory=list)

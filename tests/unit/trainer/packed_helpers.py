@@ -86,7 +86,7 @@ def exact_norms(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def directions(rows: Rows, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """What the loss of these tests multiplies the hidden state of each trained token with."""
+    """The factors of the hidden states of trained tokens in the loss of these tests."""
     return torch.from_numpy(np.random.default_rng(7).normal(size=(len(rows.mask_N), size))).to(dtype)
 
 

@@ -1,4 +1,4 @@
-"""What the ledger says of samples against what was read of them."""
+"""The ledger's metadata of samples, compared with the columns that were read."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def played(model: Any, engine: Any) -> Rows:
 
 
 def true_gradient(model: Any) -> torch.Tensor:
-    """Of the expected reward under the trainer's own policy."""
+    """Return the gradient of the expected reward under the trainer's own policy."""
     model.zero_grad()
     (-(distribution(model) * WORTH_V).sum()).backward()
     return gradient(model)

@@ -57,7 +57,7 @@ def biased() -> PreTrainedModel:
 
 
 class Odd(torch.nn.Linear):
-    """A head that nobody has heard of."""
+    """A head of an unknown kind."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return super().forward(hidden).sinh().asinh() + hidden.sum(-1, keepdim=True).cos()
@@ -165,7 +165,7 @@ def test_nothing_of_the_size_of_many_logits_is_kept_for_backward(kind: str, monk
 
 
 def test_logits_of_all_sizes_in_loops() -> None:
-    """As torch has them: very large ones, all the same, and such as are no numbers."""
+    """Equal to torch's: very large logits, equal ones, and NaN."""
     logits_TV = torch.randn(6, 37, generator=torch.Generator().manual_seed(0))
     logits_TV[1] *= 1e4
     logits_TV[2] = -3.0

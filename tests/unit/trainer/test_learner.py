@@ -167,13 +167,13 @@ def test_gradients_that_are_not_finite_are_not_applied() -> None:
 
 
 class Enough(Exception):
-    """What somebody raises who wants the step to end."""
+    """An exception that ends the step."""
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "m2po"])
 @pytest.mark.parametrize("checks", [0, 2, 5])
 def test_an_abandoned_step_changes_nothing(checks: int, algorithm: str) -> None:
-    """Whether at once, between two micro-batches or just before the update."""
+    """At once, between two micro-batches or just before the update."""
     rows = random_rows(6)
     left = iter([None] * checks)
 

@@ -61,7 +61,7 @@ def test_without_delay_a_version_is_published_before_its_commit(tmp_path: Path) 
 
 
 def test_where_nothing_may_be_delayed_nothing_is(tmp_path: Path) -> None:
-    """On-policy nodes wait for the new weights: these must be there when the commit is heard of."""
+    """On-policy nodes wait for the new weights: these must be published when the commit is acknowledged."""
     ledger = Ledger(2)
     start(tmp_path, ledger, publish_first=True)
     assert ledger.of("published", "commit") == [

@@ -56,7 +56,7 @@ class RankLedger:
 
 def start_ranks(folder: Path, ledger: Ledger, ranks: int, **options: Any) -> list[Unigram]:
     def work(peers: ThreadPeers) -> Unigram:
-        worker = Unigram(seed=peers.rank)  # what is restored must not depend on what a rank began with
+        worker = Unigram(seed=peers.rank)  # the restored weights must not depend on a rank's initial ones
         if not Path(folder / "c").exists():
             worker = Unigram()
         TrainerLoop(
@@ -117,7 +117,7 @@ class Sharded(Unigram):
 
 @pytest.mark.parametrize("first", [True, False])
 def test_ranks_publish_their_shards_together(tmp_path: Path, first: bool) -> None:
-    """Whether a version is published before it is committed or after."""
+    """A version is published before it is committed, or after."""
     ledger = Ledger(5)
 
     def work(peers: ThreadPeers) -> Unigram:
@@ -148,7 +148,7 @@ def test_a_commit_that_is_refused_ends_all_ranks(tmp_path: Path) -> None:
 
 
 def test_ranks_that_stop_because_one_was_asked_to_have_not_finished(tmp_path: Path) -> None:
-    """Nobody asked this process: its stream tells it."""
+    """This process was not asked to stop: its stream reports it."""
     ledger = Ledger(3)
     ledger.checking = [None] * 8 + [Stopped()]
     store, checkpoints = NotedStore(tmp_path / "w", ledger), NotedCheckpoints(tmp_path / "c", ledger)

@@ -187,7 +187,7 @@ def wait_for(done: Callable[[], bool], run: Run, seconds: float = 300.0) -> None
 
 
 def gone(processes: list[psutil.Process], seconds: float = 60.0) -> bool:
-    """Whether they have ended; nobody may be there to collect orphans."""
+    """Return whether they have ended; orphans may have no process that reaps them."""
     deadline = time.monotonic() + seconds
     while any(map(alive, processes)) and time.monotonic() < deadline:
         time.sleep(0.05)

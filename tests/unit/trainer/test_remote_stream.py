@@ -17,7 +17,7 @@ from rillflow.wire import LoopThread
 
 
 class Slow:
-    """A service that needs `seconds` to put a batch together, whoever asks and however often."""
+    """A service that needs `seconds` to put a batch together, however often it is asked."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds

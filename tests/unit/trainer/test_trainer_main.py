@@ -91,7 +91,7 @@ def test_a_commit_that_came_too_late_ends_the_trainer(tmp_path: Path, thread: Lo
     recipe = recipe.model_copy(update={"dataflow": recipe.dataflow.model_copy(update={"staleness": 1})})
     with pytest.raises(LeaseLost, match="too late"):
         run(recipe, tmp_path, peer, thread)
-    assert FolderStore(tmp_path / "weights" / "p").head() == 0  # what was not committed is not published
+    assert FolderStore(tmp_path / "weights" / "p").head() == 0  # an uncommitted version is not published
 
 
 def test_sigterm_while_waiting_ends_soon_with_a_checkpoint(tmp_path: Path, thread: LoopThread) -> None:

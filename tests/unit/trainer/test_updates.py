@@ -96,11 +96,11 @@ def test_a_mini_batch_that_trains_nothing_is_skipped(variant: str) -> None:
 
 
 class Enough(Exception):
-    """What somebody raises who wants the step to end."""
+    """An exception that ends the step."""
 
 
 def test_after_the_first_update_a_step_is_finished() -> None:
-    """Nobody is asked any more, so nobody can leave a batch half trained."""
+    """No check follows, so no exception can leave a batch half trained."""
     asked = []
     rows = random_rows(3)
     plain = learner(**FEW)

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: what they say to each other goes through a list, in step."""
+"""Ranks as threads of one process: their messages go through a list, in lockstep."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ThreadPeers:
 
 
 def in_ranks(size: int, work: Callable[[ThreadPeers], T]) -> list[T]:
-    """What each rank's `work` returns; the first error of one of them."""
+    """Return the result of each rank's `work`, or raise the first error."""
     said: list[Any] = [None] * size
     barrier = threading.Barrier(size, timeout=120)
 

@@ -95,7 +95,7 @@ def random_rows(seed: int, **options: Any) -> Rows:
 
 
 def in_parts(seed: int, sizes: tuple[int, ...]) -> list[Rows]:
-    """The rows of `random_rows(seed)`, so many in each part."""
+    """Return the rows of `random_rows(seed)`, divided into parts of the given sizes."""
     samples, payload = random_samples(seed)
     ends = np.cumsum(sizes)
     assert ends[-1] == len(samples)
@@ -103,7 +103,7 @@ def in_parts(seed: int, sizes: tuple[int, ...]) -> list[Rows]:
 
 
 def small_critic(seed: int = 5) -> PreTrainedModel:
-    """Of the shape of `small_model`, with a head of one number."""
+    """A model of the shape of `small_model`, with a head of one number."""
     config = small_model().config
     config.num_labels, config.pad_token_id = 1, 0
     return _made(Qwen3ForSequenceClassification, config, seed)

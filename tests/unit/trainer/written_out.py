@@ -12,7 +12,7 @@ import torch
 from rillflow.trainer.batches import Rows
 
 NORM_TOKENS = 16
-# What the recipe must say beside the algorithm's name.
+# The options of a recipe beside the algorithm's name.
 SETTINGS: dict[str, dict[str, object]] = {"dr_grpo": {"norm_tokens": NORM_TOKENS}}
 
 

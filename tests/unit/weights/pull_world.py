@@ -66,7 +66,7 @@ class Trainer:
 
 
 class Source(FolderSource):
-    """Counts what is asked of it; `before` is told of every file before it is handed out, and may raise."""
+    """Counts its calls; `before` is called for every file before it is handed out, and may raise."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

@@ -169,7 +169,7 @@ def test_a_run_changes_each_of_its_tensors(dtype: torch.dtype, share: float) -> 
     } | {"same": old["same"].clone()}
     new["b"][0, 0] = 77
     parts = tuple(part(name, tensor) for name, tensor in old.items())
-    base = joined([*old.values()]).clone()  # what is joined is good until the next
+    base = joined([*old.values()]).clone()  # joined tensors are valid until the next call
     made = piece_of(parts, base, joined([*new.values()]), fingerprint(base))
     assert made.piece is not None
     got = all_applied(old, made.piece, {name: fingerprint(t) for name, t in old.items()})

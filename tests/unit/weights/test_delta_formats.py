@@ -87,7 +87,7 @@ def ordered(weight):
 
 
 def test_the_bounds_are_the_entropies_of_what_a_delta_must_say():
-    """What happens to each weight (nothing, or a step of so many units), given nothing and given the old exponent."""
+    """The entropy of each weight's change (none, or a number of units), given nothing and given the old exponent."""
     old, new = pair()
     told = bench.count(old, new)
     happened, by_tensor = {}, 0.0

@@ -1,4 +1,4 @@
-"""The roster of engine processes: who was heard of lately, over HTTP and with a clock of our own."""
+"""The roster of engine processes: those that reported recently, over HTTP and with an injected clock."""
 
 from __future__ import annotations
 

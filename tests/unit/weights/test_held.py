@@ -34,7 +34,7 @@ def holding(trainer: Trainer, version: int = 0) -> Held:
 
 
 def patched(weights: dict[str, torch.Tensor], patch: Patch) -> dict[str, torch.Tensor]:
-    """What an engine makes of a patch."""
+    """Return the weights of an engine after a patch."""
     result = {name: tensor.clone() for name, tensor in weights.items()}
     result["head"] = result["embed"]
     for name, (index_K, value_K) in patch.changes.items():

@@ -1,4 +1,4 @@
-"""What a probe accepts, and which cause it names for what it does not."""
+"""The log-probs that a probe accepts, and the causes that it names for others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def scores(of: torch.Tensor) -> list[list[float]]:
 
 
 def noise(share: float) -> torch.Tensor:
-    """That moves log-probs by so much of their spread, on average."""
+    """A change that moves log-probs by this share of their spread, on average."""
     return share * 3.0 * np.sqrt(np.pi / 2) * torch.randn(logits(0).shape, generator=torch.Generator().manual_seed(99))
 
 

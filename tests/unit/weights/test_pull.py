@@ -1,4 +1,4 @@
-"""Pulls: the cheapest way from what is held to the head, planned anew whenever something comes in between."""
+"""Pulls: the cheapest chain from the held version to the head, planned again whenever the store changes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class World:
         return self.trainer.store
 
     async def check(self) -> pull.Pulled:
-        """Pull; what comes is the head, bit for bit."""
+        """Pull and check that the result is the head, bit for bit."""
         pulled = await self.puller.pull()
         assert pulled.version == self.store.head()
         assert same(dict(pulled.tensors), self.trainer.published[pulled.version])
@@ -178,7 +178,7 @@ async def test_a_source_that_is_away_is_asked_again_later(tmp_path: Path) -> Non
     world.source.before = lambda version, name: setattr(world.source, "away", Unavailable("it broke off"))
     with pytest.raises(Unavailable):
         await world.puller.pull()
-    assert 2 not in world.source.forgotten  # what has come of it is not lost
+    assert 2 not in world.source.forgotten  # the received part is not lost
     world.source.away, world.source.before = None, lambda version, name: None
     assert (await world.check()).transfer.kind == "delta"
 
@@ -214,7 +214,7 @@ async def test_the_line_goes_back_on_the_way(tmp_path: Path) -> None:
     world.source.before = rewind
     pulled = await world.check()
     assert pulled.version == 4
-    assert pulled.transfer.versions == 2  # versions 2 and 4: what was orphaned is not on the way
+    assert pulled.transfer.versions == 2  # versions 2 and 4: orphaned ones are not in the chain
 
 
 async def test_from_an_orphan_back_to_the_line(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ async def test_from_an_orphan_back_to_the_line(tmp_path: Path) -> None:
 
 
 async def test_a_version_written_again_with_other_bits(tmp_path: Path) -> None:
-    """A trainer that mends a version may have computed it anew on another machine."""
+    """A trainer that repairs a version may have computed it again on another machine."""
     world = World(tmp_path)
     world.trainer.publish(2)
     await world.check()
@@ -308,7 +308,7 @@ async def test_changed_returns_when_there_is_news(tmp_path: Path) -> None:
 
 
 async def test_a_line_that_says_something_else_than_a_manifest(tmp_path: Path) -> None:
-    """What a server still shows of a version that was written again meanwhile: no way, but an answer."""
+    """A server's stale view of a version that was written again meanwhile: no chain, but an answer."""
     world = World(tmp_path)
     world.trainer.publish(2)
     await world.check()
@@ -358,4 +358,4 @@ async def test_what_a_new_node_fetches_is_told_and_not_pruned_under_it(tmp_path:
     assert (pulled.version, told) == (2, [2])  # as it was planned, though the trainer went on
     assert same(dict(pulled.tensors), world.trainer.published[2])
     assert (await world.check()).transfer.kind == "delta"
-    assert told == [2]  # what it serves keeps the way to the newest
+    assert told == [2]  # its served version keeps the chain to the newest

@@ -1,4 +1,4 @@
-"""An engine that decodes deltas by itself gets their files; where it cannot, the node decodes them and says why."""
+"""An engine that decodes deltas gets their files; if it cannot, the node decodes them and says why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store that writes deltas: what is pulled is what was published, whatever chain leads there, and nothing is lost."""
+"""A store that writes deltas: a pulled version equals the published one, by any chain, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHAPE = (40, 50)
 
 
 def weights(version: int, dtype: torch.dtype = torch.bfloat16, share: float = 0.02) -> dict[str, torch.Tensor]:
-    """Of a small model with a tied head, a number and a mask; a few of its weights change with every version."""
+    """The weights of a small model with a tied head, a number and a mask; a few change with every version."""
     generator = torch.Generator().manual_seed(7)
     embed, norm = torch.randn(SHAPE, generator=generator), torch.ones(7)
     for _ in range(version):
@@ -153,7 +153,7 @@ def test_nothing_changed(tmp_path: Path) -> None:
 
 
 def test_until_deltas_can_be_made_at_once_versions_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for a compiler."""
+    """No call waits for a compiler."""
     ready = False
     store = FolderStore(tmp_path, deltas=True, ready=lambda: ready)
     with monkeypatch.context() as patched:
@@ -374,7 +374,7 @@ def test_the_line_forgets_before_the_files_go(tmp_path: Path, monkeypatch: pytes
         assert int(folder.name[1:]) not in line.entries
         left = [version for version in FolderStore(tmp_path).versions() if version not in seen]
         for version in left:
-            FolderStore(tmp_path).pull(version)  # whenever it is killed, all that is there is whole
+            FolderStore(tmp_path).pull(version)  # whenever it is killed, every file is whole
         seen.append(int(folder.name[1:]))
         folder.rename(tmp_path / f"gone-{folder.name}")
 

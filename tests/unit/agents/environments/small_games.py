@@ -1,4 +1,4 @@
-"""Games for a worker process: one that counts, one that can be told to misbehave."""
+"""Games for a worker process: one that counts, one that misbehaves on request."""
 
 from __future__ import annotations
 

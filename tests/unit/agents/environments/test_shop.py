@@ -1,4 +1,4 @@
-"""What a purchase is worth, and the shop's pages."""
+"""The reward of a purchase, and the shop's pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all worlds of our own promise: the same world again, a gold player that wins, told nonsense, an end."""
+"""The promises of our own worlds: the same world again, a gold player that wins, reported invalid actions, an end."""
 
 from __future__ import annotations
 

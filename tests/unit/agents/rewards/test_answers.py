@@ -1,4 +1,4 @@
-"""What rewards read of answers and prompts."""
+"""How rewards read answers and prompts."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ PAYLOAD = {"question": "How many cups are in box 3?", "answer": "17"}
 
 
 class Endpoint:
-    """Says one thing after the other, the last one for ever: a text, or a status."""
+    """Gives one answer after the other and repeats the last: a text, or a status."""
 
     def __init__(self) -> None:
         self.url = ""

@@ -17,7 +17,7 @@ def test_normalising_takes_away_what_does_not_count() -> None:
     ("answer", "gold", "score"),
     [
         ("the cat sat", "cat sat down", 0.8),  # two shared words: 2·2 / (2 + 3)
-        ("cat cat", "cat", 2 / 3),  # a word counts as often as it is there
+        ("cat cat", "cat", 2 / 3),  # a word counts as often as it occurs
         ("dog", "cat", 0.0),
         ("", "cat", 0.0),
         ("a", "the", 0.0),  # nothing is left of either, and they are not the same

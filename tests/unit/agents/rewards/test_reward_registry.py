@@ -1,4 +1,4 @@
-"""Rewards by name: what a recipe may say, and what comes of it."""
+"""Rewards by name: the forms in a recipe, and their results."""
 
 from __future__ import annotations
 

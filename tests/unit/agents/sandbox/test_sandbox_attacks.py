@@ -184,7 +184,7 @@ def double(x):
     "output": "def double(x):\n    while True:\n        print('x' * 10000)",
     "errors": "import sys\nwhile True:\n    sys.stderr.write('x' * 10000)",
 }
-# What a test may hand back to the candidate or show: a fault of the sandbox would be no reward, and not 0.
+# Values that a test may hand back to the candidate or show: a fault of the sandbox would give no reward instead of 0.
 HANDED_BACK = {
     "an iterator": "def double(x):\n    return iter([x])",
     "an iterator without end": "import itertools\ndef double(x):\n    return itertools.count()",

@@ -1,4 +1,4 @@
-"""What code inside can see and do: nothing of ours, nothing outside, and only so much of everything."""
+"""Code inside sees none of our files, reaches nothing outside, and has bounded resources."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def refused(name, *arguments):
 
 
 def told(sandbox: Sandbox, code: str) -> Any:
-    """What a program says as JSON in its last line."""
+    """Return the JSON in a program's last line."""
     result = sandbox.run_sync(code)
     assert result.status == "ok", result
     return json.loads(result.stdout.splitlines()[-1])
@@ -101,7 +101,7 @@ print(json.dumps({{
 
 
 def _parents() -> set[str]:
-    """Where this Python lies has to be shown, with the folders above it."""
+    """The folder of this Python has to be visible, with the folders above it."""
     return {Path(sys.base_prefix).resolve().parts[1]}
 
 
@@ -157,7 +157,7 @@ print(json.dumps({
     answers = told(sandbox, code)
     missing = {name for name in ("clone3", "newer than the filter") if answers.pop(name) == "ENOSYS"}
     assert missing == {"clone3", "newer than the filter"}
-    assert {answers.pop("setuid"), answers.pop("setgid")} == {"EINVAL"}  # there is no user 0 to become
+    assert {answers.pop("setuid"), answers.pop("setgid")} == {"EINVAL"}  # user 0 does not exist inside
     assert {name: answer for name, answer in answers.items() if answer != "EPERM"} == {}
 
 

@@ -17,7 +17,7 @@ _READ = {"x86_64": 0, "aarch64": 63}
 
 
 def answer(program: bytes, architecture: int, number: int, first: int = 0, second: int = 0) -> int:
-    """What the kernel would do with the call."""
+    """Return the kernel's action for the call."""
     seen = struct.pack("<iIQ6Q", number, architecture, 0, first, second, 0, 0, 0, 0)
     lines = list(struct.iter_unpack("<HBBI", program))
     at, held = 0, 0

@@ -55,7 +55,7 @@ def mixed() -> list[TextContent | ImageContent]:
 
 @server.tool(structured_output=False)
 def secret() -> str:
-    """What is in the environment."""
+    """Return the environment."""
     return ",".join(f"{name}={os.environ.get(name)}" for name in ("GIVEN", "HIDDEN_KEY"))
 
 

@@ -1,4 +1,4 @@
-"""Search and answer: what a model writes is understood or corrected, and nothing that was found is trained."""
+"""Search and answer: a model's text is understood or corrected, and found passages are not trained."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ QUESTION = {"question": "Where was he born?"}
         ("<search>cats", Action("search", "cats")),  # the closing tag was the stop string
         ("<answer>New York</answer> and more", Action("answer", "New York")),
         ("<search>a</search><information>made up</information><answer>b", Action("search", "a")),
-        ("<search>one <search>two", Action("search", "two")),  # begun anew: the innermost counts
+        ("<search>one <search>two", Action("search", "two")),  # begun again: the innermost counts
         ("<search></search>", None),
         ("<answer>   ", None),
         ("no tag at all", None),

@@ -1,4 +1,4 @@
-"""Whatever a model writes is answered with text; only what is nobody's fault but ours is raised."""
+"""Every call of a model is answered with text; only our own faults are raised."""
 
 from __future__ import annotations
 

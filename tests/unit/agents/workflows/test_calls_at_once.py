@@ -1,4 +1,4 @@
-"""Rewards by call reach the sample of exactly that answer, whoever calls at the same time."""
+"""Rewards by call reach the sample of exactly that answer, also with concurrent calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recursive agent: helpers at work at once, a shared notebook, and bounds that are told, not raised."""
+"""The recursive agent: concurrent helpers, a shared notebook, and bounds that are reported, not raised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Solver and verifier: who sees what, who is rewarded for what, and what the run is told of the trajectory."""
+"""Solver and verifier: the prompts and rewards of each, and the reward of the trajectory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Advantages by hand. What verl and TRL make of random batches is compared in tests/conformance/oracle."""
+"""Advantages by hand. tests/conformance/oracle compares random batches with verl and TRL."""
 
 from __future__ import annotations
 

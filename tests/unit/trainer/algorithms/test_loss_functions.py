@@ -1,4 +1,4 @@
-"""Losses by hand. What verl and TRL make of random batches is compared in tests/conformance/oracle."""
+"""Losses by hand. tests/conformance/oracle compares random batches with verl and TRL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a recipe may say of an algorithm, and what becomes of it."""
+"""The options of algorithms in a recipe, and their effect."""
 
 from __future__ import annotations
 

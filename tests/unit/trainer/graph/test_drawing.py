@@ -74,7 +74,7 @@ def test_names_are_never_markup() -> None:
     words = [each.text for each in ElementTree.fromstring(svg(chain)).iter(f"{SVG}text")]
     assert "<b>&" in words
     assert "reward · compute · 2 ranks" in words
-    assert "x_N" in words  # nobody reads it: it is for the loss
+    assert "x_N" in words  # no node reads it: it is for the loss
 
 
 def test_the_same_chain_is_drawn_the_same() -> None:
@@ -91,7 +91,7 @@ def test_the_table_has_a_row_for_each_node() -> None:
     assert gae["makes"] == "advantage_N, return_N"
     assert gae["per"] == "batch"
     without = dict(zip(HEADER, table(chain_of(TrainerConfig(algorithm="ppo")))[2], strict=True))
-    assert "kl_N" not in without["reads"]  # what is optional, and made by nobody, is not read
+    assert "kl_N" not in without["reads"]  # an optional column that no node makes is not read
 
 
 def test_text_is_aligned() -> None:

@@ -1,4 +1,4 @@
-"""A chain at work: what flows where, what is checked, what an abandoned step leaves, who is charged for the time."""
+"""A chain at work: its columns, its checks, abandoned steps, and the time of each node."""
 
 from __future__ import annotations
 

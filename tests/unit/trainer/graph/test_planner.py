@@ -1,4 +1,4 @@
-"""Plans: where nodes go, what is refused and how, and orders of random graphs."""
+"""Plans: the order of nodes, refusals, and orders of random graphs."""
 
 from __future__ import annotations
 

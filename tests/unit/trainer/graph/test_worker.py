@@ -80,7 +80,7 @@ def test_an_abandoned_step_changes_nothing(settings: dict[str, Any]) -> None:
             assert worker.steps == 1
             asked += 1
     assert asked > 4
-    # What was abandoned has left nothing behind: no gradients, no counts.
+    # An abandoned step leaves no gradients and no counts.
     other.step([random_rows(1)])
     assert same(state(worker), state(other))
 

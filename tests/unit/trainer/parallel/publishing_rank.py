@@ -49,7 +49,7 @@ def publish(folder: Path, peers: Peers, dtype: torch.dtype, *, tied: bool) -> No
             with torch.no_grad():
                 before = [p.to_local().clone() for p in model.parameters()]
                 for parameter in model.parameters():
-                    parameter.zero_()  # what is trained meanwhile is not what was taken
+                    parameter.zero_()  # training meanwhile does not change the taken weights
             publisher.begin(version, parent)
             publisher.finish()
             with torch.no_grad():

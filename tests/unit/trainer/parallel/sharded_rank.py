@@ -1,4 +1,4 @@
-"""One rank of `test_sharding.py`: what a sharded model computes, against the same model whole."""
+"""One rank of `test_sharding.py`: a sharded model compared with the same model whole."""
 
 from __future__ import annotations
 

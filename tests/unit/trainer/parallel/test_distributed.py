@@ -1,4 +1,4 @@
-"""What ranks say to each other: the same answers everywhere, and no rank left hanging."""
+"""Collectives of ranks: the same answers everywhere, and no rank left hanging."""
 
 from __future__ import annotations
 

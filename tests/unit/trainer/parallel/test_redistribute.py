@@ -39,7 +39,7 @@ def data_of(lengths: list[int], seed: int = 0) -> Databuffer:
 
 
 def cut(data: Databuffer, sizes: list[int], peers: Distributed) -> Databuffer:
-    """The rows that a rank holds, when the holders have so many each."""
+    """Return the rows that a rank holds, given the number of rows of each holder."""
     own = holders(len(sizes), peers.size)
     place = own.index(peers.rank) if peers.rank in own else -1
     begin = sum(sizes[: max(place, 0)])

@@ -56,7 +56,7 @@ def compare(together: FolderStore, alone: FolderStore, version: int, ranks: int)
 
 @torch.no_grad()
 def scores(weights: dict[str, torch.Tensor], prompts: list[list[int]]) -> list[list[float]]:
-    """What one plain model says that has the published weights."""
+    """Return the log-probs of one plain model with the published weights."""
     model = model_of(tied=weights["model.norm.weight"].dtype == torch.bfloat16)
     model.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
     ids_RT = torch.tensor(prompts)

@@ -1,4 +1,4 @@
-"""Rows become tokens: what is trained is what a policy would have sampled, and nothing else."""
+"""Rows become tokens: exactly the tokens that a policy would have sampled are trained."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class Fields:
         return values.astype(np.int64)
 
 
-# What a class must save: an estimate of its part of the table, and a share of all, because each one takes time.
+# The bits that a class must save: an estimate of its part of the table, and a share of all, because each takes time.
 _CLASS_BITS, _CLASS_SHARE = 300, 0.004
 _SAMPLE = 1 << 16
 _BLOCK = 1 << 17
@@ -156,7 +156,7 @@ def _words(old_N: Array, starts: Sequence[int], layout: Layout) -> Array:
 
 
 def _select(words: Array, ranks: Array) -> Array:
-    """Where in each word its bit of that rank is: by halves."""
+    """Return the position of the bit of that rank in each word, by halves."""
     found = np.zeros(len(words), np.int64)
     for step in (32, 16, 8, 4, 2, 1):
         low = words & np.uint64((1 << step) - 1)
@@ -236,7 +236,7 @@ class Subset(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What the table says of one class: `longer[l]` are those with a bit length above l, of those above l - 1."""
+    """The table's entry of one class: `longer[l]` are those with a bit length above l, of those above l - 1."""
 
     changed: Subset
     negative: Subset

@@ -75,7 +75,7 @@ def test_each_of_10000_damaged_copies_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_damage_under_a_right_checksum_is_refused_or_harmless(dtype: torch.dtype) -> None:
-    """Every length, count and index is checked on its own: who can make checksums cannot make a reader stray."""
+    """Every length, count and index is checked: a writer of valid checksums cannot make a reader leave its bounds."""
     rng = np.random.default_rng(1)
     base, new = sparse_pair(3000, dtype)
     delta = encode(base, new).data
@@ -138,7 +138,7 @@ def test_another_result_is_refused() -> None:
 
 
 def test_a_known_fingerprint_is_what_counts() -> None:
-    """Who says that the base is another one is believed: nothing is read to find out."""
+    """A claim that the base is another one is believed without reading."""
     base, new = sparse_pair()
     made = encode(base, new)
     with pytest.raises(WeightsError, match="another base"):
@@ -146,7 +146,7 @@ def test_a_known_fingerprint_is_what_counts() -> None:
 
 
 def test_other_weights_under_a_known_fingerprint() -> None:
-    """A wrong `known` cannot do harm: what comes out has its own fingerprint checked, and places stay inside."""
+    """A wrong `known` cannot do harm: the result's fingerprint is checked, and places stay inside."""
     base, new = sparse_pair()
     made = encode(base, new)
     for seed in range(200):

@@ -1,4 +1,4 @@
-"""Fingerprints are the sums that the specification says, whoever adds them up."""
+"""Fingerprints are the sums of the specification, whichever implementation adds them up."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ NAME = "model.bin"
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pauses are short; what they mean stays."""
+    """Pauses are short; their meaning stays."""
     monkeypatch.setattr(downloads, "_FIRST_PAUSE", 0.01)
     monkeypatch.setattr(downloads, "_LONGEST_PAUSE", 0.05)
     monkeypatch.setattr(servers, "_FIRST_REST", 0.05)
@@ -483,7 +483,7 @@ async def test_the_nearest_is_used_and_the_next_when_it_dies(reader: Reader, tmp
         await source.file(7, NAME)
         assert source.transfers[-1].sources == [url]
         near = source._mirrors._mirrors[0]
-        near.url = url.rsplit(":", 1)[0] + ":1"  # nobody listens there
+        near.url = url.rsplit(":", 1)[0] + ":1"  # no server listens there
         await source.file(8, NAME)
         assert source.transfers[-1].sources == [middle]
         assert (await source.line()).head == 8
@@ -538,7 +538,7 @@ async def test_what_an_earlier_process_left_is_taken_away(reader: Reader, tmp_pa
 
 async def test_the_cache_is_bounded(reader: Reader, tmp_path: Path, url: str) -> None:
     publish(tmp_path / "weights", 8, {NAME: DATA})
-    before = await reader(url).file(7, NAME)  # of an earlier process: nobody holds it now
+    before = await reader(url).file(7, NAME)  # of an earlier process: its lock is free
     source = reader(url, limit=SIZE + 1000)
     path = await source.file(8, NAME)
     assert path.exists()

@@ -185,7 +185,7 @@ async def test_it_works_while_upstream_is_away_also_after_a_restart(tmp_path: Pa
     ):
         await source.line()
         await source.file(7, NAME)
-    async with relayed(origin, tmp_path / "relay", patience=0.2) as (url, _):  # nobody listens upstream
+    async with relayed(origin, tmp_path / "relay", patience=0.2) as (url, _):  # no server listens upstream
         async with reading(url, tmp_path / "b") as source:
             assert (await source.line()).head == 7
             assert (await source.file(7, NAME)).read_bytes() == DATA

@@ -48,7 +48,7 @@ def rewarded(seed: int = 1) -> Rows:
 
 
 def on_ranks(rows: Rows, column: str, run: Any, **settings: Any) -> np.ndarray:
-    """What three ranks make of a column, in the order of the whole batch; groups are torn apart."""
+    """Return the column that three ranks compute, in the order of the whole batch; groups are split among ranks."""
     whole = Databuffer(rows)
 
     def work(peers: Peers) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""What actor and critic learn: the terms around a loss, a loss of one's own, a critic."""
+"""Training of actor and critic: the terms around a loss, a user's loss, a critic."""
 
 from __future__ import annotations
 
