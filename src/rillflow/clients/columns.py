@@ -20,7 +20,7 @@ _PER_TOKEN = frozenset(name for name in COLUMNS if name not in ("transcript", "a
 
 @lru_cache(4096)
 def dtype_of(name: str) -> np.dtype[Any]:
-    """The dtype of a column; BadRequest for a name that is none."""
+    """Return the dtype of a column; raises BadRequest for an unknown name."""
     known = column_dtype(name)
     if known is None:
         raise BadRequest(
@@ -39,7 +39,7 @@ def row_bytes(row: Mapping[str, Buffer]) -> int:
 
 
 def check_rows(rows: Sequence[Mapping[str, Buffer]]) -> int:
-    """How many bytes the columns of all rows have; BadRequest where one of them is no row: see `check_columns`."""
+    """Return the bytes of all rows' columns; raises BadRequest for an invalid row: see `check_columns`."""
     return sum([check_columns(row) for row in rows])
 
 

@@ -1,4 +1,4 @@
-"""Who the storage units of a run are and how each is reached: its folder where it is on this host, else its URL."""
+"""The storage units of a run and how each is reached: by its folder on this host, else by its URL."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Directory:
         """The units heard of lately, renewed at least once after the `since`th time."""
         if not self._fresh(since):
             async with self._asking:
-                if not self._fresh(since):  # whoever had the lock may have asked
+                if not self._fresh(since):  # the previous holder of the lock may have asked
                     await self._ask()
         return self._listed
 
@@ -99,7 +99,7 @@ class Directory:
         self.asked += 1
 
     async def find(self, unit: str, *, since: int = 0) -> UnitInfo | None:
-        """A unit by its name; None when nobody has heard of it."""
+        """Return a unit by its name; None if it is unknown."""
         if unit not in self._known or since:
             await self.units(since=since or self.asked)
         return self._known.get(unit)

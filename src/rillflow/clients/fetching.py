@@ -22,8 +22,8 @@ Tell = Callable[[TellFetch, float], Awaitable[Ack]]
 
 
 class FetchWord:
-    """`async with word(version): …` around a download. The word counts a little longer, until the engine is heard to
-    serve the version."""
+    """`async with word(version): …` around a download. The announcement lasts until the engine reports that it
+    serves the version."""
 
     def __init__(self, tell: Tell, policy: str, engine: str) -> None:
         self._tell = tell

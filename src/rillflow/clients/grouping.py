@@ -52,7 +52,7 @@ class GroupedPuts:
         return await self._batcher.submit(rows, size)
 
     async def close(self) -> None:
-        """Write what waits; what comes later is refused."""
+        """Write the waiting rows; later ones are refused."""
         await self._batcher.close(finish=True)
         await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
 

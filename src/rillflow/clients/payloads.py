@@ -27,12 +27,12 @@ READ_DEADLINE = 120.0
 PATIENCE = 3.0  # seconds in which a unit that nobody knows may be heard of: who tells of them may just have started
 _PAUSE = 0.1
 # Mapped and verified at once, without a thread: it would hold the interpreter's lock all the time, and waking it costs
-# more than it takes. What is longer lets others in between.
+# more than it takes. Longer work yields to others in between.
 _BRIEF_BYTES = 8 << 20
 
 
 class DamagedRows(CorruptData):
-    """`rows` are all rows of a call that are damaged, missing or in a unit that nobody knows."""
+    """`rows` are all rows of a call that are damaged, missing or in an unknown unit."""
 
     def __init__(self, rows: Sequence[Row], first: CorruptData) -> None:
         super().__init__(
@@ -43,7 +43,7 @@ class DamagedRows(CorruptData):
 
 
 class PayloadReader:
-    """Reads from one event loop. `units` tells who is there; see `Directory`."""
+    """Reads from one event loop. `units` lists the units; see `Directory`."""
 
     def __init__(
         self,

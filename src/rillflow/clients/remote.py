@@ -96,7 +96,7 @@ class RemoteReader:
 
 
 def _may_be(row: Row) -> bool:
-    """Whether there may be such a place anywhere."""
+    """Return whether such a place is possible."""
     return 0 <= row.segment < _MOST_SEGMENTS and row.offset >= 0 and row.length > 0
 
 

@@ -44,7 +44,7 @@ class EngineTurn:
         finally:
             renewing.cancel()
             await asyncio.wait({renewing})
-            with suppress(RillflowError):  # then it ends by itself
+            with suppress(RillflowError):  # then it expires
                 await self._ask(AskTurn(policy=self._policy, engine=self._engine, done=True), ANSWER)
 
     async def _granted(self) -> bool:

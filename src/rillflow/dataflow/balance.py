@@ -3,7 +3,7 @@
 Made from plain rows (steps, evaluation rounds, nodes) between a mark and a look; nothing here reads a ledger or a
 clock. Counts are of samples. A step's time is all of it, the wait for its batch included. A step during which an
 evaluation was played says nothing about the balance of training: it is left out of the averages and of the wait
-fraction. Where nothing is left the wait fraction is unknown and the decision is to hold.
+fraction. If no step is left the wait fraction is unknown and the decision is to hold.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_WAITING = 0.95  # so that one report asks for at most twenty times the pool
 
 
 class Counts(Wire, frozen=True):
-    """What a node has done since it was first heard of."""
+    """The totals of a node since it joined."""
 
     completed: int = 0
     failed: int = 0
@@ -170,7 +170,7 @@ class Balance(Wire, frozen=True):
 
 
 def wait_fraction(steps: Iterable[Step]) -> float | None:
-    """The share of the steps' time that was spent waiting for a batch, at most 0.95; None where there was no time."""
+    """The share of the steps' time that was spent waiting for a batch, at most 0.95; None if no time has passed."""
     waited = total = 0.0
     for step in steps:
         waited += max(step.wait, 0.0)

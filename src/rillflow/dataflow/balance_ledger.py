@@ -1,4 +1,5 @@
-"""Balance reports of a ledger: made every so many versions of its first policy, in the transaction of the commit.
+"""Balance reports of a ledger: made after every `balance_every` versions of its first policy, in the transaction of the
+commit.
 
 The mark at which the present window began and the latest report lie in the ledger, so a restart changes neither; a
 time in which no service ran is not part of any window.
@@ -43,7 +44,7 @@ _MOST_GPUS = 4096
 
 
 class Reads(Protocol):
-    """What a report needs of a database."""
+    """The queries of a report."""
 
     def all(self, query: str, values: Sequence[Value] = ()) -> list[sqlite3.Row]: ...
 
@@ -163,14 +164,14 @@ def _node(row: sqlite3.Row) -> NodeLook:
 
 
 def _gpus(declared: Any) -> int:
-    """What a node says it has; one where it says nothing, or nothing that can be."""
+    """Return the GPUs that a node declares; 1 if it declares none or an invalid number."""
     if isinstance(declared, int | float) and math.isfinite(declared) and 0 < declared <= _MOST_GPUS:
         return math.ceil(declared)
     return 1
 
 
 def _last_news(reads: Reads, mark: Mark) -> float:
-    """When the service last wrote down that somebody worked."""
+    """Return when the service last recorded activity."""
     heard = reads.value("SELECT max(seen) FROM nodes")
     stepped = reads.value("SELECT max(at) FROM steps WHERE version > ?", (mark.version,))
     return max(mark.time, mark.opened, heard or 0.0, stepped or 0.0)
@@ -185,7 +186,7 @@ def _read(reads: Reads, key: str, kind: type[Kept]) -> Kept | None:
 
 
 class BalanceGauges(Collector):
-    """The numbers of the latest report; none before the first. What is unknown is left out."""
+    """Return the numbers of the latest report; none before the first. Unknown numbers are left out."""
 
     def __init__(self, balances: Balances) -> None:
         self._balances = balances

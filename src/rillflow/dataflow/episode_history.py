@@ -1,4 +1,4 @@
-"""What became of episodes, read from the ledger: when each was leased and ended, and which step trained it."""
+"""The history of episodes, read from the ledger: when each was leased and ended, and which step trained it."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class Moment(NamedTuple):
 
 
 def life_of(reads: Snapshot, task: str) -> list[Moment]:
-    """Return what happened to one task, from its prompt to the optimizer steps; RunError if there is no such task."""
+    """Return the history of one task, from its prompt to the optimizer steps; raises RunError for an unknown task."""
     rows = reads.all(
         "SELECT t.*, g.lane, g.prompt, g.admitted_at, g.state AS gstate, g.cause AS gcause, g.ended_at AS gended "
         "FROM tasks t JOIN groups g ON g.id = t.grp WHERE t.grp = ? AND t.place = ?",

@@ -26,9 +26,9 @@ class GroupCommit:
     during a sync are written when it ends, so each write has exactly one sync. After a failed sync the state of the
     disk is unknown: nothing is acknowledged any more and `broken` is called.
 
-    Another thread copies the log into the database's file, now and then: most of it while changes go on. The log can
-    begin anew only when all of it is copied and no transaction is open, so new changes wait in `room` while the rest,
-    which is short, is copied.
+    Another thread copies the log into the database's file, now and then: most of it while changes go on. The log can be
+    reset only when all of it is copied and no transaction is open, so new changes wait in `room` while the rest, which
+    is short, is copied.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class GroupCommit:
         broken: Callable[[RillflowError], None] = lambda error: None,
     ) -> None:
         self._ledger = ledger
-        self._after = after  # told the number of the last event that is on the disk
+        self._after = after  # gets the number of the last event that is on the disk
         self._broken = broken
         self._error: RillflowError | None = None  # of a sync that has failed
         self._thread = ThreadPoolExecutor(1, "ledger-sync")
@@ -67,11 +67,11 @@ class GroupCommit:
             await asyncio.shield(self._syncing)
 
     async def close(self) -> None:
-        """What was changed so far is durable and told, or refused; nothing is under way any more."""
+        """Wait until all changes so far are durable and acknowledged, or refused."""
         try:
             if self._copying is not None:
                 await asyncio.wait([self._copying])
-            with suppress(RillflowError):  # told to those who wait for it
+            with suppress(RillflowError):  # passed to the waiting callers
                 await self.durable()
         finally:
             await self._changes.close(finish=True)
@@ -92,7 +92,7 @@ class GroupCommit:
         try:
             self._after(last_event)
         except Exception:
-            log.exception("what follows a commit failed")  # the commit did not: those who wait for it must be told
+            log.exception("what follows a commit failed")  # the commit failed: its callers must be informed
         _settle(self._syncing)
         self._syncing = None
         if self._copying is None and self._ledger.db.changes - self._copied >= COPY_EVERY:
@@ -103,7 +103,7 @@ class GroupCommit:
         """Write the changes to the log; returns the number of the last event."""
         try:
             last_event = self._ledger.last_event
-            self._ledger.write()  # nothing comes after it that might fail: what is written must be synced
+            self._ledger.write()  # nothing after it may fail: a written change must be synced
         except RillflowError:
             raise
         except Exception as error:
@@ -121,11 +121,11 @@ class GroupCommit:
         return error
 
     def _abandoned(self, error: RillflowError) -> None:
-        """The open transaction was taken back: nobody who waits for it may be told that it was done."""
+        """Fail the callers that wait for the open transaction, which was rolled back."""
         self._changes.fail_waiting(error)
 
     async def _copy(self) -> None:
-        """Copy the log into the database's file, so that it begins anew."""
+        """Copy the log into the database's file, so that it can be reset."""
         loop = asyncio.get_running_loop()
         checkpoint = self._ledger.db.checkpoint
         try:
@@ -153,7 +153,7 @@ def _settle(waiting: asyncio.Future[None] | None, error: RillflowError | None = 
 
 
 class Watch:
-    """Notices that time has passed in which nobody could be heard: deadlines that it reached say nothing of others."""
+    """Notices periods in which this process did not run: deadlines that passed in them do not count against others."""
 
     def __init__(self, clock: Clock, most: float) -> None:
         self._clock = clock
@@ -161,7 +161,7 @@ class Watch:
         self._wall, self._steady = clock.now(), clock.monotonic()
 
     def disturbed(self) -> bool:
-        """Whether this process stood still, or the wall clock was set, since it was asked last."""
+        """Return whether this process stood still, or the wall clock was set, since the last call."""
         wall, steady = self._wall, self._steady
         self._wall, self._steady = self._clock.now(), self._clock.monotonic()
         passed = self._steady - steady

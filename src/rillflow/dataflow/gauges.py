@@ -116,7 +116,7 @@ def _one_label(values: dict[str, int]) -> list[tuple[list[str], float]]:
 def _family(
     name: str, text: str, labels: list[str], values: Iterable[tuple[list[str], float | None]]
 ) -> GaugeMetricFamily:
-    """Return the gauges `rillflow_NAME`; what is unknown is left out."""
+    """Return the gauges `rillflow_NAME`; unknown numbers are left out."""
     family = GaugeMetricFamily(f"rillflow_{name}", text, labels=labels)
     for label, value in values:
         if value is not None:

@@ -1,9 +1,9 @@
 """Asks a recipe's group reward about complete groups, several at once, beside the service's event loop.
 
-Invariants: a completion is acknowledged before its group is scored, so nobody waits for a reward but the trainer; what
-was said is written once, in the transition that settles the group, and a crash before it asks again. A group whose
-reward raised or took too long `dataflow.attempts` times has failed, with the error. The first error of each kind is
-logged with its traceback.
+Invariants: a completion is acknowledged before its group is scored, so only the trainer waits for a reward. The scores
+are written once, in the transition that settles the group; after a crash before it the reward is asked again. A group
+whose reward raised or took too long `dataflow.attempts` times has failed, with the error. The first error of each kind
+is logged with its traceback.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class Journal:
         self._torn = False  # the file may end in half a line
 
     def _mend(self) -> int:
-        """The number of the last whole line; what a crash left after it is cut off, which needs no space."""
+        """The number of the last whole line; a torn rest after it is truncated, which needs no space."""
         if not self._path.exists():
             return 0
         lines = self._path.read_bytes().splitlines(keepends=True)
@@ -50,7 +50,7 @@ class Journal:
 
 
 def _number(line: bytes) -> int:
-    """The line's `seq`; 0 when it is no whole line."""
+    """Return the line's `seq`; 0 if it is not a whole line."""
     try:
         value = json.loads(line)
     except ValueError:

@@ -1,6 +1,6 @@
 """Which episodes a run keeps for people, and what the ledger knows of them.
 
-Of each step: some that are drawn, the best and the worst. What is drawn depends on the run's seed and the task alone,
+Of each step: some that are drawn, the best and the worst. The draw depends on the run's seed and the task alone,
 so the choice over a whole batch lies within the choices over its parts (`marked`): a trainer that gets a batch in parts
 knows from each part for which episodes it may be asked.
 """
@@ -25,7 +25,7 @@ from rillflow.types import CommitBatch, FailTask, KeptTokens, Lane, Prompt, Row
 
 @dataclass(frozen=True)
 class KeptSample:
-    """A sample of a kept episode; `told` is what its trainer computed."""
+    """A sample of a kept episode; `told` has the trainer's values."""
 
     policy: str
     row: Row

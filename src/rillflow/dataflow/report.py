@@ -1,4 +1,4 @@
-"""What people and supervisors see of a run: its status, as a whole and for each policy."""
+"""The status of a run for people and supervisors, as a whole and for each policy."""
 
 from __future__ import annotations
 

@@ -260,7 +260,7 @@ def _token_path(sample: KeptSample, row: Arrays, paths: Sequence[dict[str, Any]]
 
 
 def _told(told: KeptTokens | None, length: int) -> tuple[Floats | None, Floats | None]:
-    """Return what the trainer computed for each token, NaN where it told nothing."""
+    """Return the trainer's values for each token, NaN where it reported none."""
     if told is None:
         return None, None
     at = np.frombuffer(told.at, "<i4")
@@ -274,7 +274,7 @@ def _told(told: KeptTokens | None, length: int) -> tuple[Floats | None, Floats |
 
 
 def _filled(sample: TokenPath, before: Sequence[TokenPath]) -> TokenPath:
-    """Return it with what another policy's trainer has told of the same tokens, where this one told nothing."""
+    """Return it with the values of another policy's trainer for the tokens without a value."""
     for same in before if sample.advantages is None else ():
         if same.policy == sample.policy and np.array_equal(same.tokens, sample.tokens):
             return replace(sample, advantages=same.advantages, trainer_logprobs=same.trainer_logprobs)

@@ -140,7 +140,7 @@ class FrameLog:
     # ------------------------------------------------------------ writing
 
     def owner(self) -> int:
-        """Return a number that nobody in this log has."""
+        """Return a number that no owner in this log has."""
         self._owners += 1
         return self._owners - 1
 
@@ -242,7 +242,7 @@ class FrameLog:
 
 
 def _seen(done: asyncio.Future[None]) -> None:
-    """Keep asyncio from complaining about an error that nobody asked for."""
+    """Keep asyncio from logging an error that was not retrieved."""
     if not done.cancelled():
         done.exception()
 

@@ -44,7 +44,7 @@ _decode_index = msgspec.msgpack.Decoder(Index).decode
 
 
 class Place(NamedTuple):
-    """Where a record lies."""
+    """The place of a record."""
 
     segment: int
     offset: int
@@ -125,7 +125,7 @@ def read_record(
 def _array(buffer: mmap.mmap | bytes, start: int, size: int, dtype: np.dtype[Any], wholes: Wholes) -> npt.NDArray[Any]:
     """Return a slice of an array over the whole buffer: it takes a third of the time of an array of its own."""
     width = dtype.itemsize
-    if start % width:  # only where somebody asked for a place that is none, and the buffer begins there
+    if start % width:  # only for an invalid place at which the buffer begins
         return np.ndarray((size // width,), dtype, buffer, start)
     whole = wholes.get(dtype)
     if whole is None:

@@ -55,7 +55,7 @@ class SegmentReader:
         return [_try_record(mapped, end, place, columns, wholes) for place in places]
 
     def _map(self, segment: int, needed: int) -> tuple[mmap.mmap, int]:
-        """The file, and where it ends now: what lies behind that must not be touched, however much is mapped."""
+        """Return the file and its present end: bytes behind it must not be touched, however much is mapped."""
         with self._lock:
             mapped = self._maps.get(segment)
             path = segment_path(self._folder, segment)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 SEGMENT_BYTES = 64 << 20
 DROPPED_FILE = "dropped"  # the highest number that was dropped
 _MOST_BEHIND = 6  # jobs that may wait in the background: a full file and a new one are a job each
-_WRITE_BYTES = 4 << 20  # handed over at once: measured fastest; what was just checksummed is still in the cache
+_WRITE_BYTES = 4 << 20  # bytes per write: measured fastest; checksummed bytes are still in the cache
 _PUSH_BYTES = 16 << 20  # sent to the disk at once, ahead of the sync
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 
@@ -101,7 +101,7 @@ def closed_segments(folder: Path, numbers: Sequence[int]) -> list[int]:
 
 @contextmanager
 def _unwritten(folder: Path, number: int) -> Iterator[bool]:
-    """Yield whether nobody writes into the segment; a writer holds its lock until it has left the file for good."""
+    """Yield whether the segment is closed; a writer holds its lock until it has left the file permanently."""
     try:
         descriptor = os.open(segment_path(folder, number), os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -135,8 +135,8 @@ class _SegmentFile:
 
     @classmethod
     def create(cls, folder: Path, limit: int, durability: Durability, mode: int) -> _SegmentFile:
-        """Return the next file, of a number that nobody has or had."""
-        # Files first, then the highest dropped: what is dropped in between is seen in one of the two.
+        """Return the next file, with a number that was never used."""
+        # Files first, then the highest dropped: a segment dropped in between is seen in one of the two.
         number = max(segment_numbers(folder), default=-1)
         number = max(number, _highest_dropped(folder))
         while True:
@@ -151,7 +151,7 @@ class _SegmentFile:
                 if _highest_dropped(folder) < number:
                     _preallocate(descriptor, limit)
                     return cls(descriptor, path, number, durability)
-                # Somebody had this number, and it was dropped while we looked.
+                # Another writer had this number, and it was dropped meanwhile.
                 path.unlink()
             except BaseException:
                 os.close(descriptor)

@@ -48,7 +48,7 @@ _SPANS = msgspec.json.Decoder(list[Span])
 
 
 class Spans(Protocol):
-    """What a worker tells of itself: that something begins, and ends."""
+    """The interface for a worker's states: an activity begins, and ends."""
 
     def begin(self, doing: Doing) -> None: ...
 
@@ -138,7 +138,7 @@ class SpanLog:
                 file.write(data)
 
     def close(self) -> None:
-        """Write the last words. What comes after is not written any more."""
+        """Write the last lines. Later states are not written."""
         self._closed.set()
         if self._flusher is not threading.current_thread():
             self._flusher.join(FLUSH)
@@ -146,7 +146,7 @@ class SpanLog:
 
 
 class NoSpans:
-    """Nobody wants to know."""
+    """Records nothing."""
 
     def begin(self, doing: Doing) -> None: ...
 
@@ -158,12 +158,13 @@ class NoSpans:
 
 
 def open_spans(run: Path, worker: str) -> SpanLog:
-    """Of a worker of the run in this folder."""
+    """Return the path of a worker's file in this run folder."""
     return SpanLog(run / FOLDER / f"{worker}.jsonl")
 
 
 def read_spans(run: Path) -> dict[str, list[Span]]:
-    """Of every worker of a run, in order, equal neighbours joined. Torn and foreign lines are passed over."""
+    """Return the spans of every worker of a run, in order, equal neighbours joined. Torn and foreign lines are
+    ignored."""
     found: dict[str, list[Span]] = {}
     folder = run / FOLDER
     for path in sorted(folder.iterdir() if folder.is_dir() else (), key=lambda path: path.name):

@@ -30,7 +30,7 @@ NOT_BEGUN = "starting the process"
 
 
 class Stage(msgspec.Struct, frozen=True):
-    """What a process does since `since`, in seconds since the epoch."""
+    """A process's stage since `since`, in seconds since the epoch."""
 
     doing: str
     since: float

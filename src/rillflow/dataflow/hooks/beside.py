@@ -45,7 +45,7 @@ class HookPending(BaseException):
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a call has returned or raised."""
+    """The result or the exception of a call."""
 
     value: Any = None
     error: Exception | None = None
@@ -116,11 +116,11 @@ class Beside:
                 del self._answers[key]
 
     def forget(self) -> None:
-        """What the hooks have learnt was rolled back, and their answers with it."""
+        """Forget the hooks' answers after their state was rolled back."""
         self._answers.clear()
 
     async def run(self, pending: HookPending) -> None:
-        """Make the call, or wait for it where it is being made. Whoever waits may be cancelled; the call goes on."""
+        """Make the call, or wait for it if it is under way. A waiting caller may be cancelled; the call goes on."""
         task = self._calls.get(pending.key)
         if task is None:
             task = self._calls[pending.key] = asyncio.create_task(self._run(pending), name=f"hook-{pending.name}")

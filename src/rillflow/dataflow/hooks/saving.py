@@ -35,7 +35,7 @@ class SavedStates:
         self._hooks = {name: cast(Stateful, hook) for name, hook in _distinct(hooks) if _is_stateful(hook)}
         self._initial = {name: _text_of(name, hook) for name, hook in self._hooks.items()}
         self._saved = dict(self._initial)
-        self._unsaved: set[str] = set()  # hooks whose state could not be told: said once, not at every commit
+        self._unsaved: set[str] = set()  # hooks whose state could not be saved: reported once, not at every commit
 
     def changes(self, at_work: Set[int] = frozenset()) -> list[tuple[str, str, str]]:
         """The rows to be written over those of the same hook and key. They count as saved from now on. Hooks whose ids
@@ -66,7 +66,7 @@ class SavedStates:
         return [(name, WHOLE, text)]
 
     def _keyed(self, name: str, changes: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-        """A value that is no JSON takes none of the others with it: they are told of only once."""
+        """A value that is not JSON does not affect the others; it is reported only once."""
         for key, value in changes.items():
             try:
                 yield name, key, _encode(value)

@@ -44,7 +44,7 @@ _MAY_PASS = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, s
 
 
 def storage_error(path: Path, error: sqlite3.Error) -> StorageError:
-    """What SQLite says, in the words of the error tree."""
+    """Return an error of the error tree for one of SQLite's."""
     text = str(error)
     if "full" in text:
         return DiskFull(
@@ -97,7 +97,7 @@ class Database:
         self._connection.execute("PRAGMA synchronous = NORMAL")
         self._connection.execute("PRAGMA wal_autocheckpoint = 4000")
         self._connection.execute("PRAGMA cache_size = -16384")  # kibibytes
-        self._connection.execute("PRAGMA temp_store = MEMORY")  # what a savepoint may take back, too
+        self._connection.execute("PRAGMA temp_store = MEMORY")  # a savepoint may roll these back, too
         self._check_format()  # before the tables: those of another format may have other columns
         self._connection.executescript(TABLES)
         self._clean = self._connection.total_changes
@@ -156,7 +156,7 @@ class Database:
 
     @property
     def dirty(self) -> bool:
-        """Whether something waits for `write`."""
+        """True if changes wait for `write`."""
         return self._connection.total_changes != self._clean
 
     def commit(self) -> None:
@@ -189,8 +189,8 @@ class Database:
         self._connection.execute("PRAGMA wal_autocheckpoint = 0")
 
     def checkpoint(self) -> bool:
-        """Copy the log into the database's file, as far as nobody reads from it; whether that was all of it. Only then
-        the log begins anew, with the next transaction that begins. Any thread may call it, one at a time."""
+        """Copy the log into the database's file, as far as no reader uses it; return whether all of it was copied. Only
+        then the log begins anew, with the next transaction that begins. Any thread may call it, one at a time."""
         try:
             if self._copier is None:
                 self._copier = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
@@ -339,7 +339,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class Base:
-    """What every part of the ledger is made of."""
+    """The objects that every part of the ledger shares."""
 
     db: Database
     rules: Rules

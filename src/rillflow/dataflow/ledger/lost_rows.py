@@ -99,7 +99,7 @@ class LostRows(Part):
                 self._note(share.key, cause)
 
     def _note(self, key: Key, cause: str) -> None:
-        """Note that rows of a trained share are lost: nobody is served it again."""
+        """Note that rows of a trained share are lost: it is not served again."""
         self._shares.damage(key)
         self._batches.release_replaying(key, cause)
 

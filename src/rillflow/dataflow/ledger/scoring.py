@@ -24,7 +24,7 @@ REWARD_ERROR = "reward_error"
 
 @dataclass(frozen=True)
 class ScoredEpisode:
-    """An episode of a complete group. `row` has its transcript and answer; None where nobody keeps its rows."""
+    """An episode of a complete group. `row` has its transcript and answer; None if its rows are not kept."""
 
     place: int
     attempt: str
@@ -127,7 +127,7 @@ class Scoring(Part):
         return True
 
     def fail(self, group: UnscoredGroup, error: str) -> bool:
-        """Fail the group's episodes for good: there is no reward; False where the group is not as it was."""
+        """Fail the group's episodes, which have no reward; returns False if the group has changed."""
         if not self._is_still(group):
             return False
         episodes = [(episode.place, episode.attempt) for episode in group.episodes]

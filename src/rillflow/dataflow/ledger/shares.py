@@ -1,4 +1,4 @@
-"""Shares: what a complete group gives to a stream. Every move keeps the tally by stream, state and cause exact.
+"""Shares: the samples of a complete group for one stream. Every move keeps the tally by stream, state and cause exact.
 
 The rows of a share that is `held` may still be asked for. It lets go of them when it has ended for good; they are
 released when no share of the same group and producer holds them any more. `todo` counts the stages that have not
@@ -180,13 +180,13 @@ class Shares(Part):
         self._tally(share.stream, share.state, share.cause, -1)
 
     def damage(self, key: Key) -> None:
-        """Note that rows of a trained share are lost: nobody is served it again."""
+        """Note that rows of a trained share are lost: it is not served again."""
         self._db.run(f"UPDATE shares SET damaged = 1 WHERE {_KEY}", key)
 
     # ------------------------------------------------------------ rows
 
     def let_go(self, keys: Sequence[Key]) -> None:
-        """Note that nobody will ask for these shares' rows again."""
+        """Note that these shares' rows will not be read again."""
         self._db.many(f"UPDATE shares SET held = 0 WHERE {_KEY}", keys)
         for key in keys:
             if self._rules.policies[key[2]].stages:
@@ -267,7 +267,7 @@ class Shares(Part):
             ],
         )
         self._db.run("UPDATE stage_shares SET state = 'done' WHERE batch = ?", (batch.id,))
-        self.moves += 1  # what waits for the trainer may be more now
+        self.moves += 1  # more shares may wait for the trainer now
 
     def handled_by(self, key: Key, stage: str) -> bool:
         """Return whether the stage has, or has handled, the share."""

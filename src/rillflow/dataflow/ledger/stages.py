@@ -52,8 +52,8 @@ class Stages(Part):
     # ------------------------------------------------------------ leasing
 
     def serve(self, ask: LeaseStage, *, may_open: bool) -> Batch | None:
-        """Return the shares that this attempt holds, or some that the stage has not handled; None when there are
-        none."""
+        """Return the shares that this attempt holds, or some that the stage has not handled; None if all are
+        handled."""
         if ask.groups < 1:
             raise BadRequest("a stage asks for 1 group at least", "set groups")
         row = self._db.row(StageBatch, f"{_BATCH} WHERE attempt = ?", (ask.attempt,))
@@ -66,7 +66,7 @@ class Stages(Part):
         return self._batch(self._row(row.id))
 
     def _open(self, ask: LeaseStage) -> StageBatch | None:
-        # What has become too old is passed over here: it expires when the trainer asks or commits.
+        # Shares that are too old are skipped here: they expire when the trainer asks or commits.
         rows = self._db.all(
             "SELECT grp, producer FROM shares s JOIN policies p ON p.name = s.producer WHERE stream = ? "
             "AND state = 'ready' AND todo > 0 AND p.version - s.oldest <= ? AND NOT EXISTS "

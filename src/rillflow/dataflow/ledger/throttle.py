@@ -96,7 +96,7 @@ def _fresh(behind: int, bound: int) -> float:
 
 
 def is_slow(node: NodeLook, others: Sequence[NodeLook]) -> bool:
-    """Whether what there is to do makes a difference to what the node may hold."""
+    """Return whether the amount of work matters for the node's allowance."""
     return _seen_slow(node, others) is not None
 
 
@@ -119,7 +119,7 @@ def _worthwhile(node: NodeLook, others: Sequence[NodeLook], work: Work) -> int |
 
 
 def _faded(node: NodeLook, pace: float, speed: float) -> NodeLook:
-    """What is held against a node that idles counts less and less."""
+    """The record of an idle node fades."""
     if node.held or not node.pace or not node.speed:
         return node
     kept = math.exp(-max(node.idle, 0.0) / (_FADING * node.pace))

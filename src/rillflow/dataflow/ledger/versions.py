@@ -77,7 +77,7 @@ class Lineage(Part):
 
     @property
     def deaths(self) -> bool:
-        """Whether any version of any policy has died."""
+        """True if any version of any policy has died."""
         self.policies()
         return bool(self._dead)
 

@@ -53,7 +53,8 @@ def open_sources(configs: Sequence[SourceConfig], *, seed: int, shuffle: bool) -
 
 
 def open_heldout(configs: Sequence[SourceConfig], *, seed: int) -> PromptSource | None:
-    """What is evaluated on: one source as it is; several one after the other, as ids and prompts then tell."""
+    """Return the held-out source: one source as it is, or several one after the other, with their names in ids and
+    prompts."""
     sources = [open_source(config, seed=seed, shuffle=False) for config in configs]
     if len(sources) < 2:
         return sources[0] if sources else None

@@ -25,7 +25,7 @@ VARIABLE = "RILLFLOW_DATA"
 GYM = "reasoning_gym:"
 GYM_SEED = 1 << 30  # far from the seeds that recipes train with
 GYM_SIZE = 200
-_TWO_WIKI_HELD_OUT = 5  # one row in so many, from the first: `examples.two_wiki` trains on all others
+_TWO_WIKI_HELD_OUT = 5  # one row of each five, from the first: `examples.two_wiki` trains on all others
 _CHECKOUT = Path(__file__).resolve().parents[4]
 
 Row = dict[str, Any]
@@ -77,7 +77,7 @@ def _svamp(row: Row) -> Row:
 
 
 def _asdiv(row: Row) -> Row | None:
-    """Rows whose answer is no single number (names, times, pairs) are left out."""
+    """Leave out rows whose answer is not a single number (names, times, pairs)."""
     found = re.fullmatch(r"(-?[\d.,/]+)(?: \([^)]*\))?", row["answer"])
     return {"problem": f"{row['body']} {row['question']}", "answer": found[1].replace(",", "")} if found else None
 
@@ -151,13 +151,13 @@ BENCHMARKS: dict[str, Benchmark] = {
 
 
 def data_folder() -> Path:
-    """Where the public data sets are: the variable's folder, else the one beside a checkout."""
+    """Return the folder of the public data sets: the variable's, else the one beside a checkout."""
     named = os.environ.get(VARIABLE)
     return Path(named).expanduser() if named else _CHECKOUT.parent / "shared" / "data"
 
 
 def benchmark(name: str) -> Benchmark:
-    """The benchmark of this name; ConfigError, with the nearest one, where there is none."""
+    """Return the benchmark of this name; raises ConfigError with the nearest name."""
     if name.startswith(GYM):
         return Benchmark("", dict, "{problem}", "text", "reasoning_gym")
     if name not in BENCHMARKS:
@@ -178,7 +178,7 @@ def open_benchmark(config: SourceConfig) -> Rows:
 
 
 def _open_gym(config: SourceConfig) -> Rows:
-    """Entries of one task family from a seed of its own, so that they are none that somebody trained on."""
+    """Return entries of one task family from a separate seed, so that no run trains on them."""
     assert config.benchmark is not None
     arguments = {"seed": GYM_SEED, "size": config.limit or GYM_SIZE, **config.arguments}
     name = config.benchmark.removeprefix(GYM)

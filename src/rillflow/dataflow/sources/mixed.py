@@ -61,7 +61,8 @@ class Mixed:
         return min(range(len(taken)), key=lambda which: (2 * taken[which] + 1) * self._steps[which])
 
     def _index(self, which: int, place: int) -> int:
-        """Where in the mixture the prompt at `place` of a source stands: the number of those with earlier times."""
+        """Return the position in the mixture of the prompt at `place` of a source: the number of prompts with earlier
+        times."""
         own, before = self._weights[which], 0
         for other, weight in enumerate(self._weights):
             # Odd numbers o with o / weight < (2 * place + 1) / own; or equal, for the sources that go first.

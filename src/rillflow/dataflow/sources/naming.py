@@ -1,4 +1,4 @@
-"""What the sources of a mixture are called: as the recipe says, else after where they come from; each name once."""
+"""The names of a mixture's sources: those of the recipe, else after their origin; each name once."""
 
 from __future__ import annotations
 

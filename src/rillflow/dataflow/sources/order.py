@@ -43,6 +43,6 @@ class Shuffled:
         return self._prompts[int(self._order(epoch)[place])]
 
     def _permutation(self, epoch: int) -> npt.NDArray[np.int64]:
-        # RandomState's stream is frozen for good: another numpy gives the same order.
+        # RandomState's stream is frozen: another numpy gives the same order.
         generator = np.random.RandomState(derive_seed(self._seed, "order", epoch) & 0xFFFFFFFF)
         return generator.permutation(len(self._prompts)).astype(np.int64, copy=False)

@@ -25,7 +25,7 @@ class _NotPlain(Exception):
 
 
 def plain(payload: dict[Any, Any], where: str) -> dict[str, Any]:
-    """The payload in plain values; DataError when there is no obvious way."""
+    """Return the payload in plain values; raises DataError if a value has no obvious plain form."""
     try:
         for key in payload:
             if not isinstance(key, str):

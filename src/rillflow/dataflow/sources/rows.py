@@ -1,4 +1,4 @@
-"""What every kind of source gives: prompts by their place, all of them checked once, when the source is opened."""
+"""Prompts by their place, for every kind of source; all are checked once, when the source is opened."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def spooled(name: str, unit: str, rows: Iterable[tuple[str, dict[Any, Any]]]) ->
 
 
 def encode(value: Any, where: str, encoder: msgspec.msgpack.Encoder) -> bytes:
-    """What would be sent; DataError when it cannot be."""
+    """Return the payload as it is sent; raises DataError if it cannot be."""
     try:
         return encoder.encode(value)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:

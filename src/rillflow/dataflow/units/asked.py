@@ -1,4 +1,4 @@
-"""What a unit may be asked for."""
+"""The valid requests to a unit."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class FileUnit:
         return read_range(self._folder, segment, start, end)
 
     def drop(self, segments: Sequence[int]) -> None:
-        """Segments that somebody still writes into stay: see `remaining`."""
+        """Segments that are still being written stay: see `remaining`."""
         drop_segments(self._folder, segments)
 
     def closed(self, segments: Sequence[int]) -> list[int]:

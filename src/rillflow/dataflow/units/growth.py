@@ -20,7 +20,7 @@ class Growth:
         self._total = 0
         self._lock = threading.Lock()
         self.count()
-        self._total = 0  # what was there already is no growth
+        self._total = 0  # existing bytes do not count as growth
 
     def count(self) -> int:
         """Bytes written since the start."""
@@ -44,7 +44,7 @@ class Growth:
 
 
 def _data_end(path: str, start: int) -> int:
-    """Where the first hole from `start` on begins; a file system that knows no holes says: at the end of the file."""
+    """Return the offset of the first hole from `start` on; the end of the file on a file system without holes."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         return os.lseek(descriptor, start, os.SEEK_HOLE)

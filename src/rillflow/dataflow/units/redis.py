@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BUCKET_ROWS = 1024
-_MOST_FOUND = 10_000  # buckets, the latest: earlier ones were told before
+_MOST_FOUND = 10_000  # the latest buckets: earlier ones were reported before
 TIMEOUT = 10.0
 _PIPELINE_BYTES = 8 << 20  # what one round trip carries, unless a single row is longer
 _INDEX = ""
@@ -147,7 +147,7 @@ class RedisUnit:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """What the server or the way to it says, as an error that says what to do."""
+        """Return an error with advice for one of the server or the connection."""
         try:
             yield
         except (redis.ConnectionError, redis.TimeoutError) as error:
@@ -167,7 +167,7 @@ def _connect(url: str, timeout: float) -> Any:
         again = Retry(ConstantBackoff(0.1), 1)
         return redis.Redis.from_url(url, socket_timeout=timeout, socket_connect_timeout=timeout, retry=again)
     except ValueError as error:
-        # What the parser says may quote a part of the password.
+        # The parser's message may quote a part of the password.
         raise ConfigError("dataflow.units.redis is not a URL of a server", "redis://host:6379/0") from error
 
 

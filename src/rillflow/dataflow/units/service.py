@@ -41,10 +41,10 @@ _RANGE = re.compile(r"bytes=(\d{1,15})-(\d{1,15})")
 
 
 class ServedUnit(StorageUnit, Protocol):
-    """What the service asks of a unit besides the contract."""
+    """The methods of a unit that the service needs beyond the contract."""
 
     def found(self) -> list[int]:
-        """Return the segments that are there and that nobody writes into; some of them may be gone."""
+        """Return the existing segments that are not being written; some of them may be gone."""
 
     def remaining(self, segments: Sequence[int]) -> list[int]:
         """Those of the segments that are still there."""
