@@ -33,7 +33,7 @@ Ctrl-C.
 _ERRORS = """# Errors
 
 Every error that Rillflow raises on purpose belongs to one tree, `rillflow.errors`. It has a message, which says what
-happened, and usually a hint, which says what to do in this case. Where the hint is empty, the commands print the advice
+happened, and usually a hint, which says what to do in this case. If the hint is empty, the commands print the advice
 of this table instead. The status is the HTTP status under which the error crosses processes.
 
 [When something goes wrong](troubleshooting.md) starts from symptoms instead.
