@@ -26,7 +26,7 @@ _FIRST = ("loss", "accuracy", "correlation", "auc", "perplexity", "grad_norm", "
 
 
 def check(recipe: FitRecipe) -> None:
-    """Fail before anything is made where a look can tell that it cannot work."""
+    """Refuse a recipe that cannot work, before anything is created."""
     quieten()
     from rillflow.dataflow.sources import open_source
     from rillflow.trainer.graph.planner import plan

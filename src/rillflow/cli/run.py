@@ -81,7 +81,7 @@ def show_recipe(recipe: BaseModel) -> None:
 
 
 def check(recipe: Recipe) -> None:
-    """Fail before anything is started where a look can tell that the run cannot work."""
+    """Refuse a recipe that cannot work, before anything is started."""
     from rillflow.agents.tools.toolbox import check_tools
     from rillflow.cli.leakage import warning_of
     from rillflow.dataflow.hooks import Hooks

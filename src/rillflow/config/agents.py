@@ -78,7 +78,7 @@ class CommandConfig(Section):
 
 
 class PauseConfig(Section):
-    """When a node stops sampling until newer weights come, as a synchronous run wants it. Requests stay open."""
+    """Pauses of a node until newer weights come, for synchronous runs. Requests stay open."""
 
     episodes: Positive | None = Field(None, description="after this many finished episodes since the last weights")
     seconds: Seconds | None = Field(None, description="this long after the last weights")

@@ -34,7 +34,7 @@ from rillflow.runtime.forking import become, unsafe, write_to
 from rillflow.runtime.process import PARENT_ENV
 
 _CHUNK = 1 << 16
-_SAID = 1 << 20  # bytes at most that a server may say before it has a log
+_SAID = 1 << 20  # the most bytes of output that a server keeps before it has a log
 
 
 def main() -> None:
