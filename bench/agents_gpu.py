@@ -1,7 +1,7 @@
 """Small agents learn on one GPU: sums of reasoning-gym, a search agent on 2Wiki, or a text game.
 
-Each case is its shipped recipe, run by the command that a user types, with vLLM and the trainer on one GPU. What is
-told: the reward of the first and the last steps, and the mean reward of held-out prompts before and after.
+Each case is its shipped recipe, run by the command that a user types, with vLLM and the trainer on one GPU. It
+reports the reward of the first and the last steps, and the mean reward of held-out prompts before and after.
 
     python -m bench.agents_gpu --model smollm2-135m-instruct.gguf --case reasoning --json -
     python -m bench.agents_gpu --model … --case search --data FOLDER      # FOLDER/qa/2wiki_*.jsonl, as $RILLFLOW_DATA
@@ -10,7 +10,7 @@ told: the reward of the first and the last steps, and the mean reward of held-ou
 `search` begins with a supervised warm start (`search_warm_gpu`). Where reasoning-gym is not installed, its prompts are
 read from FOLDER/reasoning, which `--prepare FOLDER` writes where it is. `--engine embedded --steps 2` tries a case on
 a CPU, with next to nothing of it. All commands of a case share `--limit`: when it is used up they are stopped as by
-Ctrl-C, and what there is by then is told.
+Ctrl-C, and the results so far are reported.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ follow it and sample all the time: one beside it, two in regions of their own, e
 narrow link (network namespaces with token buckets, and a process that holds every byte back). Measured, with whole
 versions and with deltas: what the trainer waited; for how long a pool's engine sampled nothing at each update, beside
 the time it took to apply it; how long each link was busy. Then a region with two new nodes pulls a whole version, each
-by itself and through a relay. Needs root; nothing of this machine's network is touched.
+directly and through a relay. Needs root; nothing of this machine's network is touched.
 
 The peer of each row is the same thing with whole versions, or without a relay.
 """

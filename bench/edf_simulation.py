@@ -2,9 +2,9 @@
 
 A discrete-event simulation around the samplers that a run uses. Slots play groups whose lengths have a long tail; a
 group's oldest token is of the version at which it was begun. A trainer takes a batch, whichever groups the sampler
-picks, and a step later the version moves; what is further behind than the bound then expires unserved. The slots could
-produce more than the trainer consumes, but begin nothing while (staleness + 1) batches are between begin and end, as
-the dataflow's admission does. So a group that expires was played for nothing and another one is played in its place.
+picks, and a step later the version moves; groups that are further behind than the bound then expire unserved. The slots
+could produce more than the trainer consumes, but begin nothing while (staleness + 1) batches are between begin and end,
+as the dataflow's admission does. So a group that expires was played for nothing and another one is played in its place.
 
 `order` counts arrivals in the buffer, which is what a first-in-first-out buffer goes by. (In a run it is the order of
 admission, so our own `fifo` is milder than that of its peers.)

@@ -22,8 +22,8 @@ _VOWELS = frozenset("aeiou")
 
 
 def make_model(folder: Path, seed: int) -> Path:
-    """A Qwen3 of 0.88 million fresh weights with the tiny policy's tokenizer. It ends an answer by itself about once
-    in 700 tokens, so that lengths are what the limits say."""
+    """A Qwen3 of 0.88 million fresh weights with the tiny policy's tokenizer. It samples a stop token about once in 700
+    tokens, so that lengths are what the limits say."""
     import torch
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 

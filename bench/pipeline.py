@@ -1,11 +1,11 @@
-"""Five pipelines on the same work, with real processes and real compute on two workers: who waits for whom.
+"""Five pipelines on the same work, with real processes and real compute on two workers, and their idle times.
 
 naive, micro-batch, off-policy filling and asynchronous have one worker that rolls out and one that trains; multiplexed
-has one that rolls out and one that does both. Each worker computes in one thread, so that on two cores they do not
-take each other's time; the dataflow service and the storage unit need some of it too. Nothing is emulated. Answers have
-long-tailed lengths, the same for all; a node decodes as many at once as a batch has. What is in flight when weights
-change keeps its cache, and where answers may be older than a version the bound is high: the longest take as long as
-ten steps, on the worker that also trains longer still, and a bound below that would drop what is long.
+has one that rolls out and one that does both. Each worker computes in one thread, so that on two cores they do not take
+each other's time; the dataflow service and the storage unit need some of it too. Nothing is emulated. Answers have
+long-tailed lengths, the same for all; a node decodes as many at once as a batch has. Sequences in flight keep their
+cache when weights change, and if answers may be older than a version the bound is high: the longest take as long as ten
+steps, on the worker that also trains longer still, and a bound below that would drop what is long.
 
     python -m bench.pipeline [--quick] [--only multiplexed,naive] [--runs FOLDER] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""What all pipelines of `bench.pipeline` play: a small model that never ends an answer by itself, and answers whose
+"""The work of all pipelines of `bench.pipeline`: a small model that never samples a stop token, and answers whose
 lengths are drawn from a long-tailed distribution, by prompt and place in the group: every pipeline gets the same ones.
 """
 

@@ -1,7 +1,7 @@
 """What storage units, gateways and weight servers cost, measured at the real processes; and what versions take.
 
 Puts and reads go over HTTP, as from another host. A gateway is measured with short and long answers, streamed, so that
-a call's cost and a token's can be told apart. A version's delta, and what a GPU takes to make and apply one, are what
+a call's cost and a token's can be separated. A version's delta, and what a GPU takes to make and apply one, are what
 `bench.weights` and `bench.weights_gpu` have recorded.
 """
 

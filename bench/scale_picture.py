@@ -1,4 +1,4 @@
-"""The picture of `bench.scale`: what is kept of a GPU's throughput, and how busy the ledger is, over the GPUs.
+"""The picture of `bench.scale`: the throughput per GPU, and how busy the ledger is, over the GPUs.
 
 python -m bench.scale_picture RESULT.json PICTURE.png
 """

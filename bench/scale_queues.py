@@ -1,6 +1,6 @@
 """What the simulation is made of: a clock with events, servers with one queue, engines that share their time.
 
-A server takes one job after the other, in the order in which they come; who asks is told when its job will have ended.
+A server takes one job after the other, in the order in which they come; the caller learns when its job will have ended.
 An engine decodes all its sequences together; how fast depends on how many there are.
 """
 

@@ -1,4 +1,4 @@
-"""The world that `bench.scale` simulates: what is declared rather than measured on the machine that runs it.
+"""The world that `bench.scale` simulates: constants that are declared, not measured on the machine that runs it.
 
 GPUs are H200s. Training speed is measured (`trainer-h200.json`) at 1.7B and goes with 1 / weights for the others, which
 is the same share of the peak. Decoding is memory-bound: a step reads the weights and the attention cache of every
@@ -65,7 +65,7 @@ class Device:
 
 @dataclass(frozen=True)
 class World:
-    """One run. A node has `engines`, each with so many `slots`. `units` hold the payload; with `central` one process
+    """One run. A node has `engines`, each with `slots` slots. `units` hold the payload; with `central` one process
     has all of the ledger's and the units' work, and trainers wait for it, as with a single controller."""
 
     nodes: int

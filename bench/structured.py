@@ -1,8 +1,8 @@
 """What a schema costs the embedded engine: tokens per second with one and without, at the same lengths.
 
 Every answer has 64 tokens after a prompt of 40. Under the schema it is a list of at least 64 words, so that the length
-ends it; without, there is no end token. The peer of each row is the same engine without a grammar: a ratio of 1 is a
-grammar that costs nothing. `first` is the time to compile the schema, once, with the tokenizer's tree.
+ends it; without it, no stop token is sampled. The peer of each row is the same engine without a grammar: a ratio of 1
+is a grammar that costs nothing. `first` is the time to compile the schema, once, with the tokenizer's tree.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Two policies without a barrier: what a trainer pays for a partner that is four times slower.
+"""Two policies without a barrier: the cost for a trainer of a partner that is four times slower.
 
     python -m bench.two_policies [--quick] [--json FILE]
 

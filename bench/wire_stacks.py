@@ -1,7 +1,7 @@
 """The stacks that `bench.wire` compares: for each, a server for another process and a client for this one.
 
-All do the same work for a call: check the token, decode a msgpack body, count the request, encode the answer. What
-differs is how the bytes get there.
+All do the same work for a call: check the token, decode a msgpack body, count the request, encode the answer. Only
+the transport differs.
 """
 
 from __future__ import annotations

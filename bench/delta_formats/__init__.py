@@ -1,4 +1,4 @@
-"""Formats of others for the difference of two versions, written anew from what they published, bit-exact.
+"""Other systems' formats for the difference of two versions, reimplemented from their publications, bit-exact.
 
 A version is a matrix of bits for each tensor (unsigned integers of the weights' width; a vector is one column wide).
 Headers are as small as each format's own; checksums, which some of them also send, are left out.

@@ -1,4 +1,4 @@
-"""What the formats share: arrays of several tensors in one blob behind a JSON header, and zstd at level 1."""
+"""The frame of all formats: arrays of several tensors in one blob behind a JSON header, and zstd at level 1."""
 
 from __future__ import annotations
 

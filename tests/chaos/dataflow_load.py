@@ -1,7 +1,7 @@
 """Load on a real dataflow service and its units, with everything that was acknowledged written down.
 
 Producers play nodes and four consumers play two trainers and two workers of a stage. Everybody speaks to real processes
-through the real clients. What was acknowledged is compared with what was trained: 0 lost, 0 twice.
+through the real clients. The acknowledged samples are compared with the trained ones: 0 lost, 0 twice.
 """
 
 from __future__ import annotations

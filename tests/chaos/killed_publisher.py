@@ -1,5 +1,6 @@
 """A trainer's publications alone, for a process that is killed: it begins where the last one was, publishes, prunes and
-goes back now and then, until it is killed. What a version holds is a function of its number, so readers can check it.
+goes back now and then, until it is killed. The content of a version is a function of its number, so readers can check
+it.
 """
 
 from __future__ import annotations

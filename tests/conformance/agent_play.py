@@ -1,7 +1,7 @@
 """Other people's agents at the gateway: each is a command agent in its package's own virtual environment.
 
-It is given what every command agent gets and plays one episode against the embedded engine. What it says it was told is
-compared with the session's transcript, and the samples with the engine's own log, id by id.
+It is given what every command agent gets and plays one episode against the embedded engine. The answers that it reports
+are compared with the session's transcript, and the samples with the engine's own log, id by id.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """mini-swe-agent repairs a program through the gateway: real bash, real observations, its own rule for the end.
 
-The model is real too, but small: a copy of the tiny policy that has learnt this one repair by heart (`teaching`). What
-it samples is what mini-swe-agent runs; what bash answers is what the model reads.
+The model is real too, but small: a copy of the tiny policy that has learnt this one repair by heart (`teaching`).
+mini-swe-agent runs the commands that it samples, and it reads the answers of bash.
 """
 
 from __future__ import annotations

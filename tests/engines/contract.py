@@ -151,7 +151,7 @@ def check(world: World, asked: list[int], chunks: list[Chunk]) -> None:
         assert [found[place] for place in mine] == pytest.approx([expected[place] for place in mine], abs=2e-4)
 
 
-# Whether embeddings are tied matters to weights, not to what follows from logits: such tests use one server only.
+# Tied embeddings matter for weights, not after the logits: such tests use one server only.
 untied = pytest.mark.parametrize("world", ["untied"], indirect=True)
 
 # ---------------------------------------------------------------- sampling
@@ -459,8 +459,8 @@ async def test_weights_that_are_not_the_trainers_are_caught_before_they_serve(
 
 
 async def test_a_tensor_that_an_update_does_not_name_is_proven_too(world: World) -> None:
-    """The fingerprints of an update are those of the tensors that it changes. What else the server computes with, such
-    as tensors that it has derived from others, only a probe sees."""
+    """The fingerprints of an update are those of the tensors that it changes. Only a probe sees other tensors that the
+    server computes with, such as derived ones."""
     name = "model.layers.1.self_attn.k_proj.weight"
     laid = lay_changes({name: Change(torch.arange(4096), torch.full((4096,), 0.7))}, {})
     await world.write([str(path) for path in laid.folder.iterdir()])

@@ -1,4 +1,4 @@
-"""What the scripts beside this share: the task on standard input, the stockroom's tool, and the report they leave.
+"""Shared code of the scripts beside this: the task on standard input, the stockroom's tool, and the report they leave.
 
 They run where Rillflow is not installed, as anybody's agent would: all that they know of it is in the environment.
 A turn of the report is what the package told its user about one answer of the model.

@@ -76,7 +76,7 @@ async def test_a_new_request_never_takes_over_what_older_weights_computed(kit: A
         during = await kit.ask(engine, [*shared, 4], max_tokens=5, seed=2)
         assert engine.stats().reused_tokens == reused
         await task
-        # That answer's slot holds old and new keys: no other request may use it as a prefix.
+        # The answer's slot holds old and new keys: no other request may use it as a prefix.
         after = await kit.ask(engine, [*task.result().prompt, *task.result().tokens], max_tokens=5, seed=2)
         again = await kit.ask(engine, [*shared, 4], max_tokens=5, seed=2)
         assert engine.stats().reused_tokens > reused, "what the new weights computed is reused"

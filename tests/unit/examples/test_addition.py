@@ -1,4 +1,4 @@
-"""One-digit addition: what is asked, and what counts as right."""
+"""One-digit addition: its prompts and its reward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The digits and the formulas: what is asked, what is right, and lessons that say what the recipes say."""
+"""The digits and the formulas: prompts, rewards, and lessons that agree with the recipes."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def test_reward_is_for_the_last_number(payload: dict[str, Any]) -> None:
 
 
 class ScriptedClient:
-    """Looks like the OpenAI client as far as the workflow uses it; says what it is told to."""
+    """Has the parts of the OpenAI client that the workflow uses, with scripted answers."""
 
     def __init__(self, turns: list[dict[str, Any]]) -> None:
         self.turns = iter(turns)

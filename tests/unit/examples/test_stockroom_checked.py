@@ -13,7 +13,7 @@ from tiny_policy import tiny_tokenizer
 
 
 class Client:
-    """Each policy says what it is told to."""
+    """Each policy gives scripted answers."""
 
     def __init__(self, **says: str | None) -> None:
         self._says = says

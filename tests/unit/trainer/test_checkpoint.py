@@ -218,7 +218,7 @@ SHAPES = {"embed": (13, 3), "norm": (4,), "critic/head": (1, 5), "few": (2, 2), 
 
 
 class Sharded:
-    """What slices need to know of a tensor of which this rank holds a part, as a DTensor says it."""
+    """The facts on a tensor of which this rank holds a part, as a DTensor has them."""
 
     def __init__(self, whole: torch.Tensor, rank: int, ranks: int) -> None:
         start, stop = share(len(whole), rank, ranks)
@@ -338,7 +338,7 @@ def test_what_a_killed_writer_left_is_never_taken_for_a_part(tmp_path: Path) -> 
 
 
 def test_only_what_is_needed_is_read(tmp_path: Path) -> None:
-    """Of a tensor that is sharded four ways, no rank gets more than its quarter out of the files."""
+    """No rank reads more than its quarter of a tensor that is sharded four ways."""
     whole = {"w": torch.arange(40.0).reshape(20, 2)}
     mine, _ = own_slices(whole, 0, 1)
     assert torch.equal(mine["w"], whole["w"])

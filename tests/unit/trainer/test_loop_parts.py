@@ -199,7 +199,7 @@ def test_a_trainer_that_comes_back_with_nothing_left_to_train_plays_on(tmp_path:
 
 
 class Silent:
-    """An engine that nobody wakes."""
+    """An engine that is never woken."""
 
     def begin(self, tensors: Any, version: int) -> None:
         raise AssertionError("no node of the graph has asked for samples")

@@ -87,7 +87,7 @@ def test_no_difference_is_exactly_none_and_no_token_has_no_numbers() -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"updates": 3}, {"truncate": 2.0}, {"algorithm": "m2po"}])
 def test_a_step_measures_its_first_update(settings: dict[str, object]) -> None:
-    """Before it, the weights are those of the trainer's version; after it they are nobody's."""
+    """Before it, the weights are those of the trainer's version; after it they belong to no version."""
     rows = scored(random_rows(1, near=-3.4))
     fresh_N = rows.mask_N & (np.arange(len(rows.mask_N)) % 2 == 0)
     off_N = np.where(fresh_N, 0.01, 0.5).astype(np.float32)

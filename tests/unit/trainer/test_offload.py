@@ -16,7 +16,7 @@ from rillflow.trainer.parallel.peers import Alone
 
 
 class Generator:
-    """Looks at the optimizer when it is told to begin and to end."""
+    """Looks at the optimizer at each begin and end."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -49,7 +49,7 @@ def test_it_is_away_while_samples_are_made_and_nothing_is_changed(dtype: str, tm
     room = OffloadingGenerator(generator, [mine], tmp_path)
     room.begin(mine.weights(torch.float32), 2)
     assert (held(mine), room.bytes) == (0, whole)
-    room.begin({}, 2)  # the node is told again: nothing is set aside twice
+    room.begin({}, 2)  # a second begin: nothing is set aside twice
     assert room.bytes == whole
     room.end()
     assert (held(mine), room.bytes) == (whole, 0)

@@ -76,7 +76,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 class Service:
-    """Answers as told, then accepts."""
+    """Gives scripted answers, then accepts."""
 
     def __init__(self, *answers: Ack | RillflowError) -> None:
         self._answers = iter(answers)

@@ -202,7 +202,7 @@ def test_merged_weights_give_the_same_scores() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_published_adapter_becomes_the_same_weights(dtype: torch.dtype) -> None:
-    """What a reader makes of the base and the adapter is what the trainer calls its weights, bit for bit."""
+    """A reader's merge of base and adapter equals the trainer's weights, bit for bit."""
     _, config, optimizer = trained()
     base = {name: tensor.to(dtype) for name, tensor in small_model().state_dict().items()}
     adapter = optimizer.adapter()

@@ -1,4 +1,4 @@
-"""A batch in parts: what is trained, what is asked for, and what the trainer's own engine does meanwhile."""
+"""A batch in parts: the trained samples, the requests, and the trainer's own engine meanwhile."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_parts_give_the_gradients_of_the_whole(
 
 
 class Clock:
-    """Moves only when somebody waits."""
+    """Moves only during a wait."""
 
     def __init__(self) -> None:
         self.time = 0.0
@@ -79,7 +79,7 @@ class Clock:
 
 
 class Service:
-    """Answers as told, each answer after a while; remembers what it was asked."""
+    """Gives scripted answers, each after a while; records its calls."""
 
     def __init__(self, clock: Clock, *answers: tuple[float, BatchReply | LeaseLost]) -> None:
         self._clock = clock
@@ -222,7 +222,7 @@ class Generator:
 
 
 class Stream:
-    """Answers as told. Nothing is leased unless it is being sampled, nothing is read while it is."""
+    """Gives scripted answers. Nothing is leased outside of sampling, nothing is read during it."""
 
     def __init__(self, generator: Generator, *answers: BatchReply | Exception) -> None:
         self._generator = generator
@@ -328,7 +328,7 @@ def test_peers_lose_patience_together() -> None:
 
 
 class Told:
-    """What the worker says of itself."""
+    """Return the worker's reported state."""
 
     def __init__(self) -> None:
         self.heard: list[str] = []

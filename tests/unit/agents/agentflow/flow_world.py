@@ -63,7 +63,7 @@ class Seen:
 
 
 async def played(*answers: str, lane: Lane = "train", payload: Mapping[str, Any] = PAYLOAD, **options: Any) -> Seen:
-    """One episode; what is left of the script when it ends was not asked for."""
+    """Play one episode; the rest of the script was not asked for."""
     script = Script(answers)
     gateway = Gateway("token", {"planner": Policy(script, tiny_renderer())}, {"planner": SamplingConfig()})
     url = await gateway.start()

@@ -1,4 +1,4 @@
-"""Labels: what a step is worth by what came of it, and the text that a process reward model reads of it."""
+"""Labels: the value of a step by its outcome, and the text that a process reward model reads."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_backends_of_the_gpu_agree_with_plain_products(backend: str) -> None:
     for name in ("sdpa", backend):
         model = grouped_model(dtype=torch.float32, head_dim=16).cuda().bfloat16()
         hidden = hidden_states(model, layout, name).float()
-        # Not their squares: what a norm has made has squares of the same sum, whatever came before.
+        # Not their squares: the squares of a norm's output always have the same sum.
         (hidden * torch.linspace(-1, 1, hidden.numel(), device="cuda").view_as(hidden)).sum().backward()
         gradients = {key: p.grad.float() for key, p in model.named_parameters() if p.grad is not None}
         found.append({"hidden": hidden.detach()} | gradients)

@@ -274,7 +274,7 @@ def policy(**settings: Any) -> PolicyConfig:
 
 @torch.no_grad()
 def scored(weights: dict[str, torch.Tensor]) -> list[list[float]]:
-    """What a plain model says that has nothing but the published weights."""
+    """Return the log-probs of a plain model that has only the published weights."""
     model = small_model(seed=99).to(weights["model.norm.weight"].dtype)
     model.load_state_dict(weights)
     ids_RT = torch.tensor(prompts(VOCAB, 512))
@@ -351,7 +351,7 @@ def test_every_version_is_published_with_the_probe_of_its_weights(tmp_path: Path
 
 
 def test_a_trainer_that_begins_again_gives_its_version_a_probe(tmp_path: Path) -> None:
-    """Made by the trainer that is there now: its recipe may say another tolerance."""
+    """Made by the present trainer, whose recipe may have another tolerance."""
     ledger = Ledger(batches=3)
     ledger.before = crash_at("commit b2 3")
     with pytest.raises(Crash):
